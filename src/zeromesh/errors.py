@@ -1,0 +1,85 @@
+"""What zeromesh raises.
+
+::
+
+    ZeromeshError
+    ├── InputError (also ValueError)     the user's input is wrong; one message says what to do; exit code 2
+    │   ├── NotationError                a strategy's text does not parse, or its stages cannot be combined
+    │   ├── MeshError                    strategy, mesh and world do not fit together
+    │   ├── ClusterError                 a cluster file or preset
+    │   ├── ModelError                   a model's description, or a module that cannot be sharded as asked
+    │   ├── ConfigError                  a training configuration
+    │   └── CheckpointError              a checkpoint that is damaged, incomplete, or of another model
+    ├── OptimizerError (RuntimeError)    an optimizer, clip or scaler that would give wrong numbers
+    ├── CommunicationError (RuntimeError) a collective failed or stalled: names rank, operation, unit, axis
+    ├── MismatchError (RuntimeError)     ranks disagree: strategy, model, order of units, replicas
+    └── InternalError (RuntimeError)     an invariant of ours does not hold: a bug in zeromesh
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ZeromeshError(Exception):
+    """Base of every error that zeromesh raises on purpose."""
+
+
+class InputError(ZeromeshError, ValueError):
+    """The user's input is wrong. The command line prints the message and exits with 2."""
+
+
+class NotationError(InputError):
+    """A strategy's text does not parse, or the stages it names cannot be combined."""
+
+
+class MeshError(InputError):
+    """A strategy does not fit the mesh, or the mesh does not fit the world."""
+
+
+class ClusterError(InputError):
+    """A cluster preset or TOML file is unknown or invalid."""
+
+
+class ModelError(InputError):
+    """A model description is invalid, or a module cannot be sharded as asked."""
+
+
+class ConfigError(InputError):
+    """A training configuration has an unknown key or an invalid value."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is damaged, incomplete, or belongs to another model."""
+
+
+class OptimizerError(ZeromeshError, RuntimeError):
+    """An optimizer, a clip or a gradient scaler would compute wrong numbers on sharded parameters."""
+
+
+class CommunicationError(ZeromeshError, RuntimeError):
+    """A collective failed or did not end within its timeout."""
+
+
+class MismatchError(ZeromeshError, RuntimeError):
+    """Ranks that must agree do not."""
+
+
+class InternalError(ZeromeshError, RuntimeError):
+    """An invariant of zeromesh's own does not hold."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A clause that names the known spellings nearest to `name`, or all of them if none is near.
+
+    >>> nearest("lama-7b", ["llama-7b", "gpt-20b"])
+    'did you mean llama-7b?'
+    >>> nearest("zzz", ["a", "b"])
+    'known: a, b'
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"known: {', '.join(names)}"
