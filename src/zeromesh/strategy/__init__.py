@@ -1,0 +1,9 @@
+"""Stages per axis, the notation, presets, and the shard arithmetic. Torch-free."""
+
+from zeromesh.strategy.layout import Axis, Layout
+from zeromesh.strategy.plan import Plan
+from zeromesh.strategy.presets import PRESETS
+from zeromesh.strategy.stage import Stage, Wire
+from zeromesh.strategy.strategy import AxisStage, Strategy
+
+__all__ = ["PRESETS", "Axis", "AxisStage", "Layout", "Plan", "Stage", "Strategy", "Wire"]

@@ -1,0 +1,173 @@
+"""A strategy on a mesh of known sizes, and the shard arithmetic: which slice of a flat buffer lives where.
+
+[Note: Significance] Sharded axes are ordered stage 3, then 2 or 3d, then 1, innermost first within each. A flat buffer
+is cut into chunks over that order, the first axis most significant. Parameters are sharded over a prefix of the order,
+gradients over a prefix, optimizer states over all of it. So each shard is one contiguous range, the state shard lies
+inside the other two, and each one-axis collective works on one contiguous region::
+
+    node=3,cluster=1 on 2 x 2, a buffer of 8 elements       rank = (cluster, node)
+    params, grads   [0 1 2 3 | 4 5 6 7]                     node 0 | node 1
+    states          [0 1 | 2 3 | 4 5 | 6 7]                 (0,0) | (1,0) | (0,1) | (1,1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+from zeromesh.errors import MeshError, nearest
+from zeromesh.strategy.stage import Stage, Wire
+from zeromesh.strategy.strategy import AxisStage, Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One axis of a layout: a mesh axis, or a part of one.
+
+    Args:
+        name: unique label: the mesh axis's name, with ``[i]`` for part i (innermost 0) of a split axis.
+        mesh_axis: the mesh axis it is (a part of).
+        size: number of ranks along it.
+        stride: distance, along the mesh axis, between neighbours on this axis.
+        stage: what is sharded over it.
+        wire: dtypes sent on it.
+    """
+
+    name: str
+    mesh_axis: str
+    size: int
+    stride: int
+    stage: Stage
+    wire: Wire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A strategy resolved on a mesh.
+
+    Args:
+        strategy: in normal form.
+        mesh: (name, size) of each mesh axis, innermost first.
+        axes: the strategy's axes with sizes, innermost first.
+    """
+
+    strategy: Strategy
+    mesh: tuple[tuple[str, int], ...]
+    axes: tuple[Axis, ...]
+
+    @classmethod
+    def of(cls, strategy: Strategy | str, mesh: Sequence[tuple[str, int]]) -> Layout:
+        """Resolves `strategy` on mesh axes given innermost first.
+
+        Raises:
+            NotationError: the text does not parse.
+            MeshError: an axis is missing, unknown or out of order, or a split does not divide its axis.
+        """
+        names = [name for name, _ in mesh]
+        parsed = Strategy.parse(strategy, names)
+        _check_names(parsed, names)
+        parts = {name: list(axes) for name, axes in groupby(parsed.axes, key=lambda axis: axis.name)}
+        axes = [axis for name, size in mesh for axis in _split(parts[name], size)]
+        return cls(strategy=parsed, mesh=tuple((n, s) for n, s in mesh), axes=tuple(axes))
+
+    @property
+    def world(self) -> int:
+        return prod(size for _, size in self.mesh)
+
+    @property
+    def significant(self) -> tuple[Axis, ...]:
+        """Sharded axes, most significant first: [Note: Significance]."""
+        sharded = (axis for axis in self.axes if axis.stage.shards_states)
+        return tuple(sorted(sharded, key=lambda axis: axis.stage.significance))
+
+    @property
+    def param_axes(self) -> tuple[Axis, ...]:
+        """Axes that shard parameters, most significant first."""
+        return tuple(axis for axis in self.significant if axis.stage.shards_params)
+
+    @property
+    def grad_axes(self) -> tuple[Axis, ...]:
+        """Axes that shard gradients between micro-batches, most significant first."""
+        return tuple(axis for axis in self.significant if axis.stage.shards_grads)
+
+    @property
+    def kept_axes(self) -> tuple[Axis, ...]:
+        return tuple(axis for axis in self.param_axes if axis.stage.kept)
+
+    @property
+    def replica_axes(self) -> tuple[Axis, ...]:
+        """Axes over which everything is replicated (stage 0), innermost first."""
+        return tuple(axis for axis in self.axes if not axis.stage.shards_states)
+
+    def degree(self, axes: Sequence[Axis]) -> int:
+        """Number of shards over the given axes."""
+        return prod(axis.size for axis in axes)
+
+    @property
+    def multiple(self) -> int:
+        """What a flat buffer's length is padded to a multiple of."""
+        return self.degree(self.significant)
+
+    def padded(self, numel: int) -> int:
+        """`numel` rounded up to a multiple of all sharded axes together."""
+        return -(-numel // self.multiple) * self.multiple
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Index of `rank` along each axis of the layout; rank numbers grow innermost axis fastest."""
+        if not 0 <= rank < self.world:
+            raise MeshError(f"rank must be 0 to {self.world - 1} on this mesh; got {rank}")
+        coordinates = {}
+        for axis in self.axes:
+            rank, coordinates[axis.name] = divmod(rank, axis.size)
+        return coordinates
+
+    def shard(self, padded: int, axes: Sequence[Axis], coordinates: dict[str, int]) -> slice:
+        """The contiguous range that a rank holds of a buffer of `padded` elements sharded over `axes`.
+
+        Args:
+            padded: length, a multiple of the product of the axes' sizes.
+            axes: a prefix of `significant`.
+            coordinates: of the rank, by axis name.
+        """
+        index = 0
+        for axis in axes:
+            index = index * axis.size + coordinates[axis.name]
+        length = padded // self.degree(axes)
+        return slice(index * length, (index + 1) * length)
+
+
+def _check_names(strategy: Strategy, names: Sequence[str]) -> None:
+    for name in strategy.names:
+        if name not in names:
+            raise MeshError(
+                f"the mesh has no axis {name!r} (it has, innermost first: {', '.join(names)}): {nearest(name, names)}"
+            )
+    for name in names:
+        if name not in strategy.names:
+            raise MeshError(
+                f"strategy {strategy} gives no stage to mesh axis {name!r}; add {name}=0 to replicate over it"
+            )
+    if tuple(names) != strategy.names:
+        raise MeshError(
+            f"a strategy names axes innermost first, and this mesh is, innermost first, {', '.join(names)}; "
+            f"got {', '.join(strategy.names)}"
+        )
+
+
+def _split(parts: Sequence[AxisStage], size: int) -> list[Axis]:
+    name = parts[0].name
+    fixed = prod(part.split for part in parts if isinstance(part.split, int))
+    whole = len(parts) == 1 and parts[0].split is None
+    rest = any(part.split == "*" for part in parts)
+    if not whole and (size % fixed if rest else size != fixed):
+        need = f"a multiple of {fixed}" if rest else f"{fixed}"
+        raise MeshError(f"{','.join(map(str, parts))} needs {name} to have {need} ranks; this mesh has {size}")
+    axes, stride = [], 1
+    for index, part in enumerate(parts):
+        length = part.split if isinstance(part.split, int) else size // fixed
+        label = name if whole else f"{name}[{index}]"
+        axes.append(Axis(name=label, mesh_axis=name, size=length, stride=stride, stage=part.stage, wire=part.wire))
+        stride *= length
+    return axes

@@ -1,0 +1,68 @@
+"""A plan: what to run, as a value that the planner writes and the engine and the trainer accept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from zeromesh.errors import InputError
+from zeromesh.strategy.strategy import Strategy
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A strategy with the choices that belong to it.
+
+    Args:
+        strategy: on the mesh's axes.
+        mesh: (axis name, size), innermost first.
+        micro_batch: sequences per device and micro-batch.
+        micro_batches: micro-batches per step.
+        recompute: activation checkpointing of the blocks.
+        param_dtype, reduce_dtype, grad_dtype: names as on a wire; None for the engine's defaults.
+        predicted: the planner's figures for this plan, as `zeromesh simulate --json` prints them.
+    """
+
+    strategy: Strategy
+    mesh: tuple[tuple[str, int], ...]
+    micro_batch: int = 1
+    micro_batches: int = 1
+    recompute: Recompute = "none"
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    grad_dtype: str | None = None
+    predicted: dict[str, Any] | None = None
+
+    def to_json(self) -> str:
+        """The plan as a JSON object; `from_json` is its inverse."""
+        fields = asdict(self) | {"strategy": str(self.strategy), "mesh": dict(self.mesh)}
+        return json.dumps({"zeromesh_plan": 1} | fields, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "plan") -> Plan:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            InputError: not a plan of ours, or a field is missing or unknown; names `source`.
+        """
+        try:
+            data = json.loads(text)
+            version = data.pop("zeromesh_plan")
+            if version != 1:
+                raise InputError(f"{source}: plan format must be 1; got {version}")
+            data["strategy"] = Strategy.parse(data["strategy"])
+            data["mesh"] = tuple((name, int(size)) for name, size in data["mesh"].items())
+            return cls(**data)
+        except (json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{source}: not a zeromesh plan ({error}); write one with `zeromesh plan -o`") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads a plan file written by `zeromesh plan -o`."""
+        return cls.from_json(Path(path).read_text(), source=str(path))

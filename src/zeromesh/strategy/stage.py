@@ -1,0 +1,111 @@
+"""What a mesh axis shards, and in which dtype it sends."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from zeromesh.errors import NotationError, nearest
+
+
+class Stage(enum.Enum):
+    """The ZeRO stage of one axis, with ``k`` where gathered parameters are kept from forward to backward.
+
+    ========  ============  ==============================  ==========================
+    stage     sharded       every micro-batch               every step
+    ========  ============  ==============================  ==========================
+    ``0``     nothing       -                               all-reduce G
+    ``1``     OS            -                               reduce-scatter G, all-gather P
+    ``2``     G, OS         reduce-scatter G                all-gather P
+    ``3``     P, G, OS      all-gather P, reduce-scatter G  -
+    ``3d``    P, OS         all-gather P                    reduce-scatter G
+    ========  ============  ==============================  ==========================
+    """
+
+    ZERO = "0"
+    ONE = "1"
+    TWO = "2"
+    THREE = "3"
+    THREE_KEPT = "3k"
+    DEFERRED = "3d"
+    DEFERRED_KEPT = "3dk"
+
+    @classmethod
+    def parse(cls, text: str) -> Stage:
+        """The stage spelt `text`; raises NotationError for any other spelling."""
+        try:
+            return cls(text)
+        except ValueError:
+            raise NotationError(
+                f"stage must be one of 0, 1, 2, 3, 3k, 3d, 3dk; got {text!r}: {nearest(text, [s.value for s in cls])}"
+            ) from None
+
+    @property
+    def shards_params(self) -> bool:
+        return self.value.startswith("3")
+
+    @property
+    def shards_grads(self) -> bool:
+        """Whether gradients are reduced over this axis after every micro-batch."""
+        return self in (Stage.TWO, Stage.THREE, Stage.THREE_KEPT)
+
+    @property
+    def shards_states(self) -> bool:
+        return self is not Stage.ZERO
+
+    @property
+    def deferred(self) -> bool:
+        return self in (Stage.DEFERRED, Stage.DEFERRED_KEPT)
+
+    @property
+    def kept(self) -> bool:
+        return self.value.endswith("k")
+
+    @property
+    def significance(self) -> int:
+        """Rank of this stage in the order in which buffers are chunked: 3 first, then 2 or 3d, then 1."""
+        if self.shards_params and self.shards_grads:
+            return 0
+        return {Stage.TWO: 1, Stage.DEFERRED: 1, Stage.DEFERRED_KEPT: 1, Stage.ONE: 2, Stage.ZERO: 3}[self]
+
+
+WIRE_DTYPES = ("fp32", "bf16", "fp16", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """Dtypes on one axis's wire for parameters and for gradients; None is the engine's default (`param_dtype`,
+    `reduce_dtype`)."""
+
+    param: str | None = None
+    grad: str | None = None
+
+    def __post_init__(self) -> None:
+        for dtype in (self.param, self.grad):
+            if dtype is not None and dtype not in WIRE_DTYPES:
+                raise NotationError(
+                    f"a wire's dtype must be one of {', '.join(WIRE_DTYPES)}; got {dtype!r}: "
+                    f"{nearest(dtype, WIRE_DTYPES)}"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> Wire:
+        """Parses what follows ``@``: ``P``, ``P/G``, ``P/`` or ``/G``."""
+        param, _, grad = text.partition("/")
+        if not param and not grad:
+            raise NotationError(f"a wire must name at least one dtype, as in @int8 or @/int4; got '@{text}'")
+        return cls(param=param or None, grad=grad or None)
+
+    @property
+    def default(self) -> bool:
+        return self.param is None and self.grad is None
+
+    @property
+    def quantised(self) -> bool:
+        return bool({self.param, self.grad} & {"int8", "int4"})
+
+    def __str__(self) -> str:
+        return "" if self.default else f"@{self.param or ''}/{self.grad or ''}"
+
+
+DEFAULT_WIRE = Wire()

@@ -1,0 +1,217 @@
+"""The notation ``node=3,cluster=1``: a ZeRO stage for every axis of the mesh, as a value.
+
+::
+
+    strategy = axis "=" stage wire? ("," axis ...)* (";" option "=" value)*        innermost axis first
+    axis     = name | name "[" size "]" | name "[*]"     a size splits a level; [*] is what the splits leave over
+    stage    = "0" | "1" | "2" | "3" | "3k" | "3d" | "3dk"
+    wire     = "@" [P] "/" [G] | "@" P
+    option   = collective=auto|flat|hierarchical|ho_ring, overlap=all|gather|none, prefetch=K
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby, pairwise
+from typing import Literal
+
+from zeromesh.errors import NotationError, nearest
+from zeromesh.strategy.presets import preset_axes
+from zeromesh.strategy.stage import DEFAULT_WIRE, Stage, Wire
+
+Collective = Literal["auto", "flat", "hierarchical", "ho_ring"]
+Overlap = Literal["all", "gather", "none"]
+Split = int | Literal["*"] | None
+
+COLLECTIVES: tuple[Collective, ...] = ("auto", "flat", "hierarchical", "ho_ring")
+OVERLAPS: tuple[Overlap, ...] = ("all", "gather", "none")
+MAX_PREFETCH = 64
+
+_AXIS = re.compile(r"(?P<name>[A-Za-z_]\w*)(\[(?P<split>\d+|\*)\])?=(?P<stage>[^@\s]*)(?:@(?P<wire>[^@]*))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisStage:
+    """One term of a strategy.
+
+    Args:
+        name: the mesh axis.
+        stage: what is sharded over it.
+        wire: dtypes sent on it.
+        split: None for the whole axis; a size for a part of it; "*" for what the other parts leave over.
+    """
+
+    name: str
+    stage: Stage
+    wire: Wire = DEFAULT_WIRE
+    split: Split = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.split, int) and self.split < 1:
+            raise NotationError(f"the size of {self.name}[{self.split}] must be at least 1")
+        if self.wire.param and not (self.stage.shards_states):
+            raise NotationError(
+                f"{self}: stage 0 sends no parameters over {self.name}, so a parameter wire has no meaning there; "
+                f"for gradients write @/{self.wire.param}"
+            )
+
+    def __str__(self) -> str:
+        split = "" if self.split is None else f"[{self.split}]"
+        return f"{self.name}{split}={self.stage.value}{self.wire}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """A ZeRO stage for every mesh axis, innermost axis first, in normal form.
+
+    Two spellings of one layout are equal, and ``Strategy.parse(str(s)) == s``:
+
+    >>> Strategy.parse("node[4]=3, node[2]=3") == Strategy.parse("node=3")
+    True
+    >>> str(Strategy.parse("cluster = 3@int8; prefetch=1"))
+    'cluster=3@int8/'
+
+    Raises:
+        NotationError: the text does not parse, or the stages cannot be combined.
+    """
+
+    axes: tuple[AxisStage, ...]
+    collective: Collective = "auto"
+    overlap: Overlap = "all"
+    prefetch: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", _normal_form(self.axes))
+        _check_options(self)
+        _check_mix(self.axes)
+
+    @classmethod
+    def parse(cls, text: str | Strategy, axes: Sequence[str] | None = None) -> Strategy:
+        """Parses the notation, or a preset's name (``zero3``, ``hsdp``, ``paro:IIG``, ...).
+
+        Args:
+            text: the notation. A preset may carry options: ``hsdp;prefetch=2``.
+            axes: names of the mesh's axes, innermost first; needed by presets only.
+        """
+        if isinstance(text, Strategy):
+            return text
+        body, *options = (part.strip() for part in text.split(";"))
+        if not body:
+            raise NotationError("a strategy must name a stage for every mesh axis, as in node=3,cluster=1; got nothing")
+        terms = body if "=" in body else preset_axes(body, axes)
+        strategy = cls(axes=tuple(_parse_axis(term) for term in terms.split(",")))
+        return replace(strategy, **_parse_options(options))  # type: ignore[arg-type]  # checked by _check_options
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Mesh axes, innermost first, each once."""
+        return tuple(name for name, _ in groupby(axis.name for axis in self.axes))
+
+    @property
+    def quantised(self) -> bool:
+        return any(axis.wire.quantised for axis in self.axes)
+
+    def __str__(self) -> str:
+        changed = [(key, getattr(self, key)) for key, default in _OPTIONS.items() if getattr(self, key) != default]
+        return ",".join(map(str, self.axes)) + "".join(f";{key}={value}" for key, value in changed)
+
+
+def _parse_axis(term: str) -> AxisStage:
+    compact = re.sub(r"\s+", "", term)
+    match = _AXIS.fullmatch(compact)
+    if match is None:
+        raise NotationError(
+            f"expected axis=stage, as in node=3, node[4]=3, cluster=3k or node=3@int8/int4; got {term.strip()!r}"
+        )
+    split = match["split"]
+    return AxisStage(
+        name=match["name"],
+        stage=Stage.parse(match["stage"]),
+        wire=DEFAULT_WIRE if match["wire"] is None else Wire.parse(match["wire"]),
+        split=split if split in (None, "*") else int(split),  # type: ignore[arg-type]  # the pattern allows no other
+    )
+
+
+def _parse_options(options: Iterable[str]) -> dict[str, object]:
+    parsed: dict[str, object] = {}
+    for option in options:
+        key, equals, value = (part.strip() for part in option.partition("="))
+        if not equals or key not in _OPTIONS:
+            raise NotationError(f"expected an option as in ;prefetch=2; got {option!r}: {nearest(key, _OPTIONS)}")
+        if key in parsed:
+            raise NotationError(f"option {key} is given twice")
+        if key == "prefetch" and not value.isdecimal():
+            raise NotationError(f"prefetch must be a whole number of units, as in ;prefetch=2; got {value!r}")
+        parsed[key] = int(value) if key == "prefetch" else value
+    return parsed
+
+
+def _check_options(strategy: Strategy) -> None:
+    if strategy.collective not in COLLECTIVES:
+        raise NotationError(f"collective must be one of {', '.join(COLLECTIVES)}; got {strategy.collective!r}")
+    if strategy.overlap not in OVERLAPS:
+        raise NotationError(f"overlap must be one of {', '.join(OVERLAPS)}; got {strategy.overlap!r}")
+    if not 0 <= strategy.prefetch <= MAX_PREFETCH:
+        raise NotationError(f"prefetch must be 0 to {MAX_PREFETCH} units; got {strategy.prefetch}")
+
+
+def _normal_form(axes: Sequence[AxisStage]) -> tuple[AxisStage, ...]:
+    if not axes:
+        raise NotationError("a strategy must name a stage for every mesh axis, as in node=3,cluster=1; got nothing")
+    levels = [(name, list(parts)) for name, parts in groupby(axes, key=lambda axis: axis.name)]
+    names = [name for name, _ in levels]
+    for name in names:
+        if names.count(name) > 1:
+            raise NotationError(f"axis {name} stands in two places; the parts of one axis must be next to each other")
+    return tuple(axis for name, parts in levels for axis in _merge_splits(name, parts))
+
+
+def _merge_splits(name: str, parts: list[AxisStage]) -> Iterator[AxisStage]:
+    if len(parts) > 1 and any(part.split is None for part in parts):
+        raise NotationError(f"axis {name} is given {len(parts)} stages: write its parts with sizes, as in {name}[4]=3")
+    if any(part.split == "*" for part in parts[:-1]):
+        raise NotationError(f"{name}[*] is what the other parts of {name} leave over, so it must be the outermost part")
+    parts = [part for part in parts if part.split != 1] or parts[:1]
+    merged = [
+        replace(same[0], split=_product(part.split for part in same))
+        for same in (list(group) for _, group in groupby(parts, key=lambda part: (part.stage, part.wire)))
+    ]
+    # One stage over all of an axis: its size is the mesh's business, so the spelling with sizes is the same layout.
+    return iter([replace(merged[0], split=None)] if len(merged) == 1 else merged)
+
+
+def _product(splits: Iterable[Split]) -> Split:
+    total = 1
+    for split in splits:
+        if split is None or split == "*":
+            return split
+        total *= split
+    return total
+
+
+def significance_order(axes: Sequence[AxisStage]) -> list[AxisStage]:
+    """Sharded axes, most significant first: stage 3, then 2 or 3d, then 1; within each, innermost first."""
+    return sorted((axis for axis in axes if axis.stage.shards_states), key=lambda axis: axis.stage.significance)
+
+
+def _check_mix(axes: Sequence[AxisStage]) -> None:
+    two = next((axis for axis in axes if axis.stage is Stage.TWO), None)
+    deferred = next((axis for axis in axes if axis.stage.deferred), None)
+    if two and deferred:
+        raise NotationError(
+            f"{two} cannot stand with {deferred}: gradients sharded over {two.name} but not {deferred.name}, and "
+            f"parameters the other way round, would neither contain nor be contained in each other; "
+            f"use {deferred.name}=3, or {two.name}=1 or 3d"
+        )
+    params = [axis for axis in significance_order(axes) if axis.stage.shards_params]
+    for kept, later in pairwise(params):
+        if kept.stage.kept and not later.stage.kept:
+            raise NotationError(
+                f"{kept} keeps what {later} does not, but is gathered after it; a kept axis must be less "
+                f"significant than every other parameter axis: write {later.name}={later.stage.value}k, or drop the k of {kept.name}"
+            )
+
+
+_OPTIONS = {field.name: field.default for field in fields(Strategy) if field.name != "axes"}
