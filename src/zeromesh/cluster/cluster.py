@@ -1,0 +1,105 @@
+"""A cluster: a device and the levels that join many of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from zeromesh.cluster.device import Device
+from zeromesh.cluster.level import Level
+from zeromesh.errors import ClusterError, nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal devices joined by levels of network, innermost (fastest) first.
+
+    Args:
+        name: for reports.
+        device: the one kind of device.
+        levels: at least one, innermost first, with distinct names.
+        description: one line for `zeromesh clusters`.
+        sources: pairs of (key, where its value comes from), keys as in the file ("level.node.latency").
+    """
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+    description: str = ""
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise ClusterError(f"cluster {self.name!r}: at least one level is required")
+        names = [level.name for level in self.levels]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ClusterError(
+                f"cluster {self.name!r}: levels must have distinct names, {', '.join(twice)} stands twice"
+            )
+
+    @property
+    def world(self) -> int:
+        """Devices in the whole cluster."""
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """(name, size) of each level, innermost first."""
+        return tuple((level.name, level.size) for level in self.levels)
+
+    def level(self, name: str) -> Level:
+        """The level called `name`.
+
+        Raises:
+            ClusterError: there is none.
+        """
+        for level in self.levels:
+            if level.name == name:
+                return level
+        known = [level.name for level in self.levels]
+        raise ClusterError(f"cluster {self.name!r} has no level {name!r}; {nearest(name, known)}")
+
+    def members_below(self, index: int) -> int:
+        """Devices in one member of level `index`: 1 for the innermost."""
+        return math.prod(level.size for level in self.levels[:index])
+
+    def take(self, world: int) -> Cluster:
+        """The first `world` devices: inner levels are filled first, levels above keep size 1.
+
+        Args:
+            world: number of devices wanted.
+
+        Returns:
+            The same cluster with smaller sizes; its `world` is exactly `world`.
+
+        Raises:
+            ClusterError: `world` is too large, or would leave a group of some level partly filled.
+
+        Example: 12 nodes of 8, `take(4)` is a node of 4 and 1 node, `take(32)` is 4 nodes of 8.
+        """
+        if world < 1:
+            raise ClusterError(f"a world has at least 1 device, got {world}")
+        if world > self.world:
+            raise ClusterError(
+                f"cluster {self.name!r} has {self.world} devices, {world} were asked for; "
+                f"raise the size of level {self.levels[-1].name!r} in its file if there are more"
+            )
+        left = world
+        taken: list[Level] = []
+        for level in self.levels:
+            size = self._fill(level, left, world)
+            taken.append(replace(level, size=size))
+            left //= size
+        return replace(self, levels=tuple(taken))
+
+    def _fill(self, level: Level, left: int, world: int) -> int:
+        if left <= level.size:
+            return left
+        if left % level.size:
+            inner = self.members_below(self.levels.index(level)) * level.size
+            low, high = world // inner * inner, (world // inner + 1) * inner
+            raise ClusterError(
+                f"{world} devices leave a {level.name!r} of cluster {self.name!r} partly filled: take {low} or {high}"
+            )
+        return level.size

@@ -1,0 +1,75 @@
+"""One accelerator, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zeromesh.errors import ClusterError, nearest
+
+#: Matrix dtypes a device may state a peak for, in the order in which a training run would choose one.
+MATRIX_DTYPES = ("bf16", "fp16", "fp32", "fp64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What one device can hold and how fast it computes.
+
+    Args:
+        name: what the vendor calls it.
+        memory_bytes: memory that a process can allocate from.
+        peak_flops: dense matrix rate in FLOP/s, by dtype. A mapping; stored as sorted pairs so that devices hash.
+        achievable_flops: the best matrix rate that a micro-benchmark reached, by dtype, where one is known.
+        memory_bytes_per_s: nominal rate of the device's memory, None if unknown.
+    """
+
+    name: str
+    memory_bytes: float
+    peak_flops: Mapping[str, float] | tuple[tuple[str, float], ...]
+    achievable_flops: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
+    memory_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "peak_flops", _pairs(self.peak_flops))
+        object.__setattr__(self, "achievable_flops", _pairs(self.achievable_flops))
+        if self.memory_bytes <= 0:
+            raise ClusterError(f"device {self.name!r}: memory must be positive, got {self.memory_bytes}")
+        if not self.peak_flops:
+            raise ClusterError(f"device {self.name!r}: a peak for at least one dtype of {', '.join(MATRIX_DTYPES)}")
+        if self.memory_bytes_per_s is not None and self.memory_bytes_per_s <= 0:
+            raise ClusterError(f"device {self.name!r}: memory bandwidth must be positive")
+        for dtype, rate in (*self.peak_flops, *self.achievable_flops):
+            _check_rate(self.name, dtype, rate)
+
+    @property
+    def matrix_dtype(self) -> str:
+        """The dtype that training computes in: bf16 where there is one, else fp16 (V100), else fp32."""
+        known = dict(self.peak_flops)
+        return next(dtype for dtype in MATRIX_DTYPES if dtype in known)
+
+    def peak(self, dtype: str | None = None) -> float:
+        """Dense peak in FLOP/s for `dtype` (default: `matrix_dtype`).
+
+        Raises:
+            ClusterError: the device states no peak for `dtype`.
+        """
+        wanted = dtype or self.matrix_dtype
+        known = dict(self.peak_flops)
+        if wanted not in known:
+            raise ClusterError(f"device {self.name!r} has no peak for {wanted}; {nearest(wanted, known)}")
+        return known[wanted]
+
+    def achievable(self, dtype: str | None = None) -> float | None:
+        """The best measured matrix rate in FLOP/s for `dtype`, or None where no measurement is known."""
+        return dict(self.achievable_flops).get(dtype or self.matrix_dtype)
+
+
+def _pairs(rates: Mapping[str, float] | tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(dict(rates).items()))
+
+
+def _check_rate(device: str, dtype: str, rate: float) -> None:
+    if dtype not in MATRIX_DTYPES:
+        raise ClusterError(f"device {device!r}: unknown dtype {dtype!r} in peak; {nearest(dtype, MATRIX_DTYPES)}")
+    if rate <= 0:
+        raise ClusterError(f"device {device!r}: the rate for {dtype} must be positive, got {rate}")

@@ -1,0 +1,61 @@
+"""One level of the network, as data."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from zeromesh.errors import ClusterError, nearest
+
+#: Kinds of link whose achieved share of nominal bandwidth and latency of a step the cost model knows apart.
+LINK_KINDS = ("nvlink", "xgmi", "pcie", "infiniband", "roce", "efa", "slingshot", "loopback", "other")
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One level of a cluster's hierarchy.
+
+    ::
+
+        level "cluster", size 2:   [ member 0 ]=====bandwidth=====>[ member 1 ]
+        level "node", size 4:        d0 d1 d2 d3                     d4 d5 d6 d7
+
+    A member of the first level is a device; a member of each next level is a whole group of the level before.
+
+    Args:
+        name: the mesh axis that runs over this level.
+        size: members of this level in one group.
+        bandwidth_bytes_per_s: out of ONE member, one direction, all its links together.
+        latency_s: one hop of a message between two members.
+        kind: one of `LINK_KINDS`.
+        ports: links (NICs) that `bandwidth_bytes_per_s` is made of. One device drives one of them, so a device that
+            talks alone reaches `bandwidth / ports`. None: no such limit.
+    """
+
+    name: str
+    size: int
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    kind: str = "other"
+    ports: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ClusterError(f"level {self.name!r}: a name is letters, digits and _, as axes of a strategy are")
+        if self.size < 1:
+            raise ClusterError(f"level {self.name!r}: size must be at least 1, got {self.size}")
+        if self.bandwidth_bytes_per_s <= 0:
+            raise ClusterError(f"level {self.name!r}: bandwidth must be positive, got {self.bandwidth_bytes_per_s}")
+        if self.latency_s < 0:
+            raise ClusterError(f"level {self.name!r}: latency must not be negative, got {self.latency_s}")
+        if self.kind not in LINK_KINDS:
+            raise ClusterError(f"level {self.name!r}: unknown kind {self.kind!r}; {nearest(self.kind, LINK_KINDS)}")
+        if self.ports is not None and self.ports < 1:
+            raise ClusterError(f"level {self.name!r}: ports must be at least 1, got {self.ports}")
+
+    @property
+    def bandwidth_per_device_bytes_per_s(self) -> float:
+        """What one device can send over this level while the others are silent."""
+        return self.bandwidth_bytes_per_s / (self.ports or 1)

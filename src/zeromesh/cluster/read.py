@@ -1,0 +1,219 @@
+"""Cluster files: TOML with units in the values. Every complaint names the file, the key and what was expected.
+
+::
+
+    name = "a800-8x-hdr"
+    [device]
+    name = "A800-SXM4-80GB"
+    memory = "80 GB"
+    memory_bandwidth = "2039 GB/s"      # optional
+    [device.peak]                       # dense matrix rate
+    bf16 = "312 TFLOP/s"
+    [device.achievable]                 # optional: best measured matrix rate
+    bf16 = "271.2 TFLOP/s"
+    [[level]]                           # innermost first
+    name = "node"
+    size = 8
+    bandwidth = "200 GB/s"              # one direction, out of ONE member
+    latency = "6 us"
+    kind = "nvlink"                     # optional, `LINK_KINDS`
+    ports = 4                           # optional, links that the bandwidth is made of
+    [sources]                           # optional: where each value comes from
+    "device.memory" = "data sheet"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zeromesh import units
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.device import MATRIX_DTYPES, Device
+from zeromesh.cluster.level import Level
+from zeromesh.errors import ClusterError, InputError, nearest
+
+_T = TypeVar("_T")
+_REQUIRED: Any = object()
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """The cluster in the TOML file at `path`.
+
+    Raises:
+        ClusterError: the file cannot be read, or a key is missing, unknown, unitless, negative or of the wrong type.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"{path}: cannot be read as a cluster file: {error}") from error
+    return parse_cluster(text, where=str(path))
+
+
+def parse_cluster(text: str, *, where: str = "cluster file") -> Cluster:
+    """The cluster in `text`; `where` opens every message.
+
+    Raises:
+        ClusterError: as `read_cluster`.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"{where}: not valid TOML: {error}") from error
+    root = _Table(table, where, "")
+    root.only("name", "description", "device", "level", "sources")
+    try:
+        return Cluster(
+            name=root.get("name", _string),
+            description=root.get("description", _string, ""),
+            device=_device(root.table("device")),
+            levels=tuple(_level(level) for level in root.tables("level")),
+            sources=tuple(sorted(root.get("sources", _strings, {}).items())),
+        )
+    except _Located:
+        raise
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}") from error
+
+
+class _Located(ClusterError):
+    """A complaint that names its file and key already."""
+
+
+class _Table:
+    """One TOML table with the path that messages name."""
+
+    def __init__(self, values: Mapping[str, Any], where: str, path: str) -> None:
+        self.values, self.where, self.path = values, where, path
+
+    def key(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+    def fail(self, key: str, problem: str) -> _Located:
+        return _Located(f"{self.where}: {self.key(key)}: {problem}")
+
+    def only(self, *known: str) -> None:
+        for name in self.values:
+            if name not in known:
+                raise self.fail(name, f"unknown key; {nearest(name, known)}")
+
+    def get(self, name: str, read: Callable[[Any], _T], default: Any = _REQUIRED) -> _T:
+        if name not in self.values:
+            if default is _REQUIRED:
+                raise self.fail(name, f"is missing; expected {_expectation(read)}")
+            return default  # type: ignore[no-any-return]  # the caller's default has the reader's type
+        try:
+            return read(self.values[name])
+        except InputError as error:
+            raise self.fail(name, str(error)) from error
+
+    def table(self, name: str, default: Any = _REQUIRED) -> _Table:
+        return _Table(self.get(name, _mapping, default), self.where, self.key(name))
+
+    def tables(self, name: str) -> list[_Table]:
+        tables = self.get(name, _sequence)
+        return [_Table(_mapping(t), self.where, f"{self.key(name)}[{i}]") for i, t in enumerate(tables)]
+
+
+def _device(table: _Table) -> Device:
+    table.only("name", "memory", "memory_bandwidth", "peak", "achievable")
+    return Device(
+        name=table.get("name", _string),
+        memory_bytes=table.get("memory", _memory),
+        memory_bytes_per_s=table.get("memory_bandwidth", _bandwidth, None),
+        peak_flops=_rates(table.table("peak")),
+        achievable_flops=_rates(table.table("achievable", {})),
+    )
+
+
+def _rates(table: _Table) -> dict[str, float]:
+    table.only(*MATRIX_DTYPES)
+    rates = {dtype: table.get(dtype, _rate) for dtype in table.values}
+    if not rates and table.path.endswith("peak"):
+        raise _Located(f'{table.where}: {table.path}: expected a rate by dtype, such as bf16 = "312 TFLOP/s"')
+    return rates
+
+
+def _level(table: _Table) -> Level:
+    table.only("name", "size", "bandwidth", "latency", "kind", "ports")
+    try:
+        return Level(
+            name=table.get("name", _string),
+            size=table.get("size", _count),
+            bandwidth_bytes_per_s=table.get("bandwidth", _bandwidth),
+            latency_s=table.get("latency", _latency),
+            kind=table.get("kind", _string, "other"),
+            ports=table.get("ports", _count, None),
+        )
+    except _Located:
+        raise
+    except ClusterError as error:
+        raise _Located(f"{table.where}: {table.path}: {error}") from error
+
+
+def _string(value: Any) -> str:
+    """a string"""
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"expected a string, got {value!r}")
+    return value
+
+
+def _count(value: Any) -> int:
+    """a whole number of at least 1"""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"expected a whole number of at least 1, got {value!r}")
+    return value
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """a table"""
+    if not isinstance(value, Mapping):
+        raise InputError(f"expected a table, got {value!r}")
+    return value
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    """one [[level]] table per level, innermost first"""
+    if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
+        raise InputError(f"expected one [[level]] table per level, innermost first, got {value!r}")
+    return value
+
+
+def _strings(value: Any) -> dict[str, str]:
+    """a table of strings"""
+    return {key: _string(item) for key, item in _mapping(value).items()}
+
+
+def _memory(value: Any) -> float:
+    """bytes with a unit, such as "80 GB" """
+    return _positive(units.parse_bytes(value), value)
+
+
+def _bandwidth(value: Any) -> float:
+    """a rate with a unit, such as "200 GB/s" """
+    return _positive(units.parse_bytes_per_s(value), value)
+
+
+def _rate(value: Any) -> float:
+    """a matrix rate with a unit, such as "312 TFLOP/s" """
+    return _positive(units.parse_flop_per_s(value), value)
+
+
+def _latency(value: Any) -> float:
+    """a time with a unit, such as "6 us" """
+    seconds = units.parse_seconds(value)
+    if seconds < 0:
+        raise InputError(f"expected a time of zero or more, got {value!r}")
+    return seconds
+
+
+def _positive(number: float, value: Any) -> float:
+    if number <= 0:
+        raise InputError(f"expected a value above zero, got {value!r}")
+    return number
+
+
+def _expectation(read: Callable[[Any], Any]) -> str:
+    return (read.__doc__ or "a value").strip()
