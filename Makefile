@@ -1,0 +1,42 @@
+# `make demo` trains a small model; `make test` runs the tests; `make check` is everything that is checked without them.
+# All of them make .venv first when it is missing or out of date.
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.up-to-date
+TESTS ?= tests
+
+.PHONY: help venv demo test check format clean
+
+help:
+	@echo "make venv    .venv with everything in it (PYTHON=... names the interpreter, >= 3.11)"
+	@echo "make demo    train a small Llama on 4 local processes and compare predicted with measured"
+	@echo "make test    the tests (TESTS=tests/pure for a part of them)"
+	@echo "make check   format, lint, types, import layers, documentation examples"
+	@echo "make format  rewrite the sources in the project's format"
+	@echo "make clean   remove what the other targets made"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt tools/venv.sh
+	@tools/venv.sh $(VENV)
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/zeromesh train examples/demo.toml
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(TESTS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_docs.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs dist build

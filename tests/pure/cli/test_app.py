@@ -1,0 +1,74 @@
+"""The frame of the command line: help is quick and torch-free, wrong input is one message and exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from zeromesh.cli import app as cli
+from zeromesh.errors import InputError
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zeromesh.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL, check=False)
+
+
+def test_version_is_printed() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout.split()[0]) == (0, "zeromesh")
+
+
+def test_unknown_command_exits_with_2_and_no_traceback() -> None:
+    done = run("trian")
+    assert done.returncode == 2
+    assert "trian" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_input_error_is_one_message_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise InputError("strategy names axis 'rack', the mesh has node, cluster")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == "zeromesh: strategy names axis 'rack', the mesh has node, cluster\n"
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main()
+
+
+def commands() -> list[str]:
+    import typer.main
+
+    group = typer.main.get_command(cli.app)
+    return sorted(getattr(group, "commands", {}))
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], *([name] for name in commands())], ids=lambda words: " ".join(words) or "top"
+)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    script = (
+        "import sys\n"
+        f"sys.argv = ['zeromesh', *{arguments!r}, '--help']\n"
+        "from zeromesh.cli.app import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'numpy', 'rich.console'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,138 @@
+"""Run what the documentation shows: Python blocks, console blocks, doctests; follow every relative link.
+
+In README.md, CONTRIBUTING.md and docs/**/*.md:
+
+- the ```python blocks of one file run in order in one fresh interpreter, in an empty directory;
+- in a ```console block each line after ``$ `` that starts with ``zeromesh`` runs there as well and must exit with 0;
+- a block after the comment ``<!-- not run: REASON -->`` is left out, and the reason is printed;
+- a link to a file, or to a heading of one, must exist.
+
+Then the doctests of src/ run under pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK_TIMEOUT_S = 120
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+SKIP = re.compile(r"<!--\s*not run:\s*(.+?)\s*-->\s*\Z", re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+\s+(.*?)\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One fenced block: its language, its text, and why it is not run, if it is not."""
+
+    language: str
+    text: str
+    skip_reason: str | None
+    line: int
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """The fenced blocks of a Markdown page, in order."""
+    for match in FENCE.finditer(page):
+        skip = SKIP.search(page[: match.start()].rstrip())
+        yield Block(
+            language=match[1],
+            text=match[2],
+            skip_reason=skip[1] if skip else None,
+            line=page.count("\n", 0, match.start()) + 1,
+        )
+
+
+def anchor(heading: str) -> str:
+    """The name that GitHub gives to a heading.
+
+    >>> anchor("Two commands, `make` and more")
+    'two-commands-make-and-more'
+    """
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def broken_links(path: Path, page: str) -> Iterator[str]:
+    """Relative links of a page whose file or heading does not exist."""
+    for match in LINK.finditer(FENCE.sub("", page)):
+        target = match[1] or match[2]
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, fragment = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        if not file.exists():
+            yield f"{path.relative_to(ROOT)}: link to {target}: no such file"
+        elif fragment and fragment not in {anchor(text) for text in HEADING.findall(file.read_text())}:
+            yield f"{path.relative_to(ROOT)}: link to {target}: no such heading"
+
+
+def commands(page_blocks: list[Block]) -> Iterator[list[str]]:
+    """What to run for a page: one interpreter for its Python, one process for each console line."""
+    python = "\n".join(block.text for block in page_blocks if block.language == "python")
+    if python:
+        yield [sys.executable, "-c", python]
+    for block in page_blocks:
+        if block.language == "console":
+            for line in block.text.splitlines():
+                if line.startswith("$ zeromesh"):
+                    yield shlex.split(line.removeprefix("$ "))
+
+
+def failures(path: Path) -> Iterator[str]:
+    """Everything wrong with one page."""
+    page = path.read_text()
+    yield from broken_links(path, page)
+    runnable = []
+    for block in blocks(page):
+        if block.language in ("python", "console") and block.skip_reason:
+            print(f"{path.relative_to(ROOT)}:{block.line}: not run: {block.skip_reason}")
+        else:
+            runnable.append(block)
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    with tempfile.TemporaryDirectory() as directory:
+        for command in commands(runnable):
+            try:
+                run = subprocess.run(
+                    command,
+                    cwd=directory,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    timeout=BLOCK_TIMEOUT_S,
+                )
+            except subprocess.TimeoutExpired:
+                yield f"{path.relative_to(ROOT)}: over {BLOCK_TIMEOUT_S} s: {shlex.join(command)}"
+                continue
+            if run.returncode != 0:
+                yield f"{path.relative_to(ROOT)}: exit {run.returncode} from\n{command[-1]}\n{run.stdout}{run.stderr}"
+
+
+def doctests() -> int:
+    """Run the doctests of src/; pytest's exit status, where 5 (no doctest at all) is success."""
+    command = [sys.executable, "-m", "pytest", "--doctest-modules", "--quiet", "-p", "no:cacheprovider", "src", "tools"]
+    status = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
+    return 0 if status == 5 else status
+
+
+def main() -> int:
+    """Check every page; print what is wrong; 1 if anything is."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    wrong = [failure for page in pages for failure in failures(page)]
+    for failure in wrong:
+        print(failure, file=sys.stderr)
+    print(f"documentation: {len(pages)} pages, {len(wrong)} failures")
+    return 1 if doctests() or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
