@@ -1,0 +1,188 @@
+"""Reads a Hugging Face `config.json` without transformers: Llama-like, GPT-2, MPT and Mixtral-like models.
+
+Defaults of keys that a file leaves out are those of the transformers class of that `model_type`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zeromesh.errors import ModelError, nearest
+from zeromesh.model.shape import EAGER, Kernels, TransformerShape
+from zeromesh.model.spec import ModelSpec
+from zeromesh.model.transformer import build
+
+Config = Mapping[str, Any]
+
+
+def read_config(path: Path, *, dtype: str = "bf16", kernels: Kernels = EAGER) -> ModelSpec:
+    """The model that a `config.json` describes.
+
+    Raises:
+        ModelError: no such file, not JSON, a missing or invalid key, or a `model_type` that is not read here.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: a table of keys is required, got {type(config).__name__}")
+    return from_config(config, name=_name(config, path), where=str(path), dtype=dtype, kernels=kernels)
+
+
+def from_config(
+    config: Config, *, name: str, where: str = "config", dtype: str = "bf16", kernels: Kernels = EAGER
+) -> ModelSpec:
+    """The model that a config, already read, describes; see `read_config`."""
+    return build(shape_from_config(config, name=name, where=where), dtype=dtype, kernels=kernels)
+
+
+def shape_from_config(config: Config, *, name: str, where: str = "config") -> TransformerShape:
+    """The shape that a config describes."""
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise ModelError(f"{where}: key model_type is required; known: {', '.join(_READERS)}")
+    if model_type not in _READERS:
+        raise ModelError(
+            f"{where}: model_type {model_type!r} has no reader: {nearest(str(model_type), _READERS)} "
+            "Pass package.module:function returning the nn.Module instead."
+        )
+    fields = _READERS[model_type](_Keys(config, where))
+    return TransformerShape(name=name, source=where, **fields)
+
+
+class _Keys:
+    """A config's keys, checked as they are read."""
+
+    def __init__(self, config: Config, where: str) -> None:
+        self._config = config
+        self._where = where
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        value = self._config.get(key)
+        if value is None:
+            if default is None:
+                raise ModelError(f"{self._where}: key {key} is required, a whole number of at least {minimum}")
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ModelError(f"{self._where}: {key} must be a whole number of at least {minimum}, got {value!r}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._config.get(key, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self._where}: {key} must be true or false, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self._config.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ModelError(f"{self._where}: {key} must be a number, got {value!r}")
+        return float(value)
+
+    def text(self, key: str, default: str) -> str:
+        return str(self._config.get(key) or default)
+
+    def optional(self, key: str) -> int | None:
+        return None if self._config.get(key) is None else self.integer(key)
+
+
+def _llama(keys: _Keys) -> dict[str, Any]:
+    heads = keys.integer("num_attention_heads")
+    bias = keys.flag("attention_bias", False)
+    return {
+        "family": "llama",
+        "hidden": keys.integer("hidden_size"),
+        "layers": keys.integer("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": keys.integer("num_key_value_heads", heads),
+        "head_dim": keys.integer("head_dim", 0),
+        "ffn": keys.integer("intermediate_size"),
+        "vocab": keys.integer("vocab_size"),
+        "tied": keys.flag("tie_word_embeddings", False),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": keys.flag("mlp_bias", False),
+    }
+
+
+def _mistral(keys: _Keys) -> dict[str, Any]:
+    return _llama(keys) | {"window": keys.optional("sliding_window")}
+
+
+def _qwen2(keys: _Keys) -> dict[str, Any]:
+    window = keys.optional("sliding_window") if keys.flag("use_sliding_window", False) else None
+    return _llama(keys) | {"qkv_bias": True, "output_bias": False, "window": window}
+
+
+def _mixtral(keys: _Keys) -> dict[str, Any]:
+    return _mistral(keys) | {
+        "experts": keys.integer("num_local_experts"),
+        "experts_per_token": keys.integer("num_experts_per_tok", 2),
+    }
+
+
+_UNGATED = {"gated": False, "rms_norm": False}
+
+
+def _gpt2(keys: _Keys) -> dict[str, Any]:
+    hidden = keys.integer("n_embd")
+    dropouts = 2 if keys.number("resid_pdrop", 0.1) > 0 else 0
+    return {
+        **_UNGATED,
+        "family": "gpt2",
+        "hidden": hidden,
+        "layers": keys.integer("n_layer"),
+        "heads": keys.integer("n_head"),
+        "ffn": keys.integer("n_inner", 4 * hidden),
+        "vocab": keys.integer("vocab_size"),
+        "max_positions": keys.integer("n_positions", 1024),
+        "tied": keys.flag("tie_word_embeddings", True),
+        "norm_bias": True,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        # the tanh approximation is written out, operation by operation; every other activation is one kernel
+        "activation_saves": 4.0 if keys.text("activation_function", "gelu_new") == "gelu_new" else 1.0,
+        "dropouts_per_block": dropouts,
+    }
+
+
+def _mpt(keys: _Keys) -> dict[str, Any]:
+    hidden = keys.integer("d_model")
+    bias = not keys.flag("no_bias", True)
+    ratio = keys.integer("expansion_ratio", 4)
+    return {
+        **_UNGATED,
+        "family": "mpt",
+        "hidden": hidden,
+        "layers": keys.integer("n_layers"),
+        "heads": keys.integer("n_heads"),
+        "ffn": ratio * hidden,
+        "vocab": keys.integer("vocab_size"),
+        "tied": keys.flag("tie_word_embeddings", True),
+        "norm_bias": bias,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bias,
+    }
+
+
+_READERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "mixtral": _mixtral,
+    "gpt2": _gpt2,
+    "mpt": _mpt,
+}
+
+
+def _name(config: Config, path: Path) -> str:
+    given = config.get("_name_or_path")
+    return str(given) if given else (path.parent.name or path.stem)

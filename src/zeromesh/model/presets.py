@@ -1,0 +1,47 @@
+"""Known models by name; the shapes are data in `presets.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib import resources
+
+from zeromesh.errors import ModelError, nearest
+from zeromesh.model.shape import EAGER, Kernels, TransformerShape
+from zeromesh.model.spec import ModelSpec
+from zeromesh.model.transformer import build
+
+
+@cache
+def preset_shapes() -> dict[str, TransformerShape]:
+    """Every preset's shape by name, in the order of the data file."""
+    text = resources.files("zeromesh.model").joinpath("presets.toml").read_text()
+    return {name: TransformerShape(name=name, **fields) for name, fields in tomllib.loads(text).items()}
+
+
+def preset_names() -> tuple[str, ...]:
+    return tuple(preset_shapes())
+
+
+def preset_shape(name: str) -> TransformerShape:
+    """The shape of a preset.
+
+    Raises:
+        ModelError: there is no such preset; the message names the nearest.
+    """
+    shapes = preset_shapes()
+    if name not in shapes:
+        raise ModelError(
+            f"unknown model {name!r}: {nearest(name, shapes)} A model is a preset, the path of a Hugging Face "
+            "config.json, or package.module:function returning an nn.Module."
+        )
+    return shapes[name]
+
+
+def preset(name: str, *, dtype: str = "bf16", kernels: Kernels = EAGER) -> ModelSpec:
+    """The `ModelSpec` of a preset.
+
+    >>> preset("llama-7b").num_params
+    6738415616
+    """
+    return build(preset_shape(name), dtype=dtype, kernels=kernels)

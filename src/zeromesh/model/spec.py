@@ -1,0 +1,331 @@
+"""What a model asks of the hardware, as data: tensors, matrix products and activations, unit by unit.
+
+A *unit* is what is gathered and released together (the engine cuts a module by the same rule, see `UnitKind`). Equal
+units that follow one another are one `UnitSpec` with a count, so a model of 80 equal blocks is planned as one block.
+
+All quantities "per token" belong to one token of one sequence and cover one unit of the `count`. Activations are in
+the compute dtype that the spec was built for.
+
+[Note: what counts as a FLOP] A multiply-add is two. `forward_flops` and `backward_flops` are what the hardware does:
+causal attention counts in full, as in torch's own counter, and a fused attention's backward counts five products for
+the forward's two, since it computes the scores again. `ModelSpec.model_flops_per_token` is what MFU credits instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from zeromesh.errors import ModelError
+
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
+
+
+class UnitKind(StrEnum):
+    """How a unit takes part in a step.
+
+    EMBEDDING and HEAD exist only where the two weights are not tied. ROOT holds what belongs to no other unit, and
+    what is tied across units; it is entered before all others and left after them, and what it computes (the last
+    norm, a tied head) is computed after the last block.
+    """
+
+    ROOT = "root"
+    EMBEDDING = "embedding"
+    BLOCK = "block"
+    HEAD = "head"
+
+
+class Recomputation(StrEnum):
+    """Which activations of a block are computed again in the backward pass.
+
+    SELECTIVE keeps the outputs of attention and of every second matrix product, as torchtitan's per-operator policy
+    does (pytorch/torchtitan, torchtitan/models/llama3/infra/parallelize.py); FULL keeps the block's input alone.
+    """
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One parameter: name inside its unit, shape, and how training uses it."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+    lookup: bool = False  # read by index, never multiplied: an input or position embedding
+    active_share: float = 1.0  # of its elements, those that one token uses: top_k / experts
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.shape):
+            raise ModelError(f"{self.name}: every dimension must be at least 1, got shape {self.shape}")
+        if not 0.0 < self.active_share <= 1.0:
+            raise ModelError(f"{self.name}: active_share must lie in (0, 1], got {self.active_share}")
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulSpec:
+    """`count` products of [rows_per_token * tokens, inner] with a weight [inner, outer].
+
+    `trainable_share` is the share of the weight that needs a gradient: the backward pass always computes the input's
+    gradient, and the weight's only for that share.
+    """
+
+    name: str
+    inner: int
+    outer: int
+    rows_per_token: float = 1.0
+    count: int = 1
+    trainable_share: float = 1.0
+
+    @property
+    def forward_flops(self) -> float:
+        """Per token."""
+        return 2.0 * self.inner * self.outer * self.rows_per_token * self.count
+
+    @property
+    def backward_flops(self) -> float:
+        """Per token."""
+        return self.forward_flops * (1.0 + self.trainable_share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Scores and weighted sum of one attention layer: the term that grows with the sequence.
+
+    A query sees `window` tokens where the layer is windowed, else the whole sequence. `fused` is a kernel that keeps
+    no scores and computes them again in its backward (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    fused: bool = True
+
+    def context(self, seq_len: int) -> int:
+        return seq_len if self.window is None else min(seq_len, self.window)
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Per token."""
+        return 4.0 * self.heads * self.head_dim * self.context(seq_len)
+
+    def backward_flops(self, seq_len: int) -> float:
+        """Per token."""
+        return (2.5 if self.fused else 2.0) * self.forward_flops(seq_len)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerToken:
+    """Bytes per token that may grow with the sequence: `constant + per_context * seq_len`."""
+
+    constant: float = 0.0
+    per_context: float = 0.0
+
+    def at(self, seq_len: int) -> float:
+        return self.constant + self.per_context * seq_len
+
+    def __add__(self, other: PerToken) -> PerToken:
+        return PerToken(constant=self.constant + other.constant, per_context=self.per_context + other.per_context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationSpec:
+    """Bytes per token of one unit.
+
+    output: what the unit hands to the next. saved: what stays from forward to backward under each recomputation (a
+    block alone is recomputed; the other units save the same under all three). working: what its backward needs beside
+    that at its peak, gradients of activations above all. elementwise: read and written in the forward pass outside
+    matrix products and attention, for operations that memory bandwidth bounds.
+    """
+
+    output: float
+    saved_none: PerToken
+    saved_selective: PerToken
+    saved_full: PerToken
+    working: PerToken = field(default_factory=PerToken)
+    elementwise: float = 0.0
+
+    def saved(self, recomputation: Recomputation) -> PerToken:
+        match recomputation:
+            case Recomputation.NONE:
+                return self.saved_none
+            case Recomputation.SELECTIVE:
+                return self.saved_selective
+            case Recomputation.FULL:
+                return self.saved_full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpec:
+    """`count` equal units in a row, described once. `name` is the module path of the first."""
+
+    name: str
+    kind: UnitKind
+    tensors: tuple[TensorSpec, ...]
+    activations: ActivationSpec
+    matmuls: tuple[MatmulSpec, ...] = ()
+    attention: AttentionSpec | None = None
+    other_forward_flops: float = 0.0  # per token: what is neither, such as a convolution; backward twice that
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ModelError(f"unit {self.name}: count must be at least 1, got {self.count}")
+        names = [tensor.name for tensor in self.tensors]
+        if len(set(names)) != len(names):
+            repeated = sorted({name for name in names if names.count(name) > 1})
+            raise ModelError(f"unit {self.name}: tensor names must differ, repeated: {', '.join(repeated)}")
+
+    @property
+    def num_params(self) -> int:
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(tensor.num_elements for tensor in self.tensors if tensor.trainable)
+
+    @property
+    def num_frozen(self) -> int:
+        return self.num_params - self.num_trainable
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Per token; see [Note: what counts as a FLOP]."""
+        attention = self.attention.forward_flops(seq_len) if self.attention else 0.0
+        return sum(matmul.forward_flops for matmul in self.matmuls) + attention + self.other_forward_flops
+
+    def backward_flops(self, seq_len: int) -> float:
+        """Per token, without recomputation."""
+        attention = self.attention.backward_flops(seq_len) if self.attention else 0.0
+        return sum(matmul.backward_flops for matmul in self.matmuls) + attention + 2.0 * self.other_forward_flops
+
+    def recomputed_matmuls(self, recomputation: Recomputation) -> tuple[MatmulSpec, ...]:
+        """The products that the backward pass computes again before its own."""
+        if self.kind is not UnitKind.BLOCK or recomputation is Recomputation.NONE:
+            return ()
+        if recomputation is Recomputation.FULL:
+            return self.matmuls
+        return self.matmuls[1::2]  # the policy keeps the 1st, 3rd, 5th ... in order of execution
+
+    def recomputes_attention(self, recomputation: Recomputation) -> bool:
+        return self.kind is UnitKind.BLOCK and recomputation is Recomputation.FULL
+
+    def recomputed_flops(self, seq_len: int, recomputation: Recomputation) -> float:
+        """Per token, on top of `backward_flops`."""
+        products = sum(matmul.forward_flops for matmul in self.recomputed_matmuls(recomputation))
+        if self.attention and self.recomputes_attention(recomputation):
+            products += self.attention.forward_flops(seq_len)
+        if self.kind is UnitKind.BLOCK and recomputation is Recomputation.FULL:
+            products += self.other_forward_flops
+        return products
+
+    def saved_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
+        """Per token, alive from the unit's forward to its backward."""
+        return self.activations.saved(recomputation).at(seq_len)
+
+    def backward_peak_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
+        """Per token, alive at the peak of the unit's backward: saved, recomputed and working together."""
+        alive = max(self.saved_bytes(seq_len, Recomputation.NONE), self.saved_bytes(seq_len, recomputation))
+        return alive + self.activations.working.at(seq_len)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model as its units, in the order in which they are entered: root, embedding, blocks, head.
+
+    `max_seq_len` is set where positions are learned and a longer sequence cannot run.
+    """
+
+    name: str
+    units: tuple[UnitSpec, ...]
+    hidden: int
+    num_layers: int
+    vocab: int
+    dtype: str = "bf16"
+    max_seq_len: int | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.units:
+            raise ModelError(f"model {self.name}: at least one unit is required, got none")
+        if self.dtype not in DTYPE_BYTES:
+            raise ModelError(f"model {self.name}: dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+
+    def each_unit(self) -> Iterator[UnitSpec]:
+        """Every unit, equal ones repeated."""
+        for unit in self.units:
+            for _ in range(unit.count):
+                yield unit
+
+    @property
+    def num_units(self) -> int:
+        return sum(unit.count for unit in self.units)
+
+    @property
+    def num_params(self) -> int:
+        return sum(unit.count * unit.num_params for unit in self.units)
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(unit.count * unit.num_trainable for unit in self.units)
+
+    def forward_flops_per_token(self, seq_len: int) -> float:
+        return sum(unit.count * unit.forward_flops(seq_len) for unit in self.units)
+
+    def step_flops_per_token(self, seq_len: int, recomputation: Recomputation = Recomputation.NONE) -> float:
+        """What the hardware computes for one token of one step, recomputation included."""
+        return sum(
+            unit.count
+            * (
+                unit.forward_flops(seq_len)
+                + unit.backward_flops(seq_len)
+                + unit.recomputed_flops(seq_len, recomputation)
+            )
+            for unit in self.units
+        )
+
+    def model_flops_per_token(self, seq_len: int) -> float:
+        """What MFU credits: 6 per parameter that multiplies, 4 where it is frozen, and 12 * layers * hidden * seq_len.
+
+        The input embedding does not multiply; a tied one does, as the head. Of experts, the active ones alone count.
+        No credit for recomputation, no half for causality.
+        """
+        weights = 0.0
+        for unit in self.units:
+            for tensor in unit.tensors:
+                if not tensor.lookup:
+                    cost = 6.0 if tensor.trainable else 4.0
+                    weights += unit.count * cost * tensor.num_elements * tensor.active_share
+        return weights + 12.0 * self.num_layers * self.hidden * seq_len
+
+    def saved_activation_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
+        """Per token, of all units together at the end of the forward pass."""
+        return sum(unit.count * unit.saved_bytes(seq_len, recomputation) for unit in self.units)
+
+    def peak_activation_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
+        """Per token, at the worst point of the backward pass, units leaving in reverse order.
+
+        While unit i runs its backward, what the units before it saved is alive, and i's own peak.
+        """
+        alive_before = 0.0
+        peak = 0.0
+        for unit in _execution_order(self.units):
+            last = alive_before + (unit.count - 1) * unit.saved_bytes(seq_len, recomputation)
+            peak = max(peak, last + unit.backward_peak_bytes(seq_len, recomputation))
+            alive_before += unit.count * unit.saved_bytes(seq_len, recomputation)
+        return peak
+
+
+def _execution_order(units: tuple[UnitSpec, ...]) -> list[UnitSpec]:
+    """Root computes after the last block and before the head; see `UnitKind`."""
+    return sorted(units, key=lambda unit: _RANK[unit.kind])
+
+
+_RANK = {UnitKind.EMBEDDING: 0, UnitKind.BLOCK: 1, UnitKind.ROOT: 2, UnitKind.HEAD: 3}

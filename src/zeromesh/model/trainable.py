@@ -1,0 +1,118 @@
+"""Which parameters train: all of them, a fraction of each, or low-rank adapters beside frozen weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from zeromesh.errors import ModelError
+from zeromesh.model.spec import (
+    DTYPE_BYTES,
+    ActivationSpec,
+    MatmulSpec,
+    ModelSpec,
+    PerToken,
+    TensorSpec,
+    UnitKind,
+    UnitSpec,
+)
+
+
+def with_trainable(model: ModelSpec, choice: str) -> ModelSpec:
+    """`model` with another choice of what trains.
+
+    Args:
+        choice: `all`; a fraction in (0, 1], of every tensor's rows, which is how PaRO's partial-parameter training
+            enters its formulas (arXiv 2310.06003); or `lora:RANK`, adapters of that rank on every linear layer of the
+            blocks, all else frozen (arXiv 2106.09685).
+
+    Raises:
+        ModelError: `choice` is none of these.
+    """
+    if choice == "all":
+        return model
+    if choice.startswith("lora:"):
+        rank = _rank(choice)
+        return replace(model, units=tuple(_with_adapters(unit, rank, model.dtype) for unit in model.units))
+    fraction = _fraction(choice)
+    if fraction == 1.0:
+        return model
+    return replace(model, units=tuple(_with_fraction(unit, fraction) for unit in model.units))
+
+
+def _rank(choice: str) -> int:
+    text = choice.removeprefix("lora:")
+    if not text.isdecimal() or int(text) < 1:
+        raise ModelError(f"trainable: lora needs a rank of at least 1, as in lora:16, got {choice!r}")
+    return int(text)
+
+
+def _fraction(choice: str) -> float:
+    try:
+        fraction = float(choice)
+    except ValueError:
+        fraction = math.nan
+    if not 0.0 < fraction <= 1.0:
+        raise ModelError(f"trainable: all, a fraction in (0, 1] or lora:RANK is required, got {choice!r}")
+    return fraction
+
+
+def _with_fraction(unit: UnitSpec, fraction: float) -> UnitSpec:
+    return replace(
+        unit,
+        tensors=tuple(part for tensor in unit.tensors for part in _split_rows(tensor, fraction)),
+        matmuls=tuple(replace(matmul, trainable_share=fraction) for matmul in unit.matmuls),
+    )
+
+
+def _split_rows(tensor: TensorSpec, fraction: float) -> Iterable[TensorSpec]:
+    """The leading rows train, at least one; the rest is a frozen tensor of its own."""
+    rows = max(1, round(fraction * tensor.shape[0]))
+    yield replace(tensor, shape=(rows, *tensor.shape[1:]))
+    if rows < tensor.shape[0]:
+        rest = (tensor.shape[0] - rows, *tensor.shape[1:])
+        yield replace(tensor, name=f"{tensor.name}[frozen]", shape=rest, trainable=False)
+
+
+def _with_adapters(unit: UnitSpec, rank: int, dtype: str) -> UnitSpec:
+    frozen = replace(
+        unit,
+        tensors=tuple(replace(tensor, trainable=False) for tensor in unit.tensors),
+        matmuls=tuple(replace(matmul, trainable_share=0.0) for matmul in unit.matmuls),
+    )
+    if unit.kind is not UnitKind.BLOCK:
+        return frozen
+    adapters = tuple(pair for matmul in unit.matmuls for pair in _adapter_matmuls(matmul, rank))
+    kept = DTYPE_BYTES[dtype] * sum(m.outer * m.rows_per_token * m.count for m in adapters[0::2])
+    return replace(
+        frozen,
+        tensors=(*frozen.tensors, *(t for m in unit.matmuls for t in _adapter_tensors(m, rank))),
+        matmuls=(*frozen.matmuls, *adapters),
+        activations=_with_kept(unit.activations, PerToken(constant=kept)),
+    )
+
+
+def _adapter_matmuls(matmul: MatmulSpec, rank: int) -> tuple[MatmulSpec, MatmulSpec]:
+    return (
+        replace(matmul, name=f"{matmul.name}.lora_A", outer=rank, trainable_share=1.0),
+        replace(matmul, name=f"{matmul.name}.lora_B", inner=rank, trainable_share=1.0),
+    )
+
+
+def _adapter_tensors(matmul: MatmulSpec, rank: int) -> tuple[TensorSpec, TensorSpec]:
+    lead = (matmul.count,) if matmul.count > 1 else ()
+    share = matmul.rows_per_token if matmul.count > 1 else 1.0
+    return (
+        TensorSpec(name=f"{matmul.name}.lora_A.weight", shape=(*lead, rank, matmul.inner), active_share=share),
+        TensorSpec(name=f"{matmul.name}.lora_B.weight", shape=(*lead, matmul.outer, rank), active_share=share),
+    )
+
+
+def _with_kept(activations: ActivationSpec, kept: PerToken) -> ActivationSpec:
+    """The adapters' inner activations, of rank size, are products: selective recomputation keeps them too."""
+    return replace(
+        activations,
+        saved_none=activations.saved_none + kept,
+        saved_selective=activations.saved_selective + kept,
+    )

@@ -1,0 +1,322 @@
+"""From the numbers of a transformer to its `ModelSpec`.
+
+Activation bytes follow what autograd keeps, operation by operation, in the Hugging Face implementation of the family
+(transformers 5, eager mode, scaled-dot-product attention); `Kernels` changes the two operations where fused kernels
+are common. With h = hidden, q and v the query's and one key's sizes, f = ffn, w the compute dtype's bytes, per token:
+
+- RMS norm, unfused: the input in fp32 (4h), its normalised copy (wh), the output (wh, the next product's input).
+  RMS norm fused, layer norm: the input (wh) and the output (wh). Statistics: 4 bytes each.
+- attention: query, key, value and output, and 4 bytes of log-sum-exp per head; unfused: the scores and their softmax.
+- feed-forward, gated: gate, its activation, up, and their product: 4wf. Not gated: wf for the product and wf for
+  each copy that the activation function keeps.
+- the residual stream itself is kept only where a norm keeps its input.
+- head: the logits (wV, alive as the module's output) and the loss's log-probabilities in fp32 (4V).
+"""
+
+from __future__ import annotations
+
+from zeromesh.model.shape import EAGER, Kernels, Naming, TransformerShape
+from zeromesh.model.spec import (
+    DTYPE_BYTES,
+    ActivationSpec,
+    AttentionSpec,
+    MatmulSpec,
+    ModelSpec,
+    PerToken,
+    TensorSpec,
+    UnitKind,
+    UnitSpec,
+)
+
+_INDEX_BYTES = 8  # token ids are int64
+_FP32 = 4
+
+
+def build(shape: TransformerShape, *, dtype: str = "bf16", kernels: Kernels = EAGER) -> ModelSpec:
+    """The units of a transformer.
+
+    Args:
+        dtype: of compute and activations.
+        kernels: which operations are fused.
+    """
+    width = DTYPE_BYTES[dtype]
+    units = [_root(shape, width, kernels)]
+    if not shape.tied:
+        units.append(_embedding(shape, width))
+    units.append(_block(shape, width, kernels))
+    if not shape.tied:
+        units.append(_head(shape, width))
+    return ModelSpec(
+        name=shape.name,
+        units=tuple(units),
+        hidden=shape.hidden,
+        num_layers=shape.layers,
+        vocab=shape.vocab,
+        dtype=dtype,
+        max_seq_len=shape.max_positions or None,
+        source=shape.source,
+    )
+
+
+def _root(shape: TransformerShape, width: float, kernels: Kernels) -> UnitSpec:
+    naming = shape.naming
+    tensors = _norm_tensors(shape, naming.final_norm)
+    if shape.max_positions:
+        tensors = (_lookup(naming.positions, shape.max_positions, shape.hidden), *tensors)
+    matmuls: tuple[MatmulSpec, ...] = ()
+    saved = PerToken(constant=_norm_saved(shape, width, kernels))
+    working = PerToken(constant=2 * width * shape.hidden)
+    traffic = _norm_traffic(shape, width, kernels)
+    if shape.tied:
+        tensors = (TensorSpec(name=f"{naming.embedding}.weight", shape=(shape.vocab, shape.hidden)), *tensors)
+        matmuls = (_head_matmul(shape),)
+        saved += PerToken(constant=_INDEX_BYTES + _logits_saved(shape, width))
+        working = PerToken(constant=_logits_working(shape))
+        traffic += _loss_traffic(shape, width)
+    return UnitSpec(
+        name="",
+        kind=UnitKind.ROOT,
+        tensors=tensors,
+        matmuls=matmuls,
+        activations=_same_saved(width * shape.hidden, saved, working, traffic),
+    )
+
+
+def _embedding(shape: TransformerShape, width: float) -> UnitSpec:
+    return UnitSpec(
+        name=shape.naming.embedding,
+        kind=UnitKind.EMBEDDING,
+        tensors=(_lookup("", shape.vocab, shape.hidden),),
+        activations=_same_saved(
+            width * shape.hidden, PerToken(constant=_INDEX_BYTES), PerToken(), 2 * width * shape.hidden
+        ),
+    )
+
+
+def _head(shape: TransformerShape, width: float) -> UnitSpec:
+    saved = PerToken(constant=_logits_saved(shape, width))
+    working = PerToken(constant=_logits_working(shape))
+    return UnitSpec(
+        name=shape.naming.head,
+        kind=UnitKind.HEAD,
+        tensors=(TensorSpec(name="weight", shape=(shape.vocab, shape.hidden)),),
+        matmuls=(_head_matmul(shape),),
+        activations=_same_saved(width * shape.vocab, saved, working, _loss_traffic(shape, width)),
+    )
+
+
+def _block(shape: TransformerShape, width: float, kernels: Kernels) -> UnitSpec:
+    naming = shape.naming
+    matmuls = (*_attention_matmuls(shape), *_mlp_matmuls(shape))
+    return UnitSpec(
+        name=f"{naming.blocks}.0",
+        kind=UnitKind.BLOCK,
+        tensors=(
+            *_attention_tensors(shape),
+            *_mlp_tensors(shape),
+            *_norm_tensors(shape, naming.norm_1),
+            *_norm_tensors(shape, naming.norm_2),
+        ),
+        matmuls=matmuls,
+        attention=AttentionSpec(
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            window=shape.window,
+            fused=kernels.fused_attention,
+        ),
+        activations=_block_activations(shape, width, kernels, matmuls),
+        count=shape.layers,
+    )
+
+
+# Parameters ---------------------------------------------------------------------------------------------------------
+
+
+def _lookup(name: str, rows: int, hidden: int) -> TensorSpec:
+    return TensorSpec(name=f"{name}.weight" if name else "weight", shape=(rows, hidden), lookup=True)
+
+
+def _norm_tensors(shape: TransformerShape, name: str) -> tuple[TensorSpec, ...]:
+    weight = TensorSpec(name=f"{name}.weight", shape=(shape.hidden,))
+    bias = TensorSpec(name=f"{name}.bias", shape=(shape.hidden,))
+    return (weight, bias) if shape.norm_bias else (weight,)
+
+
+def _linear(naming: Naming, name: str, inner: int, outer: int, bias: bool) -> tuple[TensorSpec, ...]:
+    weight = TensorSpec(name=f"{name}.weight", shape=(inner, outer) if naming.transposed else (outer, inner))
+    return (weight, TensorSpec(name=f"{name}.bias", shape=(outer,))) if bias else (weight,)
+
+
+def _attention_tensors(shape: TransformerShape) -> tuple[TensorSpec, ...]:
+    naming, hidden = shape.naming, shape.hidden
+    output = _linear(naming, naming.output, shape.query_size, hidden, shape.output_bias)
+    if not naming.key:
+        fused = shape.query_size + 2 * shape.kv_size
+        return (*_linear(naming, naming.query, hidden, fused, shape.qkv_bias), *output)
+    return (
+        *_linear(naming, naming.query, hidden, shape.query_size, shape.qkv_bias),
+        *_linear(naming, naming.key, hidden, shape.kv_size, shape.qkv_bias),
+        *_linear(naming, naming.value, hidden, shape.kv_size, shape.qkv_bias),
+        *output,
+    )
+
+
+def _mlp_tensors(shape: TransformerShape) -> tuple[TensorSpec, ...]:
+    naming, hidden, ffn = shape.naming, shape.hidden, shape.ffn
+    if shape.experts:
+        return _expert_tensors(shape)
+    gate = _linear(naming, naming.gate, hidden, ffn, shape.mlp_bias) if shape.gated else ()
+    up = _linear(naming, naming.up, hidden, ffn, shape.mlp_bias)
+    return (*gate, *up, *_linear(naming, naming.down, ffn, hidden, shape.mlp_bias))
+
+
+def _expert_tensors(shape: TransformerShape) -> tuple[TensorSpec, ...]:
+    """One tensor for all experts' gate and up weights and one for their down weights, as transformers 5 stores them."""
+    share = shape.experts_per_token / shape.experts
+    return (
+        TensorSpec(name="mlp.gate.weight", shape=(shape.experts, shape.hidden)),
+        TensorSpec(
+            name="mlp.experts.gate_up_proj",
+            shape=(shape.experts, 2 * shape.ffn, shape.hidden),
+            active_share=share,
+        ),
+        TensorSpec(name="mlp.experts.down_proj", shape=(shape.experts, shape.hidden, shape.ffn), active_share=share),
+    )
+
+
+# Matrix products ----------------------------------------------------------------------------------------------------
+
+
+def _attention_matmuls(shape: TransformerShape) -> tuple[MatmulSpec, ...]:
+    naming, hidden = shape.naming, shape.hidden
+    output = MatmulSpec(name=naming.output, inner=shape.query_size, outer=hidden)
+    if not naming.key:
+        return (MatmulSpec(name=naming.query, inner=hidden, outer=shape.query_size + 2 * shape.kv_size), output)
+    return (
+        MatmulSpec(name=naming.query, inner=hidden, outer=shape.query_size),
+        MatmulSpec(name=naming.key, inner=hidden, outer=shape.kv_size),
+        MatmulSpec(name=naming.value, inner=hidden, outer=shape.kv_size),
+        output,
+    )
+
+
+def _mlp_matmuls(shape: TransformerShape) -> tuple[MatmulSpec, ...]:
+    naming, hidden, ffn = shape.naming, shape.hidden, shape.ffn
+    if shape.experts:
+        rows = shape.experts_per_token / shape.experts
+        return (
+            MatmulSpec(name=naming.router, inner=hidden, outer=shape.experts),
+            MatmulSpec(
+                name="mlp.experts.gate_up_proj",
+                inner=hidden,
+                outer=2 * ffn,
+                rows_per_token=rows,
+                count=shape.experts,
+            ),
+            MatmulSpec(name="mlp.experts.down_proj", inner=ffn, outer=hidden, rows_per_token=rows, count=shape.experts),
+        )
+    gate = (MatmulSpec(name=naming.gate, inner=hidden, outer=ffn),) if shape.gated else ()
+    return (
+        *gate,
+        MatmulSpec(name=naming.up, inner=hidden, outer=ffn),
+        MatmulSpec(name=naming.down, inner=ffn, outer=hidden),
+    )
+
+
+def _head_matmul(shape: TransformerShape) -> MatmulSpec:
+    return MatmulSpec(name=shape.naming.head, inner=shape.hidden, outer=shape.vocab)
+
+
+# Activations --------------------------------------------------------------------------------------------------------
+
+
+def _same_saved(output: float, saved: PerToken, working: PerToken, elementwise: float) -> ActivationSpec:
+    """Of a unit that is never recomputed."""
+    return ActivationSpec(
+        output=output,
+        saved_none=saved,
+        saved_selective=saved,
+        saved_full=saved,
+        working=working,
+        elementwise=elementwise,
+    )
+
+
+def _block_activations(
+    shape: TransformerShape, width: float, kernels: Kernels, matmuls: tuple[MatmulSpec, ...]
+) -> ActivationSpec:
+    boundary = width * shape.hidden
+    attention = _attention_saved(shape, width, kernels)
+    saved = PerToken(constant=2 * _norm_saved(shape, width, kernels) + _mlp_saved(shape, width)) + attention
+    saved += PerToken(constant=shape.dropouts_per_block * shape.hidden)
+    kept_products = sum(width * m.outer * m.rows_per_token * m.count for m in matmuls[0::2])
+    kept_attention = width * shape.query_size + _FP32 * shape.heads
+    active_ffn = shape.ffn * max(1, shape.experts_per_token)
+    return ActivationSpec(
+        output=boundary,
+        saved_none=saved,
+        saved_selective=PerToken(constant=boundary + kept_products + kept_attention),
+        saved_full=PerToken(constant=boundary),
+        working=PerToken(
+            # gradients of the gated product's three factors, and of the residual stream and the norm's input
+            constant=width * (3 if shape.gated else 2) * active_ffn + 3 * boundary,
+            per_context=0.0 if kernels.fused_attention else width * shape.heads,
+        ),
+        elementwise=_block_traffic(shape, width, kernels),
+    )
+
+
+def _norm_saved(shape: TransformerShape, width: float, kernels: Kernels) -> float:
+    hidden = shape.hidden
+    if shape.rms_norm and not kernels.fused_norm:
+        return _FP32 * hidden + 2 * width * hidden + _FP32
+    return 2 * width * hidden + (1 if shape.rms_norm else 2) * _FP32
+
+
+def _attention_saved(shape: TransformerShape, width: float, kernels: Kernels) -> PerToken:
+    constant = width * 2 * (shape.query_size + shape.kv_size)
+    if kernels.fused_attention:
+        return PerToken(constant=constant + _FP32 * shape.heads)
+    return PerToken(constant=constant, per_context=2 * width * shape.heads)
+
+
+def _mlp_saved(shape: TransformerShape, width: float) -> float:
+    inner = 4.0 if shape.gated else 1.0 + shape.activation_saves
+    if not shape.experts:
+        return width * inner * shape.ffn
+    active = shape.experts_per_token
+    # every active expert gets its own copy of the token and gives one back; the router's probabilities are fp32
+    return width * active * (inner * shape.ffn + 2 * shape.hidden) + 2 * _FP32 * shape.experts
+
+
+def _logits_saved(shape: TransformerShape, width: float) -> float:
+    return (width + _FP32) * shape.vocab
+
+
+def _logits_working(shape: TransformerShape) -> float:
+    """The loss's backward holds the gradients of the log-probabilities and of the logits in fp32."""
+    return 2 * _FP32 * shape.vocab
+
+
+# Elementwise traffic, forward ---------------------------------------------------------------------------------------
+
+
+def _norm_traffic(shape: TransformerShape, width: float, kernels: Kernels) -> float:
+    if shape.rms_norm and not kernels.fused_norm:
+        # to fp32; square; mean; multiply; to compute dtype; multiply by the weight
+        return shape.hidden * ((width + 4) + (4 + 4) + 4 + (4 + 4) + (4 + width) + 2 * width)
+    return 2 * width * shape.hidden
+
+
+def _block_traffic(shape: TransformerShape, width: float, kernels: Kernels) -> float:
+    active_ffn = shape.ffn * max(1, shape.experts_per_token)
+    norms = 2 * _norm_traffic(shape, width, kernels)
+    residuals = 2 * 3 * width * shape.hidden
+    rotary = 0.0 if shape.max_positions else 8 * width * (shape.query_size + shape.kv_size)
+    mlp = width * active_ffn * (5 if shape.gated else 2 * shape.activation_saves)
+    return norms + residuals + rotary + mlp
+
+
+def _loss_traffic(shape: TransformerShape, width: float) -> float:
+    return shape.vocab * (width + _FP32 + 2 * _FP32)
