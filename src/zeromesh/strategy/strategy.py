@@ -210,7 +210,8 @@ def _check_mix(axes: Sequence[AxisStage]) -> None:
         if kept.stage.kept and not later.stage.kept:
             raise NotationError(
                 f"{kept} keeps what {later} does not, but is gathered after it; a kept axis must be less "
-                f"significant than every other parameter axis: write {later.name}={later.stage.value}k, or drop the k of {kept.name}"
+                f"significant than every other parameter axis: write {later.name}={later.stage.value}k, or "
+                f"drop the k of {kept.name}"
             )
 
 

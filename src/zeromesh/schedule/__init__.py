@@ -1,0 +1,36 @@
+"""One training step as data, and the interpreter that engine and simulator run it with. Torch-free.
+
+Reading order: `unit` (what is scheduled), `transfer` (its collectives), `memory` (its buffers), `program` (points and
+ops), `interpreter` (who carries them out), `step` (the canonical order of points).
+"""
+
+from zeromesh.schedule.interpreter import Backend, GradState, Interpreter, Reduction, Target
+from zeromesh.schedule.memory import MemoryPlan, Persistent, SlotPlan
+from zeromesh.schedule.program import Action, Op, PointKind, Schedule
+from zeromesh.schedule.step import Counted, run_step, sent_bytes_per_axis, step_transfers
+from zeromesh.schedule.transfer import Transfer
+from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
+
+__all__ = [
+    "ITEM_BYTES",
+    "Action",
+    "Backend",
+    "Counted",
+    "FlatBuffer",
+    "GradState",
+    "Interpreter",
+    "MemoryPlan",
+    "Op",
+    "Persistent",
+    "PointKind",
+    "Reduction",
+    "Role",
+    "Schedule",
+    "SlotPlan",
+    "Target",
+    "Transfer",
+    "Unit",
+    "run_step",
+    "sent_bytes_per_axis",
+    "step_transfers",
+]

@@ -1,0 +1,221 @@
+"""Every buffer that the engine allocates, in bytes, decided before anything is allocated.
+
+The engine allocates exactly these, once; the planner adds them up. Formulas: DESIGN "Memory per device", with lengths
+padded as in [Note: Significance].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zeromesh.schedule import transfer
+from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
+from zeromesh.strategy import Layout
+
+ALIGN_BYTES = 64
+"""Each flat buffer starts on a cache line inside its slot, so that vector loads of any dtype are aligned."""
+
+REDUCE_SLOTS = 2
+"""Block gradients in flight: one fills while the other is on the wire. More would only help if one unit's reduction
+took longer than two units' backward, and then the wire is the bound anyway."""
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persistent:
+    """Bytes of one flat buffer's persistent shards on one device; 0 where a shard does not exist or is another's alias.
+
+    Args:
+        params: compute copy, the parameter shard.
+        master: the optimizer's copy, the state shard; 0 where it is the parameter shard itself.
+        grads: the accumulated gradient shard.
+        kept: copy that stays gathered over the kept axes from forward to backward.
+    """
+
+    params: int
+    master: int
+    grads: int
+    kept: int
+
+    @classmethod
+    def of(cls, layout: Layout, unit: Unit, buffer: FlatBuffer) -> Persistent:
+        padded = layout.padded(buffer.numel)
+        master = grads = 0
+        if buffer.master_dtype is not None:
+            grads = padded // layout.degree(layout.grad_axes) * ITEM_BYTES[buffer.grad_dtype]
+            if not master_is_param(layout, buffer):
+                master = padded // layout.degree(layout.significant) * ITEM_BYTES[buffer.master_dtype]
+        return cls(
+            params=padded // layout.degree(layout.param_axes) * ITEM_BYTES[buffer.param_dtype],
+            master=master,
+            grads=grads,
+            kept=kept_numel(layout, unit, buffer) * ITEM_BYTES[buffer.param_dtype],
+        )
+
+
+def master_is_param(layout: Layout, buffer: FlatBuffer) -> bool:
+    """Whether the optimizer's copy and the compute copy are one tensor: same dtype, same shard."""
+    same_shard = layout.degree(layout.param_axes) == layout.degree(layout.significant)
+    return buffer.master_dtype == buffer.param_dtype and same_shard
+
+
+def kept_numel(layout: Layout, unit: Unit, buffer: FlatBuffer) -> int:
+    """Elements of the kept copy; none where the unit stays gathered anyway, since then its slot is the copy."""
+    if not layout.kept_axes or stays_gathered(layout, unit):
+        return 0
+    dropped = [axis for axis in layout.param_axes if not axis.stage.kept]
+    return layout.padded(buffer.numel) // layout.degree(dropped)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotPlan:
+    """Which slot each unit uses, and how long the slots are.
+
+    Args:
+        slot_of: by unit index, the slot's index; None for units that need none.
+        slot_bytes: by slot index.
+    """
+
+    slot_of: tuple[int | None, ...]
+    slot_bytes: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.slot_bytes)
+
+
+def unshard_bytes(layout: Layout, unit: Unit) -> int:
+    """Bytes of the unit's gathered parameters."""
+    return sum(aligned(layout.padded(b.numel) * ITEM_BYTES[b.param_dtype]) for b in unit.buffers)
+
+
+def slot_dtype(layout: Layout, buffer: FlatBuffer) -> str:
+    """Dtype in which a gradient waits in its reduce slot: the one that holds every lossless wire it will cross."""
+    wires = {step.wire for step in transfer.reduce_micro(layout, buffer)} & set(ITEM_BYTES)
+    if len(wires) <= 1:
+        return next(iter(wires), buffer.reduce_dtype)
+    return max(wires | {"fp32"}, key=ITEM_BYTES.__getitem__)
+
+
+def reduce_bytes(layout: Layout, unit: Unit) -> int:
+    """Bytes of the unit's unreduced gradients in a reduce slot."""
+    return sum(aligned(layout.padded(b.numel) * ITEM_BYTES[slot_dtype(layout, b)]) for b in unit.buffers if b.trainable)
+
+
+def stays_gathered(layout: Layout, unit: Unit) -> bool:
+    """Whether the unit's parameters stay gathered from forward to backward, in a slot of their own."""
+    every_axis_kept = all(axis.stage.kept for axis in layout.param_axes if axis.size > 1)
+    return unit.role is Role.RESIDENT or every_axis_kept
+
+
+def plan_gather_slots(layout: Layout, units: Sequence[Unit], prefetch: int) -> SlotPlan:
+    """prefetch + 1 slots of the largest block, one more for each unit that stays gathered.
+
+    A unit always lands in the same slot, since tensors that autograd saved point into it.
+    """
+    if layout.degree(layout.param_axes) == 1:
+        return SlotPlan(slot_of=(None,) * len(units), slot_bytes=())
+    sizes = [unshard_bytes(layout, unit) for unit in units]
+    return _plan_slots([stays_gathered(layout, unit) for unit in units], sizes, prefetch + 1)
+
+
+def plan_reduce_slots(layout: Layout, units: Sequence[Unit]) -> SlotPlan:
+    """REDUCE_SLOTS slots of the largest block, one more for each resident unit; none where gradients of a micro-batch
+    are added where they stay (no stage 2 or 3)."""
+    if layout.degree(layout.grad_axes) == 1:
+        return SlotPlan(slot_of=(None,) * len(units), slot_bytes=())
+    sizes = [reduce_bytes(layout, unit) for unit in units]
+    return _plan_slots([unit.role is Role.RESIDENT for unit in units], sizes, REDUCE_SLOTS)
+
+
+def _plan_slots(own: Sequence[bool], sizes: Sequence[int], shared: int) -> SlotPlan:
+    sharing = [index for index, size in enumerate(sizes) if size and not own[index]]
+    shared = min(shared, len(sharing))
+    slot_bytes = [max((sizes[index] for index in sharing), default=0)] * shared
+    slot_of: list[int | None] = [None] * len(sizes)
+    for position, index in enumerate(sharing):
+        slot_of[index] = position % shared
+    for index, size in enumerate(sizes):
+        if size and own[index]:
+            slot_of[index] = len(slot_bytes)
+            slot_bytes.append(size)
+    return SlotPlan(slot_of=tuple(slot_of), slot_bytes=tuple(slot_bytes))
+
+
+def gather_staging_bytes(layout: Layout, units: Sequence[Unit]) -> int:
+    """Longest region gathered in another lossless dtype than the compute copy's."""
+    return max((_staged(layout, unit, unshard_side=True) for unit in units), default=0)
+
+
+def reduce_staging_bytes(layout: Layout, units: Sequence[Unit]) -> int:
+    """Longest region cast from the accumulator's dtype (or an earlier wire's) to a lossless wire's."""
+    return max((_staged(layout, unit, unshard_side=False) for unit in units), default=0)
+
+
+def _staged(layout: Layout, unit: Unit, *, unshard_side: bool) -> int:
+    return max((_staged_buffer(layout, buffer, unshard_side) for buffer in unit.buffers), default=0)
+
+
+def _staged_buffer(layout: Layout, buffer: FlatBuffer, unshard_side: bool) -> int:
+    if unshard_side:
+        steps = transfer.unshard(layout, buffer) + transfer.refresh(layout, buffer)
+        held = [buffer.param_dtype] * len(steps)
+    else:
+        micro, boundary = transfer.reduce_micro(layout, buffer), transfer.reduce_boundary(layout, buffer)
+        steps = micro + boundary
+        held = [slot_dtype(layout, buffer)] * len(micro) + [buffer.grad_dtype] * len(boundary)
+    lossless = [(step, dtype) for step, dtype in zip(steps, held, strict=True) if step.wire in ITEM_BYTES]
+    return max((step.numel * ITEM_BYTES[step.wire] for step, dtype in lossless if step.wire != dtype), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on one device of everything the engine allocates.
+
+    Args:
+        persistent: by unit, by flat buffer.
+        gather, reduce: the slots.
+        gather_staging, reduce_staging: casts between dtypes around a wire.
+        workspace: what the collectives need, as the communication layer states it.
+    """
+
+    persistent: tuple[tuple[Persistent, ...], ...]
+    gather: SlotPlan
+    reduce: SlotPlan
+    gather_staging: int
+    reduce_staging: int
+    workspace: int = field(default=0)
+
+    @classmethod
+    def of(cls, layout: Layout, units: Sequence[Unit], prefetch: int, workspace_bytes: int = 0) -> MemoryPlan:
+        return cls(
+            persistent=tuple(tuple(Persistent.of(layout, unit, b) for b in unit.buffers) for unit in units),
+            gather=plan_gather_slots(layout, units, prefetch),
+            reduce=plan_reduce_slots(layout, units),
+            gather_staging=gather_staging_bytes(layout, units),
+            reduce_staging=reduce_staging_bytes(layout, units),
+            workspace=workspace_bytes,
+        )
+
+    @property
+    def params_bytes(self) -> int:
+        return sum(buffer.params for unit in self.persistent for buffer in unit)
+
+    @property
+    def master_bytes(self) -> int:
+        return sum(buffer.master for unit in self.persistent for buffer in unit)
+
+    @property
+    def grads_bytes(self) -> int:
+        return sum(buffer.grads for unit in self.persistent for buffer in unit)
+
+    @property
+    def buffers_bytes(self) -> int:
+        """Slots, kept copies, staging and workspace."""
+        kept = sum(buffer.kept for unit in self.persistent for buffer in unit)
+        staging = self.gather_staging + self.reduce_staging
+        return self.gather.total_bytes + self.reduce.total_bytes + kept + staging + self.workspace

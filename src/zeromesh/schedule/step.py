@@ -1,0 +1,124 @@
+"""The canonical step: every point in order, for whoever has no autograd to reach them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from zeromesh.schedule import transfer
+from zeromesh.schedule.interpreter import Interpreter, Reduction
+from zeromesh.schedule.program import Op, Schedule
+from zeromesh.schedule.transfer import Transfer
+
+T = TypeVar("T")
+Phase = Literal["forward", "recompute", "backward"]
+ROOT = 0
+
+
+def run_step(
+    interpreter: Interpreter[T],
+    *,
+    micro_batches: int,
+    compute: Callable[[Phase, int], None] = lambda phase, unit: None,
+    recompute: bool = False,
+) -> None:
+    """Drives `interpreter` through the micro-batches of one step, up to and without the optimizer.
+
+    Args:
+        interpreter: over units of which the first is the root, whose forward encloses the others'.
+        micro_batches: at least 1.
+        compute: called between the points around a unit's forward, recomputation or backward.
+        recompute: whether block units repeat their forward in the backward, each by itself.
+    """
+    inner = [unit for unit in interpreter.schedule.order if unit != ROOT]
+    for micro in range(micro_batches):
+        interpreter.last = micro == micro_batches - 1
+        _forward(interpreter, inner, compute)
+        _backward(interpreter, inner, compute, recompute)
+
+
+def _forward(interpreter: Interpreter[T], inner: list[int], compute: Callable[[Phase, int], None]) -> None:
+    interpreter.pre_forward(ROOT)
+    for unit in inner:
+        interpreter.pre_forward(unit)
+        compute("forward", unit)
+        interpreter.post_forward(unit, backward=True)
+    compute("forward", ROOT)
+    interpreter.post_forward(ROOT, backward=True)
+    interpreter.end_forward(backward=True)
+
+
+def _backward(
+    interpreter: Interpreter[T], inner: list[int], compute: Callable[[Phase, int], None], recompute: bool
+) -> None:
+    interpreter.pre_backward(ROOT)
+    interpreter.begin_grads(ROOT)
+    compute("backward", ROOT)
+    for unit in reversed(inner):
+        shape = interpreter.schedule.units[unit]
+        interpreter.pre_backward(unit)
+        if recompute and not interpreter.schedule.resident(unit):
+            interpreter.pre_forward(unit)
+            compute("recompute", unit)
+            interpreter.post_forward(unit, backward=False)
+        if shape.trainable:
+            interpreter.begin_grads(unit)
+        compute("backward", unit)
+        interpreter.post_backward(unit)
+    interpreter.end_backward()
+
+
+@dataclass(slots=True)
+class Counted:
+    """A back end that only lists the transfers of each op, at once."""
+
+    schedule: Schedule
+    sent: list[tuple[int, Transfer]] = field(default_factory=list)
+
+    def _list(self, unit: int, transfers: list[Transfer]) -> None:
+        self.sent.extend((unit, step) for step in transfers)
+
+    def refresh(self, unit: int) -> None:
+        for buffer in self.schedule.units[unit].buffers:
+            self._list(unit, transfer.refresh(self.schedule.layout, buffer))
+
+    def unshard(self, unit: int, *, from_kept: bool) -> None:
+        for buffer in self.schedule.units[unit].buffers:
+            self._list(unit, transfer.unshard(self.schedule.layout, buffer, from_kept=from_kept))
+
+    def reduce(self, unit: int, reduction: Reduction) -> None:
+        for buffer in self.schedule.units[unit].buffers:
+            self._list(unit, transfer.reduce_micro(self.schedule.layout, buffer))
+            if reduction.boundary:
+                self._list(unit, transfer.reduce_boundary(self.schedule.layout, buffer))
+
+    def wait(self, ticket: None, op: Op) -> None:
+        """Nothing is ever in flight."""
+
+    def use(self, unit: int) -> None:
+        """There is no model."""
+
+    def unuse(self, unit: int) -> None:
+        """There is no model."""
+
+    def grads_discarded(self, unit: int) -> bool:
+        return True
+
+
+def step_transfers(schedule: Schedule, *, micro_batches: int, recompute: bool = False) -> list[tuple[int, Transfer]]:
+    """Every collective of one step in steady state, as (unit, transfer), in the order of issue."""
+    counted = Counted(schedule)
+    interpreter = Interpreter(schedule=schedule, backend=counted)
+    interpreter.stepped(range(len(schedule.units)))
+    run_step(interpreter, micro_batches=micro_batches, recompute=recompute)
+    return counted.sent
+
+
+def sent_bytes_per_axis(schedule: Schedule, *, micro_batches: int, recompute: bool = False) -> dict[str, int]:
+    """Bytes that one rank sends on each axis of the layout in one step in steady state."""
+    total = Counter({axis.name: 0 for axis in schedule.layout.axes})
+    for _, step in step_transfers(schedule, micro_batches=micro_batches, recompute=recompute):
+        total[step.axis.name] += step.sent_bytes
+    return dict(total)
