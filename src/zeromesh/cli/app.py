@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import zeromesh
+from zeromesh.cli import train
 from zeromesh.errors import InputError
 
 EXIT_INPUT = 2
@@ -36,6 +37,9 @@ def _options(
     ] = False,
 ) -> None:
     """A ZeRO stage for every level of the network: plan, simulate and train sharded PyTorch models."""
+
+
+app.command()(train.train)
 
 
 def main() -> None:

@@ -1,0 +1,260 @@
+"""The configuration of a training run: one TOML file, overridden by path from the command line.
+
+Each class is one table of the file. Unknown keys are errors; everything is validated once, and frozen after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from zeromesh.errors import ConfigError, MeshError
+from zeromesh.strategy import Layout
+from zeromesh.train.document import nearest_key, read_document
+
+DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
+
+
+class Section(BaseModel):
+    """A table of the file: no unknown keys, no changes after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(Section):
+    """Where and how long.
+
+    Args:
+        directory: receives metrics.jsonl, the tokenizer and the checkpoints.
+        steps: optimizer steps in all.
+        seed: decides the initial weights and which sample is used at which step.
+        device: "auto" takes CUDA where there is a device for each local rank.
+        threads: of torch for each rank on CPU; by default the cores divided by the local ranks.
+        timeout_s: how long a collective may take before the run ends with an error.
+    """
+
+    directory: Path
+    steps: int = Field(gt=0)
+    seed: int = Field(default=0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = Field(default=None, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0)
+
+
+class ModelConfig(Section):
+    """What to train.
+
+    Args:
+        config: a Hugging Face config file, or the same as a table with `model_type`. The size of the vocabulary is
+            the tokenizer's where it is left out.
+        activation_checkpointing: recompute the blocks' activations in backward.
+    """
+
+    config: Path | dict[str, Any]
+    activation_checkpointing: bool = False
+
+
+class DataConfig(Section):
+    """Text to learn from.
+
+    Args:
+        files: globs; `{stdlib}` stands for the directory of Python's own standard library.
+        exclude: patterns of whole paths to leave out, where `*` matches across directories: "*/site-packages/*".
+        seq_len: tokens a sequence.
+        tokenizer: "bytes", "bpe:SIZE" (trained on the training files at the start), or a tokenizer.json.
+        holdout: fraction of the files kept for evaluation, chosen by a hash of the file's name.
+    """
+
+    files: tuple[str, ...] = Field(min_length=1)
+    exclude: tuple[str, ...] = ()
+    seq_len: int = Field(gt=0)
+    tokenizer: str = Field(default="bytes", pattern=r"^(bytes|bpe:\d+|.+\.json)$")
+    holdout: float = Field(default=0.05, ge=0, lt=1)
+
+
+class BatchConfig(Section):
+    """How much at once.
+
+    Args:
+        global_sequences: sequences a step, over all ranks.
+        micro: sequences a rank works on at once.
+    """
+
+    global_sequences: int = Field(gt=0)
+    micro: int = Field(gt=0)
+
+
+class OptimizerConfig(Section):
+    """AdamW with a warm-up and a decay of the learning rate, and clipping of the gradient's global norm.
+
+    Args:
+        lr: the highest learning rate.
+        betas, eps, weight_decay: AdamW's; parameters of fewer than two dimensions are not decayed.
+        schedule: "cosine" falls to `final_lr_ratio` times lr at the last step, "constant" stays.
+        warmup_steps: steps over which the learning rate rises linearly from 0.
+        clip_norm: longest gradient; 0 does not clip.
+    """
+
+    lr: float = Field(gt=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    final_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    clip_norm: float = Field(default=1.0, ge=0)
+
+
+class EvalConfig(Section):
+    """Loss on held-out text.
+
+    Args:
+        every: steps between evaluations, and one after the last step; 0 never evaluates.
+        sequences: of the held-out files, the same ones each time.
+    """
+
+    every: int = Field(default=0, ge=0)
+    sequences: int = Field(default=64, gt=0)
+
+
+class CheckpointConfig(Section):
+    """When to save, and what to start from.
+
+    Args:
+        every: steps between checkpoints; 0 never saves.
+        keep: newest checkpoints to keep.
+        resume: "auto" takes the newest complete one in the run's directory, "never" starts anew, a path takes that one.
+    """
+
+    every: int = Field(default=0, ge=0)
+    keep: int = Field(default=2, gt=0)
+    resume: str = "auto"
+
+
+class DtypeConfig(Section):
+    """Dtypes of compute and parameters on the wire, gradients on the wire, their sums, and the optimizer's copy."""
+
+    param: DtypeName = "fp32"
+    reduce: DtypeName | None = None
+    grad: DtypeName = "fp32"
+    master: DtypeName = "fp32"
+
+
+class TrainConfig(Section):
+    """A whole run.
+
+    Args:
+        strategy: in zeromesh's notation, or the name of a preset.
+        mesh: sizes by axis name, outermost axis first, as torch's DeviceMesh has them.
+    """
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    strategy: str
+    mesh: dict[str, Annotated[int, Field(gt=0)]] = Field(min_length=1)
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    dtypes: DtypeConfig = DtypeConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.optimizer.warmup_steps > self.run.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps must be at most run.steps = {self.run.steps};"
+                f" got {self.optimizer.warmup_steps}"
+            )
+        if self.eval.every and not self.data.holdout:
+            raise ValueError("eval.every needs held-out files: set data.holdout to a fraction above 0")
+        return self
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return prod(self.mesh.values())
+
+    def check_world(self, world: int) -> None:
+        """Raise MeshError unless the mesh has `world` ranks."""
+        if self.world != world:
+            axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
+            raise MeshError(
+                f"mesh {axes} has {self.world} ranks, but the launcher started {world} processes;"
+                f" start {self.world}, or change the mesh, as in --set mesh.{next(iter(self.mesh))}=..."
+            )
+
+    def layout(self) -> Layout:
+        """The strategy resolved on the mesh.
+
+        Raises:
+            NotationError, MeshError: the strategy does not parse, or does not fit the mesh.
+        """
+        return Layout.of(self.strategy, tuple(reversed(self.mesh.items())))
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The configuration in a TOML file, with `key.path=value` overrides applied.
+
+    Relative paths in the file are relative to the file's directory, those in overrides to the current one; the result
+    has absolute paths.
+
+    Raises:
+        ConfigError: unreadable, not TOML, an unknown key (names the nearest valid one), or an invalid value.
+        NotationError, MeshError: the strategy does not parse or does not fit the mesh.
+    """
+    document = read_document(path, overrides, is_path=_is_path)
+    try:
+        config = TrainConfig.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(_explain(path, error)) from None
+    config.layout()
+    return config
+
+
+def valid_keys(section: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[str]:
+    """Dotted names of every key that a file may have."""
+    for name, field in section.model_fields.items():
+        nested = field.annotation
+        if isinstance(nested, type) and issubclass(nested, BaseModel):
+            yield from valid_keys(nested, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _is_path(key: str, value: str) -> bool:
+    """Whether a text value of this key names a file or directory."""
+    return (
+        key in ("run.directory", "model.config", "data.files")
+        or (key == "data.tokenizer" and value.endswith(".json"))
+        or (key == "checkpoint.resume" and value not in ("auto", "never"))
+    )
+
+
+def _explain(path: Path, error: ValidationError) -> str:
+    """One message for everything that is wrong, each with its key and what to do."""
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key}; {nearest_key(key, list(valid_keys()))}")
+        elif item["type"] == "missing":
+            lines.append(f"{key} is missing{_purpose(key)}")
+        elif not key:
+            lines.append(str(item["msg"]).removeprefix("Value error, "))
+        else:
+            lines.append(f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}; got {item['input']!r}")
+    return f"{path}: " + "\n  ".join(dict.fromkeys(lines))
+
+
+def _purpose(key: str) -> str:
+    field: FieldInfo | None = TrainConfig.model_fields.get(key)
+    if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        required = [name for name, inner in field.annotation.model_fields.items() if inner.is_required()]
+        return f"; add a table [{key}] with at least {', '.join(required)}"
+    return "; set it in the file or with --set"

@@ -1,0 +1,95 @@
+"""The tokens of a run, the same on every rank: rank 0 reads and tokenises, the others receive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeromesh.errors import ConfigError, InputError
+from zeromesh.train.config import DataConfig
+from zeromesh.train.text import TrainedTokenizer, find_files, make_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """A stream of tokens cut into sequences: the last target of one is the first input of the next.
+
+    Args:
+        tokens: int32, shape [tokens].
+        seq_len: inputs a sequence.
+    """
+
+    tokens: Tensor
+    seq_len: int
+
+    def __len__(self) -> int:
+        return max(0, (self.tokens.numel() - 1) // self.seq_len)
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of some sequences, int64, each of shape [len(indices), seq_len]."""
+        starts = torch.tensor(indices).unsqueeze(1) * self.seq_len
+        rows = self.tokens[starts + torch.arange(self.seq_len + 1)].long()
+        return rows[:, :-1], rows[:, 1:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Training and held-out sequences, and the size of the vocabulary."""
+
+    training: Sequences
+    held_out: Sequences
+    vocab_size: int
+    num_files: int
+
+
+def load_corpus(config: DataConfig, directory: Path) -> Corpus:
+    """Read, tokenise and share the corpus; collective over all ranks.
+
+    Rank 0 also writes a tokenizer that it trained to `directory/tokenizer.json`.
+
+    Raises:
+        ConfigError: on every rank, where rank 0 cannot make the corpus.
+    """
+    rank = dist.get_rank()
+    facts: list[Any] = [None]
+    tokens: list[Tensor] = []
+    if rank == 0:
+        try:
+            tokens, facts[0] = _read(config, directory)
+        except (InputError, OSError) as error:
+            facts[0] = f"{error}"
+    dist.broadcast_object_list(facts, src=0)
+    if isinstance(facts[0], str):
+        raise ConfigError(facts[0])
+    lengths, vocab_size, num_files = facts[0]
+    if rank != 0:
+        tokens = [torch.empty(length, dtype=torch.int32) for length in lengths]
+    for stream in tokens:
+        if stream.numel():
+            dist.broadcast(stream, src=0)
+    training, held_out = (Sequences(tokens=stream, seq_len=config.seq_len) for stream in tokens)
+    return Corpus(training=training, held_out=held_out, vocab_size=vocab_size, num_files=num_files)
+
+
+def _read(config: DataConfig, directory: Path) -> tuple[list[Tensor], tuple[list[int], int, int]]:
+    files = find_files(config)
+    texts = [path.read_bytes() for path in files.training]
+    tokenizer = make_tokenizer(config.tokenizer, texts)
+    if isinstance(tokenizer, TrainedTokenizer):
+        (directory / "tokenizer.json").write_text(tokenizer.definition)
+    held_out_texts = [path.read_bytes() for path in files.held_out]
+    tokens = [torch.from_numpy(tokenizer.encode(part)) for part in (texts, held_out_texts)]
+    for key, stream in zip(("training", "held-out"), tokens, strict=True):
+        wanted = key == "training" or config.holdout > 0
+        if wanted and stream.numel() <= config.seq_len:
+            raise ConfigError(
+                f"the {key} files must hold at least data.seq_len + 1 = {config.seq_len + 1} tokens;"
+                f" got {stream.numel()}"
+            )
+    return tokens, ([stream.numel() for stream in tokens], tokenizer.vocab_size, len(files.training))

@@ -1,0 +1,102 @@
+"""A TOML file as a dictionary: read, overridden by dotted path, its file names made absolute."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zeromesh.errors import ConfigError
+
+IsPath = Callable[[str, str], bool]
+
+
+def read_document(path: Path, overrides: Sequence[str], *, is_path: IsPath) -> dict[str, Any]:
+    """The file's content with overrides applied.
+
+    Args:
+        path: a TOML file.
+        overrides: each `key.path=value`, the value in TOML's syntax, or plain text.
+        is_path: whether (dotted key, text) names a file, to be resolved against where it was written.
+
+    Raises:
+        ConfigError: the file cannot be read or is not TOML, or an override has no key.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read the configuration {path}: {getattr(error, 'strerror', None) or error}"
+        ) from None
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    resolved: dict[str, Any] = _resolve(document, path.resolve().parent, is_path)
+    for override in overrides:
+        key, value = parse_override(override)
+        assign(resolved, key, _resolve(value, Path.cwd(), is_path, key))
+    return resolved
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """Splits `key.path=value`; a value that is not TOML is text.
+
+    >>> parse_override("run.steps=5"), parse_override("strategy=node=3,cluster=1")
+    (('run.steps', 5), ('strategy', 'node=3,cluster=1'))
+    """
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"--set must be key.path=value, as in --set run.steps=100; got {override!r}")
+    try:
+        return key, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, text.strip()
+
+
+def assign(document: dict[str, Any], key: str, value: Any) -> None:
+    """Sets `document[a][b]...` for the key `a.b...`, making tables on the way.
+
+    Raises:
+        ConfigError: a part of the key on the way is a value, not a table.
+    """
+    *tables, last = key.split(".")
+    table = document
+    for depth, name in enumerate(tables):
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            where = ".".join(tables[: depth + 1])
+            raise ConfigError(f"--set {key}=...: {where} is {table!r}, not a table; set {where} itself")
+    table[last] = value
+
+
+def nearest_key(key: str, valid: Sequence[str]) -> str:
+    """A clause naming the valid dotted key nearest to `key`, and those of its table.
+
+    The last part of the key counts most, since a key is misplaced as often as it is misspelt.
+
+    >>> nearest_key("optimizer.weight_decy", ["optimizer.lr", "optimizer.weight_decay", "run.steps"])
+    'did you mean optimizer.weight_decay? ([optimizer] has lr, weight_decay)'
+    """
+
+    def likeness(candidate: str) -> float:
+        last = difflib.SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
+        return last + difflib.SequenceMatcher(None, key, candidate).ratio() / 2
+
+    best = max(valid, key=likeness)
+    table = key.rpartition(".")[0]
+    names = [name.removeprefix(f"{table}.") for name in valid if table and name.startswith(f"{table}.")]
+    return f"did you mean {best}?" + (f" ([{table}] has {', '.join(names)})" if names else "")
+
+
+def _resolve(value: Any, base: Path, is_path: IsPath, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _resolve(inner, base, is_path, f"{key}.{name}" if key else name) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_resolve(inner, base, is_path, key) for inner in value]
+    if isinstance(value, str) and is_path(key, value) and not value.startswith("{"):
+        return str(base / Path(value).expanduser())
+    return value

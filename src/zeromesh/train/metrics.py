@@ -1,0 +1,77 @@
+"""What rank 0 writes: one JSON object a step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step.
+
+    Args:
+        step: steps done, 1 after the first.
+        loss: mean over the tokens of the global batch, before the step.
+        grad_norm: global norm before clipping.
+        lr: the learning rate of the step.
+        tokens: targets in the global batch.
+        tokens_per_s: of all devices together.
+        step_s: seconds from the start of the step to its end on rank 0.
+        eval_loss: mean over the held-out sequences after the step, where it was evaluated.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    step_s: float
+    eval_loss: float | None = None
+
+
+class MetricsFile:
+    """Appends steps to `metrics.jsonl`, each line flushed, so that a killed run keeps what it did.
+
+    Args:
+        path: the file; its directory exists.
+        steps_done: lines of later steps are dropped: a resumed run repeats them, a new one starts with none.
+    """
+
+    def __init__(self, path: Path, *, steps_done: int) -> None:
+        kept = _lines_up_to(path, steps_done)
+        partial = path.with_suffix(".jsonl.partial")
+        partial.write_text("".join(kept))
+        partial.replace(path)
+        self._file: TextIO = path.open("a")
+
+    def append(self, metrics: StepMetrics) -> None:
+        fields = {name: value for name, value in asdict(metrics).items() if value is not None}
+        self._file.write(json.dumps(fields) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _lines_up_to(path: Path, steps_done: int) -> list[str]:
+    """Complete lines of at most that step; a line that a kill cut short is dropped."""
+    if steps_done == 0 or not path.exists():
+        return []
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= steps_done:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return kept

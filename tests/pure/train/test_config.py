@@ -1,0 +1,151 @@
+"""One TOML file gives one frozen configuration; whatever is wrong in it is said in one message."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from zeromesh.errors import ConfigError, MeshError, NotationError
+from zeromesh.train.config import TrainConfig, load_config, valid_keys
+from zeromesh.train.document import nearest_key
+
+MINIMAL = """
+strategy = "node=3,cluster=1"
+mesh = { cluster = 2, node = 2 }
+[run]
+directory = "out"
+steps = 10
+[model]
+config = { model_type = "llama" }
+[data]
+files = ["text/*.py"]
+seq_len = 32
+[batch]
+global_sequences = 8
+micro = 2
+[optimizer]
+lr = 1e-3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_minimal_file_has_defaults_and_absolute_paths(file: Path) -> None:
+    config = load_config(file)
+    assert config.world == 4
+    assert config.run.directory == file.parent / "out"
+    assert config.data.files == (str(file.parent / "text/*.py"),)
+    assert (config.checkpoint.every, config.checkpoint.resume) == (0, "auto")
+    assert [axis.name for axis in config.layout().axes] == ["node", "cluster"]
+
+
+def test_configuration_survives_json(file: Path) -> None:
+    config = load_config(file, ["data.tokenizer=bpe:512", "optimizer.betas=[0.8, 0.9]"])
+    assert TrainConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_overrides_take_toml_values_and_plain_text(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = ["run.steps=3", "strategy=node=0,cluster=2", "mesh.node=4", "model.config.hidden_size=64"]
+    config = load_config(file, [*overrides, "run.directory=elsewhere", "eval.every=5"])
+    assert (config.run.steps, config.strategy, config.mesh) == (3, "node=0,cluster=2", {"cluster": 2, "node": 4})
+    assert config.model.config == {"model_type": "llama", "hidden_size": 64}
+    assert (config.run.directory, config.eval.every) == (tmp_path / "elsewhere", 5)
+
+
+def test_stdlib_placeholder_is_left_for_the_run(file: Path) -> None:
+    assert load_config(file, ['data.files=["{stdlib}/*.py"]']).data.files == ("{stdlib}/*.py",)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.weight_decy=0.1", "unknown key optimizer.weight_decy; did you mean optimizer.weight_decay?"),
+        ("run.lr=0.1", "unknown key run.lr; did you mean optimizer.lr?"),
+        ("step=3", "unknown key step; did you mean run.steps?"),
+        ("checkpoint.evry=1", "unknown key checkpoint.evry; did you mean checkpoint.every?"),
+    ],
+)
+def test_unknown_key_names_the_nearest_valid_one(file: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(file, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.steps=0", "run.steps: input should be greater than 0; got 0"),
+        ("run.steps=many", "run.steps: input should be a valid integer"),
+        ("batch.micro=-1", "batch.micro: input should be greater than 0; got -1"),
+        ("data.tokenizer=words", "data.tokenizer: "),
+        ("dtypes.param=fp8", "dtypes.param: input should be 'fp64', 'fp32', 'bf16' or 'fp16'; got 'fp8'"),
+        ("optimizer.warmup_steps=11", "optimizer.warmup_steps must be at most run.steps = 10; got 11"),
+        ("mesh={}", "mesh: "),
+        ("mesh.node=0", "mesh.node: input should be greater than 0"),
+        ("run.steps.x=1", "run.steps is 10, not a table"),
+        ("steps", "--set must be key.path=value"),
+        ("=3", "--set must be key.path=value"),
+    ],
+)
+def test_invalid_value_names_key_requirement_and_value(file: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(file, [override])
+
+
+def test_evaluation_needs_held_out_files(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"eval.every needs held-out files: set data.holdout"):
+        load_config(file, ["eval.every=1", "data.holdout=0"])
+
+
+def test_missing_table_says_what_to_add(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL.replace("[optimizer]\nlr = 1e-3\n", ""))
+    with pytest.raises(ConfigError, match=re.escape("optimizer is missing; add a table [optimizer] with at least lr")):
+        load_config(path)
+
+
+def test_every_mistake_is_listed_at_once(file: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(file, ["run.steps=0", "batch.mirco=1"])
+    assert "run.steps" in str(error.value)
+    assert "batch.mirco" in str(error.value)
+
+
+def test_unreadable_file_and_bad_toml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*: No such file"):
+        load_config(tmp_path / "missing.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("steps = = 3")
+    with pytest.raises(ConfigError, match="is not valid TOML: "):
+        load_config(bad)
+
+
+def test_strategy_is_checked_against_the_mesh_before_anything_starts(file: Path) -> None:
+    with pytest.raises(MeshError, match="rack"):
+        load_config(file, ["strategy=node=3,rack=1"])
+    with pytest.raises(NotationError):
+        load_config(file, ["strategy=node=9,cluster=1"])
+
+
+def test_world_must_be_the_launchers(file: Path) -> None:
+    config = load_config(file)
+    config.check_world(4)
+    with pytest.raises(MeshError, match=r"mesh cluster=2 x node=2 has 4 ranks, but the launcher started 3 processes"):
+        config.check_world(3)
+
+
+def test_contract_keys_exist() -> None:
+    contract = """run.directory run.steps run.seed model.config data.files data.seq_len batch.global_sequences
+        batch.micro optimizer.lr strategy mesh checkpoint.every checkpoint.keep checkpoint.resume"""
+    assert set(contract.split()) <= set(valid_keys())
+
+
+def test_nearest_key_prefers_the_last_part_of_the_name() -> None:
+    assert "did you mean run.seed?" in nearest_key("data.seed", list(valid_keys()))
