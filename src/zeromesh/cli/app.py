@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import zeromesh
-from zeromesh.cli import train
+from zeromesh.cli import clusters, train
 from zeromesh.errors import InputError
 
 EXIT_INPUT = 2
@@ -40,6 +40,7 @@ def _options(
 
 
 app.command()(train.train)
+app.command()(clusters.clusters)
 
 
 def main() -> None:

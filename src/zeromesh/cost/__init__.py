@@ -1,0 +1,21 @@
+"""Seconds and bytes of an op: collectives on a hierarchy, compute, memory. Torch-free."""
+
+from zeromesh.cost.collective import Algorithm, CollectiveCost, Operation, collective_cost
+from zeromesh.cost.compute import ComputeModel, UnitSeconds
+from zeromesh.cost.constants import Constants, Provenance, default_constants, provenance
+from zeromesh.cost.group import Group, Hop
+
+__all__ = [
+    "Algorithm",
+    "CollectiveCost",
+    "ComputeModel",
+    "Constants",
+    "Group",
+    "Hop",
+    "Operation",
+    "Provenance",
+    "UnitSeconds",
+    "collective_cost",
+    "default_constants",
+    "provenance",
+]

@@ -1,0 +1,190 @@
+"""Seconds of a collective on a hierarchy of links.
+
+[Note: Ring] A ring over n ranks in rank order takes n-1 steps; over each level's links it sends S = (n-1)/n * B out of
+every member (B the whole buffer), an all-reduce twice that in twice the steps. A member's ring edge is one stream, so::
+
+    seconds = launch + sum over levels of steps * latency + max over levels of t * (1 + (scale / t)**power)
+    t = S / (the group's share of the level's links)
+
+The term in brackets is what a transfer loses to protocol and chunking while it is short; NCCL's measured curves need it
+inside a node only: between nodes the latency of the steps explains them. The sum is monotone in B since power <= 1.
+
+[Note: Algorithms] flat: one ring over all ranks. hierarchical: level by level, the outermost level carrying the pieces
+of 1/(ranks inside), each level waiting for the one before. ho_ring (arXiv 2310.06003): the same bytes with both levels
+at work at once: as soon as the outer ring delivers slice t the inner ring spreads it while the outer one fetches t+1.
+An all-reduce may also be a double binary tree, whose latency grows with the logarithm: the smaller of the two is taken,
+as NCCL does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from zeromesh.cost.constants import Constants
+from zeromesh.cost.group import Group, Hop
+from zeromesh.errors import InternalError
+
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
+Algorithm = Literal["auto", "flat", "hierarchical", "ho_ring"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCost:
+    """What one collective takes when nothing else runs.
+
+    Args:
+        seconds: from its start to its end.
+        busy: (level index, seconds) that it keeps its share of the level's links busy; the links are a resource that
+            other communicators wait for or share.
+        sent_bytes: out of one rank, over all levels together.
+    """
+
+    seconds: float
+    busy: tuple[tuple[int, float], ...] = ()
+    sent_bytes: float = 0.0
+
+
+FREE = CollectiveCost(seconds=0.0)
+
+
+def collective_cost(
+    group: Group, operation: Operation, full_bytes: float, constants: Constants, *, algorithm: Algorithm = "flat"
+) -> CollectiveCost:
+    """Cost of `operation` over `group`.
+
+    Args:
+        group: who takes part.
+        operation: what it does.
+        full_bytes: of the whole buffer on the wire: the result of a gather, the input of a reduction, what one rank
+            holds before an all-to-all, what a broadcast sends.
+        constants: of the cost model.
+        algorithm: `auto` is the fastest of the other three.
+
+    Returns:
+        Zero for a group of one.
+    """
+    if full_bytes < 0:
+        raise InternalError(f"a collective of {full_bytes} bytes")
+    if group.size == 1 or full_bytes == 0:
+        return FREE
+    if operation == "all_to_all":
+        return _all_to_all(group, full_bytes, constants)
+    if algorithm == "auto":
+        costs = [_ALGORITHMS[name](group, operation, full_bytes, constants) for name in _ALGORITHMS]
+        return min(costs, key=lambda cost: cost.seconds)
+    return _ALGORITHMS[algorithm](group, operation, full_bytes, constants)
+
+
+def _flat(group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
+    ring = _ring(group, operation, full_bytes, constants)
+    if operation != "all_reduce":
+        return ring
+    tree = _tree(group, full_bytes, constants)
+    return min(ring, tree, key=lambda cost: cost.seconds)
+
+
+def _ring(group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
+    passes = 2 if operation == "all_reduce" else 1
+    # A pipelined broadcast sends the whole buffer over every edge but the last.
+    share = 1.0 if operation == "broadcast" else (group.size - 1) / group.size
+    sent = passes * share * full_bytes
+    steps = zip(group.ring_steps(), group.hops, strict=True)
+    latency = constants.launch_s + passes * sum(count * hop.step_s for count, hop in steps)
+    return _transfer(group.hops, sent, latency, constants)
+
+
+def _tree(group: Group, full_bytes: float, constants: Constants) -> CollectiveCost:
+    *inner, outer = group.hops
+    chain = sum((hop.size - 1) * hop.step_s * constants.tree_step_share for hop in inner)
+    latency = constants.launch_s + 2 * (math.ceil(math.log2(outer.size)) * outer.step_s + chain)
+    sent = 2 * (group.size - 1) / group.size * full_bytes
+    slower = _transfer(group.hops, sent / constants.tree_share, latency, constants)
+    return CollectiveCost(seconds=slower.seconds, busy=slower.busy, sent_bytes=sent)
+
+
+def _transfer(hops: tuple[Hop, ...], sent: float, latency: float, constants: Constants) -> CollectiveCost:
+    busy = tuple((hop.level, _link_seconds(hop, sent, constants)) for hop in hops)
+    return CollectiveCost(seconds=latency + max(t for _, t in busy), busy=busy, sent_bytes=sent)
+
+
+def _link_seconds(hop: Hop, sent: float, constants: Constants) -> float:
+    full_rate = sent / hop.rate_bytes_per_s
+    if hop.outer or full_rate == 0:
+        return full_rate
+    # t + scale**p * t**(1-p): what (1 + (scale/t)**p) * t is, without overflow for tiny t.
+    power = constants.size_power
+    lost: float = constants.size_scale_s**power * full_rate ** (1 - power)
+    return full_rate + lost
+
+
+def _hierarchical(group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
+    if len(group.hops) <= 1:
+        return _flat(group, operation, full_bytes, constants)
+    inner, outer = group.inner(), group.outermost()
+    piece = full_bytes if operation == "broadcast" else full_bytes / inner.size
+    across = _flat(outer, operation, piece, constants)
+    if operation == "all_reduce":
+        # Scatter inside, reduce the pieces across, gather inside.
+        halves = [_hierarchical(inner, op, full_bytes, constants) for op in ("reduce_scatter", "all_gather")]
+        return _one_after_another(across, *halves)
+    return _one_after_another(across, _hierarchical(inner, operation, full_bytes, constants))
+
+
+def _ho_ring(group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
+    if len(group.hops) <= 1 or operation == "broadcast":
+        return _hierarchical(group, operation, full_bytes, constants)
+    if operation == "all_reduce":
+        halves = [_ho_ring(group, op, full_bytes, constants) for op in ("reduce_scatter", "all_gather")]
+        return _one_after_another(*halves)
+    inner, outer = group.inner(), group.outermost()
+    slices = outer.size
+    across = _ring(outer, operation, full_bytes / inner.size, constants)
+    spread = _ring(inner, operation, full_bytes / slices, constants)
+    # One launch for both rings: they are one kernel.
+    across_s, spread_s = across.seconds - constants.launch_s, spread.seconds - constants.launch_s
+    return CollectiveCost(
+        seconds=constants.launch_s + max(across_s, slices * spread_s) + spread_s,
+        busy=merge_busy(across.busy, *[spread.busy] * slices),
+        sent_bytes=across.sent_bytes + slices * spread.sent_bytes,
+    )
+
+
+def _all_to_all(group: Group, full_bytes: float, constants: Constants) -> CollectiveCost:
+    """Every rank sends each other one its own part: over a level it sends to all ranks outside its member."""
+    latency = constants.launch_s + (group.size - 1) * constants.peer_s + max(hop.step_s for hop in group.hops)
+    busy = []
+    inside = 1
+    for hop in group.hops:
+        # `inside` ranks of this group leave the member together; each sends (n - inside)/n of its buffer over the hop.
+        leaving = inside * (group.size - inside) / group.size * full_bytes
+        busy.append((hop.level, _link_seconds(hop, leaving, constants)))
+        inside *= hop.size
+    sent = (group.size - 1) / group.size * full_bytes
+    return CollectiveCost(seconds=latency + max(t for _, t in busy), busy=tuple(busy), sent_bytes=sent)
+
+
+def _one_after_another(*costs: CollectiveCost) -> CollectiveCost:
+    return CollectiveCost(
+        seconds=sum(cost.seconds for cost in costs),
+        busy=merge_busy(*[cost.busy for cost in costs]),
+        sent_bytes=sum(cost.sent_bytes for cost in costs),
+    )
+
+
+def merge_busy(*parts: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+    """Seconds by level of several collectives together."""
+    total: dict[int, float] = {}
+    for part in parts:
+        for level, seconds in part:
+            total[level] = total.get(level, 0.0) + seconds
+    return tuple(sorted(total.items()))
+
+
+_ALGORITHMS: dict[str, Callable[[Group, Operation, float, Constants], CollectiveCost]] = {
+    "flat": _flat,
+    "hierarchical": _hierarchical,
+    "ho_ring": _ho_ring,
+}

@@ -1,0 +1,123 @@
+"""Seconds of a unit's forward and backward on one device.
+
+[Note: Shape classes] Three kinds of work, each with its own measured efficiency:
+
+- matrix products: achievable rate * share / (1 + d0 * (1/rows + 1/inner + 1/outer) / 3), since a product's arithmetic
+  intensity falls with the reciprocals of its dimensions; d0 is `matmul_scale`.
+- fused attention: achievable rate * share, on the half of the scores that a causal kernel computes.
+- everything else: bytes over the device's memory bandwidth * share.
+
+Backward: a product computes the input's gradient and, where the weight is trainable, the weight's: the same three
+dimensions in another order. An elementwise kernel reads what it saved and the gradient, and writes one: twice the
+forward's traffic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeromesh.cluster import Device
+from zeromesh.cost.constants import Constants
+from zeromesh.model.spec import AttentionSpec, MatmulSpec, Recomputation, UnitKind, UnitSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSeconds:
+    """Of one micro-batch on one device; `recompute` is the part of the backward that runs the forward again."""
+
+    forward: float
+    backward: float
+    recompute: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeModel:
+    """A device with the constants that say what it reaches.
+
+    Args:
+        device: peak, achievable rate, memory bandwidth.
+        constants: of the cost model.
+        dtype: of matrix products; None for the device's own choice.
+    """
+
+    device: Device
+    constants: Constants
+    dtype: str | None = None
+
+    @property
+    def matrix_flops(self) -> float:
+        """The best rate of a matrix product in FLOP/s: measured where known, else the usual share of the peak."""
+        measured = self.device.achievable(self.dtype)
+        return measured if measured is not None else self.device.peak(self.dtype) * self.constants.achievable_share
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """What elementwise kernels reach; a device that states no bandwidth is taken to never wait for memory."""
+        nominal = self.device.memory_bytes_per_s
+        return float("inf") if nominal is None else nominal * self.constants.memory_share
+
+    def unit(self, unit: UnitSpec, *, tokens: float, seq_len: int, recomputation: Recomputation) -> UnitSeconds:
+        """Seconds of one of `unit`'s copies for `tokens` tokens in sequences of `seq_len`."""
+        products = [self.matmul(m, tokens) for m in unit.matmuls]
+        attention = self._attention_forward(unit.attention, tokens, seq_len)
+        traffic = self._traffic(unit, tokens)
+        other = unit.other_forward_flops * tokens / self.matrix_flops
+        forward = sum(products) + attention + traffic + other
+        slower = self.constants.matmul_share / self.constants.matmul_backward_share
+        backward = (
+            slower * sum(s * (1 + m.trainable_share) for s, m in zip(products, unit.matmuls, strict=True))
+            + self._attention_backward(unit.attention, tokens, seq_len)
+            + 2 * (traffic + other)
+        )
+        return UnitSeconds(
+            forward=forward,
+            backward=backward,
+            recompute=self._recompute(unit, tokens, seq_len, recomputation, forward),
+        )
+
+    def matmul(self, matmul: MatmulSpec, tokens: float) -> float:
+        """Forward seconds of one `MatmulSpec`, all of its count."""
+        rows = max(1.0, tokens * matmul.rows_per_token)
+        reciprocals = 1 / rows + 1 / matmul.inner + 1 / matmul.outer
+        waste = 1 + self.constants.matmul_scale * reciprocals / 3
+        return matmul.forward_flops * tokens * waste / (self.matrix_flops * self.constants.matmul_share)
+
+    def optimizer(self, elements: float) -> float:
+        """Seconds of an AdamW step on `elements` of the state shard."""
+        return elements * self.constants.optimizer_bytes / self.memory_bytes_per_s
+
+    def memory(self, moved_bytes: float) -> float:
+        """Seconds of a kernel that reads and writes `moved_bytes`: copies, casts, quantisation."""
+        return moved_bytes / self.memory_bytes_per_s
+
+    def _recompute(
+        self, unit: UnitSpec, tokens: float, seq_len: int, recomputation: Recomputation, forward: float
+    ) -> float:
+        if unit.kind is not UnitKind.BLOCK or recomputation is Recomputation.NONE:
+            return 0.0
+        if recomputation is Recomputation.FULL:
+            return forward
+        again = sum(self.matmul(m, tokens) for m in unit.recomputed_matmuls(recomputation))
+        if unit.recomputes_attention(recomputation):
+            again += self._attention_forward(unit.attention, tokens, seq_len)
+        return again + self._traffic(unit, tokens)
+
+    def _attention_forward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
+        if attention is None:
+            return 0.0
+        rate = self.matrix_flops * self.constants.attention_forward_share
+        return _causal_flops(attention.forward_flops(seq_len), attention) * tokens / rate
+
+    def _attention_backward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
+        if attention is None:
+            return 0.0
+        rate = self.matrix_flops * self.constants.attention_backward_share
+        return _causal_flops(attention.backward_flops(seq_len), attention) * tokens / rate
+
+    def _traffic(self, unit: UnitSpec, tokens: float) -> float:
+        return self.memory(unit.activations.elementwise * self.constants.traffic * tokens)
+
+
+def _causal_flops(flops: float, attention: AttentionSpec) -> float:
+    # A fused causal kernel skips the masked half; an unfused one computes all of it.
+    return flops / 2 if attention.fused else flops

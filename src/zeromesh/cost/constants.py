@@ -1,0 +1,114 @@
+"""The constants of the cost model: one set for all devices and networks, each with where it comes from.
+
+`data/constants.toml` is written by `tools/fit_costs.py` from micro-benchmarks alone, or cites a source; nothing is
+fitted on the tables that predictions are validated with.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from zeromesh.cluster import LINK_KINDS
+from zeromesh.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What the formulas of this package need beyond a cluster's description.
+
+    Args:
+        link_share: by kind of link, what large messages reach of the nominal bandwidth.
+        size_scale_s, size_power: a transfer that takes t seconds at full rate takes `t * (1 + (scale / t)**power)` over
+            links inside a node; see `collective`.
+        launch_s: of any collective, before its first step.
+        tree_share: bandwidth of a tree all-reduce, of a ring's.
+        tree_step_share: latency of a step inside a node in a tree, of a ring's.
+        peer_s: latency per peer of an all-to-all.
+        matmul_share, matmul_backward_share: what large matrix products reach of the device's achievable rate.
+        matmul_scale: dimension d at which a product of d x d x d loses a further three parts in four; see `compute`.
+        achievable_share: achievable rate of the peak, for a device without a measurement.
+        attention_forward_share, attention_backward_share: fused causal attention, of the achievable rate, counted on
+            the half of the scores that it computes.
+        memory_share: what elementwise kernels reach of the device's memory bandwidth.
+        traffic: bytes that elementwise kernels move in a forward, of `ActivationSpec.elementwise`.
+        optimizer_bytes: read and written by AdamW per element of the state shard.
+        contention: seconds of compute per second while communication runs under it.
+        context_bytes: of the driver's context and libraries.
+        communicator_bytes: of one communicator's buffers.
+        allocator_share: unusable share of what the allocator has reserved.
+    """
+
+    link_share: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
+    size_scale_s: float
+    size_power: float
+    launch_s: float
+    tree_share: float
+    tree_step_share: float
+    peer_s: float
+    matmul_share: float
+    matmul_backward_share: float
+    matmul_scale: float
+    achievable_share: float
+    attention_forward_share: float
+    attention_backward_share: float
+    memory_share: float
+    traffic: float
+    optimizer_bytes: float
+    contention: float
+    context_bytes: float
+    communicator_bytes: float
+    allocator_share: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "link_share", tuple(sorted(dict(self.link_share).items())))
+        missing = set(LINK_KINDS) - set(dict(self.link_share))
+        if missing:
+            raise InternalError(f"constants have no link_share for {', '.join(sorted(missing))}")
+        negative = [f.name for f in fields(self) if f.name != "link_share" and getattr(self, f.name) < 0]
+        if negative or not 0 <= self.size_power <= 1:
+            raise InternalError(f"constants out of range: {', '.join(negative) or 'size_power'}")
+
+    def share_of(self, kind: str) -> float:
+        """Achieved share of nominal bandwidth over links of this kind."""
+        return dict(self.link_share)[kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where one constant comes from: `how` is "fitted", "cited" or "assumed", `source` says from what."""
+
+    name: str
+    value: float
+    how: str
+    source: str
+
+
+@cache
+def default_constants() -> Constants:
+    """The shipped constants."""
+    table = _table()
+    links = {kind: entry["value"] for kind, entry in table["link_share"].items()}
+    rest = {name: entry["value"] for name, entry in table.items() if name != "link_share"}
+    return Constants(link_share=links, **rest)
+
+
+@cache
+def provenance() -> tuple[Provenance, ...]:
+    """Where each shipped constant comes from, in the file's order."""
+    entries = []
+    for name, entry in _table().items():
+        if name == "link_share":
+            entries += [Provenance(name=f"link_share.{kind}", **e) for kind, e in entry.items()]
+        else:
+            entries.append(Provenance(name=name, **entry))
+    return tuple(entries)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads((files("zeromesh.cost") / "data" / "constants.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,129 @@
+"""A group of ranks on a cluster's hierarchy, and what each level gives it.
+
+[Note: Shared ports] All groups of one shape communicate at once (every rank runs the same step), so the links out of
+one member of a level are divided among the groups that have ranks in it. Eight groups that each join one GPU of every
+node share the node's NICs; one group of all GPUs has them to itself, and sends less through them per rank::
+
+    axis cluster alone: node [0 1 .. 7] -> 8 groups, each with 1/8 of the NICs
+    node and cluster:   node [0 1 .. 7] -> 1 group with all NICs
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from zeromesh.cluster import Cluster
+from zeromesh.cost.constants import Constants
+from zeromesh.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """One level as one group sees it.
+
+    Args:
+        level: index of the level in the cluster, 0 innermost.
+        size: members of this level among which the group has ranks, within one member of the next level.
+        rate_bytes_per_s: what this group can send out of one member, its share of the links included.
+        sharing: groups whose traffic leaves one member at once.
+        step_s: latency of one step over this level.
+        outer: whether the level joins nodes; inside one, message size matters more (see `collective`).
+    """
+
+    level: int
+    size: int
+    rate_bytes_per_s: float
+    sharing: int
+    step_s: float
+    outer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ranks that communicate, as hops innermost first; levels with a single member are left out."""
+
+    hops: tuple[Hop, ...]
+
+    @classmethod
+    def of(cls, cluster: Cluster, spans: Sequence[tuple[str, int]], constants: Constants) -> Group:
+        """The group that has `size` members on each named level of `cluster`; repeated names multiply.
+
+        Args:
+            cluster: already cut to the world in use.
+            spans: (level name, size).
+            constants: shares of nominal bandwidth.
+
+        Raises:
+            ClusterError: unknown level.
+        """
+        sizes = dict.fromkeys((level.name for level in cluster.levels), 1)
+        for name, size in spans:
+            sizes[cluster.level(name).name] *= size
+        hops = []
+        inside = 1
+        for index, level in enumerate(cluster.levels):
+            if sizes[level.name] > level.size:
+                raise InternalError(f"a group of {sizes[level.name]} on level {level.name!r} of size {level.size}")
+            if sizes[level.name] > 1:
+                hops.append(_hop(cluster, index, sizes[level.name], inside, constants))
+            inside *= sizes[level.name]
+        return cls(hops=tuple(hops))
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return math.prod(hop.size for hop in self.hops)
+
+    def ring_steps(self) -> tuple[int, ...]:
+        """Of the size - 1 steps of a ring in rank order, how many cross each hop, innermost first.
+
+        A ring over 2 x 4 x 48 (innermost first) crosses 47 times between the outermost members, 192 - 48 = 144 times
+        between the middle ones, 384 - 192 = 192 times inside.
+        """
+        members = [math.prod(hop.size for hop in self.hops[i:]) for i in range(len(self.hops) + 1)]
+        return tuple(here - above for here, above in pairwise(members))
+
+    def inner(self) -> Group:
+        """The part of this group inside one member of its outermost hop."""
+        return Group(hops=self.hops[:-1])
+
+    def outermost(self) -> Group:
+        """The groups that join one rank of each member of the outermost hop; as many of them as ranks inside."""
+        if not self.hops:
+            return self
+        hop = self.hops[-1]
+        ranks = self.size // hop.size
+        alone = Hop(
+            level=hop.level,
+            size=hop.size,
+            rate_bytes_per_s=hop.rate_bytes_per_s / ranks,
+            sharing=hop.sharing * ranks,
+            step_s=hop.step_s,
+            outer=hop.outer,
+        )
+        return Group(hops=(alone,))
+
+
+def _hop(cluster: Cluster, index: int, size: int, inside: int, constants: Constants) -> Hop:
+    level = cluster.levels[index]
+    below = cluster.members_below(index)
+    # Splits of one level leave several places per member that this group's ranks may hold: below is divided, never cut.
+    sharing = max(1, below // inside)
+    nominal = level.bandwidth_bytes_per_s
+    # A device drives one port: fewer devices than ports cannot use them all.
+    usable = nominal * min(1.0, below / (level.ports or 1))
+    return Hop(
+        level=index,
+        size=size,
+        rate_bytes_per_s=usable * constants.share_of(level.kind) / sharing,
+        sharing=sharing,
+        step_s=level.latency_s,
+        outer=level.kind not in INSIDE_A_NODE,
+    )
+
+
+#: Kinds of link inside a node, where bandwidth depends on message size beyond latency.
+INSIDE_A_NODE = ("nvlink", "xgmi", "pcie")

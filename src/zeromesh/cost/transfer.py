@@ -1,0 +1,94 @@
+"""Seconds of the schedule's transfers: one collective over one axis of a layout, on a given cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from zeromesh.cluster import Cluster
+from zeromesh.cost.collective import Algorithm, CollectiveCost, Operation, collective_cost, merge_busy
+from zeromesh.cost.compute import ComputeModel
+from zeromesh.cost.constants import Constants
+from zeromesh.cost.group import Group
+from zeromesh.schedule.transfer import QUANTISED_BITS, Transfer, wire_bytes
+from zeromesh.strategy import Axis
+
+_COMPUTE_BYTES = 2  # a quantiser reads and writes 16-bit values
+
+
+@dataclass(frozen=True, slots=True)
+class TransferModel:
+    """A cluster with the constants, and a memory of what has been asked: a step repeats few distinct transfers.
+
+    Args:
+        cluster: cut to the world in use; its levels are the mesh axes by name.
+        constants: of the cost model.
+        compute: of the device, for the quantisers.
+    """
+
+    cluster: Cluster
+    constants: Constants
+    compute: ComputeModel
+    _groups: dict[tuple[tuple[str, int], ...], Group] = field(default_factory=dict, compare=False, repr=False)
+    _costs: dict[tuple[object, ...], CollectiveCost] = field(default_factory=dict, compare=False, repr=False)
+
+    def group(self, axes: Sequence[Axis]) -> Group:
+        """The group that spans `axes`."""
+        key = tuple((axis.mesh_axis, axis.size) for axis in axes)
+        if key not in self._groups:
+            self._groups[key] = Group.of(self.cluster, key, self.constants)
+        return self._groups[key]
+
+    def cost(self, transfer: Transfer) -> CollectiveCost:
+        """One transfer over its axis, quantisers included where its wire has them."""
+        return self.joint((transfer.axis,), transfer.operation, transfer.numel, transfer.wire)
+
+    def joint(
+        self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: Algorithm = "flat"
+    ) -> CollectiveCost:
+        """One collective over the group of several axes.
+
+        Args:
+            axes: whose product is the group.
+            operation: what it does.
+            numel: elements of the whole region.
+            wire: dtype of what is sent.
+            algorithm: for groups that span several levels.
+        """
+        key = (*((axis.mesh_axis, axis.size) for axis in axes), operation, numel, wire, algorithm)
+        if key not in self._costs:
+            self._costs[key] = self._joint(axes, operation, numel, wire, algorithm)
+        return self._costs[key]
+
+    def _joint(
+        self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: Algorithm
+    ) -> CollectiveCost:
+        group = self.group(axes)
+        ranks = prod(axis.size for axis in axes)
+        full_bytes = ranks * wire_bytes(-(-numel // ranks), wire)
+        if wire not in QUANTISED_BITS:
+            return collective_cost(group, operation, full_bytes, self.constants, algorithm=algorithm)
+        return self._quantised(group, operation, numel, full_bytes, algorithm)
+
+    def _quantised(
+        self, group: Group, operation: Operation, numel: int, full_bytes: float, algorithm: Algorithm
+    ) -> CollectiveCost:
+        """A quantised reduction is an all-to-all with a local sum: a ring would quantise at every hop."""
+        if operation == "all_reduce":
+            scattered = self._quantised(group, "reduce_scatter", numel, full_bytes, algorithm)
+            gathered = self._quantised(group, "all_gather", numel, full_bytes, algorithm)
+            halves = (scattered, gathered)
+            return CollectiveCost(
+                seconds=sum(half.seconds for half in halves),
+                busy=merge_busy(*(half.busy for half in halves)),
+                sent_bytes=sum(half.sent_bytes for half in halves),
+            )
+        scatter = operation == "reduce_scatter"
+        wire = collective_cost(
+            group, "all_to_all" if scatter else operation, full_bytes, self.constants, algorithm=algorithm
+        )
+        whole, part = numel * _COMPUTE_BYTES, numel * _COMPUTE_BYTES / max(1, group.size)
+        # Scatter: quantise all, sum into one part. Gather: quantise one part, restore all. The wire's bytes twice.
+        kernels = self.compute.memory(whole + part + 2 * full_bytes)
+        return CollectiveCost(seconds=wire.seconds + kernels, busy=wire.busy, sent_bytes=wire.sent_bytes)

@@ -1,0 +1,95 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeromesh.cluster import LINK_KINDS, preset
+from zeromesh.cost import ComputeModel, default_constants, provenance
+from zeromesh.cost.memory import Overhead
+from zeromesh.errors import InternalError
+from zeromesh.model import MatmulSpec, Recomputation, UnitKind
+from zeromesh.model import preset as model_preset
+
+CONSTANTS = default_constants()
+A100 = ComputeModel(device=preset("a100-8x-hdr").device, constants=CONSTANTS)
+BLOCK = next(u for u in model_preset("llama-7b").units if u.kind is UnitKind.BLOCK)
+
+
+def test_every_constant_says_where_it_comes_from():
+    entries = {entry.name: entry for entry in provenance()}
+    links = {f"link_share.{kind}" for kind in LINK_KINDS}
+    assert set(entries) == links | {name for name in CONSTANTS.__slots__ if name != "link_share"}
+    assert {entry.how for entry in entries.values()} <= {"fitted", "cited", "assumed"}
+    assert all(len(entry.source) > 10 for entry in entries.values())
+
+
+def test_large_products_reach_the_measured_rate():
+    matmul = MatmulSpec(name="m", inner=10**6, outer=10**6)
+    rate = matmul.forward_flops * 10**6 / A100.matmul(matmul, 10**6)
+    assert rate == pytest.approx(271.2e12 * CONSTANTS.matmul_share, rel=1e-3)
+    assert A100.matrix_flops == 271.2e12
+    v100 = ComputeModel(device=preset("dgx2-v100-400g").device, constants=CONSTANTS)
+    assert v100.matrix_flops == pytest.approx(125e12 * CONSTANTS.achievable_share)
+
+
+def test_recomputation_repeats_what_it_says():
+    unit = {r: A100.unit(BLOCK, tokens=4096, seq_len=4096, recomputation=r) for r in Recomputation}
+    assert unit[Recomputation.NONE].recompute == 0
+    assert unit[Recomputation.FULL].recompute == unit[Recomputation.FULL].forward
+    assert 0 < unit[Recomputation.SELECTIVE].recompute < unit[Recomputation.FULL].recompute
+    assert len({u.backward for u in unit.values()}) == 1
+
+
+def test_a_block_runs_below_its_peak_and_not_absurdly_so():
+    seconds = A100.unit(BLOCK, tokens=4096, seq_len=4096, recomputation=Recomputation.NONE)
+    rate = BLOCK.forward_flops(4096) * 4096 / seconds.forward
+    assert 0.5 * 312e12 < rate < 271.2e12
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**5), st.integers(1, 10**5), st.integers(1, 1000))
+def test_products_grow_with_every_dimension(tokens, inner, outer, more):
+    def seconds(t, i, o):
+        return A100.matmul(MatmulSpec(name="m", inner=i, outer=o), t)
+
+    base = seconds(tokens, inner, outer)
+    assert base > 0
+    bigger = [(tokens + more, inner, outer), (tokens, inner + more, outer), (tokens, inner, outer + more)]
+    assert all(seconds(*dims) >= base * (1 - 1e-12) for dims in bigger)
+
+
+@given(st.integers(1, 10**5), st.integers(128, 8192))
+def test_a_units_seconds_are_positive_and_grow_with_tokens_and_sequence(tokens, seq_len):
+    def total(t, s):
+        unit = A100.unit(BLOCK, tokens=t, seq_len=s, recomputation=Recomputation.FULL)
+        assert min(unit.forward, unit.backward, unit.recompute) > 0
+        return unit.forward + unit.backward + unit.recompute
+
+    assert total(tokens + 100, seq_len) >= total(tokens, seq_len)
+    assert total(tokens, seq_len + 100) >= total(tokens, seq_len)
+
+
+def test_frozen_weights_save_their_gradient():
+    frozen = replace(BLOCK, matmuls=tuple(replace(m, trainable_share=0.0) for m in BLOCK.matmuls))
+    both = [A100.unit(u, tokens=4096, seq_len=512, recomputation=Recomputation.NONE).backward for u in (BLOCK, frozen)]
+    assert 0.5 * both[0] < both[1] < 0.7 * both[0]
+
+
+def test_a_device_without_memory_bandwidth_never_waits_for_memory():
+    device = replace(A100.device, memory_bytes_per_s=None)
+    assert ComputeModel(device=device, constants=CONSTANTS).memory(1e12) == 0
+    assert A100.memory(2039e9) == pytest.approx(1 / CONSTANTS.memory_share)
+    assert A100.optimizer(1e9) == pytest.approx(30e9 / 2039e9 / CONSTANTS.memory_share)
+
+
+def test_overhead_counts_each_communicator():
+    one, two = (Overhead.of(CONSTANTS, communicators=n, dynamic_bytes=1e9) for n in (1, 2))
+    assert two.total_bytes - one.total_bytes == CONSTANTS.communicator_bytes
+    assert one.allocator_bytes == pytest.approx(1e9 * CONSTANTS.allocator_share)
+
+
+def test_constants_out_of_range_are_refused():
+    with pytest.raises(InternalError, match="out of range: launch_s"):
+        replace(CONSTANTS, launch_s=-1.0)
+    with pytest.raises(InternalError, match="no link_share for"):
+        replace(CONSTANTS, link_share={})
