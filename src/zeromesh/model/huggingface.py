@@ -166,6 +166,7 @@ def _mpt(keys: _Keys) -> dict[str, Any]:
         "ffn": ratio * hidden,
         "vocab": keys.integer("vocab_size"),
         "tied": keys.flag("tie_word_embeddings", True),
+        "fused_attention": False,  # transformers' MPT writes the scores out
         "norm_bias": bias,
         "qkv_bias": bias,
         "output_bias": bias,

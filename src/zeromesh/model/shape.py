@@ -102,6 +102,7 @@ class TransformerShape:
         max_positions: learned positions, 0 if positions are rotary or ALiBi.
         ffn: inner size of the feed-forward network (of one expert).
         gated: three feed-forward weights (SwiGLU) instead of two.
+        fused_attention: False where the implementation itself writes the scores out.
         experts: 0 for a dense feed-forward network.
         activation_saves: copies of the inner activation that the activation function keeps beside its result.
         dropouts_per_block: hidden-sized dropout masks in a block.
@@ -127,6 +128,7 @@ class TransformerShape:
     experts: int = 0
     experts_per_token: int = 0
     window: int | None = None
+    fused_attention: bool = True
     activation_saves: float = 1.0
     dropouts_per_block: int = 0
     source: str = ""

@@ -6,11 +6,13 @@ are common. With h = hidden, q and v the query's and one key's sizes, f = ffn, w
 
 - RMS norm, unfused: the input in fp32 (4h), its normalised copy (wh), the output (wh, the next product's input).
   RMS norm fused, layer norm: the input (wh) and the output (wh). Statistics: 4 bytes each.
-- attention: query, key, value and output, and 4 bytes of log-sum-exp per head; unfused: the scores and their softmax.
+- attention: query, key, value and output, and 4 bytes of log-sum-exp per head; unfused: the softmax in fp32 and
+  in the compute dtype, for each pair of tokens and head.
 - feed-forward, gated: gate, its activation, up, and their product: 4wf. Not gated: wf for the product and wf for
   each copy that the activation function keeps.
 - the residual stream itself is kept only where a norm keeps its input.
-- head: the logits (wV, alive as the module's output) and the loss's log-probabilities in fp32 (4V).
+- head: its input (wh), the labels, the logits (wV, alive as the module's output) and the loss's
+  log-probabilities in fp32 (4V).
 """
 
 from __future__ import annotations
@@ -64,13 +66,14 @@ def _root(shape: TransformerShape, width: float, kernels: Kernels) -> UnitSpec:
     if shape.max_positions:
         tensors = (_lookup(naming.positions, shape.max_positions, shape.hidden), *tensors)
     matmuls: tuple[MatmulSpec, ...] = ()
-    saved = PerToken(constant=_norm_saved(shape, width, kernels))
+    saved = PerToken(constant=_norm_saved(shape, width, kernels) - width * shape.hidden)  # its output is the head's
     working = PerToken(constant=2 * width * shape.hidden)
     traffic = _norm_traffic(shape, width, kernels)
     if shape.tied:
         tensors = (TensorSpec(name=f"{naming.embedding}.weight", shape=(shape.vocab, shape.hidden)), *tensors)
         matmuls = (_head_matmul(shape),)
-        saved += PerToken(constant=_INDEX_BYTES + _logits_saved(shape, width))
+        saved += PerToken(constant=2 * _INDEX_BYTES + _head_saved(shape, width))
+        saved += PerToken(constant=shape.hidden if shape.dropouts_per_block else 0)  # the embeddings' dropout mask
         working = PerToken(constant=_logits_working(shape))
         traffic += _loss_traffic(shape, width)
     return UnitSpec(
@@ -94,7 +97,7 @@ def _embedding(shape: TransformerShape, width: float) -> UnitSpec:
 
 
 def _head(shape: TransformerShape, width: float) -> UnitSpec:
-    saved = PerToken(constant=_logits_saved(shape, width))
+    saved = PerToken(constant=_INDEX_BYTES + _head_saved(shape, width))
     working = PerToken(constant=_logits_working(shape))
     return UnitSpec(
         name=shape.naming.head,
@@ -123,7 +126,7 @@ def _block(shape: TransformerShape, width: float, kernels: Kernels) -> UnitSpec:
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             window=shape.window,
-            fused=kernels.fused_attention,
+            fused=_fused(shape, kernels),
         ),
         activations=_block_activations(shape, width, kernels, matmuls),
         count=shape.layers,
@@ -251,7 +254,7 @@ def _block_activations(
     saved = PerToken(constant=2 * _norm_saved(shape, width, kernels) + _mlp_saved(shape, width)) + attention
     saved += PerToken(constant=shape.dropouts_per_block * shape.hidden)
     kept_products = sum(width * m.outer * m.rows_per_token * m.count for m in matmuls[0::2])
-    kept_attention = width * shape.query_size + _FP32 * shape.heads
+    kept_attention = width * shape.query_size + _FP32 * shape.heads if _fused(shape, kernels) else 0.0
     active_ffn = shape.ffn * max(1, shape.experts_per_token)
     return ActivationSpec(
         output=boundary,
@@ -259,12 +262,16 @@ def _block_activations(
         saved_selective=PerToken(constant=boundary + kept_products + kept_attention),
         saved_full=PerToken(constant=boundary),
         working=PerToken(
-            # gradients of the gated product's three factors, and of the residual stream and the norm's input
-            constant=width * (3 if shape.gated else 2) * active_ffn + 3 * boundary,
-            per_context=0.0 if kernels.fused_attention else width * shape.heads,
+            # the gradient that arrives, and two of inner size while the activation function runs backward
+            constant=boundary + width * min(2.0, 1.0 + shape.activation_saves) * active_ffn,
+            per_context=0.0 if _fused(shape, kernels) else (_FP32 + width) * shape.heads,
         ),
         elementwise=_block_traffic(shape, width, kernels),
     )
+
+
+def _fused(shape: TransformerShape, kernels: Kernels) -> bool:
+    return shape.fused_attention and kernels.fused_attention
 
 
 def _norm_saved(shape: TransformerShape, width: float, kernels: Kernels) -> float:
@@ -276,9 +283,9 @@ def _norm_saved(shape: TransformerShape, width: float, kernels: Kernels) -> floa
 
 def _attention_saved(shape: TransformerShape, width: float, kernels: Kernels) -> PerToken:
     constant = width * 2 * (shape.query_size + shape.kv_size)
-    if kernels.fused_attention:
+    if _fused(shape, kernels):
         return PerToken(constant=constant + _FP32 * shape.heads)
-    return PerToken(constant=constant, per_context=2 * width * shape.heads)
+    return PerToken(constant=constant, per_context=(_FP32 + width) * shape.heads)
 
 
 def _mlp_saved(shape: TransformerShape, width: float) -> float:
@@ -290,8 +297,8 @@ def _mlp_saved(shape: TransformerShape, width: float) -> float:
     return width * active * (inner * shape.ffn + 2 * shape.hidden) + 2 * _FP32 * shape.experts
 
 
-def _logits_saved(shape: TransformerShape, width: float) -> float:
-    return (width + _FP32) * shape.vocab
+def _head_saved(shape: TransformerShape, width: float) -> float:
+    return width * shape.hidden + (width + _FP32) * shape.vocab
 
 
 def _logits_working(shape: TransformerShape) -> float:

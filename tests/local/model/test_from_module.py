@@ -1,0 +1,169 @@
+"""Reading a module agrees with reading its config.json: parameters and FLOPs exactly, activation bytes closely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeromesh.errors import ModelError
+from zeromesh.model import ModelSpec, Recomputation, UnitKind, load_model
+from zeromesh.model.from_module import from_factory, from_module
+from zeromesh.model.huggingface import from_config
+
+transformers = pytest.importorskip("transformers")
+
+SEQ_LEN = 256
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+}
+_GPT2: dict[str, Any] = {"n_embd": 256, "n_layer": 3, "n_head": 8, "vocab_size": 1000, "n_positions": 512}
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def configs() -> dict[str, Any]:
+    return {
+        "llama": transformers.LlamaConfig(**_LLAMA),
+        "llama tied": transformers.LlamaConfig(**_LLAMA, tie_word_embeddings=True),
+        "llama biases": transformers.LlamaConfig(**_LLAMA, attention_bias=True, mlp_bias=True),
+        "qwen2": transformers.Qwen2Config(**_LLAMA),
+        "gpt2": transformers.GPT2Config(**_GPT2, **_NO_DROPOUT, bos_token_id=0, eos_token_id=0),
+        "gpt2 dropout": transformers.GPT2Config(**_GPT2, bos_token_id=0, eos_token_id=0),
+        "mpt": transformers.MptConfig(d_model=256, n_heads=8, n_layers=3, vocab_size=1000),
+        "mixtral": transformers.MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=2),
+    }
+
+
+# Relative, of the bytes that all units save. What is left over: rotary and ALiBi tables, the loss's scalar, and for the
+# routed experts the router's small tensors. torch's CPU dropout keeps its mask in the compute dtype, an accelerator's
+# in one byte, as the config's reader has it.
+TOLERANCE = {"gpt2 dropout": 0.05, "mixtral": 0.01}
+
+
+def both(name: str) -> tuple[ModelSpec, ModelSpec]:
+    config = configs()[name]
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    return from_config(config.to_dict(), name=name), from_module(module, seq_len=SEQ_LEN)
+
+
+@pytest.mark.parametrize("name", list(configs()))
+def test_module_and_config_agree(name: str) -> None:
+    config, module = both(name)
+    assert [(unit.name, unit.kind, unit.count) for unit in config.units] == [
+        (unit.name, unit.kind, unit.count) for unit in module.units
+    ]
+    for ours, theirs in zip(config.units, module.units, strict=True):
+        assert {(t.name, t.shape, t.lookup, t.active_share) for t in ours.tensors} == {
+            (t.name, t.shape, t.lookup, t.active_share) for t in theirs.tensors
+        }
+    assert config.forward_flops_per_token(SEQ_LEN) == module.forward_flops_per_token(SEQ_LEN)
+    assert config.model_flops_per_token(SEQ_LEN) == module.model_flops_per_token(SEQ_LEN)
+    tolerance = TOLERANCE.get(name, 2e-3)
+    for kind in Recomputation:
+        expected = config.saved_activation_bytes(SEQ_LEN, kind)
+        assert module.saved_activation_bytes(SEQ_LEN, kind) == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied", "gpt2"])
+def test_peak_of_the_backward_agrees(name: str) -> None:
+    """The peak is where the loss's two fp32 gradients meet what all units saved, or in the first block's backward."""
+    config, module = both(name)
+    for kind in (Recomputation.NONE, Recomputation.FULL):
+        expected = config.peak_activation_bytes(SEQ_LEN, kind)
+        assert module.peak_activation_bytes(SEQ_LEN, kind) == pytest.approx(expected, rel=0.02)
+
+
+def test_block_working_set_agrees() -> None:
+    config, module = both("llama")
+    blocks = [next(u for u in model.units if u.kind is UnitKind.BLOCK) for model in (config, module)]
+    working = [block.activations.working.at(SEQ_LEN) for block in blocks]
+    assert working[0] == pytest.approx(working[1], rel=1e-3)
+
+
+def test_reading_leaves_the_module_alone() -> None:
+    module = transformers.AutoModelForCausalLM.from_config(configs()["llama"])
+    before = {name: (parameter, parameter.sum().item()) for name, parameter in module.named_parameters()}
+    from_module(module, seq_len=64)
+    after = dict(module.named_parameters())
+    assert all(
+        after[name] is parameter and after[name].sum().item() == total for name, (parameter, total) in before.items()
+    )
+    assert all(parameter.grad is None for parameter in after.values())
+    assert not any(part._forward_hooks for part in module.modules())
+
+
+class Blocks(nn.Module):
+    """An embedding, convolutional blocks of its own and a head: nothing that transformers knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 32)
+        self.layers = nn.ModuleList(nn.Conv1d(32, 32, 3, padding=1) for _ in range(4))
+        self.head = nn.Linear(32, 100)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids).transpose(1, 2)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).relu()
+        return self.head(hidden.transpose(1, 2))  # type: ignore[no-any-return]
+
+
+def test_any_module_is_cut_and_counted() -> None:
+    model = from_module(Blocks(), seq_len=97, dtype="fp32")
+    assert [(unit.name, unit.kind, unit.count) for unit in model.units] == [
+        ("embedding", UnitKind.EMBEDDING, 1),
+        ("layers.0", UnitKind.BLOCK, 4),
+        ("head", UnitKind.HEAD, 1),
+    ]
+    assert model.num_params == sum(parameter.numel() for parameter in Blocks().parameters())
+    convolution, head = 2 * 3 * 32 * 32, 2 * 32 * 100
+    assert model.forward_flops_per_token(97) == pytest.approx(4 * convolution + head)
+
+
+def test_frozen_parameters_are_read_as_frozen() -> None:
+    module = Blocks()
+    module.layers.requires_grad_(False)
+    model = from_module(module, seq_len=97)
+    assert model.num_params - model.num_trainable == sum(parameter.numel() for parameter in module.layers.parameters())
+
+
+def make_blocks() -> nn.Module:
+    return Blocks()
+
+
+def make_with_inputs() -> tuple[nn.Module, tuple[Tensor]]:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (torch.zeros(1, 31, 8),)
+
+
+def make_number() -> int:
+    return 3
+
+
+def make_wrong_shape() -> nn.Module:
+    return nn.Linear(8, 8)
+
+
+def test_factories_are_called() -> None:
+    assert load_model(f"{__name__}:make_blocks", seq_len=97).units[1].count == 4
+    assert from_factory(f"{__name__}:make_with_inputs", seq_len=31).forward_flops_per_token(31) == 2 * 2 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("make_nothing", "has no attribute 'make_nothing'"),
+        ("make_number", "must return an nn.Module, got int"),
+        ("make_wrong_shape", r"Linear does not run on fake tensors .* return \(module, inputs\)"),
+    ],
+)
+def test_wrong_factories_say_what_is_wrong(function: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        from_factory(f"{__name__}:{function}", seq_len=64)

@@ -1,0 +1,166 @@
+"""Presets against what their authors published: parameter counts to the last digit, FLOPs and memory by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from zeromesh.errors import ModelError
+from zeromesh.model import ModelSpec, Recomputation, UnitKind, load_model, preset, preset_names, with_trainable
+from zeromesh.model.shape import FUSED
+
+PUBLISHED = {
+    "llama-7b": 6738415616,
+    "llama-13b": 13015864320,
+    "llama-30b": 32528943616,
+    "llama-65b": 65285660672,
+    "llama2-70b": 68976648192,
+    "llama3-8b": 8030261248,
+    "llama3-70b": 70553706496,
+    "llama3-405b": 405853388800,
+    "amsp-30b": 27573049344,
+    "gpt-20b": 20554567680,
+    "gpt2": 124439808,
+    "gpt2-xl": 1557611200,
+    "mixtral-8x7b": 46702792704,
+    "qwen2-7b": 7615616512,
+    "mpt-125m": 125311488,
+    "mpt-350m": 355985408,
+    "mpt-760m": 760470528,
+    "mpt-1b": 1315950592,
+    "mpt-3b": 2651837440,
+    "mpt-7b": 6658859008,
+    "mpt-13b": 12853954560,
+    "mpt-30b": 29975214080,
+    "mpt-70b": 64862437376,
+}
+
+
+@pytest.mark.parametrize(("name", "params"), PUBLISHED.items())
+def test_parameters_are_those_published(name: str, params: int) -> None:
+    assert preset(name).num_params == params
+
+
+def test_every_preset_says_where_it_comes_from() -> None:
+    assert all(preset(name).source for name in preset_names())
+
+
+def test_units_are_entered_root_first_and_tied_weights_stay_with_the_root() -> None:
+    untied, tied = preset("llama-7b"), preset("gpt2")
+    assert [(unit.kind, unit.count) for unit in untied.units] == [
+        (UnitKind.ROOT, 1),
+        (UnitKind.EMBEDDING, 1),
+        (UnitKind.BLOCK, 32),
+        (UnitKind.HEAD, 1),
+    ]
+    assert [unit.kind for unit in tied.units] == [UnitKind.ROOT, UnitKind.BLOCK]
+    assert "transformer.wte.weight" in {tensor.name for tensor in tied.units[0].tensors}
+
+
+def test_model_flops_are_megatrons_formula() -> None:
+    """72 L h^2 (1 + s/(6h) + V/(12 L h)), for a model whose feed-forward network is 4h (arXiv 2104.04473, eq. 3).
+
+    Megatron's formula leaves out norms and biases: .1 % of gpt-20b.
+    """
+    model, seq_len = preset("gpt-20b"), 2048
+    layers, hidden, vocab = model.num_layers, model.hidden, model.vocab
+    megatron = 72 * layers * hidden**2 * (1 + seq_len / (6 * hidden) + vocab / (12 * layers * hidden))
+    assert model.model_flops_per_token(seq_len) == pytest.approx(megatron, rel=2e-3)
+
+
+def test_model_flops_leave_out_the_input_embedding_and_idle_experts() -> None:
+    dense, sparse = preset("llama-7b"), preset("mixtral-8x7b")
+    attention = 12 * 32 * 4096 * 1024
+    assert dense.model_flops_per_token(1024) == 6 * (6738415616 - 32000 * 4096) + attention
+    idle = 32 * 6 * 3 * 4096 * 14336  # six of eight experts in each of 32 layers
+    assert sparse.model_flops_per_token(1024) == pytest.approx(
+        6 * (46702792704 - 32000 * 4096 - idle) + attention, rel=1e-12
+    )
+
+
+def test_frozen_weights_cost_four() -> None:
+    model = with_trainable(preset("llama-7b"), "lora:16")
+    frozen = preset("llama-7b").num_params - 32000 * 4096
+    expected = 4 * frozen + 6 * model.num_trainable + 12 * 32 * 4096 * 1024
+    assert model.model_flops_per_token(1024) == expected
+
+
+def test_lora_adapts_every_linear_layer_of_the_blocks() -> None:
+    model = with_trainable(preset("llama-7b"), "lora:8")
+    hidden, ffn = 4096, 11008
+    assert model.num_trainable == 32 * 8 * (4 * (hidden + hidden) + 3 * (hidden + ffn))
+    assert model.num_params == preset("llama-7b").num_params + model.num_trainable
+
+
+@pytest.mark.parametrize("fraction", ["0.0625", "0.5"])
+def test_a_fraction_trains_that_share_of_every_tensor(fraction: str) -> None:
+    full = preset("llama-13b")
+    model = with_trainable(full, fraction)
+    assert model.num_params == full.num_params
+    assert model.num_trainable == pytest.approx(float(fraction) * full.num_params, rel=1e-6)
+    assert model.step_flops_per_token(512) < full.step_flops_per_token(512)
+
+
+@pytest.mark.parametrize("choice", ["none", "0", "1.5", "-1", "lora:", "lora:0", "lora:x", "nan"])
+def test_wrong_trainable_says_what_was_expected(choice: str) -> None:
+    with pytest.raises(ModelError, match="trainable"):
+        with_trainable(preset("llama-7b"), choice)
+
+
+def test_recomputation_saves_less_and_computes_more() -> None:
+    model = preset("llama-13b")
+    none, selective, full = (model.saved_activation_bytes(4096, kind) for kind in Recomputation)
+    assert none > selective > full
+    flops = [model.step_flops_per_token(4096, kind) for kind in Recomputation]
+    assert flops[0] < flops[1] < flops[2]
+    blocks = next(unit for unit in model.units if unit.kind is UnitKind.BLOCK)
+    assert flops[2] - flops[0] == blocks.count * blocks.forward_flops(4096)
+
+
+def test_block_activations_by_hand() -> None:
+    """LLaMA-7B, bf16: two unfused RMS norms (4h + 2h + 2h + 4), q k v out (8h), log-sum-exp (4 * 32), SwiGLU (8f)."""
+    block = preset("llama-7b").units[2]
+    assert block.saved_bytes(4096, Recomputation.NONE) == 2 * (8 * 4096 + 4) + 8 * 4096 + 4 * 32 + 8 * 11008
+    fused = preset("llama-7b", kernels=FUSED).units[2]
+    assert fused.saved_bytes(4096, Recomputation.NONE) == 2 * (4 * 4096 + 4) + 8 * 4096 + 4 * 32 + 8 * 11008
+
+
+def test_peak_activations_lie_between_the_saved_and_the_saved_with_one_more_unit() -> None:
+    model = preset("llama-7b")
+    for kind in Recomputation:
+        saved, peak = model.saved_activation_bytes(2048, kind), model.peak_activation_bytes(2048, kind)
+        worst = max(unit.backward_peak_bytes(2048, kind) for unit in model.units)
+        assert saved < peak <= saved + worst
+
+
+def test_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(ModelError, match="did you mean llama-7b"):
+        load_model("lama-7b")
+
+
+def test_a_sequence_longer_than_the_positions_is_refused() -> None:
+    with pytest.raises(ModelError, match="2048 learned positions, and the sequence has 4096"):
+        load_model("mpt-7b", seq_len=4096)
+
+
+def check_each(model: ModelSpec) -> None:
+    assert model.num_units == len(list(model.each_unit()))
+    assert sum(unit.num_params for unit in model.each_unit()) == model.num_params
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_counts_agree_with_units(name: str) -> None:
+    check_each(preset(name))
+
+
+def test_presets_do_not_import_torch() -> None:
+    code = (
+        "import sys; from zeromesh.model import load_model; load_model('llama-65b'); "
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sys.modules.keys()"
+    )
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    assert time.perf_counter() - start < 10
