@@ -9,9 +9,11 @@
     │   ├── ClusterError                 a cluster file or preset
     │   ├── ModelError                   a model's description, or a module that cannot be sharded as asked
     │   ├── ConfigError                  a training configuration
-    │   └── CheckpointError              a checkpoint that is damaged, incomplete, or of another model
+    │   ├── CheckpointError              a checkpoint that is damaged, incomplete, or of another model
+    │   └── LabError                     an emulated cluster that this machine cannot have, or not now
     ├── OptimizerError (RuntimeError)    an optimizer, clip or scaler that would give wrong numbers
     ├── CommunicationError (RuntimeError) a collective failed or stalled: names rank, operation, unit, axis
+    ├── RanksFailedError (RuntimeError)  processes of an emulated cluster failed, or had to be ended
     ├── MismatchError (RuntimeError)     ranks disagree: strategy, model, order of units, replicas
     └── InternalError (RuntimeError)     an invariant of ours does not hold: a bug in zeromesh
 """
@@ -54,12 +56,20 @@ class CheckpointError(InputError):
     """A checkpoint is damaged, incomplete, or belongs to another model."""
 
 
+class LabError(InputError):
+    """An emulated cluster cannot be set up here: privileges, tools, a leftover, or what the kernel refuses."""
+
+
 class OptimizerError(ZeromeshError, RuntimeError):
     """An optimizer, a clip or a gradient scaler would compute wrong numbers on sharded parameters."""
 
 
 class CommunicationError(ZeromeshError, RuntimeError):
     """A collective failed or did not end within its timeout."""
+
+
+class RanksFailedError(ZeromeshError, RuntimeError):
+    """Ranks of an emulated cluster failed, or were ended at their timeout."""
 
 
 class MismatchError(ZeromeshError, RuntimeError):

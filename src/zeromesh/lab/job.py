@@ -1,0 +1,283 @@
+"""Runs the ranks of one command side by side: their output, their deadline, and the end of all that they started.
+
+Each rank leads a session of its own. When it ends, or must be ended, its whole process group goes with it: SIGTERM,
+and SIGKILL after a grace period. Ranks die with the thread that called `run_ranks` (their parent-death signal), also if
+that gets SIGKILL. Nothing here knows about namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from zeromesh.errors import RanksFailedError
+
+#: Called with rank, "stdout" or "stderr", and one line without its end, as soon as the line is there.
+OnLine = Callable[[int, str, str], None]
+
+_CHUNK_BYTES = 1 << 16
+_SHOWN_LINES = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One process to start.
+
+    Args:
+        rank: who it is.
+        argv: program and arguments.
+        env: its whole environment.
+        cwd: its directory; None: the caller's.
+    """
+
+    rank: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """How one rank ended.
+
+    Args:
+        rank: which.
+        returncode: its exit code, or minus the signal that ended it.
+        stdout: all that it printed; what is not UTF-8 is replaced.
+        stderr: likewise.
+        wall_s: from the start of the first rank to the end of this one.
+        ended_because: why the lab ended it; None if it ended by itself.
+    """
+
+    rank: int
+    returncode: int
+    stdout: str
+    stderr: str
+    wall_s: float
+    ended_because: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly, by itself or by the lab."""
+        return self.returncode != 0 or self.ended_because is not None
+
+
+def run_ranks(
+    launches: Sequence[Launch],
+    *,
+    timeout_s: float,
+    grace_s: float = 5.0,
+    stop_on_failure: bool = True,
+    on_line: OnLine | None = None,
+) -> tuple[RankResult, ...]:
+    """Start all of `launches`, wait until each has ended, and return their results in the same order.
+
+    Args:
+        launches: at least one.
+        timeout_s: after which those that still run are ended.
+        grace_s: between SIGTERM and SIGKILL.
+        stop_on_failure: end the others when one fails, as torchrun does.
+        on_line: sees each line as it comes.
+    """
+    with selectors.DefaultSelector() as selector:
+        job = _Job(selector, timeout_s, grace_s, stop_on_failure, on_line)
+        try:
+            for launch in launches:
+                job.start(launch)
+            while job.running:
+                job.turn()
+        finally:
+            job.kill_all()
+        return tuple(rank.result() for rank in job.ranks)
+
+
+def raise_failed(results: Sequence[RankResult]) -> None:
+    """Raise if a rank failed.
+
+    Raises:
+        RanksFailedError: names each failed rank, and shows the last lines of the one that failed first.
+    """
+    failed = [result for result in results if result.failed]
+    if not failed:
+        return
+    # Those that the lab ended because of another rank are not the cause.
+    first = min(failed, key=lambda result: (result.ended_because is not None, result.wall_s))
+    summary = "; ".join(f"rank {result.rank} {_end(result)}" for result in failed)
+    output = (first.stderr.strip() or first.stdout.strip() or "(it printed nothing)").splitlines()
+    shown = "\n".join(output[-_SHOWN_LINES:])
+    raise RanksFailedError(f"{len(failed)} of {len(results)} ranks failed: {summary}\nrank {first.rank}:\n{shown}")
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One pipe of a rank: what came, and the line that is still growing."""
+
+    name: str
+    pipe: IO[bytes]
+    received: bytearray = field(default_factory=bytearray)
+    shown_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank while it runs. `process_fd` becomes readable when the process ends."""
+
+    launch: Launch
+    process: subprocess.Popen[bytes]
+    process_fd: int
+    streams: tuple[_Stream, ...]
+    wall_s: float = 0.0
+    returncode: int | None = None
+    ended_because: str | None = None
+
+    def signal(self, number: signal.Signals) -> None:
+        # The leader is not reaped before its group has been signalled, so the group's number cannot be another's.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def result(self) -> RankResult:
+        stdout, stderr = (stream.received.decode("utf-8", errors="replace") for stream in self.streams)
+        return RankResult(
+            rank=self.launch.rank,
+            returncode=-signal.SIGKILL if self.returncode is None else self.returncode,
+            stdout=stdout,
+            stderr=stderr,
+            wall_s=self.wall_s,
+            ended_because=self.ended_because,
+        )
+
+
+class _Job:
+    """The ranks of one run: running; stopping, once one of them has to be ended; killed, after the grace period."""
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        timeout_s: float,
+        grace_s: float,
+        stop_on_failure: bool,
+        on_line: OnLine | None,
+    ) -> None:
+        self.ranks: list[_Rank] = []
+        self.running: list[_Rank] = []
+        self._selector = selector
+        self._grace_s = grace_s
+        self._stop_on_failure = stop_on_failure
+        self._on_line = on_line
+        self._start_s = time.monotonic()
+        self._timeout_s = timeout_s
+        self._deadline_s = self._start_s + timeout_s
+        self._stopping = False
+
+    def start(self, launch: Launch) -> None:
+        process = subprocess.Popen(
+            ("setpriv", "--pdeathsig", "KILL", *launch.argv),
+            env=dict(launch.env),
+            cwd=launch.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert process.stdout is not None and process.stderr is not None
+        streams = (_Stream("stdout", process.stdout), _Stream("stderr", process.stderr))
+        rank = _Rank(launch, process, os.pidfd_open(process.pid), streams)
+        self.ranks.append(rank)
+        self.running.append(rank)
+        self._selector.register(rank.process_fd, selectors.EVENT_READ, lambda: self._ended(rank))
+        for stream in streams:
+            os.set_blocking(stream.pipe.fileno(), False)
+            self._selector.register(stream.pipe, selectors.EVENT_READ, self._reader(rank, stream))
+
+    def turn(self) -> None:
+        """Wait for the next event or deadline, and handle it."""
+        left_s = max(0.0, self._deadline_s - time.monotonic())
+        for key, _ in self._selector.select(None if math.isinf(left_s) else left_s):
+            key.data()
+        if self.running and time.monotonic() >= self._deadline_s:
+            if self._stopping:
+                self._signal_running(signal.SIGKILL)
+                self._deadline_s = float("inf")
+            else:
+                self._stop(f"it ran past the timeout of {self._timeout_s:g} s")
+
+    def kill_all(self) -> None:
+        """End whatever still runs, whatever happened."""
+        self._on_line = None  # it may be what raised
+        self._signal_running(signal.SIGKILL)
+        for rank in list(self.running):
+            self._ended(rank)
+
+    def _reader(self, rank: _Rank, stream: _Stream) -> Callable[[], object]:
+        return lambda: self._read(rank, stream)
+
+    def _read(self, rank: _Rank, stream: _Stream) -> bool:
+        if stream.pipe.closed:
+            return False  # the rank's end, handled in the same turn, has taken the rest
+        chunk = stream.pipe.read(_CHUNK_BYTES)
+        if chunk:
+            stream.received += chunk
+            self._show_lines(rank, stream)
+        elif chunk is not None:
+            self._close(stream)
+        return bool(chunk)
+
+    def _show_lines(self, rank: _Rank, stream: _Stream, *, last: bool = False) -> None:
+        if self._on_line is None:
+            return
+        while (end := stream.received.find(b"\n", stream.shown_bytes)) >= 0 or (
+            last and stream.shown_bytes < len(stream.received)
+        ):
+            line = stream.received[stream.shown_bytes : end if end >= 0 else None]
+            stream.shown_bytes += len(line) + 1
+            self._on_line(rank.launch.rank, stream.name, line.decode("utf-8", errors="replace"))
+
+    def _ended(self, rank: _Rank) -> None:
+        self.running.remove(rank)
+        rank.wall_s = time.monotonic() - self._start_s
+        rank.signal(signal.SIGKILL)
+        rank.returncode = rank.process.wait()
+        self._selector.unregister(rank.process_fd)
+        os.close(rank.process_fd)
+        for stream in rank.streams:
+            # Someone who left the group may hold the pipe open for ever: take what is there, wait for no more.
+            while self._read(rank, stream):
+                pass
+            self._show_lines(rank, stream, last=True)
+            self._close(stream)
+        if rank.returncode != 0 and self._stop_on_failure and self.running and not self._stopping:
+            self._stop(f"rank {rank.launch.rank} failed")
+
+    def _close(self, stream: _Stream) -> None:
+        if not stream.pipe.closed:
+            self._selector.unregister(stream.pipe)
+            stream.pipe.close()
+
+    def _stop(self, reason: str) -> None:
+        self._stopping = True
+        self._deadline_s = time.monotonic() + self._grace_s
+        for rank in self.running:
+            rank.ended_because = reason
+        self._signal_running(signal.SIGTERM)
+
+    def _signal_running(self, number: signal.Signals) -> None:
+        for rank in self.running:
+            rank.signal(number)
+
+
+def _end(result: RankResult) -> str:
+    if result.ended_because is not None:
+        return f"was ended since {result.ended_because}"
+    if result.returncode < 0:
+        return f"died of {signal.Signals(-result.returncode).name}"
+    return f"exited with {result.returncode}"

@@ -1,0 +1,232 @@
+"""An emulated cluster on one Linux machine: real processes, real TCP, links of the rates that one asks for."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from zeromesh.errors import InputError, LabError
+from zeromesh.lab import counters as link_counters
+from zeromesh.lab.counters import LinkBytes
+from zeromesh.lab.environment import environment
+from zeromesh.lab.job import Launch, OnLine, RankResult, raise_failed, run_ranks
+from zeromesh.lab.plan import TAKEN_RATES, Bucket, Command, Wiring
+from zeromesh.lab.registry import PREFIX, Registry
+from zeromesh.lab.shell import check_host, execute, execute_json
+from zeromesh.lab.tree import Place, Tree, format_rate
+
+#: One command for all ranks, or a function from a rank's place to its command.
+RankCommand = Sequence[str] | Callable[[Place], Sequence[str]]
+
+DEFAULT_PORT = 29500
+
+# The kernel keeps a rate in bytes per second and a burst in ticks of 64 ns; further off, it could not represent it.
+_RATE_TOLERANCE = 0.01
+
+_numbers = itertools.count()
+
+
+class Lab:
+    """A tree of shaped links with ranks at its leaves, for as long as the `with` block lasts.
+
+    ::
+
+        with Lab("2@200mbit,2") as lab:                   # 2 nodes behind 200 Mbit/s, 2 ranks each
+            lab.run(["python", "train.py"], check=True)   # each rank with torchrun's environment
+            print(lab.counters()["0"].sent_bytes)         # what node 0 sent over its link
+
+    Args:
+        tree: the tree, or its text.
+        congestion_control: TCP's, between ranks; one that the kernel has.
+        registry: where labs are written down.
+
+    Raises:
+        LabError: on entering: not root, a program is missing, a lab of a killed run is still there, or the kernel
+            refuses a part. Nothing is left behind.
+    """
+
+    def __init__(
+        self, tree: Tree | str, *, congestion_control: str = "cubic", registry: Registry | None = None
+    ) -> None:
+        parsed = Tree.parse(tree) if isinstance(tree, str) else tree
+        self.wiring = Wiring(
+            lab=f"{PREFIX}-{os.getpid()}-{next(_numbers)}",
+            tree=parsed,
+            congestion_control=congestion_control,
+            has_ipv6=Path("/proc/net/if_inet6").exists(),
+        )
+        self._registry = registry or Registry()
+        self._ports = itertools.count(DEFAULT_PORT)
+        self._owner_pid: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The lab's name, the prefix of its namespaces."""
+        return self.wiring.lab
+
+    @property
+    def tree(self) -> Tree:
+        """What is emulated."""
+        return self.wiring.tree
+
+    def __enter__(self) -> Self:
+        self.up()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.down()
+
+    def up(self) -> None:
+        """Make the lab; `with` does it.
+
+        Raises:
+            LabError: as the class says.
+        """
+        check_host()
+        _refuse_leftovers(self._registry)
+        self._registry.add(self.name, tree=str(self.tree))
+        self._owner_pid = os.getpid()
+        try:
+            for command in self.wiring.up():
+                execute(command)
+            _check_buckets(self.wiring)
+        except BaseException:
+            self.down()
+            raise
+
+    def down(self) -> None:
+        """End all that runs in the lab and remove it; `with` does it. A second call does nothing."""
+        # A forked child that leaves the `with` block by an exception must not take the lab from its owner.
+        if self._owner_pid == os.getpid():
+            self._registry.remove(self.name)
+            self._owner_pid = None
+
+    def run(
+        self,
+        command: RankCommand,
+        *,
+        ranks: Iterable[int] | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout_s: float = 600.0,
+        grace_s: float = 5.0,
+        stop_on_failure: bool = True,
+        on_line: OnLine | None = None,
+        check: bool = False,
+    ) -> tuple[RankResult, ...]:
+        """Run `command` once for each rank and return how each ended, by rank.
+
+        Args:
+            command: for every rank, or a function from a rank's `Place` to its command.
+            ranks: start only these; the world stays as large as the tree says.
+            env: added to the owner's environment; torchrun's variables win over both.
+            cwd: where they start; None: here.
+            timeout_s: after which all that still runs is ended.
+            grace_s: from SIGTERM to SIGKILL.
+            stop_on_failure: end the others when one fails.
+            on_line: sees each line of output as it comes.
+            check: raise if a rank fails.
+
+        Raises:
+            InputError: the lab is not up, or a rank does not exist.
+            RanksFailedError: `check`, and a rank failed or ran past the timeout.
+        """
+        if self._owner_pid is None:
+            raise InputError(f"lab {self.name} is not up: use it in its `with` block")
+        places = self._chosen(ranks)
+        port = next(self._ports)
+        around = {**os.environ, **(env or {})}
+        launches = [
+            Launch(
+                rank=place.rank,
+                argv=("ip", "netns", "exec", self.wiring.namespace(place.path), *_command_at(command, place)),
+                env=environment(self.wiring, place, port=port, around=around),
+                cwd=cwd,
+            )
+            for place in places
+        ]
+        results = run_ranks(
+            launches, timeout_s=timeout_s, grace_s=grace_s, stop_on_failure=stop_on_failure, on_line=on_line
+        )
+        if check:
+            raise_failed(results)
+        return results
+
+    def counters(self) -> dict[str, LinkBytes]:
+        """What has crossed each link since the lab is up, by the name of the link: "0", "1", "0.0", ...
+
+        Raises:
+            LabError: the lab is not there any more.
+        """
+        printed = {path: execute_json(c) for path, c in link_counters.read_commands(self.wiring).items()}
+        return link_counters.parse(self.tree.links, printed)
+
+    def _chosen(self, ranks: Iterable[int] | None) -> tuple[Place, ...]:
+        places = self.tree.places
+        wanted = range(len(places)) if ranks is None else sorted(set(ranks))
+        unknown = [rank for rank in wanted if not 0 <= rank < len(places)]
+        if unknown or not wanted:
+            raise InputError(f"expected ranks of 0..{len(places) - 1}, got {unknown or 'none'}")
+        return tuple(places[rank] for rank in wanted)
+
+
+def unavailable_reason() -> str | None:
+    """Why no lab can be made on this machine, tried with a small one; None if it can."""
+    registry = Registry()
+    wiring = Wiring(lab=f"{PREFIX}-{os.getpid()}-trial", tree=Tree.parse("2@1gbit"))
+    try:
+        check_host()
+        try:
+            for command in wiring.up():
+                execute(command)
+            _check_buckets(wiring)
+        finally:
+            registry.remove(wiring.lab)
+    except LabError as error:
+        return str(error)
+    return None
+
+
+def _command_at(command: RankCommand, place: Place) -> tuple[str, ...]:
+    return tuple(command(place) if callable(command) else command)
+
+
+def _refuse_leftovers(registry: Registry) -> None:
+    # Its ranks may still run and take the processors that a measurement needs.
+    if leftovers := registry.leftovers():
+        shown = "; ".join(map(str, leftovers))
+        raise LabError(f"a killed run left {shown} behind: remove it with: zeromesh lab down")
+
+
+def _check_buckets(wiring: Wiring) -> None:
+    """The kernel rounds a rate or a burst that it cannot represent without a word, so read back what it took.
+
+    Raises:
+        LabError: a bucket is missing or other than asked for.
+    """
+    buckets: dict[str, list[Bucket]] = {}
+    for bucket in wiring.buckets:
+        buckets.setdefault(bucket.namespace, []).append(bucket)
+    for namespace, wanted in buckets.items():
+        command = Command(argv=("tc", "-n", namespace, "-j", "qdisc", "show"), purpose="read back the shaping")
+        taken = {row["dev"]: row for row in execute_json(command) if row["kind"] == "tbf"}
+        for bucket in wanted:
+            _check_bucket(bucket, taken.get(bucket.interface, {}).get("options", {}))
+
+
+def _check_bucket(bucket: Bucket, taken: Mapping[str, int]) -> None:
+    rate, burst = taken.get("rate", 0), taken.get("burst", 0)
+    rate_off = abs(rate - bucket.rate_bytes_per_s) > _RATE_TOLERANCE * bucket.rate_bytes_per_s
+    burst_off = abs(burst - bucket.burst_bytes) > _RATE_TOLERANCE * bucket.burst_bytes
+    if rate_off or burst_off:
+        raise LabError(
+            f"the kernel refuses the rate {format_rate(bucket.rate_bytes_per_s)}: asked to let bursts of "
+            f"{bucket.burst_bytes} bytes pass, it set {rate * 8} bit/s and bursts of {burst} bytes; "
+            f"it takes {TAKEN_RATES}"
+        )

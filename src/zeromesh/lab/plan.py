@@ -1,0 +1,242 @@
+"""What to tell the kernel so that a tree exists: pure data, no side effects.
+
+One namespace per switch and per leaf, a bridge in each switch, one veth pair per link, a token bucket at both of its
+ends. ::
+
+      namespace root:        br0 = port0 + port1
+                                   tbf     tbf          from above to below
+                                   |       |            one veth pair each
+                                   tbf     tbf          from below to above
+      namespace 0, a switch: br0 = eth0 + port0 + ...
+      namespace 0.0, a leaf: eth0, 10.77.0.1/16
+
+[Note: nothing but the ranks' bytes] Interface counters are what the lab is for, so a link carries nothing that no rank
+sent: neighbours and forwarding entries are fixed (no ARP, no flooding of unknown addresses), no IPv6 address is
+made (no router solicitation, no multicast listener report), and bridges neither learn nor snoop.
+
+[Note: congestion control] It is set per route, on the way to other leaves as on the way back into the own one: in
+containers the sysctl of a new namespace cannot be written, and where the machine's default is bbr, a flow paces itself
+below the rate that the bucket allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from zeromesh.lab.tree import Link, Path, Tree, format_rate, path_name
+
+#: The interface at the lower end of every link, in leaves and switches alike.
+UPLINK = "eth0"
+
+# A bucket must hold the largest packet that the sender's offload hands over (64 KiB) with room for a second one, and a
+# kernel timer's worth of bytes at high rates. Measured 2026-11 on Linux 6.18 with one veth pair per link: with these
+# two, rates are within .2 % of the nominal from 100 Mbit/s to 4 Gbit/s, both directions at once, three levels at once.
+MIN_BURST_BYTES = 128 * 1024
+BURST_S = 1e-3
+# Behind the bucket, at least this much waits before a packet is dropped: enough for TCP to keep the link busy.
+QUEUE_BURSTS = 4
+QUEUE_S = 20e-3
+# tbf counts bursts in ticks of 64 ns and the queue in bytes, both in 32 bits: seen to hold within these.
+TAKEN_RATES = "10kbit to 1tbit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One program to run.
+
+    Args:
+        argv: the program and its arguments.
+        stdin: lines of a batch, one instruction each.
+        purpose: what fails if this fails, for a message.
+    """
+
+    argv: tuple[str, ...]
+    stdin: str = ""
+    purpose: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """A token bucket at one end of a link.
+
+    Args:
+        namespace: where the interface is.
+        interface: whose outgoing packets it holds back.
+        rate_bytes_per_s: the link's.
+    """
+
+    namespace: str
+    interface: str
+    rate_bytes_per_s: float
+
+    @property
+    def burst_bytes(self) -> int:
+        """What may leave at once after a pause."""
+        return max(MIN_BURST_BYTES, math.ceil(BURST_S * self.rate_bytes_per_s))
+
+    @property
+    def queue_bytes(self) -> int:
+        """What waits before packets are dropped."""
+        return max(QUEUE_BURSTS * self.burst_bytes, math.ceil(QUEUE_S * self.rate_bytes_per_s))
+
+    @property
+    def instruction(self) -> str:
+        """The line of a tc batch that makes it."""
+        return (
+            f"qdisc replace dev {self.interface} root tbf rate {round(self.rate_bytes_per_s * 8)}bit "
+            f"burst {self.burst_bytes} limit {self.queue_bytes}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """A tree under a lab's name: who is called what, and the commands that make it.
+
+    Args:
+        lab: the lab's name, the prefix of all its namespaces.
+        tree: what to emulate.
+        congestion_control: of TCP between ranks.
+        has_ipv6: whether the kernel knows IPv6, so that it must be kept quiet.
+    """
+
+    lab: str
+    tree: Tree
+    congestion_control: str = "cubic"
+    has_ipv6: bool = True
+
+    def namespace(self, path: Path) -> str:
+        """The namespace of a switch or leaf."""
+        return f"{self.lab}-{path_name(path)}"
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """All of them, switches first."""
+        return tuple(self.namespace(path) for path in (*self.tree.switches, *self.tree.leaves))
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Two for every shaped link."""
+        return tuple(bucket for link in self.tree.links for bucket in self._buckets(link))
+
+    @property
+    def interface(self) -> str:
+        """What ranks bind to: a leaf's uplink, or loopback where there is one leaf and no link."""
+        return UPLINK if self.tree.levels else "lo"
+
+    def leaf_address(self, leaf: int) -> str:
+        """The IPv4 address of a leaf; loopback where there is one leaf and no link."""
+        return address(leaf) if self.tree.levels else "127.0.0.1"
+
+    def up(self) -> tuple[Command, ...]:
+        """What makes the lab, in order."""
+        namespaces = [f"netns add {name}" for name in self.namespaces]
+        leaf_numbers = {path: leaf for leaf, path in enumerate(self.tree.leaves)}
+        links = [self._link_line(link, leaf_numbers.get(link.path)) for link in self.tree.links]
+        return (
+            _batch(("ip",), namespaces, "make network namespaces"),
+            *([_batch(("ip",), links, "make veth pairs")] if links else []),
+            *(self._switch_command(path) for path in self.tree.switches),
+            *(self._forwarding_command(path) for path in self.tree.switches),
+            *(self._leaf_command(leaf, path) for leaf, path in enumerate(self.tree.leaves)),
+            *self._shaping_commands(),
+        )
+
+    def _buckets(self, link: Link) -> Iterator[Bucket]:
+        if link.rate_bytes_per_s is not None:
+            for path, interface in ((link.path, UPLINK), (link.path[:-1], port(link))):
+                yield Bucket(
+                    namespace=self.namespace(path), interface=interface, rate_bytes_per_s=link.rate_bytes_per_s
+                )
+
+    def _link_line(self, link: Link, leaf: int | None) -> str:
+        below, above = self.namespace(link.path), self.namespace(link.path[:-1])
+        mac_clause = "" if leaf is None else f" address {mac(leaf)}"
+        return f"link add {UPLINK}{mac_clause} netns {below} type veth peer name {port(link)} netns {above}"
+
+    def _switch_command(self, path: Path) -> Command:
+        lines = ["link add br0 type bridge stp_state 0 mcast_snooping 0", *self._quiet("br0")]
+        for interface in self._switch_interfaces(path):
+            lines += self._quiet(interface)
+            lines += [
+                f"link set {interface} master br0",
+                f"link set {interface} type bridge_slave learning off flood off mcast_flood off bcast_flood off",
+                f"link set {interface} up",
+            ]
+        return self._inside("ip", path, [*lines, "link set br0 up"], "make a switch")
+
+    def _forwarding_command(self, path: Path) -> Command:
+        lines = [
+            f"fdb replace {mac(leaf)} dev {self._way(path, leaf_path)} master static"
+            for leaf, leaf_path in enumerate(self.tree.leaves)
+        ]
+        return self._inside("bridge", path, lines, "fix the forwarding table of a switch")
+
+    def _leaf_command(self, leaf: int, path: Path) -> Command:
+        lines = ["link set lo up"]
+        if self.tree.levels:
+            own, control = address(leaf), f"congctl {self.congestion_control}"
+            lines += [
+                *self._quiet(UPLINK),
+                f"address add {own}/16 dev {UPLINK} noprefixroute",
+                f"link set {UPLINK} up",
+                f"route replace 10.77.0.0/16 dev {UPLINK} src {own} {control}",
+                f"route replace local {own} dev {UPLINK} table local proto kernel scope host src {own} {control}",
+                *(
+                    f"neighbour replace {address(other)} lladdr {mac(other)} dev {UPLINK} nud permanent"
+                    for other in range(self.tree.num_leaves)
+                    if other != leaf
+                ),
+            ]
+        return self._inside("ip", path, lines, "set up a leaf")
+
+    def _shaping_commands(self) -> Iterator[Command]:
+        rates = sorted({bucket.rate_bytes_per_s for bucket in self.buckets})
+        purpose = f"shape links at {', '.join(map(format_rate, rates))} (the kernel takes {TAKEN_RATES})"
+        by_namespace: dict[str, list[str]] = {}
+        for bucket in self.buckets:
+            by_namespace.setdefault(bucket.namespace, []).append(bucket.instruction)
+        for namespace, lines in by_namespace.items():
+            yield _batch(("tc", "-n", namespace), lines, purpose)
+
+    def _switch_interfaces(self, path: Path) -> list[str]:
+        ports = [port(link) for link in self.tree.links if link.path[:-1] == path]
+        return [UPLINK, *ports] if path else ports
+
+    def _way(self, switch: Path, leaf: Path) -> str:
+        below = leaf[: len(switch)] == switch
+        return f"port{leaf[len(switch)]}" if below else UPLINK
+
+    def _quiet(self, interface: str) -> list[str]:
+        return [f"link set {interface} addrgenmode none"] if self.has_ipv6 else []
+
+    def _inside(self, program: str, path: Path, lines: Iterable[str], purpose: str) -> Command:
+        return _batch((program, "-n", self.namespace(path)), lines, purpose)
+
+
+def port(link: Link) -> str:
+    """The interface at the upper end of `link`, in the switch above it."""
+    return f"port{link.path[-1]}"
+
+
+def address(leaf: int) -> str:
+    """The IPv4 address of leaf number `leaf`.
+
+    >>> address(0), address(250)
+    ('10.77.0.1', '10.77.1.1')
+    """
+    return f"10.77.{leaf // 250}.{leaf % 250 + 1}"
+
+
+def mac(leaf: int) -> str:
+    """The Ethernet address of leaf number `leaf`; 02 marks it as locally administered.
+
+    >>> mac(258)
+    '02:7a:6d:00:01:02'
+    """
+    return f"02:7a:6d:00:{leaf // 256:02x}:{leaf % 256:02x}"
+
+
+def _batch(program: tuple[str, ...], lines: Iterable[str], purpose: str) -> Command:
+    return Command(argv=(*program, "-batch", "-"), stdin="\n".join(lines) + "\n", purpose=purpose)
