@@ -37,10 +37,10 @@ def build_language_model(config: ModelConfig, vocab_size: int) -> nn.Module:
     hf_config = _hf_config(description, strict=isinstance(config.config, dict))
     try:
         model: nn.Module = AutoModelForCausalLM.from_config(hf_config)
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise ConfigError(f"model.config: transformers cannot build this model: {error}") from error
     if config.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     return model
 
 
