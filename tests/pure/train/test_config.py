@@ -149,3 +149,8 @@ def test_contract_keys_exist() -> None:
 
 def test_nearest_key_prefers_the_last_part_of_the_name() -> None:
     assert "did you mean run.seed?" in nearest_key("data.seed", list(valid_keys()))
+
+
+def test_documentation_names_every_key() -> None:
+    page = Path(__file__).parents[3].joinpath("docs/training.md").read_text()
+    assert [key for key in valid_keys() if f"`{key}`" not in page] == []
