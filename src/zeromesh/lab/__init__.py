@@ -1,7 +1,7 @@
 """Emulated clusters: network namespaces, veth pairs and token buckets on one Linux machine. Needs root."""
 
 from zeromesh.lab.counters import LinkBytes, by_level, difference
-from zeromesh.lab.job import RankResult, raise_failed
+from zeromesh.lab.job import RankResult, describe_failure, raise_failed
 from zeromesh.lab.lab import Lab, unavailable_reason
 from zeromesh.lab.plan import Wiring
 from zeromesh.lab.registry import LabRecord, Registry
@@ -19,6 +19,7 @@ __all__ = [
     "Tree",
     "Wiring",
     "by_level",
+    "describe_failure",
     "difference",
     "format_rate",
     "parse_rate",

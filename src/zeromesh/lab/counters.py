@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeromesh.lab.plan import Command, Wiring, port
-from zeromesh.lab.tree import Link, Path
+from zeromesh.lab.tree import Link, TreePath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def by_level(wiring: Wiring, counters: Counters) -> tuple[LinkBytes, ...]:
     return tuple(totals)
 
 
-def read_commands(wiring: Wiring) -> Mapping[Path, Command]:
+def read_commands(wiring: Wiring) -> Mapping[TreePath, Command]:
     """One command for each switch; it prints the statistics of the upper ends of the links below as JSON."""
     return {
         path: Command(
@@ -74,7 +74,7 @@ def read_commands(wiring: Wiring) -> Mapping[Path, Command]:
     }
 
 
-def parse(links: Iterable[Link], printed: Mapping[Path, list[dict[str, Any]]]) -> dict[str, LinkBytes]:
+def parse(links: Iterable[Link], printed: Mapping[TreePath, list[dict[str, Any]]]) -> dict[str, LinkBytes]:
     """The counters of `links` out of what `read_commands` printed, by the name of the link."""
     statistics = {(path, row["ifname"]): row["stats64"] for path, rows in printed.items() for row in rows}
     return {link.name: _link_bytes(statistics[link.path[:-1], port(link)]) for link in links}

@@ -100,21 +100,27 @@ def run_ranks(
         return tuple(rank.result() for rank in job.ranks)
 
 
-def raise_failed(results: Sequence[RankResult]) -> None:
-    """Raise if a rank failed.
-
-    Raises:
-        RanksFailedError: names each failed rank, and shows the last lines of the one that failed first.
-    """
+def describe_failure(results: Sequence[RankResult]) -> str | None:
+    """A line that names each failed rank, then the last lines of the one that failed first; None if none failed."""
     failed = [result for result in results if result.failed]
     if not failed:
-        return
+        return None
     # Those that the lab ended because of another rank are not the cause.
     first = min(failed, key=lambda result: (result.ended_because is not None, result.wall_s))
     summary = "; ".join(f"rank {result.rank} {_end(result)}" for result in failed)
     output = (first.stderr.strip() or first.stdout.strip() or "(it printed nothing)").splitlines()
     shown = "\n".join(output[-_SHOWN_LINES:])
-    raise RanksFailedError(f"{len(failed)} of {len(results)} ranks failed: {summary}\nrank {first.rank}:\n{shown}")
+    return f"{len(failed)} of {len(results)} ranks failed: {summary}\nrank {first.rank}:\n{shown}"
+
+
+def raise_failed(results: Sequence[RankResult]) -> None:
+    """Raise if a rank failed.
+
+    Raises:
+        RanksFailedError: `describe_failure`.
+    """
+    if (failure := describe_failure(results)) is not None:
+        raise RanksFailedError(failure)
 
 
 @dataclass(slots=True)

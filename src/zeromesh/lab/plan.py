@@ -25,7 +25,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from zeromesh.lab.tree import Link, Path, Tree, format_rate, path_name
+from zeromesh.lab.tree import Link, Tree, TreePath, format_rate, path_name
 
 #: The interface at the lower end of every link, in leaves and switches alike.
 UPLINK = "eth0"
@@ -106,7 +106,7 @@ class Wiring:
     congestion_control: str = "cubic"
     has_ipv6: bool = True
 
-    def namespace(self, path: Path) -> str:
+    def namespace(self, path: TreePath) -> str:
         """The namespace of a switch or leaf."""
         return f"{self.lab}-{path_name(path)}"
 
@@ -155,7 +155,7 @@ class Wiring:
         mac_clause = "" if leaf is None else f" address {mac(leaf)}"
         return f"link add {UPLINK}{mac_clause} netns {below} type veth peer name {port(link)} netns {above}"
 
-    def _switch_command(self, path: Path) -> Command:
+    def _switch_command(self, path: TreePath) -> Command:
         lines = ["link add br0 type bridge stp_state 0 mcast_snooping 0", *self._quiet("br0")]
         for interface in self._switch_interfaces(path):
             lines += self._quiet(interface)
@@ -166,14 +166,14 @@ class Wiring:
             ]
         return self._inside("ip", path, [*lines, "link set br0 up"], "make a switch")
 
-    def _forwarding_command(self, path: Path) -> Command:
+    def _forwarding_command(self, path: TreePath) -> Command:
         lines = [
             f"fdb replace {mac(leaf)} dev {self._way(path, leaf_path)} master static"
             for leaf, leaf_path in enumerate(self.tree.leaves)
         ]
         return self._inside("bridge", path, lines, "fix the forwarding table of a switch")
 
-    def _leaf_command(self, leaf: int, path: Path) -> Command:
+    def _leaf_command(self, leaf: int, path: TreePath) -> Command:
         lines = ["link set lo up"]
         if self.tree.levels:
             own, control = address(leaf), f"congctl {self.congestion_control}"
@@ -200,18 +200,18 @@ class Wiring:
         for namespace, lines in by_namespace.items():
             yield _batch(("tc", "-n", namespace), lines, purpose)
 
-    def _switch_interfaces(self, path: Path) -> list[str]:
+    def _switch_interfaces(self, path: TreePath) -> list[str]:
         ports = [port(link) for link in self.tree.links if link.path[:-1] == path]
         return [UPLINK, *ports] if path else ports
 
-    def _way(self, switch: Path, leaf: Path) -> str:
+    def _way(self, switch: TreePath, leaf: TreePath) -> str:
         below = leaf[: len(switch)] == switch
         return f"port{leaf[len(switch)]}" if below else UPLINK
 
     def _quiet(self, interface: str) -> list[str]:
         return [f"link set {interface} addrgenmode none"] if self.has_ipv6 else []
 
-    def _inside(self, program: str, path: Path, lines: Iterable[str], purpose: str) -> Command:
+    def _inside(self, program: str, path: TreePath, lines: Iterable[str], purpose: str) -> Command:
         return _batch((program, "-n", self.namespace(path)), lines, purpose)
 
 

@@ -26,7 +26,7 @@ from zeromesh import units
 from zeromesh.errors import InputError, LabError
 
 #: Where a switch or a leaf hangs in the tree: the member numbers from the outermost level down. () is the root.
-Path = tuple[int, ...]
+TreePath = tuple[int, ...]
 
 UNSHAPED = "unshaped"
 
@@ -70,7 +70,7 @@ class Link:
         rate_bytes_per_s: each direction; None: not shaped.
     """
 
-    path: Path
+    path: TreePath
     rate_bytes_per_s: float | None
 
     @property
@@ -98,7 +98,7 @@ class Place:
     rank: int
     local_rank: int
     leaf: int
-    path: Path
+    path: TreePath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +157,12 @@ class Tree:
         return self.num_leaves * self.ranks_per_leaf
 
     @property
-    def leaves(self) -> tuple[Path, ...]:
+    def leaves(self) -> tuple[TreePath, ...]:
         """The path of each leaf, in the order of their ranks."""
         return self._paths(len(self.levels))
 
     @property
-    def switches(self) -> tuple[Path, ...]:
+    def switches(self) -> tuple[TreePath, ...]:
         """The path of each switch, root first."""
         return tuple(path for depth in range(len(self.levels)) for path in self._paths(depth))
 
@@ -184,11 +184,11 @@ class Tree:
             for rank, ((leaf, path), local_rank) in enumerate(spots)
         )
 
-    def _paths(self, depth: int) -> tuple[Path, ...]:
+    def _paths(self, depth: int) -> tuple[TreePath, ...]:
         return tuple(itertools.product(*map(range, self.sizes[:depth])))
 
 
-def path_name(path: Path) -> str:
+def path_name(path: TreePath) -> str:
     """How `path` is written.
 
     >>> path_name((0, 1)), path_name(())
@@ -212,7 +212,7 @@ def parse_rate(text: str) -> float | None:
     try:
         rate = float(tc["number"]) * _TC_PREFIXES[tc["prefix"].lower()] / 8 if tc else units.parse_bytes_per_s(text)
     except InputError as error:
-        raise LabError(f"{error}; or in tc's spelling, 200mbit or 1gbit; or {UNSHAPED}") from error
+        raise LabError(f'expected a rate, such as 200mbit, 1gbit, "25 MB/s" or {UNSHAPED}, got {text!r}') from error
     return _whole_bits(rate) / 8
 
 

@@ -1,0 +1,121 @@
+"""The plan is checked by carrying frames through it: what each instruction says is all that the walker knows."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeromesh.lab import LinkLevel, Tree, Wiring
+from zeromesh.lab.plan import Bucket, address, mac
+
+SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=3)
+LINK = re.compile(r"link add (\S+)(?: address (\S+))? netns (\S+) type veth peer name (\S+) netns (\S+)")
+FORWARD = re.compile(r"fdb replace (\S+) dev (\S+) master static")
+
+
+def wiring(*sizes, rate_bytes_per_s=25e6, **options):
+    levels = [LinkLevel(size=size, rate_bytes_per_s=rate_bytes_per_s) for size in sizes]
+    return Wiring(lab="zmlab-1-0", tree=Tree(levels=levels, ranks_per_leaf=2), **options)
+
+
+def lines_of(plan, program):
+    """(namespace, line) of each batch line for `program`, in order."""
+    for command in plan.up():
+        if command.argv[0] == program:
+            namespace = command.argv[2] if command.argv[1] == "-n" else ""
+            yield from ((namespace, line) for line in command.stdin.splitlines())
+
+
+def test_three_levels_make_these_namespaces():
+    assert wiring(2, 2).namespaces == tuple(
+        f"zmlab-1-0-{end}" for end in ("root", "0", "1", "0.0", "0.1", "1.0", "1.1")
+    )
+
+
+def test_a_namespace_is_made_before_it_is_used():
+    commands = wiring(2, 2).up()
+    assert commands[0].stdin.split("\n")[0] == "netns add zmlab-1-0-root"
+    assert [command.purpose for command in commands[:2]] == ["make network namespaces", "make veth pairs"]
+
+
+@given(SIZES)
+def test_a_frame_reaches_its_leaf_over_the_links_between(sizes):
+    plan = wiring(*sizes)
+    cables, macs, forwarding = {}, {}, {}
+    for _, line in lines_of(plan, "ip"):
+        if match := LINK.fullmatch(line):
+            lower, mac_address, below, upper, above = match.groups()
+            cables[below, lower], cables[above, upper] = (above, upper), (below, lower)
+            if mac_address:
+                macs[below] = mac_address
+    for namespace, line in lines_of(plan, "bridge"):
+        target, interface = FORWARD.fullmatch(line).groups()
+        forwarding[namespace, target] = interface
+    leaves = [plan.namespace(path) for path in plan.tree.leaves]
+    assert sorted(macs) == sorted(leaves)
+    for source_path, source in zip(plan.tree.leaves, leaves, strict=True):
+        for target_path, target in zip(plan.tree.leaves, leaves, strict=True):
+            if source == target:
+                continue
+            here, num_hops = cables[source, "eth0"][0], 1
+            while here != target:
+                assert here not in leaves, "the frame went to a leaf that it was not for"
+                here, num_hops = cables[here, forwarding[here, macs[target]]][0], num_hops + 1
+            common = next(i for i, (a, b) in enumerate(zip(source_path, target_path, strict=True)) if a != b)
+            assert num_hops == 2 * (len(sizes) - common)
+
+
+@given(SIZES)
+def test_every_leaf_knows_all_the_others_and_sets_the_congestion_control(sizes):
+    plan = wiring(*sizes, congestion_control="reno")
+    num_leaves = plan.tree.num_leaves
+    for leaf, path in enumerate(plan.tree.leaves):
+        lines = [line for namespace, line in lines_of(plan, "ip") if namespace == plan.namespace(path)]
+        neighbours = {tuple(line.split()[2:5:2]) for line in lines if line.startswith("neighbour")}
+        assert neighbours == {(address(other), mac(other)) for other in range(num_leaves) if other != leaf}
+        routes = [line for line in lines if line.startswith("route")]
+        assert len(routes) == 2
+        assert all(f"src {address(leaf)} congctl reno" in line for line in routes)
+
+
+def test_addresses_are_all_different():
+    assert len({address(leaf) for leaf in range(1024)}) == len({mac(leaf) for leaf in range(1024)}) == 1024
+
+
+def test_each_link_is_shaped_at_both_ends():
+    buckets = {(bucket.namespace, bucket.interface): bucket.rate_bytes_per_s for bucket in wiring(2).buckets}
+    root, *below = wiring(2).namespaces
+    assert buckets == {(root, "port0"): 25e6, (root, "port1"): 25e6, (below[0], "eth0"): 25e6, (below[1], "eth0"): 25e6}
+
+
+@pytest.mark.parametrize(
+    ("rate_bytes_per_s", "instruction"),
+    [
+        # 1 ms of 25 MB/s is less than two of the largest packets: 128 KiB; four of them are more than 20 ms.
+        (25e6, "qdisc replace dev eth0 root tbf rate 200000000bit burst 131072 limit 524288"),
+        (500e6, "qdisc replace dev eth0 root tbf rate 4000000000bit burst 500000 limit 10000000"),
+    ],
+)
+def test_burst_and_queue_grow_with_the_rate(rate_bytes_per_s, instruction):
+    bucket = Bucket(namespace="n", interface="eth0", rate_bytes_per_s=rate_bytes_per_s)
+    assert bucket.instruction == instruction
+
+
+def test_an_unshaped_link_has_no_bucket():
+    plan = wiring(2, rate_bytes_per_s=None)
+    assert plan.buckets == ()
+    assert not list(lines_of(plan, "tc"))
+
+
+def test_one_leaf_without_links_uses_loopback():
+    plan = wiring()
+    assert [line for _, line in lines_of(plan, "ip")] == ["netns add zmlab-1-0-root", "link set lo up"]
+    assert (plan.interface, plan.leaf_address(0)) == ("lo", "127.0.0.1")
+
+
+@pytest.mark.parametrize("has_ipv6", [True, False])
+def test_ipv6_is_kept_quiet_where_the_kernel_has_it(has_ipv6):
+    quiet = [line for _, line in lines_of(wiring(2, has_ipv6=has_ipv6), "ip") if "addrgenmode none" in line]
+    # two ports and the bridge of the root, one interface in each leaf
+    assert len(quiet) == (5 if has_ipv6 else 0)
