@@ -166,11 +166,6 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.optimizer.warmup_steps > self.run.steps:
-            raise ValueError(
-                f"optimizer.warmup_steps must be at most run.steps = {self.run.steps};"
-                f" got {self.optimizer.warmup_steps}"
-            )
         if self.eval.every and not self.data.holdout:
             raise ValueError("eval.every needs held-out files: set data.holdout to a fraction above 0")
         return self

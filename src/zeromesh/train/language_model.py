@@ -37,8 +37,8 @@ def build_language_model(config: ModelConfig, vocab_size: int) -> nn.Module:
     hf_config = _hf_config(description, strict=isinstance(config.config, dict))
     try:
         model: nn.Module = AutoModelForCausalLM.from_config(hf_config)
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
-        raise ConfigError(f"model.config: transformers cannot build this model: {error}") from error
+    except Exception as error:  # the same
+        raise ConfigError(f"model.config: transformers cannot build this model: {error!r}") from error
     if config.activation_checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     return model
@@ -74,5 +74,5 @@ def _hf_config(description: dict[str, Any], *, strict: bool) -> Any:
     ids = {key: None for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in known and key not in fields}
     try:
         return AutoConfig.for_model(model_type, **fields, **ids)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"model.config: {error}") from error
+    except Exception as error:  # each version and model of transformers has its own classes for a bad value
+        raise ConfigError(f"model.config: {error.__cause__ or error}") from error

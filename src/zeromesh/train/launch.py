@@ -114,8 +114,12 @@ def _verdict(codes: dict[int, int], failures: list[Failure], ended_by_us: set[in
         return 0
     if killed:
         rank, number = min(killed)
-        hint = "; the machine may be out of memory" if number == signal.SIGKILL else ""
-        print(f"zeromesh: rank {rank} was ended by {signal.Signals(number).name}{hint}", file=sys.stderr)
+        hints = {
+            signal.SIGKILL: "; the machine may be out of memory",
+            signal.SIGTERM: "; nothing was saved, since checkpoint.every is 0",
+        }
+        name, hint = signal.Signals(number).name, hints.get(signal.Signals(number), "")
+        print(f"zeromesh: rank {rank} was ended by {name}{hint}", file=sys.stderr)
         return 1
     if failures:
         first = failures[0]
