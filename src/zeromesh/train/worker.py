@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 from zeromesh.train.config import TrainConfig
-from zeromesh.train.launch import EXIT_PREEMPTED, Failure
+from zeromesh.train.processes import EXIT_PREEMPTED, Failure
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,186 @@
+"""Local processes of a run: started together, ended together, and the first failure among them is what is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from zeromesh.errors import InputError
+
+EXIT_INPUT = 2
+EXIT_PREEMPTED = 75
+GRACE_S = 10.0
+"""What the other ranks get to end by themselves once one has: to report their own error, or to finish saving."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How a rank ended, as it wrote it down: the first one is the cause, what follows are its consequences.
+
+    Args:
+        rank: whose.
+        at_s: of the clock that all processes of a machine share.
+        is_input: whether the user's input was wrong.
+        message: one line, without a traceback.
+        traceback: where it happened.
+    """
+
+    rank: int
+    at_s: float
+    is_input: bool
+    message: str
+    traceback: str
+
+    @classmethod
+    def now(cls, rank: int, error: BaseException, traceback: str) -> Self:
+        is_input = isinstance(error, InputError)
+        message = str(error) if is_input else f"{type(error).__name__}: {error}"
+        return cls(rank=rank, at_s=time.monotonic(), is_input=is_input, message=message, traceback=traceback)
+
+    def write(self, directory: Path) -> None:
+        (directory / f"failure-{self.rank}.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read_all(cls, directory: Path) -> list[Self]:
+        """Every failure in a directory, earliest first."""
+        found = [cls(**json.loads(path.read_text())) for path in directory.glob("failure-*.json")]
+        return sorted(found, key=lambda failure: failure.at_s)
+
+
+def verdict(codes: dict[int, int], failures: Sequence[Failure], ended_by_us: set[int]) -> int:
+    """The run's exit code, after saying why on stderr where it is 1.
+
+    Args:
+        codes: of each rank's process, negative for the signal that ended it.
+        failures: earliest first.
+        ended_by_us: ranks that only ended because others had.
+
+    Raises:
+        InputError: the first failure was one.
+    """
+    killed = [(rank, -code) for rank, code in codes.items() if code < 0 and rank not in ended_by_us]
+    if killed:
+        print(f"zeromesh: {_killed(*min(killed))}", file=sys.stderr)
+        return 1
+    if failures:
+        first = failures[0]
+        if first.is_input:
+            raise InputError(first.message)
+        print(f"{first.traceback.rstrip()}\nzeromesh: rank {first.rank} failed: {first.message}", file=sys.stderr)
+        return 1
+    ended = set(codes.values())
+    if ended - {0, EXIT_PREEMPTED}:
+        print(f"zeromesh: ranks ended with {codes} and left no reason", file=sys.stderr)
+        return 1
+    return max(ended)
+
+
+def _killed(rank: int, number: int) -> str:
+    hints = {
+        signal.SIGKILL: "; the machine may be out of memory",
+        signal.SIGTERM: "; nothing was saved, since checkpoint.every is 0",
+    }
+    name = signal.Signals(number)
+    return f"rank {rank} was ended by {name.name}{hints.get(name, '')}"
+
+
+class LocalProcesses:
+    """The ranks of a run on this machine; leaving the context ends those that still run.
+
+    Args:
+        command: of every rank; its environment names the rank as torchrun's does.
+        world: number of ranks.
+        grace_s: what the others get once one has ended with another code than 0.
+    """
+
+    def __init__(self, command: Sequence[str], world: int, *, grace_s: float = GRACE_S) -> None:
+        self.ended_by_us: set[int] = set()
+        self._grace_s = grace_s
+        self._ended: queue.Queue[tuple[int, int]] = queue.Queue()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        for rank in range(world):
+            environment = os.environ | _environment(rank, world)
+            # Nobody writes to the pipe: its end tells a rank that this process is gone.
+            self._processes[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+            threading.Thread(target=self._await_end, args=(rank,), daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the ranks that still run."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def wait(self) -> dict[int, int]:
+        """Exit codes by rank, once all have ended. After the first that is not 0 the others have `grace_s`."""
+        codes: dict[int, int] = {}
+        deadline: float | None = None
+        while len(codes) < len(self._processes):
+            try:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                rank, code = self._ended.get(timeout=left)
+            except queue.Empty:
+                self._end()
+                deadline = None
+                continue
+            codes[rank] = code
+            failed = code not in (0, EXIT_PREEMPTED)  # a preempted run ends when all have saved
+            if failed and deadline is None and not self.ended_by_us:
+                deadline = time.monotonic() + self._grace_s
+        return codes
+
+    def _await_end(self, rank: int) -> None:
+        self._ended.put((rank, self._processes[rank].wait()))
+
+    def _end(self) -> None:
+        running = {rank: process for rank, process in self._processes.items() if process.poll() is None}
+        self.ended_by_us |= set(running)
+        for process in running.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+            if process.stdin:
+                process.stdin.close()
+
+
+def _environment(rank: int, world: int) -> dict[str, str]:
+    names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    environment = {name: str(value) for name, value in names.items()}
+    if sys.platform == "linux":
+        # On one machine the loopback device is there, whatever the host's name resolves to.
+        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+@contextmanager
+def forward_sigterm(processes: LocalProcesses) -> Iterator[None]:
+    """SIGTERM goes to the ranks, which may save first. Ctrl-C raises KeyboardInterrupt here, and leaving ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def forward(number: int, _: FrameType | None) -> None:
+        processes.signal(number)
+
+    before: Any = signal.signal(signal.SIGTERM, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
