@@ -11,21 +11,19 @@ from typing import Self
 
 from zeromesh.errors import InputError, LabError
 from zeromesh.lab import counters as link_counters
+from zeromesh.lab.check import check_kernel
 from zeromesh.lab.counters import LinkBytes
 from zeromesh.lab.environment import environment
 from zeromesh.lab.job import Launch, OnLine, RankResult, raise_failed, run_ranks
-from zeromesh.lab.plan import TAKEN_RATES, Bucket, Command, Wiring
+from zeromesh.lab.plan import Wiring
 from zeromesh.lab.registry import PREFIX, Registry
 from zeromesh.lab.shell import check_host, execute, execute_json
-from zeromesh.lab.tree import Place, Tree, format_rate
+from zeromesh.lab.tree import Place, Tree
 
 #: One command for all ranks, or a function from a rank's place to its command.
 RankCommand = Sequence[str] | Callable[[Place], Sequence[str]]
 
 DEFAULT_PORT = 29500
-
-# The kernel keeps a rate in bytes per second and a burst in ticks of 64 ns; further off, it could not represent it.
-_RATE_TOLERANCE = 0.01
 
 _numbers = itertools.count()
 
@@ -95,7 +93,7 @@ class Lab:
         try:
             for command in self.wiring.up():
                 execute(command)
-            _check_buckets(self.wiring)
+            check_kernel(self.wiring)
         except BaseException:
             self.down()
             raise
@@ -185,7 +183,7 @@ def unavailable_reason() -> str | None:
         try:
             for command in wiring.up():
                 execute(command)
-            _check_buckets(wiring)
+            check_kernel(wiring)
         finally:
             registry.remove(wiring.lab)
     except LabError as error:
@@ -202,31 +200,3 @@ def _refuse_leftovers(registry: Registry) -> None:
     if leftovers := registry.leftovers():
         shown = "; ".join(map(str, leftovers))
         raise LabError(f"a killed run left {shown} behind: remove it with: zeromesh lab down")
-
-
-def _check_buckets(wiring: Wiring) -> None:
-    """The kernel rounds a rate or a burst that it cannot represent without a word, so read back what it took.
-
-    Raises:
-        LabError: a bucket is missing or other than asked for.
-    """
-    buckets: dict[str, list[Bucket]] = {}
-    for bucket in wiring.buckets:
-        buckets.setdefault(bucket.namespace, []).append(bucket)
-    for namespace, wanted in buckets.items():
-        command = Command(argv=("tc", "-n", namespace, "-j", "qdisc", "show"), purpose="read back the shaping")
-        taken = {row["dev"]: row for row in execute_json(command) if row["kind"] == "tbf"}
-        for bucket in wanted:
-            _check_bucket(bucket, taken.get(bucket.interface, {}).get("options", {}))
-
-
-def _check_bucket(bucket: Bucket, taken: Mapping[str, int]) -> None:
-    rate, burst = taken.get("rate", 0), taken.get("burst", 0)
-    rate_off = abs(rate - bucket.rate_bytes_per_s) > _RATE_TOLERANCE * bucket.rate_bytes_per_s
-    burst_off = abs(burst - bucket.burst_bytes) > _RATE_TOLERANCE * bucket.burst_bytes
-    if rate_off or burst_off:
-        raise LabError(
-            f"the kernel refuses the rate {format_rate(bucket.rate_bytes_per_s)}: asked to let bursts of "
-            f"{bucket.burst_bytes} bytes pass, it set {rate * 8} bit/s and bursts of {burst} bytes; "
-            f"it takes {TAKEN_RATES}"
-        )

@@ -27,6 +27,11 @@ from dataclasses import dataclass
 
 from zeromesh.lab.tree import Link, Tree, TreePath, format_rate, path_name
 
+# The kernel takes an interface whose number equals its peer's for a physical one, and may then let a second pass before
+# it uses a link that has come up. So the numbers differ.
+_UPLINK_INDEX = 1000
+_PORT_INDEX = 2000
+
 #: The interface at the lower end of every link, in leaves and switches alike.
 UPLINK = "eth0"
 
@@ -129,6 +134,11 @@ class Wiring:
         """The IPv4 address of a leaf; loopback where there is one leaf and no link."""
         return address(leaf) if self.tree.levels else "127.0.0.1"
 
+    def switch_interfaces(self, path: TreePath) -> list[str]:
+        """The interfaces that the bridge of a switch joins."""
+        ports = [port(link) for link in self.tree.links if link.path[:-1] == path]
+        return [UPLINK, *ports] if path else ports
+
     def up(self) -> tuple[Command, ...]:
         """What makes the lab, in order."""
         namespaces = [f"netns add {name}" for name in self.namespaces]
@@ -153,11 +163,13 @@ class Wiring:
     def _link_line(self, link: Link, leaf: int | None) -> str:
         below, above = self.namespace(link.path), self.namespace(link.path[:-1])
         mac_clause = "" if leaf is None else f" address {mac(leaf)}"
-        return f"link add {UPLINK}{mac_clause} netns {below} type veth peer name {port(link)} netns {above}"
+        lower = f"{UPLINK} index {_UPLINK_INDEX}{mac_clause} netns {below}"
+        upper = f"{port(link)} index {_PORT_INDEX + link.path[-1]} netns {above}"
+        return f"link add {lower} type veth peer name {upper}"
 
     def _switch_command(self, path: TreePath) -> Command:
         lines = ["link add br0 type bridge stp_state 0 mcast_snooping 0", *self._quiet("br0")]
-        for interface in self._switch_interfaces(path):
+        for interface in self.switch_interfaces(path):
             lines += self._quiet(interface)
             lines += [
                 f"link set {interface} master br0",
@@ -199,10 +211,6 @@ class Wiring:
             by_namespace.setdefault(bucket.namespace, []).append(bucket.instruction)
         for namespace, lines in by_namespace.items():
             yield _batch(("tc", "-n", namespace), lines, purpose)
-
-    def _switch_interfaces(self, path: TreePath) -> list[str]:
-        ports = [port(link) for link in self.tree.links if link.path[:-1] == path]
-        return [UPLINK, *ports] if path else ports
 
     def _way(self, switch: TreePath, leaf: TreePath) -> str:
         below = leaf[: len(switch)] == switch

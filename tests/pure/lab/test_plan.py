@@ -10,12 +10,14 @@ from zeromesh.lab import LinkLevel, Tree, Wiring
 from zeromesh.lab.plan import Bucket, address, mac
 
 SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=3)
-LINK = re.compile(r"link add (\S+)(?: address (\S+))? netns (\S+) type veth peer name (\S+) netns (\S+)")
+LINK = re.compile(
+    r"link add (\S+) index (\d+)(?: address (\S+))? netns (\S+) type veth peer name (\S+) index (\d+) netns (\S+)"
+)
 FORWARD = re.compile(r"fdb replace (\S+) dev (\S+) master static")
 
 
 def wiring(*sizes, rate_bytes_per_s=25e6, **options):
-    levels = [LinkLevel(size=size, rate_bytes_per_s=rate_bytes_per_s) for size in sizes]
+    levels = tuple(LinkLevel(size=size, rate_bytes_per_s=rate_bytes_per_s) for size in sizes)
     return Wiring(lab="zmlab-1-0", tree=Tree(levels=levels, ranks_per_leaf=2), **options)
 
 
@@ -45,13 +47,15 @@ def test_a_frame_reaches_its_leaf_over_the_links_between(sizes):
     cables, macs, forwarding = {}, {}, {}
     for _, line in lines_of(plan, "ip"):
         if match := LINK.fullmatch(line):
-            lower, mac_address, below, upper, above = match.groups()
+            lower, lower_index, mac_address, below, upper, upper_index, above = match.groups()
+            assert lower_index != upper_index
             cables[below, lower], cables[above, upper] = (above, upper), (below, lower)
             if mac_address:
                 macs[below] = mac_address
     for namespace, line in lines_of(plan, "bridge"):
-        target, interface = FORWARD.fullmatch(line).groups()
-        forwarding[namespace, target] = interface
+        match = FORWARD.fullmatch(line)
+        assert match, line
+        forwarding[namespace, match[1]] = match[2]
     leaves = [plan.namespace(path) for path in plan.tree.leaves]
     assert sorted(macs) == sorted(leaves)
     for source_path, source in zip(plan.tree.leaves, leaves, strict=True):

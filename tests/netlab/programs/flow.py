@@ -1,0 +1,69 @@
+"""One end of a flow of bytes. Prints, as the receiver of a stream, the bytes and seconds after its first quarter.
+
+flow.py tcp|udp receive ADDRESS NUM_BYTES FIFO      listens, then lets the sender go through FIFO
+flow.py tcp|udp send    ADDRESS NUM_BYTES FIFO      waits on FIFO, then sends to ADDRESS
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from pathlib import Path
+
+PORT = 5000
+DATAGRAM = bytes(1000)
+TIMEOUT_S = 20.0
+
+
+def receive_stream(address: str, num_bytes: int, fifo: Path) -> None:
+    with socket.create_server((address, PORT)) as server:
+        server.settimeout(TIMEOUT_S)
+        fifo.write_text("listening\n")
+        stream, _ = server.accept()
+    buffer = bytearray(1 << 18)
+    received = marked = 0
+    mark_s = end_s = time.monotonic()
+    with stream:
+        stream.settimeout(TIMEOUT_S)
+        while num := stream.recv_into(buffer):
+            received += num
+            end_s = time.monotonic()
+            # What the bucket had saved up, and TCP's search for the rate, are in the first quarter.
+            if not marked and received >= num_bytes // 4:
+                marked, mark_s = received, end_s
+    print(received - marked, end_s - mark_s)
+
+
+def send_stream(address: str, num_bytes: int) -> None:
+    with socket.create_connection((address, PORT), timeout=TIMEOUT_S) as stream:
+        stream.sendall(bytes(num_bytes))
+
+
+def receive_datagrams(address: str, num_bytes: int, fifo: Path) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        datagrams.bind((address, PORT))
+        datagrams.settimeout(TIMEOUT_S)
+        fifo.write_text("listening\n")
+        received = 0
+        while received < num_bytes:
+            received += len(datagrams.recv(2048))
+    print(received)
+
+
+def send_datagrams(address: str, num_bytes: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        for _ in range(num_bytes // len(DATAGRAM)):
+            datagrams.sendto(DATAGRAM, (address, PORT))
+
+
+def main() -> None:
+    kind, role, address, num_bytes, fifo = sys.argv[1:]
+    if role == "receive":
+        (receive_stream if kind == "tcp" else receive_datagrams)(address, int(num_bytes), Path(fifo))
+    else:
+        Path(fifo).read_text()
+        (send_stream if kind == "tcp" else send_datagrams)(address, int(num_bytes))
+
+
+main()
