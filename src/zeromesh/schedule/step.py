@@ -32,11 +32,18 @@ def run_step(
         compute: called between the points around a unit's forward, recomputation or backward.
         recompute: whether block units repeat their forward in the backward, each by itself.
     """
-    inner = [unit for unit in interpreter.schedule.order if unit != ROOT]
     for micro in range(micro_batches):
-        interpreter.last = micro == micro_batches - 1
-        _forward(interpreter, inner, compute)
-        _backward(interpreter, inner, compute, recompute)
+        run_micro_batch(interpreter, last=micro == micro_batches - 1, compute=compute, recompute=recompute)
+
+
+def run_micro_batch(
+    interpreter: Interpreter[T], *, last: bool, compute: Callable[[Phase, int], None], recompute: bool
+) -> None:
+    """One forward and backward of `run_step`, for whoever need not run all of them."""
+    inner = [unit for unit in interpreter.schedule.order if unit != ROOT]
+    interpreter.last = last
+    _forward(interpreter, inner, compute)
+    _backward(interpreter, inner, compute, recompute)
 
 
 def _forward(interpreter: Interpreter[T], inner: list[int], compute: Callable[[Phase, int], None]) -> None:

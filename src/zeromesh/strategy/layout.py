@@ -13,7 +13,7 @@ inside the other two, and each one-axis collective works on one contiguous regio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
 
@@ -51,11 +51,25 @@ class Layout:
         strategy: in normal form.
         mesh: (name, size) of each mesh axis, innermost first.
         axes: the strategy's axes with sizes, innermost first.
+        significant: sharded axes, most significant first: [Note: Significance].
+        param_axes: of those, the ones that shard parameters.
+        grad_axes: of those, the ones that shard gradients between micro-batches.
     """
 
     strategy: Strategy
     mesh: tuple[tuple[str, int], ...]
     axes: tuple[Axis, ...]
+    # Asked for by every buffer of every unit: sorting anew each time was half of a simulation.
+    significant: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
+    param_axes: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
+    grad_axes: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        sharded = [axis for axis in self.axes if axis.stage.shards_states]
+        order = tuple(sorted(sharded, key=lambda axis: axis.stage.significance))
+        object.__setattr__(self, "significant", order)
+        object.__setattr__(self, "param_axes", tuple(axis for axis in order if axis.stage.shards_params))
+        object.__setattr__(self, "grad_axes", tuple(axis for axis in order if axis.stage.shards_grads))
 
     @classmethod
     def of(cls, strategy: Strategy | str, mesh: Sequence[tuple[str, int]]) -> Layout:
@@ -75,22 +89,6 @@ class Layout:
     @property
     def world(self) -> int:
         return prod(size for _, size in self.mesh)
-
-    @property
-    def significant(self) -> tuple[Axis, ...]:
-        """Sharded axes, most significant first: [Note: Significance]."""
-        sharded = (axis for axis in self.axes if axis.stage.shards_states)
-        return tuple(sorted(sharded, key=lambda axis: axis.stage.significance))
-
-    @property
-    def param_axes(self) -> tuple[Axis, ...]:
-        """Axes that shard parameters, most significant first."""
-        return tuple(axis for axis in self.significant if axis.stage.shards_params)
-
-    @property
-    def grad_axes(self) -> tuple[Axis, ...]:
-        """Axes that shard gradients between micro-batches, most significant first."""
-        return tuple(axis for axis in self.significant if axis.stage.shards_grads)
 
     @property
     def kept_axes(self) -> tuple[Axis, ...]:

@@ -1,0 +1,111 @@
+"""What happened in a step, and when: written by the simulator on its virtual clock and by the engine on real devices.
+
+Both write the same events, so "predicted against measured" is a comparison of two traces. `Trace.to_chrome` is what
+Perfetto and chrome://tracing open.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["compute", "communicate", "wait"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One interval on one resource.
+
+    Args:
+        name: what was done: "forward", "backward", "recompute", "optimizer", or the collective's name.
+        kind: compute, communicate, or wait (the device stands still for a communication).
+        resource: row of the timeline: "compute", or "<lane>/<axis>" for communication.
+        start_s, end_s: since the step began.
+        unit: name of the unit, "" for the root; None where an event belongs to no unit.
+        micro_batch: index in the step, -1 outside micro-batches.
+        axis: over which the communication ran.
+        sent_bytes: by one rank.
+    """
+
+    name: str
+    kind: Kind
+    resource: str
+    start_s: float
+    end_s: float
+    unit: str | None = None
+    micro_batch: int = -1
+    axis: str | None = None
+    sent_bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The events of one step of one rank.
+
+    Args:
+        label: whose step: strategy, engine, machine.
+        events: in the order in which they were recorded.
+        memory: (seconds, bytes in use), at every change, in order.
+    """
+
+    label: str
+    events: tuple[Event, ...]
+    memory: tuple[tuple[float, float], ...] = field(default=())
+
+    @property
+    def step_s(self) -> float:
+        """End of the last event."""
+        return max((event.end_s for event in self.events), default=0.0)
+
+    def seconds(self, **fields: Any) -> float:
+        """Summed seconds of the events whose fields have the given values.
+
+        >>> Trace(label="", events=()).seconds(kind="wait", axis="node")
+        0.0
+        """
+        return sum(event.seconds for event in self._where(fields))
+
+    def sent_bytes(self, **fields: Any) -> float:
+        """Summed bytes of the communications whose fields have the given values."""
+        return sum(event.sent_bytes for event in self._where(fields | {"kind": "communicate"}))
+
+    def _where(self, fields: dict[str, Any]) -> Iterable[Event]:
+        return (event for event in self.events if all(getattr(event, k) == v for k, v in fields.items()))
+
+    def to_chrome(self) -> dict[str, Any]:
+        """The trace in the Trace Event Format: one process, one thread per resource, a counter for memory."""
+        rows = {name: i for i, name in enumerate(dict.fromkeys(e.resource for e in self.events))}
+        names = [_metadata("process_name", 0, self.label)] + [_metadata("thread_name", i, n) for n, i in rows.items()]
+        counters = [
+            {"name": "memory", "ph": "C", "pid": 0, "ts": at * 1e6, "args": {"bytes": size}} for at, size in self.memory
+        ]
+        slices = [_slice(event, rows[event.resource]) for event in self.events]
+        return {"traceEvents": [*names, *slices, *counters], "displayTimeUnit": "ms"}
+
+    def to_json(self) -> str:
+        """`to_chrome` as text."""
+        return json.dumps(self.to_chrome())
+
+
+def _metadata(name: str, thread: int, value: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": 0, "tid": thread, "args": {"name": value}}
+
+
+def _slice(event: Event, thread: int) -> dict[str, Any]:
+    details = {"unit": event.unit, "micro_batch": event.micro_batch, "axis": event.axis, "bytes": event.sent_bytes}
+    return {
+        "name": event.name if event.unit is None else f"{event.name} {event.unit or 'root'}",
+        "cat": event.kind,
+        "ph": "X",
+        "pid": 0,
+        "tid": thread,
+        "ts": event.start_s * 1e6,
+        "dur": event.seconds * 1e6,
+        "args": {key: value for key, value in details.items() if value is not None},
+    }
