@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from types import FrameType
@@ -15,17 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeromesh.engine import accumulate, clip_grad_norm_, shard
+from zeromesh.engine.api import accumulate, clip_grad_norm_, shard
 from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
 from zeromesh.train.config import OptimizerConfig, TrainConfig
 from zeromesh.train.corpus import Corpus, Sequences, load_corpus
 from zeromesh.train.language_model import build_language_model
 from zeromesh.train.learning_rate import learning_rate
 from zeromesh.train.metrics import MetricsFile, StepMetrics
+from zeromesh.train.observed import WireCounter, compare_memory, compare_traffic
 from zeromesh.train.progress import show_progress
 from zeromesh.train.ranks import Ranks
 from zeromesh.train.sampler import Sampler
-from zeromesh.train.summary import print_header, print_summary
+from zeromesh.train.summary import gather_rows, header, table
 
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,10 +63,7 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     optimizer = make_optimizer(model, config.optimizer)
     trainer = Trainer(config, ranks, corpus, model, optimizer)
     checkpointer = make_checkpointer(config, ranks, model, optimizer)
-    finished = trainer.run(checkpointer)
-    if finished:
-        print_summary(model, quiet=ranks.rank != 0)
-    return finished
+    return trainer.run(checkpointer)
 
 
 def _sharded_model(config: TrainConfig, ranks: Ranks, vocab_size: int) -> nn.Module:
@@ -114,14 +112,16 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.sampler = self._deal(corpus.training, config.batch.global_sequences, config.run.seed)
+        self.wire = WireCounter(model)
         self._stop_asked = False
 
     def run(self, checkpointer: Checkpointer | None) -> bool:
         """All steps that are left; False where a signal ended the run after saving."""
         done = checkpointer.resume() if checkpointer else 0
         quiet = self.ranks.rank != 0
-        print_header(self.config, self.corpus, self.model, self.sampler, done, quiet=quiet)
         steps = self.config.run.steps
+        if not quiet:
+            print(header(self.config, self.corpus, self.model, self.sampler, done), flush=True)
         with (
             self._notice_sigterm(enabled=checkpointer is not None),
             _metrics_file(self.config, done, quiet=quiet) as metrics_file,
@@ -140,6 +140,8 @@ class Trainer:
                     checkpointer.step_done(step + 1)
         if checkpointer:
             checkpointer.close()
+        if done < steps:
+            self._print_comparison(quiet=quiet)
         return True
 
     def step(self, step: int) -> StepOutcome:
@@ -172,10 +174,12 @@ class Trainer:
         return loss_total / token_total
 
     def _timed_step(self, step: int) -> tuple[StepMetrics, bool]:
-        start = perf_counter()
-        outcome = self.step(step)
-        step_s = perf_counter() - start
         every, done = self.config.eval.every, step + 1
+        start = perf_counter()
+        # The last step is counted alone: in steady state, and without evaluations.
+        with self.wire.step() if done == self.config.run.steps else nullcontext():
+            outcome = self.step(step)
+        step_s = perf_counter() - start
         evaluated = every > 0 and (done % every == 0 or done == self.config.run.steps)
         metrics = StepMetrics(
             step=done,
@@ -188,6 +192,14 @@ class Trainer:
             eval_loss=self.evaluate() if evaluated else None,
         )
         return metrics, outcome.stop
+
+    def _print_comparison(self, *, quiet: bool) -> None:
+        recompute = self.config.model.activation_checkpointing
+        micro_batches = self.sampler.micro_batches
+        memory = gather_rows(compare_memory(self.model, self.optimizer))
+        traffic = gather_rows(compare_traffic(self.model, self.wire, micro_batches=micro_batches, recompute=recompute))
+        if not quiet:
+            print(f"\n{table(memory, traffic)}", flush=True)
 
     def _forward_backward(self, step: int) -> tuple[Tensor, int]:
         """Gradient of the mean over the global batch's tokens; this rank's sum of losses, and its tokens."""

@@ -1,6 +1,71 @@
-def print_header(*a, **k):
-    pass
+"""What rank 0 prints before and after a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from zeromesh.train.config import TrainConfig
+from zeromesh.train.corpus import Corpus
+from zeromesh.train.observed import Compared
+from zeromesh.train.sampler import Sampler
 
 
-def print_summary(*a, **k):
-    pass
+def header(config: TrainConfig, corpus: Corpus, model: nn.Module, sampler: Sampler, steps_done: int) -> str:
+    """Model, layout, data and batch of a run, in a few lines."""
+    parameters = sum(parameter.shape.numel() for parameter in model.parameters())
+    mesh = " x ".join(f"{name}={size}" for name, size in config.mesh.items())
+    tokens = config.batch.global_sequences * config.data.seq_len
+    lines = [
+        f"{type(model).__name__}, {parameters:,} parameters; mesh {mesh}, strategy {config.layout().strategy}",
+        f"{corpus.num_files} files, {corpus.training.tokens.numel():,} tokens; vocabulary {corpus.vocab_size:,}",
+        f"{tokens:,} tokens a step: {sampler.micro_batches} micro-batches of up to {config.batch.micro} sequences"
+        f" of {config.data.seq_len} on each of {config.world} ranks",
+    ]
+    if steps_done:
+        lines.append(f"resumed after step {steps_done}")
+    return "\n".join(lines)
+
+
+def gather_rows(rows: Sequence[Compared]) -> list[list[Compared]]:
+    """Each row as every rank has it; collective."""
+    everyone: list[list[Compared]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, list(rows))
+    return [list(row) for row in zip(*everyone, strict=True)]
+
+
+def table(memory: Sequence[Sequence[Compared]], traffic: Sequence[Sequence[Compared]]) -> str:
+    """Predicted against measured, in bytes; where devices differ, the largest.
+
+    Args:
+        memory, traffic: by row, by rank.
+    """
+    devices = len(memory[0])
+    total = [
+        Compared(
+            name="total",
+            predicted=sum(row[rank].predicted for row in memory),
+            measured=sum(row[rank].measured for row in memory),
+        )
+        for rank in range(devices)
+    ]
+    same = all(row.predicted == row.measured for ranks in (*memory, *traffic) for row in ranks)
+    verdict = "predicted and measured agree" if same else "predicted and measured differ"
+    lines = [
+        *_section("bytes of one device", "predicted", "allocated", [*memory, total]),
+        "",
+        *_section("bytes one device sends a step, by axis", "predicted", "counted", traffic),
+        "",
+        f"{verdict} on all {devices} devices" if same else f"{verdict}; the largest of {devices} devices is shown",
+    ]
+    return "\n".join(lines)
+
+
+def _section(title: str, left: str, right: str, rows: Sequence[Sequence[Compared]]) -> list[str]:
+    lines = [f"{title:<40} {left:>14} {right:>14}", f"{'-' * 40} {'-' * 14} {'-' * 14}"]
+    for ranks in rows:
+        predicted, measured = max(row.predicted for row in ranks), max(row.measured for row in ranks)
+        lines.append(f"{ranks[0].name:<40} {predicted:>14,} {measured:>14,}")
+    return lines
