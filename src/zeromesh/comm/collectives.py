@@ -1,0 +1,205 @@
+"""Collectives over one axis: blocking, in place, without allocating.
+
+They are called from a lane's job. Regions are flat and contiguous: n equal chunks, chunk i belonging to the rank with
+index i on the axis::
+
+    all_gather       every rank: [. b . .]  ->  [a b c d]
+    reduce_scatter   every rank: [a b c d]  ->  out = b0 + b1 + b2 + b3      (on the rank with index 1)
+    all_reduce       every rank: t          ->  t0 + t1 + t2 + t3
+
+Sums are taken in fp32 (fp64 for fp64) in the order of the ranks' indices whatever order messages arrive in, so a
+result depends on neither timing nor receiver, and replicas are equal to the bit. One rank sends (n-1)/n of the region
+in a gather or a reduce-scatter and twice that in an all-reduce.
+
+On gloo all of them are sends and receives: [Note: Gloo]. Elsewhere they are the backend's all-gather and all-to-all,
+and torch's kernels for the sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zeromesh.comm.groups import AxisGroup, Channel
+from zeromesh.comm.host import hosted
+from zeromesh.comm.summing import SumScratch, Target, parts, sum_dtype
+from zeromesh.comm.transport import PIECE_BYTES, Exchange, bytes_of, native_all_gather, send_all, swap
+from zeromesh.errors import InternalError
+
+WINDOW = 2
+"""Pieces in flight from each peer: one on the wire while the one before is target."""
+
+GLOO_WORKSPACE_BYTES = 4 << 20
+DEVICE_WORKSPACE_BYTES = 64 << 20
+"""A 32 MiB message already runs at a NIC's rate; more would not be faster."""
+
+
+def workspace_bytes(group: AxisGroup) -> int:
+    """Bytes of workspace that `reduce_scatter` and `all_reduce` over `group` need; all ranks must pass as much."""
+    return GLOO_WORKSPACE_BYTES if group.backend == "gloo" else DEVICE_WORKSPACE_BYTES
+
+
+@hosted
+def all_gather(region: Tensor, group: AxisGroup) -> None:
+    """Fills `region` with every rank's chunk.
+
+    Args:
+        region: of n equal chunks; this rank's is filled.
+
+    Raises:
+        CommunicationError: a peer died or stalled, or issued something else.
+    """
+    chunks = even_chunks(region, group.size)
+    _all_gather(region, chunks, group, group.gather, "all_gather")
+
+
+@hosted
+def reduce_scatter(
+    region: Tensor,
+    out: Tensor,
+    group: AxisGroup,
+    *,
+    workspace: Tensor,
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> None:
+    """Sums this rank's chunk of every rank's `region`, times `scale`, into `out`.
+
+    Args:
+        region: of n equal chunks, in the dtype of the wire.
+        out: as long as one chunk, in any floating dtype; may be this rank's chunk of `region`.
+        workspace: `workspace_bytes(group)` bytes.
+        scale: factor of the sum.
+        accumulate: add to `out`, with one rounding to its dtype, instead of overwriting it.
+
+    Raises:
+        CommunicationError: a peer died or stalled, or issued something else.
+    """
+    chunks = even_chunks(region, group.size)
+    target = Target(out=out, scale=scale, accumulate=accumulate)
+    _reduce_scatter(chunks, target, group, workspace, "reduce_scatter")
+
+
+@hosted
+def all_reduce(tensor: Tensor, group: AxisGroup, *, workspace: Tensor, scale: float = 1.0) -> None:
+    """Replaces `tensor` by its sum over the group times `scale`, the same bits on every rank.
+
+    Args:
+        tensor: flat, contiguous, of any length.
+        workspace: `workspace_bytes(group)` bytes.
+        scale: factor of the sum.
+
+    Raises:
+        CommunicationError: a peer died or stalled, or issued something else.
+    """
+    chunks = uneven_chunks(tensor, group.size)
+    if group.backend != "gloo" and tensor.dtype == sum_dtype(tensor.dtype):
+        _native_all_reduce(tensor, group, scale)
+        return
+    target = Target(out=chunks[group.rank], scale=scale, accumulate=False)
+    _reduce_scatter(chunks, target, group, workspace, "all_reduce")
+    _all_gather(tensor, chunks, group, group.reduce, "all_reduce")
+
+
+def even_chunks(region: Tensor, count: int) -> Sequence[Tensor]:
+    """The chunks of a region.
+
+    Raises:
+        InternalError: not a flat contiguous tensor of `count` equal chunks.
+    """
+    if region.dim() != 1 or not region.is_contiguous() or region.numel() % count:
+        raise InternalError(
+            f"a region must be flat, contiguous and of {count} equal chunks; got shape {tuple(region.shape)}, "
+            f"strides {region.stride()}"
+        )
+    return _chunks(region, count, region.numel() // count)
+
+
+def uneven_chunks(tensor: Tensor, count: int) -> Sequence[Tensor]:
+    """Chunks of which the last ones may be shorter, or empty."""
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise InternalError(f"all_reduce needs a flat contiguous tensor; got shape {tuple(tensor.shape)}")
+    return _chunks(tensor, count, -(-tensor.numel() // count))
+
+
+def _chunks(tensor: Tensor, count: int, length: int) -> Sequence[Tensor]:
+    return [tensor[index * length : (index + 1) * length] for index in range(count)]
+
+
+def _all_gather(region: Tensor, chunks: Sequence[Tensor], group: AxisGroup, channel: Channel, operation: str) -> None:
+    exchange = Exchange(group, channel, operation, region.numel(), region.element_size())
+    own = chunks[group.rank]
+    if group.backend == "gloo":
+        swap(exchange, [own] * group.size, chunks, PIECE_BYTES)
+    else:
+        sent = (group.size - 1) * bytes_of(own)
+        exchange.native(lambda: native_all_gather(region, chunks, own, channel.process_group), sent)
+    exchange.finish()
+
+
+def _native_all_reduce(tensor: Tensor, group: AxisGroup, scale: float) -> None:
+    exchange = Exchange(group, group.reduce, "all_reduce", tensor.numel(), tensor.element_size())
+    sent = 2 * (group.size - 1) * bytes_of(tensor) // group.size
+    exchange.native(lambda: dist.all_reduce(tensor, group=group.reduce.process_group), sent)
+    exchange.finish()
+    if scale != 1:
+        tensor.mul_(scale)
+
+
+def _reduce_scatter(
+    chunks: Sequence[Tensor], target: Target, group: AxisGroup, workspace: Tensor, operation: str
+) -> None:
+    own = chunks[group.rank]
+    wide = sum_dtype(own.dtype, target.out.dtype)
+    scratch = SumScratch.cut(workspace, own.dtype, wide, terms=WINDOW * group.size)
+    exchange = Exchange(group, group.reduce, operation, *(chunk.numel() for chunk in chunks), scratch.numel)
+    arrivals = _arrivals_gloo if group.backend == "gloo" else _arrivals_native
+    for part, terms in arrivals(exchange, chunks, scratch):
+        target.add_up(terms, part, scratch)
+    exchange.finish()
+
+
+Arrivals = Iterator[tuple[slice, Sequence[Tensor]]]
+
+
+def _arrivals_gloo(exchange: Exchange, chunks: Sequence[Tensor], scratch: SumScratch) -> Arrivals:
+    """Every part of the own chunk with its terms from all ranks, in the order of the ranks."""
+    rank, size = exchange.group.rank, exchange.group.size
+    own = chunks[rank]
+    todo = deque(enumerate(parts(own.numel(), scratch.numel)))
+    posted: deque[tuple[slice, list[Tensor], list[Callable[[], None]]]] = deque()
+
+    def post() -> None:
+        if not todo:
+            return
+        index, part = todo.popleft()
+        slots = scratch.terms[index % WINDOW * size :][:size]
+        terms = [own[part] if peer == rank else slots[peer][: part.stop - part.start] for peer in range(size)]
+        waits = [exchange.post_recv(terms[peer], peer) for peer in reversed(exchange.peers)]
+        posted.append((part, terms, waits))
+
+    for _ in range(WINDOW):
+        post()
+    send_all(exchange, chunks, scratch.numel)
+    while posted:
+        part, terms, waits = posted.popleft()
+        for wait in waits:
+            wait()
+        yield part, terms
+        post()  # into the slots whose terms have been target by now
+
+
+def _arrivals_native(exchange: Exchange, chunks: Sequence[Tensor], scratch: SumScratch) -> Arrivals:
+    rank = exchange.group.rank
+    longest = max(chunk.numel() for chunk in chunks)
+    for part in parts(longest, scratch.numel):
+        outgoing = [chunk[part] for chunk in chunks]
+        terms = [slot[: outgoing[rank].numel()] for slot in scratch.terms[: len(chunks)]]
+        sent = sum(bytes_of(piece) for peer, piece in enumerate(outgoing) if peer != rank)
+        exchange.native(functools.partial(dist.all_to_all, terms, outgoing, group=exchange.process_group), sent)
+        if outgoing[rank].numel():
+            yield slice(part.start, part.start + outgoing[rank].numel()), terms

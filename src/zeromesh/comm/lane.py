@@ -1,0 +1,172 @@
+"""Lanes: queues of jobs that run beside the computation, in the order of submission.
+
+    device   a job runs                                   the caller waits
+    cpu      in the lane's thread                         until the job has ended
+    cuda     at submit, into the lane's stream,           its current stream waits for an event;
+             after what the caller's stream holds so far  the host does not
+    inline   at submit, on the caller's own stream        not at all: it has ended (overlap=none)
+
+Memory that a job touches must live until its ticket is waited for. The engine's buffers live as long as the engine, so
+`record_stream` is not needed, and with it go the allocator's delayed frees.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from zeromesh.errors import CommunicationError
+
+Job = Callable[[], object]
+
+
+class Ticket:
+    """One submitted job."""
+
+    __slots__ = ("_error", "_event", "_pending", "label")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._pending = (
+            threading.Lock()
+        )  # held until the job has ended: cheaper than an Event, and a Ctrl-C gets through
+        self._pending.acquire()
+        self._error: BaseException | None = None
+        self._event: torch.Event | None = None
+
+    def done(self) -> bool:
+        """Whether the job has ended, on the device too."""
+        return not self._pending.locked() and (self._event is None or self._event.query())
+
+    def wait(self) -> None:
+        """Makes what the caller does next come after the job.
+
+        Raises:
+            whatever the job raised; once, so that a second wait does not report one fault twice.
+        """
+        with self._pending:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if self._event is not None:
+            torch.accelerator.current_stream().wait_event(self._event)
+
+    def _finish(self, error: BaseException | None = None, event: torch.Event | None = None) -> None:
+        self._error, self._event = error, event
+        self._pending.release()
+
+
+class _Runner(Protocol):
+    """Where a lane's jobs run."""
+
+    def put(self, job: Job, ticket: Ticket) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Lane:
+    """Runs jobs in order. After a job failed, the lane's later jobs fail at once with the same cause.
+
+    Dropping the lane ends its thread, and a thread that hangs in a job does not keep the process alive.
+
+    Args:
+        name: for threads and messages.
+        device: of the tensors that the jobs touch.
+        inline: run each job in `submit`.
+    """
+
+    def __init__(self, name: str, *, device: torch.device, inline: bool = False) -> None:
+        self.name = name
+        self._runner: _Runner
+        if inline:
+            self._runner = _Inline(name)
+        elif device.type == "cpu":
+            self._runner = _Thread(name)
+        else:
+            self._runner = _Stream(name, device)
+        self._finalizer = weakref.finalize(self, self._runner.close)
+
+    def submit(self, job: Job, label: str = "") -> Ticket:
+        """Queues `job`; it runs after all jobs submitted before. `label` says in messages what it is."""
+        ticket = Ticket(label)
+        if not self._finalizer.alive:
+            raise CommunicationError(f"lane {self.name!r} is closed; {label or 'a job'} cannot run")
+        self._runner.put(job, ticket)
+        return ticket
+
+    def close(self) -> None:
+        """Lets queued jobs end and accepts no more."""
+        self._finalizer()
+
+
+class _Failure:
+    """What a lane remembers of its first failed job: its text, since the error itself holds the job's frames alive."""
+
+    def __init__(self, lane: str) -> None:
+        self._lane = lane
+        self._cause: str | None = None
+
+    def run(self, job: Job, label: str) -> BaseException | None:
+        if self._cause is not None:
+            return CommunicationError(f"{label or 'a job'} was not run: on lane {self._lane!r}, {self._cause}")
+        try:
+            with torch.no_grad():
+                job()
+        except BaseException as error:
+            self._cause = f"{label or 'an earlier job'} failed before it: {error}"
+            return error
+        return None
+
+
+class _Inline:
+    def __init__(self, name: str) -> None:
+        self._failure = _Failure(name)
+
+    def put(self, job: Job, ticket: Ticket) -> None:
+        ticket._finish(self._failure.run(job, ticket.label))
+
+    def close(self) -> None:
+        pass
+
+
+class _Thread:
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Job, Ticket] | None] = queue.SimpleQueue()
+        # The thread holds the queue alone: neither the lane nor, between jobs, anything a job refers to.
+        threading.Thread(target=_work, args=(self._jobs, name), name=f"zeromesh-{name}", daemon=True).start()
+
+    def put(self, job: Job, ticket: Ticket) -> None:
+        self._jobs.put((job, ticket))
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+
+def _work(jobs: queue.SimpleQueue[tuple[Job, Ticket] | None], name: str) -> None:
+    failure = _Failure(name)
+    while (item := jobs.get()) is not None:
+        job, ticket = item
+        error = failure.run(job, ticket.label)
+        del job, item  # before the ticket says so: whoever waits may drop the model and expect its memory back
+        ticket._finish(error)
+        del ticket, error
+
+
+class _Stream:
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._failure = _Failure(name)
+        self._stream = torch.Stream(device)
+
+    def put(self, job: Job, ticket: Ticket) -> None:
+        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+        with self._stream:
+            error = self._failure.run(job, ticket.label)
+        ticket._finish(error, self._stream.record_event())
+
+    def close(self) -> None:
+        pass

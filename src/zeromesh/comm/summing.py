@@ -1,0 +1,95 @@
+"""Sums of what several ranks sent, in a wide dtype, in a fixed order, a cache-sized part at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeromesh.comm.transport import PIECE_BYTES
+from zeromesh.errors import InternalError
+
+ALIGN = 64
+"""Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""
+
+
+def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype in which values of these are added up."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def parts(length: int, numel: int) -> Sequence[slice]:
+    """Consecutive ranges of at most `numel` that cover `length`."""
+    return [slice(start, min(start + numel, length)) for start in range(0, length, numel)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumScratch:
+    """A workspace cut up.
+
+    Args:
+        numel: elements of one part, and of each tensor here.
+        terms: for received terms, in the dtype of the wire.
+        total: for sums, wide.
+        widened: for one term, wide.
+    """
+
+    numel: int
+    terms: Sequence[Tensor]
+    total: Tensor
+    widened: Tensor
+
+    @classmethod
+    def cut(cls, workspace: Tensor, wire: torch.dtype, wide: torch.dtype, *, terms: int) -> SumScratch:
+        """The longest parts for which the workspace has room.
+
+        Raises:
+            InternalError: it has none.
+        """
+        each = 2 * wide.itemsize + terms * wire.itemsize
+        numel = min(PIECE_BYTES // wire.itemsize, workspace.numel() // each) // ALIGN * ALIGN
+        if numel == 0:
+            raise InternalError(f"a workspace for {terms} terms needs {ALIGN * each} bytes; got {workspace.numel()}")
+        total, widened = (workspace[i * numel * wide.itemsize :][: numel * wide.itemsize].view(wide) for i in range(2))
+        rest = workspace[2 * numel * wide.itemsize :][: terms * numel * wire.itemsize].view(wire)
+        return cls(
+            numel=numel, terms=[rest[i * numel : (i + 1) * numel] for i in range(terms)], total=total, widened=widened
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a sum goes: rounded once to the dtype of `out`.
+
+    Args:
+        out: of the chunk's length.
+        scale: factor of the sum.
+        accumulate: add to what is there.
+    """
+
+    out: Tensor
+    scale: float
+    accumulate: bool
+
+    def add_up(self, terms: Sequence[Tensor], part: slice, scratch: SumScratch) -> None:
+        """Sums two or more `terms` in order into `out[part]`; one of them may be `out[part]` itself."""
+        out = self.out[part]
+        total, widened = scratch.total[: out.numel()], scratch.widened[: out.numel()]
+        if terms[0].dtype == total.dtype:
+            torch.add(terms[0], terms[1], out=total)
+            rest = terms[2:]
+        else:
+            total.copy_(terms[0])
+            rest = terms[1:]
+        for term in rest:
+            total.add_(term if term.dtype == total.dtype else widened.copy_(term))
+        if self.scale != 1:
+            total.mul_(self.scale)
+        if self.accumulate and out.dtype == total.dtype:
+            out.add_(total)
+            return
+        if self.accumulate:
+            total.add_(widened.copy_(out))
+        out.copy_(total)

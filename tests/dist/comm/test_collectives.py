@@ -1,0 +1,194 @@
+"""Collectives over one axis: values to the bit, bytes, order, errors."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.dist.pool import Pool, RanksFailed, kept, on_ranks
+from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
+from zeromesh.errors import CommunicationError, InternalError
+from zeromesh.strategy import Layout
+
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def line() -> AxisGroup:
+    """All ranks as one axis."""
+    return kept(_make_line)
+
+
+def _make_line() -> AxisGroup:
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("line",))
+    return make_groups(mesh, Layout.of("line=3", [("line", world)]).axes)["line"]
+
+
+def workspace(group: AxisGroup) -> torch.Tensor:
+    return torch.empty(workspace_bytes(group), dtype=torch.uint8)
+
+
+def values(rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def summed(numel: int, dtype: torch.dtype, seed: int, world: int, scale: float) -> torch.Tensor:
+    """The sum as documented: wide, in the order of the ranks."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    total = values(0, numel, dtype, seed).to(wide)
+    for rank in range(1, world):
+        total = total + values(rank, numel, dtype, seed).to(wide)
+    return total * scale
+
+
+def gather(chunk, dtype, seed):
+    group = line()
+    region = torch.full((chunk * group.size,), float("nan"), dtype=FLOATS[dtype])
+    region[group.rank * chunk : (group.rank + 1) * chunk] = values(group.rank, chunk, FLOATS[dtype], seed)
+    all_gather(region, group)
+    expected = torch.cat([values(rank, chunk, FLOATS[dtype], seed) for rank in range(group.size)])
+    assert torch.equal(region, expected)
+
+
+def scatter(chunk, wire, out, seed, scale, accumulate):
+    group = line()
+    before = values(group.rank, chunk, FLOATS[out], seed + 1)
+    result = before.clone()
+    region = values(group.rank, chunk * group.size, FLOATS[wire], seed)
+    sent = region.clone()
+    reduce_scatter(region, result, group, workspace=workspace(group), scale=scale, accumulate=accumulate)
+    total = summed(chunk * group.size, FLOATS[wire], seed, group.size, scale)
+    own = total[group.rank * chunk : (group.rank + 1) * chunk]
+    expected = (before.to(own.dtype) + own if accumulate else own).to(FLOATS[out])
+    assert torch.equal(result, expected)
+    assert torch.equal(region, sent)
+
+
+def reduce(numel, dtype, seed, scale):
+    group = line()
+    tensor = values(group.rank, numel, FLOATS[dtype], seed)
+    all_reduce(tensor, group, workspace=workspace(group), scale=scale)
+    assert torch.equal(tensor, summed(numel, FLOATS[dtype], seed, group.size, scale).to(FLOATS[dtype]))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@settings(max_examples=10)
+@given(chunk=st.integers(0, 70), dtype=st.sampled_from(sorted(FLOATS)), seed=st.integers(0, 9))
+def test_all_gather(pool: Pool, world, chunk, dtype, seed):
+    pool.run(world, gather, chunk, dtype, seed)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@settings(max_examples=25)
+@given(
+    chunk=st.integers(0, 70),
+    wire=st.sampled_from(["bf16", "fp16", "fp32"]),
+    out=st.sampled_from(["bf16", "fp16", "fp32"]),
+    seed=st.integers(0, 9),
+    scale=st.sampled_from([1.0, 0.5, 1 / 3]),
+    accumulate=st.booleans(),
+)
+def test_reduce_scatter(pool: Pool, world, chunk, wire, out, seed, scale, accumulate):
+    pool.run(world, scatter, chunk, wire, out, seed, scale, accumulate)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@settings(max_examples=15)
+@given(
+    numel=st.integers(0, 200),
+    dtype=st.sampled_from(sorted(FLOATS)),
+    seed=st.integers(0, 9),
+    scale=st.sampled_from([1.0, 0.5, 1 / 3]),
+)
+def test_all_reduce(pool: Pool, world, numel, dtype, seed, scale):
+    pool.run(world, reduce, numel, dtype, seed, scale)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_regions_of_many_pieces(pool: Pool, world):
+    pool.run(world, gather, 700_001, "fp32", 1)
+    pool.run(world, scatter, 700_001, "bf16", "fp32", 1, 0.5, True)
+    pool.run(world, scatter, 700_001, "fp32", "fp32", 1, 0.25, False)
+    pool.run(world, scatter, 100_003, "fp64", "fp64", 1, 0.25, True)
+    pool.run(world, reduce, 1_500_003, "bf16", 1, 1 / 3)
+
+
+@on_ranks(3)
+def test_the_result_may_replace_the_own_chunk():
+    group = line()
+    region = values(group.rank, 30, torch.float32, 7)
+    own = region[group.rank * 10 : (group.rank + 1) * 10]
+    reduce_scatter(region, own, group, workspace=workspace(group))
+    expected = summed(30, torch.float32, 7, 3, 1.0)[group.rank * 10 : (group.rank + 1) * 10]
+    assert torch.equal(own, expected)
+
+
+@on_ranks(4)
+def test_bytes_sent():
+    group = line()
+    seen: list[Sent] = []
+    group.record = seen.append
+    region = torch.zeros(400_000, dtype=torch.bfloat16)
+    all_gather(region, group)
+    reduce_scatter(region, torch.zeros(100_000), group, workspace=workspace(group))
+    all_reduce(region, group, workspace=workspace(group))
+    assert [(sent.operation, sent.axis, sent.sent_bytes) for sent in seen] == [
+        ("all_gather", "line", 600_000),
+        ("reduce_scatter", "line", 600_000),
+        ("all_reduce", "line", 600_000),
+        ("all_reduce", "line", 600_000),
+    ]
+
+
+def short_line(timeout_s: float) -> AxisGroup:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("line",))
+    return make_groups(mesh, Layout.of("line=3", [("line", mesh.size())]).axes, timeout_s=timeout_s)["line"]
+
+
+@on_ranks(2, spoils=True)
+def test_a_stalled_peer_is_named():
+    group = short_line(0.3)
+    if group.rank == 0:
+        with pytest.raises(
+            CommunicationError, match=r"all_gather over axis line failed on rank 0 with rank 1 .*0\.3 s"
+        ):
+            all_gather(torch.zeros(8), group)
+
+
+@on_ranks(2, spoils=True)
+def test_mismatched_collectives_end_in_the_timeout():
+    group = short_line(0.3)
+    with pytest.raises(CommunicationError, match="stalled, or ranks issued different collectives"):
+        all_gather(torch.zeros(8 if group.rank else 16), group)
+
+
+def die_in_the_middle():
+    group = short_line(5.0)
+    region = torch.zeros(4_000_000)
+    all_gather(region[:1000], group)
+    if group.rank == 1:
+        os._exit(1)
+    all_gather(region, group)
+
+
+def test_a_dead_peer_is_named(pool: Pool):
+    with pytest.raises(RanksFailed, match="all_gather over axis line failed on rank 0 with rank 1"):
+        pool.run(2, die_in_the_middle)
+
+
+@on_ranks(2)
+def test_a_region_must_be_flat_and_even():
+    with pytest.raises(InternalError, match=r"flat, contiguous and of 2 equal chunks; got shape \(3,\)"):
+        all_gather(torch.zeros(3), line())
+
+
+@on_ranks(2)
+def test_timeout_is_that_of_the_default_group():
+    assert line().timeout_s == 30.0

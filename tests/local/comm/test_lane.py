@@ -1,0 +1,107 @@
+"""Lanes: order, errors, lifetime."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+
+from zeromesh.comm import Lane
+from zeromesh.errors import CommunicationError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[False, True], ids=["thread", "inline"])
+def lane(request):
+    lane = Lane("gather", device=CPU, inline=request.param)
+    yield lane
+    lane.close()
+
+
+def fail():
+    raise KeyError("broken on purpose")
+
+
+def test_jobs_run_in_order_of_submission(lane):
+    seen: list[int] = []
+    tickets = [lane.submit(lambda i=i: seen.append(i)) for i in range(100)]
+    tickets[-1].wait()
+    assert seen == list(range(100))
+    assert all(ticket.done() for ticket in tickets)
+
+
+def test_a_job_runs_beside_the_caller():
+    lane = Lane("gather", device=CPU)
+    gate = threading.Event()
+    ticket = lane.submit(gate.wait)
+    assert not ticket.done()
+    gate.set()
+    ticket.wait()
+    assert ticket.done()
+
+
+def test_jobs_record_no_gradients(lane):
+    weight = torch.ones(1, requires_grad=True)
+    lane.submit(lambda: weight.add_(1)).wait()  # in place on a leaf: an error if autograd were on
+    assert weight.item() == 2
+
+
+def test_an_error_is_raised_once_and_stops_the_lane(lane):
+    ran: list[int] = []
+    ticket, later = lane.submit(fail, "unshard block 3"), lane.submit(lambda: ran.append(1), "unshard block 4")
+    with pytest.raises(KeyError, match="broken on purpose"):
+        ticket.wait()
+    ticket.wait()
+    with pytest.raises(
+        CommunicationError, match=r"unshard block 4 was not run: on lane 'gather', unshard block 3 failed .*on purpose"
+    ):
+        later.wait()
+    assert not ran
+
+
+def test_a_closed_lane_refuses(lane):
+    lane.close()
+    with pytest.raises(CommunicationError, match="lane 'gather' is closed; reduce block 1 cannot run"):
+        lane.submit(lambda: None, "reduce block 1")
+
+
+class Owner:
+    def __init__(self, inline):
+        self.lane = Lane("owned", device=CPU, inline=inline)
+        self.lane.submit(self.job).wait()
+
+    def job(self):
+        self.tensor = torch.zeros(3)
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_dropping_the_owner_frees_it_at_once(inline):
+    gc.disable()
+    try:
+        owner = Owner(inline)
+        threads = [t for t in threading.enumerate() if t.name == "zeromesh-owned"]
+        reference = weakref.ref(owner)
+        del owner
+        assert reference() is None
+    finally:
+        gc.enable()
+    for thread in threads:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+    assert len(threads) == (0 if inline else 1)
+
+
+def test_a_stuck_job_does_not_keep_the_process_alive():
+    code = """
+import threading, torch
+from zeromesh.comm import Lane
+lane = Lane("stuck", device=torch.device("cpu"))
+lane.submit(threading.Event().wait)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
