@@ -1,3 +1,57 @@
-"""zeromesh: a ZeRO stage for every level of the network."""
+"""zeromesh: a ZeRO stage for every level of the network.
+
+Names are loaded when first used, so that what only plans never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeromesh.engine.api import accumulate, clip_grad_norm_, elementwise, refresh, shard, zero_grad
+    from zeromesh.engine.report import memory_report, traffic_report
+    from zeromesh.engine.state import full_state_dict, load_full_state_dict
+    from zeromesh.strategy import Plan, Strategy
 
 __version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "Plan": "zeromesh.strategy",
+    "Strategy": "zeromesh.strategy",
+    "accumulate": "zeromesh.engine.api",
+    "clip_grad_norm_": "zeromesh.engine.api",
+    "elementwise": "zeromesh.engine.api",
+    "full_state_dict": "zeromesh.engine.state",
+    "load_full_state_dict": "zeromesh.engine.state",
+    "memory_report": "zeromesh.engine.report",
+    "refresh": "zeromesh.engine.api",
+    "shard": "zeromesh.engine.api",
+    "traffic_report": "zeromesh.engine.report",
+    "zero_grad": "zeromesh.engine.api",
+}
+
+__all__ = [
+    "Plan",
+    "Strategy",
+    "accumulate",
+    "clip_grad_norm_",
+    "elementwise",
+    "full_state_dict",
+    "load_full_state_dict",
+    "memory_report",
+    "refresh",
+    "shard",
+    "traffic_report",
+    "zero_grad",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zeromesh' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

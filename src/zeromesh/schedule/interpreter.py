@@ -1,8 +1,8 @@
 """Carries out a schedule's ops as the points of a step are reached. Engine and simulator are its two back ends.
 
 The interpreter knows which copy of which unit is valid, who holds which slot and what has been reduced; it never
-touches a tensor or a clock. What it decides depends only on the sequence of points, so ranks that reach the same points issue
-the same collectives in the same order.
+touches a tensor or a clock. What it decides depends only on the sequence of points, so ranks that reach the same
+points issue the same collectives in the same order.
 
 [Note: Gathered states] A unit's gathered parameters are, by `UnitState.full` and `in_use`:
 
@@ -186,7 +186,7 @@ class Interpreter(Generic[T]):
     def pre_backward(self, unit: int) -> None:
         """When the gradient of a call's output has arrived."""
         if not self.in_backward:
-            self.in_backward, self._turn = True, 0
+            self._begin_backward()
         self.states[unit].entered += 1
         self._finish_later_units(unit)
         self._run(PointKind.PRE_BACKWARD, unit)
@@ -217,11 +217,15 @@ class Interpreter(Generic[T]):
         """Where to put the gradients of `unit` that the running backward computes; settled at the first of them."""
         state = self.states[unit]
         if state.target in (None, Target.WAIT):
-            if state.grad is GradState.REDUCED and self.backend.grads_discarded(unit):
-                state.grad = GradState.EMPTY
             state.target = self._acquire(unit)
         assert state.target is not None
         return state.target
+
+    def _begin_backward(self) -> None:
+        self.in_backward, self._turn = True, 0
+        for unit, state in enumerate(self.states):
+            if state.grad is GradState.REDUCED and self.backend.grads_discarded(unit):
+                state.grad = GradState.EMPTY
 
     def invalidate(self, unit: int) -> None:
         """Raises the unit's generation: [Note: Generations]."""
@@ -379,11 +383,11 @@ class Interpreter(Generic[T]):
 
     def _finish_later_units(self, unit: int) -> None:
         """Units after `unit` in the forward whose every call has entered its backward have finished it: what of their
-        parameters has no gradient by now was not used."""
-        order = self.schedule.order
+        parameters has no gradient by now was not used. Not so units inside `unit`, which may share its output."""
+        order, units = self.schedule.order, self.schedule.units
         for later in reversed(order[order.index(unit) + 1 :]):
             state = self.states[later]
-            running = state.in_use or state.target is not None
+            running = (state.in_use or state.target is not None) and not units[unit].encloses(units[later])
             if running and not state.ready and state.entered and state.entered >= state.calls:
                 self.post_backward(later)
 

@@ -65,7 +65,7 @@ def master_is_param(layout: Layout, buffer: FlatBuffer) -> bool:
 
 def kept_numel(layout: Layout, unit: Unit, buffer: FlatBuffer) -> int:
     """Elements of the kept copy; none where the unit stays gathered anyway, since then its slot is the copy."""
-    if not layout.kept_axes or stays_gathered(layout, unit):
+    if layout.degree(layout.kept_axes) == 1 or stays_gathered(layout, unit):
         return 0
     dropped = [axis for axis in layout.param_axes if not axis.stage.kept]
     return layout.padded(buffer.numel) // layout.degree(dropped)

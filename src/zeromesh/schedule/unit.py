@@ -67,3 +67,7 @@ class Unit:
     @property
     def trainable(self) -> bool:
         return any(buffer.trainable for buffer in self.buffers)
+
+    def encloses(self, other: Unit) -> bool:
+        """Whether `other` is registered inside this unit."""
+        return self.name == "" or other.name.startswith(f"{self.name}.")

@@ -1,0 +1,171 @@
+"""What users call. Names and meanings follow FSDP2 where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeromesh.engine.build import build_engine, mesh_axes
+from zeromesh.engine.clip import clip_grad_norm
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.optim import watch_optimizers
+from zeromesh.engine.units import DTYPES, Precision, UnitClasses, find_units
+from zeromesh.errors import ModelError, NotationError
+from zeromesh.strategy import Layout, Plan, Strategy
+
+__all__ = [
+    "accumulate",
+    "clip_grad_norm_",
+    "elementwise",
+    "engine_of",
+    "refresh",
+    "resolve",
+    "shard",
+    "zero_grad",
+]
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+ENGINE = "_zeromesh_engine"
+
+
+def shard(
+    model: ModelT,
+    mesh: DeviceMesh | None,
+    strategy: str | Strategy | Plan,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    master_dtype: torch.dtype = torch.float32,
+    units: UnitClasses | None = None,
+    resident: Sequence[str] = (),
+    init: Callable[[nn.Module], None] | None = None,
+) -> ModelT:
+    """Shards `model` in place over `mesh`, each axis with the ZeRO stage that `strategy` gives it.
+
+    Afterwards make any elementwise torch optimizer from ``model.parameters()`` and train as usual. Values are the first
+    rank's; other ranks may hold anything, the meta device included.
+
+    Args:
+        model: any module; its parameters are freed as they are sharded.
+        mesh: torch's mesh with named dimensions, outermost first; None on a single process.
+        strategy: ``"node=3,cluster=1"`` (innermost axis first), a preset's name, or a plan of the planner's.
+        param_dtype: of compute, and of parameters on the wire. Default: each parameter's own.
+        reduce_dtype: of gradients on the wire. Default: `param_dtype`.
+        grad_dtype: of the accumulated gradient shard. Default: fp32 (fp64 for fp64 parameters).
+        master_dtype: of the optimizer's copy. fp64 parameters have an fp64 master.
+        units: classes, or their names, of the modules that are gathered as one. Default: the model's repeated blocks,
+            its input embedding and its output head.
+        resident: names of units that are to have a gather slot of their own.
+        init: initialises the parameters and buffers of one module in place; for models on the meta device. Default:
+            Hugging Face's `_init_weights`, else the module's `reset_parameters`.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        NotationError, MeshError: the strategy does not parse or does not fit the mesh.
+        ModelError: a unit's class is not in the model, or the model is sharded already.
+        MismatchError: the ranks have different strategies or models.
+
+    Example:
+        >>> model = shard(nn.Linear(4, 4), None, "node=3")
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+    """
+    if hasattr(model, ENGINE):
+        raise ModelError("this model is sharded already; zm.shard is called once, on the whole model")
+    precision = _precision(strategy, param_dtype, reduce_dtype, grad_dtype, master_dtype)
+    layout = resolve(mesh, strategy)
+    engine = build_engine(model, mesh, layout, find_units(model, units, resident), precision, init)
+    watch_optimizers()
+    object.__setattr__(model, ENGINE, engine)
+    return model
+
+
+def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan) -> Layout:
+    """The layout of `strategy` on `mesh`; refuses what the engine cannot run."""
+    chosen = strategy.strategy if isinstance(strategy, Plan) else strategy
+    names = _names(chosen) if mesh is None else ()
+    layout = Layout.of(chosen, mesh_axes(mesh, names))
+    for axis in layout.axes:
+        if axis.wire.quantised:
+            raise NotationError(
+                f"{axis.name}={axis.stage.value}{axis.wire}: the engine sends fp32, bf16 or fp16 on a wire, not yet "
+                f"quantised blocks; drop the @, or give a lossless dtype"
+            )
+    return layout
+
+
+def _names(strategy: str | Strategy) -> Sequence[str]:
+    try:
+        return Strategy.parse(strategy).names
+    except NotationError:
+        return Strategy.parse(strategy, ("node", "cluster")).names
+
+
+def _precision(
+    strategy: str | Strategy | Plan,
+    param: torch.dtype | None,
+    reduce: torch.dtype | None,
+    grad: torch.dtype | None,
+    master: torch.dtype,
+) -> Precision:
+    if isinstance(strategy, Plan):
+        param = param or DTYPES.get(strategy.param_dtype or "")
+        reduce = reduce or DTYPES.get(strategy.reduce_dtype or "")
+        grad = grad or DTYPES.get(strategy.grad_dtype or "")
+    for name, dtype in {"param": param, "reduce": reduce, "grad": grad, "master": master}.items():
+        if dtype is not None and dtype not in DTYPES.values():
+            raise ModelError(f"{name}_dtype must be float64, float32, bfloat16 or float16; got {dtype}")
+    return Precision(param=param, reduce=reduce, grad=grad or torch.float32, master=master)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a sharded model; raises ModelError for any other."""
+    engine = getattr(model, ENGINE, None)
+    if not isinstance(engine, Engine):
+        raise ModelError(
+            f"{type(model).__name__} is not sharded (or is a part of a sharded model): call zm.shard first"
+        )
+    return engine
+
+
+def accumulate(model: nn.Module, *, last: bool, weight: float | None = None) -> AbstractContextManager[None]:
+    """One micro-batch, forward and backward, of a step of several.
+
+    Gradients are averaged over ranks and summed over micro-batches. With weights (the number of tokens, say) they are
+    the weighted mean over all ranks and micro-batches: give each micro-batch's own mean as its loss, undivided.
+
+    Args:
+        model: sharded.
+        last: whether the optimizer steps after this one. Its backward reduces over all axes and shows `.grad`.
+        weight: of this micro-batch on this rank; may differ between ranks, and be 0.
+    """
+    return engine_of(model).accumulate(last, weight)
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scales all gradients so that their joint norm is at most `max_norm`.
+
+    Returns:
+        The norm before, of the whole unsharded gradient, 0-d, the same on every rank.
+    """
+    return clip_grad_norm(engine_of(model), max_norm, norm_type, error_if_nonfinite)
+
+
+def refresh(model: nn.Module) -> None:
+    """Call after changing parameters by hand (an average, a load): gathered and cast copies are made anew."""
+    engine_of(model).changed()
+
+
+def zero_grad(model: nn.Module) -> None:
+    """Forgets all gradients, also the sums of micro-batches that no last one has followed."""
+    engine_of(model).discard_grads()

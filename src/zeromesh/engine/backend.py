@@ -1,0 +1,284 @@
+"""The schedule's back end on real devices: chains of collectives on two lanes, gathers on one, reductions on the other.
+
+[Note: Lanes] A lane carries out its jobs in the order in which they were issued, beside the computation: on CPU in a
+thread, on CUDA in a stream. Gathers and reductions have a lane and a communicator per axis each, so that neither waits
+for the other. What a job reads and writes, and why nobody else touches it meanwhile:
+
+    refresh   master -> params    optimizers wait for it before they step; gathers follow it on the same lane
+    unshard   params -> full      the interpreter gives a slot to one unit at a time, and waits before it is used
+    reduce    waiting -> grads    a slot is filled again only after its reduction; `.grad` appears after the wait
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zeromesh.comm import Lane, Ticket
+from zeromesh.engine.chain import Groups, ReduceChain, Scratch, reduce_chain, refresh_chain, unshard_chain
+from zeromesh.engine.flat import FlatShards, inside
+from zeromesh.errors import InternalError
+from zeromesh.schedule import Op, Reduction, Target
+
+
+@dataclass(slots=True)
+class UnitShards:
+    """One unit on this rank: its flat buffers, and what is collected of the running backward.
+
+    Args:
+        name: of the unit.
+        buffers: its flat buffers.
+        used: by (buffer, parameter): whether it has had a gradient since the accumulator was empty.
+        written: by (buffer, parameter): whether its part of the target holds something of this accumulation.
+        fired: leaves whose gradients the running backward has computed.
+        apart: accumulators of a backward whose unit had been reduced before, by buffer.
+    """
+
+    name: str
+    buffers: list[FlatShards]
+    used: list[list[bool]] = field(init=False)
+    written: list[list[bool]] = field(init=False)
+    fired: int = 0
+    target: Target | None = None
+    apart: list[Tensor | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.used = self._flags()
+        self.written = self._flags()
+        self.apart = [None] * len(self.buffers)
+
+    def _flags(self) -> list[list[bool]]:
+        return [[False] * len(buffer.places) if buffer.spec.trainable else [] for buffer in self.buffers]
+
+    @property
+    def num_leaves(self) -> int:
+        return sum(len(flags) for flags in self.used)
+
+    def forget(self) -> None:
+        """The accumulator is empty."""
+        self.used, self.written = self._flags(), self._flags()
+
+
+@dataclass(slots=True)
+class UnitChains:
+    """The chains of one unit, by buffer; None where there is nothing to do."""
+
+    unshard: list[Callable[[], None]]
+    unshard_kept: list[Callable[[], None]]
+    refresh: list[Callable[[], None]]
+    reduce: list[ReduceChain | None]
+
+
+class DeviceBackend:
+    """Runs ops on this rank's tensors.
+
+    Args:
+        units: in the schedule's order.
+        groups: by axis name.
+        gathers, reductions: the lanes.
+        gather_scratch, reduce_scratch: the memory of each lane's jobs.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitShards],
+        groups: Groups,
+        *,
+        gathers: Lane,
+        reductions: Lane,
+        gather_scratch: Scratch,
+        reduce_scratch: Scratch,
+    ) -> None:
+        self.units = units
+        self.groups = groups
+        self.gathers = gathers
+        self.reductions = reductions
+        self.gather_scratch = gather_scratch
+        self.gather_scratch = gather_scratch
+        self.reduce_scratch = reduce_scratch
+        self.weight: float | None = None
+        self.final_scale: Callable[[], float] | None = None
+        self._chains = [self._bind(unit, gather_scratch) for unit in units]
+
+    def _bind(self, unit: UnitShards, scratch: Scratch) -> UnitChains:
+        sharded = [b for b in unit.buffers if b.full.data_ptr() != b.params.data_ptr()]
+        refreshes = [refresh_chain(b, self.groups, scratch) for b in unit.buffers]
+        return UnitChains(
+            unshard=[unshard_chain(b, self.groups, scratch, from_kept=False).run for b in sharded],
+            unshard_kept=[unshard_chain(b, self.groups, scratch, from_kept=True).run for b in sharded],
+            refresh=[chain.run for chain in refreshes if chain is not None],
+            reduce=[
+                None if b.grads is None else reduce_chain(b, self.groups, self.reduce_scratch, b.grads)
+                for b in unit.buffers
+            ],
+        )
+
+    # ---- schedule.Backend
+
+    def refresh(self, unit: int) -> Ticket | None:
+        return self._gather(self._chains[unit].refresh, f"refresh {self.units[unit].name}")
+
+    def unshard(self, unit: int, *, from_kept: bool) -> Ticket | None:
+        chains = self._chains[unit]
+        return self._gather(chains.unshard_kept if from_kept else chains.unshard, f"unshard {self.units[unit].name}")
+
+    def reduce(self, unit: int, reduction: Reduction) -> Ticket | None:
+        shards = self.units[unit]
+        self._collect_leftovers(shards, reduction)
+        jobs = [
+            self._reduce_job(buffer, chain, shards.apart[index], reduction)
+            for index, (buffer, chain) in enumerate(zip(shards.buffers, self._chains[unit].reduce, strict=True))
+            if chain is not None
+        ]
+        shards.target, shards.fired = None, 0
+        shards.apart = [None] * len(shards.buffers)
+
+        def run() -> None:
+            for job in jobs:
+                job()
+
+        if reduction.target is Target.ACCUMULATOR and not reduction.boundary:
+            return None
+        if not any(chain and (chain.micro or chain.boundary) for chain in self._chains[unit].reduce):
+            run()
+            return None
+        return self.reductions.submit(run, label=f"reduce {shards.name}")
+
+    def wait(self, ticket: Ticket, op: Op) -> None:
+        ticket.wait()
+
+    def use(self, unit: int) -> None:
+        for buffer in self.units[unit].buffers:
+            for place, leaf in zip(buffer.places, buffer.leaves, strict=True):
+                for params, key in place.info.sites:
+                    params[key] = leaf
+
+    def unuse(self, unit: int) -> None:
+        for buffer in self.units[unit].buffers:
+            for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
+                for params, key in place.info.sites:
+                    params[key] = param
+
+    def grads_discarded(self, unit: int) -> bool:
+        """Whether no reduced gradient of the unit is alive; zeroes the parts of those that are not, if others are."""
+        params = [param for buffer in self.units[unit].buffers for param in buffer.optimizer_params]
+        alive = [param.grad is not None and not param.grad.zeroed for param in params]  # type: ignore[attr-defined]
+        if not any(alive):
+            self.units[unit].forget()
+            return True
+        grads = [grad for buffer in self.units[unit].buffers for grad in buffer.optimizer_grads]
+        trainable = [(param, live) for param, live in zip(params, alive, strict=True) if param.requires_grad]
+        for (_, live), grad in zip(trainable, grads, strict=True):
+            if not live:
+                grad.local.zero_()
+        return False
+
+    # ---- gradients
+
+    def collect(self, unit: int, index: int, position: int, target: Target) -> None:
+        """Moves the gradient that autograd left on a leaf to where the unit's gradients are collected.
+
+        Args:
+            unit, index, position: unit, flat buffer, parameter.
+            target: as the interpreter said; WAIT leaves it.
+        """
+        shards = self.units[unit]
+        if target is Target.WAIT:
+            return
+        if shards.target is not target:
+            self._open(shards, target)
+        buffer = shards.buffers[index]
+        leaf = buffer.leaves[position]
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return
+        self._add(shards, index, position, grad)
+
+    def _add(self, shards: UnitShards, index: int, position: int, grad: Tensor) -> None:
+        grad = grad.to_dense() if grad.is_sparse else grad
+        place = shards.buffers[index].places[position]
+        home = self._home(shards, index)[place.start : place.stop].view(place.shape)
+        written = shards.written[index][position]
+        if self.weight == 0:
+            # Not 0 * grad: a mean over no tokens is NaN.
+            if not written:
+                home.zero_()
+        elif written:
+            home.add_(grad, alpha=1 if self.weight is None else self.weight)
+        else:
+            home.copy_(grad)
+            if self.weight is not None:
+                home.mul_(self.weight)
+        shards.written[index][position] = shards.used[index][position] = True
+
+    def _home(self, shards: UnitShards, index: int) -> Tensor:
+        buffer, apart = shards.buffers[index], shards.apart[index]
+        if shards.target is Target.SLOT:
+            home = buffer.waiting
+        else:
+            home = apart if shards.target is Target.APART else buffer.grads
+        if home is None:
+            raise InternalError(f"unit {shards.name!r} collects gradients into {shards.target}, which it does not have")
+        return home
+
+    def _open(self, shards: UnitShards, target: Target) -> None:
+        """A first gradient of this backward: the target holds nothing, unless it is the accumulator."""
+        shards.target = target
+        if target is Target.ACCUMULATOR:
+            return
+        shards.written = [[False] * len(flags) for flags in shards.written]
+        if target is Target.APART:
+            shards.apart = [None if b.grads is None else torch.zeros_like(b.grads) for b in shards.buffers]
+
+    def _collect_leftovers(self, shards: UnitShards, reduction: Reduction) -> None:
+        """Before a reduction: gradients still on leaves, and zeros where there are none."""
+        if shards.target is not reduction.target:
+            self._open(shards, reduction.target)
+        for index, buffer in enumerate(shards.buffers):
+            if not buffer.spec.trainable:
+                continue
+            home = self._home(shards, index)
+            for position, (place, leaf) in enumerate(zip(buffer.places, buffer.leaves, strict=True)):
+                grad, leaf.grad = leaf.grad, None
+                if grad is not None:
+                    self._add(shards, index, position, grad)
+                elif not shards.written[index][position]:
+                    home[place.start : place.stop].zero_()
+                    shards.written[index][position] = True
+            # The slot served longer units before; their remains must not reach the padding.
+            home[buffer.spec.numel :].zero_()
+
+    def _reduce_job(
+        self, buffer: FlatShards, chain: ReduceChain, apart: Tensor | None, reduction: Reduction
+    ) -> Callable[[], None]:
+        if not reduction.add:
+            target = buffer.reduced
+            return lambda: self._finish(chain, target, accumulate=reduction.accumulate, boundary=reduction.boundary)
+        assert buffer.grads is not None
+        accumulator = torch.empty_like(buffer.grads) if apart is None else apart
+        separate = reduce_chain(buffer, self.groups, self.reduce_scratch, accumulator)
+        part = inside(accumulator, buffer.grad_range, buffer.state_range)
+
+        def add() -> None:
+            self._finish(separate, part, accumulate=False, boundary=True)
+            buffer.reduced.add_(part)
+
+        return add
+
+    def _finish(self, chain: ReduceChain, target: Tensor, *, accumulate: bool, boundary: bool) -> None:
+        chain.run(accumulate=accumulate, boundary=boundary)
+        if boundary and self.final_scale is not None:
+            target.mul_(self.final_scale())
+
+    def _gather(self, jobs: Sequence[Callable[[], None]], label: str) -> Ticket | None:
+        if not jobs:
+            return None
+
+        def run() -> None:
+            for job in jobs:
+                job()
+
+        return self.gathers.submit(run, label=label)

@@ -1,0 +1,272 @@
+"""Builds an engine: values to shards, slots, hooks. Runs once, at `zm.shard`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeromesh.comm import Lane, make_groups, workspace_bytes
+from zeromesh.engine.backend import DeviceBackend, UnitShards
+from zeromesh.engine.chain import Scratch
+from zeromesh.engine.clip import slice_norms
+from zeromesh.engine.engine import Control, Engine
+from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.hooks import install
+from zeromesh.engine.units import DTYPES, ModuleUnit, Precision
+from zeromesh.errors import MeshError, ModelError
+from zeromesh.schedule import Schedule, Unit
+from zeromesh.schedule.memory import SlotPlan, aligned
+from zeromesh.strategy import Layout
+
+Init = Callable[[nn.Module], None]
+
+
+def mesh_axes(mesh: DeviceMesh | None, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """(name, size) of the mesh's axes, innermost first; without a mesh, one rank on every axis of `names`.
+
+    Raises:
+        MeshError: the mesh has no names for its dimensions, or the process group is not there.
+    """
+    if mesh is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise MeshError(
+                f"a mesh is needed on {dist.get_world_size()} ranks: make one with torch's init_device_mesh and names"
+            )
+        return tuple((name, 1) for name in names)
+    if mesh.mesh_dim_names is None:
+        raise MeshError("the mesh's dimensions need names: init_device_mesh(..., mesh_dim_names=('cluster', 'node'))")
+    return tuple(zip(reversed(mesh.mesh_dim_names), reversed(mesh.shape), strict=True))
+
+
+def make_control(mesh: DeviceMesh | None, layout: Layout) -> Control:
+    """The ranks of `mesh` as one group."""
+    if mesh is None or layout.world == 1:
+        return Control(group=None, size=1, rank=0, source=0, device=torch.device("cpu"))
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh}: call zm.shard on the mesh's ranks only")
+    rank = 0
+    for index, size in zip(coordinate, mesh.shape, strict=True):
+        rank = rank * size + index
+    whole = mesh.size() == dist.get_world_size()
+    group = dist.group.WORLD if whole else mesh._flatten().get_group()
+    source = int(mesh.mesh.flatten()[0])
+    return Control(group=group, size=layout.world, rank=rank, source=source, device=mesh_device(mesh))
+
+
+def mesh_device(mesh: DeviceMesh | None, model: nn.Module | None = None) -> torch.device:
+    """The device of this rank; without a mesh, the model's."""
+    if mesh is None:
+        found = next((p.device for p in model.parameters() if not p.is_meta), None) if model else None
+        return found or torch.device("cpu")
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def build_engine(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    layout: Layout,
+    modules: Sequence[ModuleUnit],
+    precision: Precision,
+    init: Init | None,
+) -> Engine:
+    """Shards `model` in place; see `zm.shard`."""
+    control, device = make_control(mesh, layout), mesh_device(mesh, model)
+    units = [module.describe(precision) for module in modules]
+    control.require_same("strategy", f"{layout.strategy} on {layout.mesh}")
+    control.require_same("model", _digest(modules, precision))
+    groups = {} if mesh is None else make_groups(mesh, layout.axes)
+    scratch_bytes = max((workspace_bytes(group) for group in groups.values()), default=0)
+    schedule = Schedule.of(layout, units, workspace_bytes=scratch_bytes)
+    coordinates = layout.coordinates(control.rank)
+    shards = _fill_shards(model, modules, units, layout, coordinates, control, device, init)
+    _bind_slots(schedule, shards, device)
+    memory = schedule.memory
+    backend = DeviceBackend(
+        shards,
+        groups,
+        gathers=Lane("gather", device=device, inline=layout.strategy.overlap == "none"),
+        reductions=Lane("reduce", device=device, inline=layout.strategy.overlap == "none"),
+        gather_scratch=_scratch(memory.gather_staging, 0, device),
+        reduce_scratch=_scratch(memory.reduce_staging, scratch_bytes, device),
+    )
+    engine = Engine(schedule, backend, control, precision)
+    _make_optimizer_params(engine)
+    for index, module in enumerate(modules):
+        install(engine, index, module.module, precision.param)
+        backend.unuse(index)
+    return engine
+
+
+def _digest(modules: Sequence[ModuleUnit], precision: Precision) -> str:
+    lines = [str(precision)]
+    for unit in modules:
+        for (dtype, trainable), infos in unit.groups.items():
+            lines += [f"{info.name} {tuple(info.param.shape)} {dtype} {trainable} in {unit.name!r}" for info in infos]
+    return "\n".join(lines)
+
+
+def _scratch(staging: int, workspace: int, device: torch.device) -> Scratch:
+    return Scratch(_bytes(staging, device), _bytes(workspace, device))
+
+
+def _bytes(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.uint8, device=device)
+
+
+def _fill_shards(
+    model: nn.Module,
+    modules: Sequence[ModuleUnit],
+    units: Sequence[Unit],
+    layout: Layout,
+    coordinates: dict[str, int],
+    control: Control,
+    device: torch.device,
+    init: Init | None,
+) -> list[UnitShards]:
+    """Unit by unit, so that at most one unit is whole on any rank beside what the model already held."""
+    owners = {id(module._parameters): module for module in model.modules()}
+    initialise = init or _default_init(model)
+    shards = []
+    for module, unit in zip(modules, units, strict=True):
+        buffers = []
+        _materialise(module, owners, device, initialise, control)
+        for spec, infos in zip(unit.buffers, module.groups.values(), strict=True):
+            buffer = FlatShards.allocate(unit, spec, infos, layout, coordinates, device)
+            buffer.fill(_values(buffer, control))
+            buffers.append(buffer)
+            _retire(buffer, unit.name)
+        shards.append(UnitShards(name=unit.name, buffers=buffers))
+    _sync_buffers(model, device, initialise, control)
+    return shards
+
+
+def _values(buffer: FlatShards, control: Control) -> Tensor:
+    dtype = DTYPES[buffer.spec.master_dtype or buffer.spec.param_dtype]
+    values = torch.zeros(buffer.padded, dtype=dtype, device=buffer.device)
+    for place in buffer.places:
+        params, key = place.info.sites[0]
+        param = params[key]
+        assert param is not None
+        values[place.start : place.stop].copy_(param.detach().flatten())
+    control.broadcast(values)
+    return values
+
+
+def _retire(buffer: FlatShards, unit: str) -> None:
+    """Frees the originals; whoever still holds one is told so at the optimizer's first step."""
+    for place in buffer.places:
+        for params, key in place.info.sites:
+            param = params[key]
+            assert param is not None
+            place.info.param._zeromesh_retired = param._zeromesh_retired = place.info.name  # type: ignore[attr-defined]
+            if not param.is_meta:
+                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+
+
+def _materialise(
+    module: ModuleUnit, owners: dict[int, nn.Module], device: torch.device, initialise: Init, control: Control
+) -> None:
+    """Gives parameters on the meta device memory, and on the first rank values, a unit at a time."""
+    fresh: dict[nn.Module, str] = {}
+    for info in (info for infos in module.groups.values() for info in infos if info.param.is_meta):
+        param = nn.Parameter(torch.empty_like(info.param, device=device), requires_grad=info.param.requires_grad)
+        for params, key in info.sites:
+            params[key] = param
+            fresh[owners[id(params)]] = info.name
+    if control.rank == 0:
+        _initialise(fresh, initialise)
+
+
+def _initialise(fresh: dict[nn.Module, str], initialise: Init) -> None:
+    for module, name in fresh.items():
+        try:
+            with torch.no_grad():
+                initialise(module)
+        except AttributeError as error:
+            raise ModelError(
+                f"{name} is on the meta device and {type(module).__name__} has no reset_parameters(); "
+                f"pass init=..., a function that initialises the parameters of one module in place"
+            ) from error
+
+
+def _default_init(model: nn.Module) -> Init:
+    """Hugging Face's own rule where there is one, else the module's."""
+    whole: Init | None = getattr(model, "_init_weights", None)
+    return whole or (lambda module: module.reset_parameters())  # type: ignore[operator]  # missing: caught by the caller
+
+
+def _sync_buffers(model: nn.Module, device: torch.device, initialise: Init, control: Control) -> None:
+    fresh: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=device)
+                fresh[module] = f"{name}.{key}"
+            elif buffer is not None:
+                module._buffers[key] = buffer.to(device)
+    _initialise(fresh, initialise)
+    for buffer in model.buffers():
+        if buffer.numel():
+            contiguous = buffer.contiguous()
+            control.broadcast(contiguous)
+            buffer.copy_(contiguous)
+
+
+def _bind_slots(schedule: Schedule, shards: Sequence[UnitShards], device: torch.device) -> None:
+    gather = [_bytes(count, device) for count in schedule.memory.gather.slot_bytes]
+    reduce = [_bytes(count, device) for count in schedule.memory.reduce.slot_bytes]
+    for index, unit in enumerate(shards):
+        full = _views(unit, schedule.memory.gather, index, gather, lambda b: DTYPES[b.spec.param_dtype])
+        trained = [b for b in unit.buffers if b.spec.trainable]
+        waiting = _views(unit, schedule.memory.reduce, index, reduce, lambda b: b.waiting_dtype, trained)
+        for buffer in unit.buffers:
+            buffer.bind(full.get(id(buffer)), waiting.get(id(buffer)))
+
+
+def _views(
+    unit: UnitShards,
+    plan: SlotPlan,
+    index: int,
+    slots: Sequence[Tensor],
+    dtype_of: Callable[[FlatShards], torch.dtype],
+    buffers: Sequence[FlatShards] | None = None,
+) -> dict[int, Tensor]:
+    """Each flat buffer's part of its unit's slot, by id of the buffer."""
+    slot = plan.slot_of[index]
+    if slot is None:
+        return {}
+    views, start = {}, 0
+    for buffer in unit.buffers if buffers is None else buffers:
+        dtype = dtype_of(buffer)
+        length = buffer.padded * dtype.itemsize
+        views[id(buffer)] = slots[slot][start : start + length].view(dtype)
+        start += aligned(length)
+    return views
+
+
+def _make_optimizer_params(engine: Engine) -> None:
+    reference = weakref.ref(engine)
+
+    def norms(slices: Sequence[Tensor], order: float) -> list[Tensor]:
+        return slice_norms(engine_of(), slices, order)
+
+    def agree(values: Tensor) -> None:
+        engine_of().control.reduce(values, dist.ReduceOp.MAX)
+
+    def engine_of() -> Engine:
+        found = reference()
+        if found is None:
+            raise ModelError("the model that this parameter belongs to has been deleted")
+        return found
+
+    for index, unit in enumerate(engine.units):
+        for buffer in unit.buffers:
+            buffer.make_optimizer_params(norm_of=norms, agree_max=agree, unit=index, engine=reference)

@@ -1,0 +1,195 @@
+"""Chains of one-axis collectives over one flat buffer, with every view made once.
+
+A chain is a transfer list of the schedule bound to tensors. Gathers grow a region inside its destination, from the
+least significant axis to the most; reductions shrink one, the other way. Where a wire's dtype is not the buffer's, the
+region passes through staging memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter
+from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.units import DTYPES
+from zeromesh.schedule import Transfer, transfer
+from zeromesh.strategy import Axis
+
+Groups = Mapping[str, AxisGroup]
+
+
+@dataclass(slots=True)
+class Scratch:
+    """Memory that one lane's jobs share, one job at a time.
+
+    Args:
+        staging: bytes for regions in a wire's dtype.
+        workspace: bytes for the collectives.
+    """
+
+    staging: Tensor
+    workspace: Tensor
+
+    def region(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.staging[: numel * dtype.itemsize].view(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """One gather of a chain: `source` into `own`, this rank's chunk of `region`, then all chunks from the others."""
+
+    group: AxisGroup
+    region: Tensor
+    own: Tensor
+    source: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class GatherChain:
+    """Gathers in order; `last` is copied into `destination` if the chain ended elsewhere."""
+
+    steps: tuple[Gather, ...]
+    destination: Tensor
+    last: Tensor | None
+
+    def run(self) -> None:
+        for step in self.steps:
+            if step.source is not None:
+                step.own.copy_(step.source)
+            all_gather(step.region, step.group)
+        if self.last is not None:
+            self.destination.copy_(self.last)
+
+
+def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, *, from_kept: bool) -> GatherChain:
+    """Gathers `params` (or `kept`) into `full`, filling `kept` on the way."""
+    steps = transfer.unshard(shards.layout, shards.spec, from_kept=from_kept)
+    source = shards.kept if from_kept and shards.kept is not None else shards.params
+    detour = None if from_kept else shards.kept
+    return _gather_chain(shards, steps, source, shards.full, slice(0, shards.padded), groups, scratch, detour)
+
+
+def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch) -> GatherChain | None:
+    """Casts `master` and gathers it into `params`; None if they are one tensor."""
+    if shards.master is None or shards.master is shards.params:
+        return None
+    steps = transfer.refresh(shards.layout, shards.spec)
+    # The alias keeps autograd's version counter out of it: no graph outlives the optimizer's step.
+    return _gather_chain(shards, steps, shards.master, shards.params.data, shards.param_range, groups, scratch, None)
+
+
+def _gather_chain(
+    shards: FlatShards,
+    transfers: Sequence[Transfer],
+    source: Tensor,
+    destination: Tensor,
+    held: slice,
+    groups: Groups,
+    scratch: Scratch,
+    kept: Tensor | None,
+) -> GatherChain:
+    steps, current = [], source
+    for step in transfers:
+        region = _region(shards, destination, held, step)
+        if kept is not None and kept.numel() == step.numel and step.axis.stage.kept:
+            region = kept
+        elif DTYPES.get(step.wire, destination.dtype) != destination.dtype:
+            region = scratch.region(step.numel, DTYPES[step.wire])
+        own = _own_chunk(region, groups[step.axis.name])
+        steps.append(Gather(groups[step.axis.name], region, own, None if _same(own, current) else current))
+        current = region
+    return GatherChain(tuple(steps), destination, None if _same(destination, current) else current)
+
+
+def _region(shards: FlatShards, buffer: Tensor, held: slice, step: Transfer) -> Tensor:
+    """The region of `buffer`, which covers `held`, that this rank's collective over `step.axis` works on."""
+    order: tuple[Axis, ...] = shards.layout.significant
+    above = order[: order.index(step.axis)] if step.axis in order else order
+    region = shards.layout.shard(shards.padded, above, shards.coordinates)
+    return buffer[region.start - held.start : region.stop - held.start]
+
+
+def _own_chunk(region: Tensor, group: AxisGroup) -> Tensor:
+    length = region.numel() // group.size
+    return region[group.rank * length : (group.rank + 1) * length]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """One reduction of a chain, of `region` (through `staged` if the wire has another dtype) into `out`."""
+
+    operation: str
+    group: AxisGroup
+    region: Tensor
+    staged: Tensor | None
+    out: Tensor
+    accumulates: bool
+
+    def run(self, workspace: Tensor, accumulate: bool) -> None:
+        wire = self.region
+        if self.staged is not None:
+            wire = self.staged
+            wire.copy_(self.region)
+        scale = 1 / self.group.size
+        if self.operation == "all_reduce":
+            all_reduce(wire, self.group, workspace=workspace, scale=scale)
+            if self.staged is not None:
+                self.region.copy_(wire)
+        else:
+            add = accumulate and self.accumulates
+            reduce_scatter(wire, self.out, self.group, workspace=workspace, scale=scale, accumulate=add)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceChain:
+    """A unit's reductions of one buffer: a micro-batch's into the accumulator, and the boundary's from there.
+
+    Each axis averages over its ranks as it sums: fp16 wires then never carry a sum larger than the gradient.
+    """
+
+    micro: tuple[Reduce, ...]
+    boundary: tuple[Reduce, ...]
+    scratch: Scratch
+
+    def run(self, *, accumulate: bool, boundary: bool) -> None:
+        for step in self.micro:
+            step.run(self.scratch.workspace, accumulate)
+        for step in self.boundary if boundary else ():
+            step.run(self.scratch.workspace, accumulate=False)
+
+
+def reduce_chain(shards: FlatShards, groups: Groups, scratch: Scratch, accumulator: Tensor) -> ReduceChain:
+    """From `waiting` into `accumulator` (of the gradient shard's length), and on to its state shard's part."""
+    micro: list[Reduce] = []
+    transfers = transfer.reduce_micro(shards.layout, shards.spec)
+    current = shards.waiting
+    for step in transfers:
+        assert current is not None
+        into = accumulator if step is transfers[-1] else None
+        reduction = _reduction(step, current, groups, scratch, into)
+        micro.append(reduction)
+        current = reduction.out
+    boundary: list[Reduce] = []
+    current = accumulator
+    for step in transfer.reduce_boundary(shards.layout, shards.spec):
+        reduction = _reduction(step, current, groups, scratch, None)
+        boundary.append(reduction)
+        current = reduction.out
+    return ReduceChain(tuple(micro), tuple(boundary), scratch)
+
+
+def _reduction(step: Transfer, region: Tensor, groups: Groups, scratch: Scratch, into: Tensor | None) -> Reduce:
+    group = groups[step.axis.name]
+    wire = DTYPES.get(step.wire, region.dtype)
+    staged = None if wire == region.dtype else scratch.region(step.numel, wire)
+    scatter = step.operation == "reduce_scatter"
+    out = into if into is not None else (_own_chunk(region, group) if scatter else region)
+    return Reduce(step.operation, group, region, staged, out, accumulates=into is not None)

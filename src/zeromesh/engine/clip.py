@@ -1,0 +1,60 @@
+"""Gradient norms over sharded parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from zeromesh.engine.engine import Engine
+
+
+def slice_norms(engine: Engine, slices: Sequence[Tensor], order: float) -> list[Tensor]:
+    """Norms of the tensors that `slices` are this rank's parts of, one 0-d tensor each; the same on every rank.
+
+    Every state shard is held by as many ranks as stage-0 axes have together, all bit-equal, so a sum over all ranks
+    counts each element that often.
+
+    Args:
+        engine: of the model they belong to.
+        slices: 1-D, in the same order on every rank.
+        order: p of the p-norm; infinity for the maximum.
+    """
+    dtype = torch.promote_types(slices[0].dtype, torch.float32) if slices else torch.float32
+    powers = (
+        torch.stack([_power(tensor, order) for tensor in slices]) if slices else torch.zeros(0, dtype=torch.float64)
+    )
+    if math.isinf(order):
+        total = engine.control.reduce(powers, dist.ReduceOp.MAX)
+        return list(total.to(dtype))
+    replicas = engine.schedule.layout.degree(engine.schedule.layout.replica_axes)
+    total = engine.control.reduce(powers) / replicas
+    return list(total.pow(1 / order).to(dtype))
+
+
+def _power(tensor: Tensor, order: float) -> Tensor:
+    """Sum of p-th powers of magnitudes (infinity: the largest), in fp64: squares of fp32 neither overflow nor round."""
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.float64, device=tensor.device)
+    norm: Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.float64)
+    return norm if math.isinf(order) else norm.pow(order)
+
+
+def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """See `zm.clip_grad_norm_`."""
+    grads = [param.grad.local for param in engine.optimizer_params() if param.grad is not None]  # type: ignore[attr-defined]
+    norms = slice_norms(engine, grads, norm_type)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the gradients' norm is {float(total)}, so they cannot be clipped; drop error_if_nonfinite to go on"
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if grads:
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
+    return total

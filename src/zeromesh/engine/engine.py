@@ -1,0 +1,308 @@
+"""What `zm.shard` leaves behind on a model: its shards, and the hooks that run the schedule.
+
+The engine holds dicts of the modules' parameters, never the modules, and the hooks hold the engine weakly: deleting the
+model frees everything at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeromesh.engine.backend import DeviceBackend, UnitShards
+from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.units import Precision
+from zeromesh.errors import MismatchError, ModelError, OptimizerError
+from zeromesh.schedule import GradState, Interpreter, Schedule
+
+_PRIME = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """The ranks of the mesh, for the few words that they exchange beside the data.
+
+    Args:
+        group: of all ranks of the mesh; None on a single rank.
+        size: number of ranks.
+        rank: of this one in the mesh, innermost axis fastest.
+        source: global rank of the mesh's first.
+        device: of what is exchanged.
+    """
+
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+    source: int
+    device: torch.device
+
+    def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """`values` reduced over all ranks of the mesh, in place."""
+        if self.group is not None:
+            dist.all_reduce(values, op=operation, group=self.group)
+        return values
+
+    def broadcast(self, values: Tensor) -> None:
+        """The first rank's values, to all."""
+        if self.group is not None:
+            dist.broadcast(values, src=self.source, group=self.group)
+
+    def say(self, text: str) -> str:
+        """The first rank's text, on every rank."""
+        texts = [text]
+        if self.group is not None:
+            dist.broadcast_object_list(texts, src=self.source, group=self.group)
+        return texts[0]
+
+    def require_same(self, what: str, text: str) -> None:
+        """Raises MismatchError on every rank if `text` differs between ranks."""
+        if self.group is None:
+            return
+        texts: list[str] = [""] * self.size
+        dist.all_gather_object(texts, text, group=self.group)
+        for rank, other in enumerate(texts):
+            if other != texts[0]:
+                raise MismatchError(
+                    f"all ranks must have the same {what}; rank 0 has {_differing(texts[0], other)}, "
+                    f"rank {rank} has {_differing(other, texts[0])}: start every rank with the same arguments"
+                )
+
+
+def _differing(text: str, other: str) -> str:
+    lines, others = text.splitlines(), set(other.splitlines())
+    return repr("; ".join(line for line in lines if line not in others)[:200] or "fewer entries")
+
+
+class Engine:
+    """Runs one model's schedule.
+
+    Args:
+        schedule: what to do where.
+        backend: its shards on this rank, and the lanes.
+        control: the ranks of the mesh.
+        precision: dtypes.
+    """
+
+    def __init__(self, schedule: Schedule, backend: DeviceBackend, control: Control, precision: Precision) -> None:
+        self.backend = backend
+        self.control = control
+        self.precision = precision
+        self.interpreter = Interpreter(schedule=schedule, backend=backend)
+        self.check_slots = False
+        self._weights: float | None = None
+        self._total_weight: Tensor | None = None
+        self._task = -1
+        self._ordered = False
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.interpreter.schedule
+
+    @property
+    def units(self) -> list[UnitShards]:
+        return list(self.backend.units)
+
+    def working_buffers(self) -> list[Tensor]:
+        """Slots, staging and workspace."""
+        views = [v for unit in self.backend.units for b in unit.buffers for v in (b.full, b.waiting) if v is not None]
+        own = {b.params.untyped_storage().data_ptr() for unit in self.backend.units for b in unit.buffers}
+        scratch = [self.backend.gather_scratch, self.backend.reduce_scratch]
+        extra = [tensor for s in scratch for tensor in (s.staging, s.workspace)]
+        return [tensor for tensor in (*views, *extra) if tensor.untyped_storage().data_ptr() not in own]
+
+    def optimizer_params(self) -> Iterator[ShardedParameter]:
+        """Every parameter of the model, in the order of units."""
+        for unit in self.backend.units:
+            for buffer in unit.buffers:
+                yield from buffer.optimizer_params
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Engine:
+        raise ModelError(
+            "a sharded model cannot be copied: its shards belong to one set of ranks; copy it before zm.shard"
+        )
+
+    # ---- points, from the hooks
+
+    def pre_forward(self, unit: int) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            if self.interpreter.in_backward:
+                self.interpreter.abort()  # the last backward raised, so its callback never came
+        else:
+            self._enter_backward()
+        self.interpreter.pre_forward(unit)
+
+    def post_forward(self, unit: int, outputs: Iterable[Tensor]) -> None:
+        """After a unit's forward; makes its outputs' gradients call `pre_backward`."""
+        recomputed = self.interpreter.in_backward
+        tensors = [t for t in outputs if t.requires_grad] if torch.is_grad_enabled() and not recomputed else []
+        if tensors:
+            hook = _OutputHook(weakref.ref(self), unit)
+            for tensor in tensors:
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
+        self.interpreter.post_forward(unit, backward=bool(tensors))
+        if unit == 0:
+            self.interpreter.end_forward(backward=bool(tensors))
+
+    def pre_backward(self, unit: int) -> None:
+        self._enter_backward()
+        self.interpreter.pre_backward(unit)
+
+    def grad_ready(self, unit: int, index: int, position: int) -> None:
+        """Autograd has accumulated a leaf's gradient."""
+        self._enter_backward()
+        shards = self.backend.units[unit]
+        self.backend.collect(unit, index, position, self.interpreter.begin_grads(unit))
+        shards.fired += 1
+        if shards.fired == shards.num_leaves:
+            self.interpreter.post_backward(unit)
+
+    def _enter_backward(self) -> None:
+        """Once per backward: autograd tells when it has ended."""
+        if self._task == -1:
+            self._task = torch._C._current_graph_task_id()
+            self._start_weights()
+            engine = weakref.ref(self)
+
+            def ended() -> None:
+                self = engine()
+                if self is not None:
+                    self._end_backward()
+
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    def _end_backward(self) -> None:
+        self._task = -1
+        self.interpreter.end_backward()
+        if self.interpreter.last:
+            self._show_grads()
+            self._weights, self._total_weight = None, None
+            self.backend.final_scale = None
+
+    # ---- accumulation
+
+    @contextmanager
+    def accumulate(self, last: bool, weight: float | None) -> Iterator[None]:
+        """The micro-batch inside is (not) the last before the step; its gradient counts `weight` times."""
+        interpreter, backend = self.interpreter, self.backend
+        if weight is not None and not weight >= 0:
+            raise ModelError(
+                f"the weight of a micro-batch must be zero or more (its number of tokens, say); got {weight}"
+            )
+        partial = any(state.grad is GradState.PARTIAL for state in interpreter.states)
+        if (weight is None and self._weights is not None) or (weight is not None and partial and self._weights is None):
+            raise ModelError(
+                "either every micro-batch of a step has a weight or none; this step has some with and some without"
+            )
+        before = interpreter.last, backend.weight
+        interpreter.last, backend.weight = last, weight
+        if weight is not None:
+            self._weights = (self._weights or 0.0) + weight
+        try:
+            yield
+        finally:
+            interpreter.last, backend.weight = before
+
+    def _start_weights(self) -> None:
+        """When a last backward starts, all ranks' weights are known; the first boundary reduction needs their sum."""
+        if self._weights is None or not self.interpreter.last or self._total_weight is not None:
+            return
+        total = torch.tensor([self._weights], dtype=torch.float64, device=self.control.device)
+        self._total_weight = total
+        scale: list[float] = []
+
+        def final_scale() -> float:
+            # Chains average over ranks; the mean over weights is ranks / total of that. A step without any weight is 0.
+            if not scale:
+                summed = float(self.control.reduce(total))
+                scale.append(self.control.size / summed if summed else 0.0)
+            return scale[0]
+
+        self.backend.final_scale = final_scale
+
+    # ---- gradients
+
+    def _show_grads(self) -> None:
+        """Every rank agrees on which parameters had gradients, and shows those as `.grad`."""
+        used = [flag for unit in self.backend.units for flags in unit.used for flag in flags]
+        order = zlib.crc32(repr(self.interpreter.seen).encode()) % _PRIME
+        calls = self.interpreter.digest % _PRIME
+        words = [*map(int, used), order, -order, calls, -calls]
+        agreed = torch.tensor(words, dtype=torch.int32, device=self.control.device)
+        *flags, high_order, low_order, high_calls, low_calls = self.control.reduce(agreed, dist.ReduceOp.MAX).tolist()
+        self._learn_order(high_order == -low_order, high_calls == -low_calls)
+        self._assign(flags)
+
+    def _learn_order(self, same_order: bool, same_gathers: bool) -> None:
+        if self.schedule.shards_params and not (same_order and same_gathers):
+            names = [self.backend.units[unit].name or "(root)" for unit in self.interpreter.seen]
+            raise MismatchError(
+                "all ranks must call the units in the same order while parameters are sharded; this step they did not: "
+                f"on rank {self.control.rank} the order was {', '.join(names)}. Gradients of this step are not valid. "
+                "Run every unit on every rank (on dummy data if need be), or shard no parameters (stages 0, 1, 2)"
+            )
+        if not self._ordered and same_order:
+            self._ordered = True
+            unseen = [unit for unit in self.schedule.order if unit not in self.interpreter.seen]
+            self.interpreter.adopt([*self.interpreter.seen, *unseen])
+        self.interpreter.digest = 0
+
+    def _assign(self, flags: list[int]) -> None:
+        left = iter(flags)
+        for unit in self.backend.units:
+            for buffer in unit.buffers:
+                if not buffer.spec.trainable:
+                    continue
+                for param, grad in zip(buffer.optimizer_params, buffer.optimizer_grads, strict=True):
+                    grad.zeroed = False
+                    param.grad = grad if next(left) else None
+
+    def discard_grads(self) -> None:
+        """Forgets all gradients, partial sums included."""
+        self.interpreter.discard_grads()
+        self._weights, self._total_weight, self.backend.final_scale = None, None, None
+        for unit in self.backend.units:
+            unit.forget()
+        for param in self.optimizer_params():
+            param.grad = None
+
+    # ---- optimizers
+
+    def before_step(self, units: Iterable[int]) -> None:
+        """Masters are about to change: nothing may still read them, and no partial sum may be left out."""
+        for unit in units:
+            if self.interpreter.states[unit].grad is GradState.PARTIAL:
+                raise OptimizerError(
+                    f"unit {self.backend.units[unit].name!r} holds gradients of micro-batches that were not reduced: run "
+                    f"the last backward before the step under zm.accumulate(model, last=True), or outside zm.accumulate"
+                )
+        self.interpreter.quiesce()
+
+    def stepped(self, units: Iterable[int]) -> None:
+        self.interpreter.stepped(units)
+
+    def changed(self) -> None:
+        """Masters were changed by hand or by a load."""
+        self.interpreter.quiesce()
+        self.interpreter.stepped(range(len(self.backend.units)))
+
+
+@dataclass(slots=True)
+class _OutputHook:
+    """On each output of one call of a unit: reports the first gradient that arrives in a backward."""
+
+    engine: weakref.ref[Engine]
+    unit: int
+    task: int = -1
+
+    def __call__(self, grad: Tensor) -> None:
+        engine, task = self.engine(), torch._C._current_graph_task_id()
+        if engine is not None and task != self.task:
+            self.task = task
+            engine.pre_backward(self.unit)

@@ -1,0 +1,179 @@
+"""The tensors of one flat buffer on this rank: shards, views into slots, compute leaves and optimizer's parameters.
+
+::
+
+    master   state shard, optimizer's dtype     the optimizer's parameters are views of it
+    params   parameter shard, compute dtype     master cast, then gathered over the stage-1/2 axes
+    kept     gathered over the kept axes        filled by the forward's gather, read by the backward's
+    full     all of it, in a gather slot        the compute leaves are views of it; `params` itself where that is full
+    waiting  all of it, in a reduce slot        a micro-batch's gradient, on its way to
+    grads    gradient shard, accumulator dtype  its state shard's part is what `.grad` shows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
+from zeromesh.engine.units import DTYPES, ParamInfo
+from zeromesh.schedule import FlatBuffer
+from zeromesh.schedule.memory import kept_numel, master_is_param, slot_dtype
+from zeromesh.schedule.unit import Unit
+from zeromesh.strategy import Axis, Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one parameter lies: `start`..`stop` of the flat buffer."""
+
+    info: ParamInfo
+    shape: torch.Size
+    start: int
+    stop: int
+
+
+@dataclass(slots=True, kw_only=True)
+class FlatShards:
+    """One flat buffer on this rank; see the module's picture.
+
+    Args:
+        spec: lengths and dtypes.
+        layout: the strategy on its mesh.
+        coordinates: of this rank, by axis name.
+        places: its parameters.
+        device: of all tensors.
+    """
+
+    spec: FlatBuffer
+    layout: Layout
+    coordinates: dict[str, int]
+    places: tuple[Place, ...]
+    device: torch.device
+    params: Tensor = field(init=False)
+    master: Tensor | None = None
+    grads: Tensor | None = None
+    kept: Tensor | None = None
+    full: Tensor = field(init=False)
+    waiting: Tensor | None = None
+    leaves: list[nn.Parameter] = field(default_factory=list)
+    optimizer_params: list[ShardedParameter] = field(default_factory=list)
+    optimizer_grads: list[ShardedGrad] = field(default_factory=list)
+
+    @classmethod
+    def allocate(
+        cls,
+        unit: Unit,
+        spec: FlatBuffer,
+        infos: Sequence[ParamInfo],
+        layout: Layout,
+        coordinates: dict[str, int],
+        device: torch.device,
+    ) -> FlatShards:
+        """Allocates the persistent shards, zeroed; slots come with `bind`."""
+        places, start = [], 0
+        for info in infos:
+            stop = start + info.param.numel()
+            places.append(Place(info=info, shape=info.param.shape, start=start, stop=stop))
+            start = stop
+        self = cls(spec=spec, layout=layout, coordinates=coordinates, places=tuple(places), device=device)
+        self.params = self._zeros(layout.param_axes, spec.param_dtype)
+        if spec.master_dtype is not None:
+            merged = master_is_param(layout, spec)
+            self.master = self.params if merged else self._zeros(layout.significant, spec.master_dtype)
+            self.grads = self._zeros(layout.grad_axes, spec.grad_dtype)
+        kept = kept_numel(layout, unit, spec)
+        if kept:
+            self.kept = torch.zeros(kept, dtype=DTYPES[spec.param_dtype], device=device)
+        return self
+
+    def _zeros(self, axes: Sequence[Axis], dtype: str) -> Tensor:
+        return torch.zeros(self.padded // self.layout.degree(axes), dtype=DTYPES[dtype], device=self.device)
+
+    @property
+    def padded(self) -> int:
+        return self.layout.padded(self.spec.numel)
+
+    @property
+    def waiting_dtype(self) -> torch.dtype:
+        return DTYPES[slot_dtype(self.layout, self.spec)]
+
+    def range_of(self, axes: Sequence[Axis]) -> slice:
+        """This rank's range of the flat buffer, sharded over `axes`."""
+        return self.layout.shard(self.padded, axes, self.coordinates)
+
+    @property
+    def state_range(self) -> slice:
+        return self.range_of(self.layout.significant)
+
+    @property
+    def param_range(self) -> slice:
+        return self.range_of(self.layout.param_axes)
+
+    @property
+    def grad_range(self) -> slice:
+        return self.range_of(self.layout.grad_axes)
+
+    @property
+    def reduced(self) -> Tensor:
+        """The state shard's part of the gradient shard."""
+        assert self.grads is not None
+        return inside(self.grads, self.grad_range, self.state_range)
+
+    def fill(self, values: Tensor) -> None:
+        """Takes this rank's shards out of the whole buffer's values, 1-D of `padded` elements."""
+        self.params.copy_(values[self.param_range])
+        if self.master is not None and self.master is not self.params:
+            self.master.copy_(values[self.state_range])
+
+    def bind(self, full: Tensor | None, waiting: Tensor | None) -> None:
+        """Makes the leaves, and the optimizer's parameters, over the given parts of the slots (None: needs none).
+
+        Writes to `full` go through an alias with a version counter of its own: autograd's saved tensors point into the
+        slot, and a gather before the backward restores just what they saw.
+        """
+        seen = self.params if full is None else full
+        self.full, self.waiting = seen.data, waiting
+        for place in self.places:
+            view = seen[place.start : place.stop].view(place.shape)
+            self.leaves.append(nn.Parameter(view, requires_grad=self.spec.trainable))
+
+    def make_optimizer_params(self, **attributes: object) -> None:
+        """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard)."""
+        home, held = (self.params, self.param_range) if self.master is None else (self.master, self.state_range)
+        for place in self.places:
+            start, stop = overlap(place, held)
+            common = {"full_name": place.info.name, "global_shape": place.shape, **attributes}
+            self.optimizer_params.append(
+                make_slice(
+                    ShardedParameter,
+                    home[start - held.start : stop - held.start],
+                    self.spec.trainable,
+                    flat_start=start - place.start,
+                    **common,
+                )
+            )
+            if self.spec.trainable:
+                local = self.reduced[start - held.start : stop - held.start]
+                self.optimizer_grads.append(make_slice(ShardedGrad, local, False, **common))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The persistent tensors, by kind, each storage once."""
+        kinds = {"params": self.params, "master": self.master, "grads": self.grads, "kept": self.kept}
+        if self.master is self.params:
+            del kinds["master"]
+        return {kind: tensor for kind, tensor in kinds.items() if tensor is not None}
+
+
+def inside(tensor: Tensor, held: slice, wanted: slice) -> Tensor:
+    """The part of `tensor`, which covers range `held` of a buffer, that covers `wanted`, which lies inside `held`."""
+    return tensor[wanted.start - held.start : wanted.stop - held.start]
+
+
+def overlap(place: Place, held: slice) -> tuple[int, int]:
+    """The part of a parameter's range inside `held`; an empty range at the nearer end if there is none."""
+    start = min(max(place.start, held.start), held.stop)
+    return start, max(start, min(place.stop, held.stop))

@@ -1,0 +1,90 @@
+"""Hooks that turn a module's forward and backward into points of the schedule."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.errors import ModelError
+
+if TYPE_CHECKING:
+    from zeromesh.engine.engine import Engine
+
+
+def install(engine: Engine, unit: int, module: nn.Module, cast: torch.dtype | None) -> None:
+    """Registers the hooks of one unit.
+
+    Args:
+        engine: held weakly.
+        unit: its index.
+        module: the unit's module.
+        cast: dtype that floating-point inputs are cast to; None leaves them.
+    """
+    reference = weakref.ref(engine)
+
+    def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        _alive(reference).pre_forward(unit)
+        return None if cast is None else (_cast(args, cast), _cast(kwargs, cast))
+
+    def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        _alive(reference).post_forward(unit, tensors_of(outputs))
+
+    # What a compiled caller traces must not enter the engine: the hooks run as Python, between graphs.
+    for hook in (pre_forward, post_forward):
+        setattr(hook, "_torchdynamo_disable", True)  # noqa: B010  # functions have no such attribute for mypy
+    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+    # always_call: after a forward that raised, nothing may count as in use.
+    module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
+    for index, buffer in enumerate(engine.units[unit].buffers):
+        for position, leaf in enumerate(buffer.leaves):
+            if leaf.requires_grad:
+                leaf_hook = _leaf_hook(reference, unit, index, position)
+                leaf.register_post_accumulate_grad_hook(leaf_hook)  # type: ignore[no-untyped-call]  # torch leaves it so
+
+
+def _leaf_hook(reference: weakref.ref[Engine], unit: int, index: int, position: int) -> Callable[[Tensor], None]:
+    def grad_ready(_: Tensor) -> None:
+        engine = reference()
+        if engine is not None:
+            engine.grad_ready(unit, index, position)
+
+    return grad_ready
+
+
+def _alive(reference: weakref.ref[Engine]) -> Engine:
+    engine = reference()
+    if engine is None:
+        raise ModelError("this module was part of a sharded model that has been deleted, and its parameters with it")
+    return engine
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested sequences, mappings and dataclasses (a Hugging Face output is both of the last)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from tensors_of(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(_cast(item, dtype) for item in value)
+    if isinstance(value, list):
+        return [_cast(item, dtype) for item in value]
+    if type(value) is dict:
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value

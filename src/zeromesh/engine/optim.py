@@ -1,0 +1,109 @@
+"""Watches torch's optimizers through their global step hooks.
+
+An optimizer that steps on slices must work element by element. Torch's that do are listed; any other is refused at its
+first step, unless the user has vouched for it with `zm.elementwise(optimizer)`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zeromesh.engine.param import ShardedParameter
+from zeromesh.errors import OptimizerError
+
+ELEMENTWISE = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_vouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_installed: list[Any] = []
+
+
+def elementwise(optimizer: Optimizer) -> Optimizer:
+    """Vouches that `optimizer` treats each element by itself, so that it may step on slices of parameters.
+
+    Torch's own elementwise optimizers need no vouching. For one that mixes a tensor's elements (LAMB's norms,
+    Adafactor's factors, Muon's and Shampoo's matrices) the numbers would be wrong without an error.
+
+    Returns:
+        The optimizer itself.
+    """
+    _vouched.add(optimizer)
+    return optimizer
+
+
+def watch_optimizers() -> None:
+    """Installs the hooks, once per process."""
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_before_step))
+        _installed.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _units(optimizer: Optimizer) -> dict[Any, set[int]]:
+    """Units that the optimizer's step will update, by engine."""
+    units: dict[Any, set[int]] = defaultdict(set)
+    for param in _params(optimizer):
+        if type(param) is ShardedParameter and param.grad is not None:
+            engine = param.engine()
+            if engine is not None:
+                units[engine].add(param.unit)
+    return units
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _checked:
+        _check(optimizer)
+    for engine, units in _engines(optimizer).items():
+        engine.before_step(units)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for engine, units in _units(optimizer).items():
+        engine.stepped(units)
+
+
+def _engines(optimizer: Optimizer) -> dict[Any, set[int]]:
+    """All units with parameters in the optimizer, by engine, with or without gradients."""
+    units: dict[Any, set[int]] = defaultdict(set)
+    for param in _params(optimizer):
+        if type(param) is ShardedParameter and (engine := param.engine()) is not None:
+            units[engine].add(param.unit)
+    return units
+
+
+def _check(optimizer: Optimizer) -> None:
+    params = list(_params(optimizer))
+    for param in params:
+        retired = getattr(param, "_zeromesh_retired", None)
+        if retired is not None:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} holds {retired!r} as it was before zm.shard, so the sharded model would "
+                f"never be updated: make the optimizer after zm.shard, from model.parameters()"
+            )
+    if any(type(param) is ShardedParameter for param in params):
+        kind = type(optimizer)
+        known = kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
+        if not known and optimizer not in _vouched:
+            raise OptimizerError(
+                f"each rank holds a slice of every parameter, so the optimizer must work element by element; "
+                f"{kind.__module__}.{kind.__name__} is not known to. If it does, call zm.elementwise(optimizer); if it "
+                f"takes norms or factors of whole tensors, its numbers would be wrong: use one of "
+                f"{', '.join(sorted(ELEMENTWISE))} from torch.optim"
+            )
+    _checked.add(optimizer)

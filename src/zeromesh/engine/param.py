@@ -1,0 +1,178 @@
+"""The optimizer's parameters: each original parameter as this rank's slice of the master, under its own name.
+
+[Note: Slices] To C++, a `ShardedParameter` is a plain 1-D tensor, a view of the flat master: plain, foreach and fused
+optimizers run on it at full speed. To Python, `shape`, `ndim`, `size()` and `numel()` are the original parameter's,
+since people split weight decay by them. Elementwise functions are right on slices. Norms are not, so they are taken
+over all ranks; whatever else would mix elements raises, since its result would silently be of one slice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.errors import OptimizerError
+
+NormOf = Callable[[Sequence[Tensor], float], list[Tensor]]
+"""Norms over all ranks of the tensors that the given local slices belong to, one 0-d tensor each."""
+
+AgreeMax = Callable[[Tensor], None]
+"""Replaces a tensor by its maximum over all ranks."""
+
+# Functions that only make sense on whole tensors. Elementwise ones are far more numerous and new ones appear with every
+# release of torch, so the refused are listed; tests run all of torch.optim's allowed optimizers against this.
+_REFUSED = frozenset(
+    """
+    sum mean prod std var std_mean var_mean max min amax amin aminmax argmax argmin all any median mode quantile
+    nanmedian nansum nanmean norm dist cdist matmul mm bmm mv dot vdot addmm addmv addbmm baddbmm addr outer ger
+    inner linear conv1d conv2d conv3d embedding einsum tensordot softmax log_softmax logsumexp cumsum cumprod sort
+    topk argsort unique view reshape view_as reshape_as transpose permute t unsqueeze squeeze flatten unflatten
+    expand expand_as repeat cat stack split chunk tensor_split unbind index_select gather scatter scatter_
+    scatter_add_ index_add_ index_copy_ index_fill_ take masked_select nonzero histc bincount trace diag tril triu
+    svd qr cholesky matrix_norm cond det inv inverse pinverse cross renorm normalize layer_norm rms_norm group_norm
+    batch_norm roll flip rot90 __getitem__ __setitem__ __matmul__ __rmatmul__ tolist item numpy __array__
+    count_nonzero T mT H
+    """.split()  # noqa: SIM905  # a page of quotes and commas is harder to read
+)
+_NORMS = frozenset({"vector_norm", "linalg_vector_norm", "_foreach_norm"})
+_UNSCALE = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
+_ZERO = frozenset({"zero_", "_foreach_zero_"})
+
+
+class _Slice(torch.Tensor):
+    """This rank's slice of a tensor: [Note: Slices]."""
+
+    global_shape: torch.Size
+    full_name: str
+    norm_of: NormOf
+    agree_max: AgreeMax
+    zeroed: bool
+
+    @property
+    def local(self) -> Tensor:
+        """The slice as a plain 1-D tensor that shares its memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).detach()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.global_shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]  # a property in C too
+        return len(self.global_shape)
+
+    def dim(self) -> int:
+        return len(self.global_shape)
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]  # C's has overloads
+        return self.global_shape if dim is None else self.global_shape[dim]
+
+    def numel(self) -> int:
+        return math.prod(self.global_shape)
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if not self.global_shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.global_shape[0]
+
+    def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes tensor_contents
+        return f"{type(self).__name__}({self.full_name!r}, shape={tuple(self.global_shape)}, local={self.local})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.local.clone()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        kwargs = kwargs or {}
+        if name in _REFUSED:
+            raise _refusal(name, args)
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _NORMS:
+                return _norm(name, args, kwargs)
+            result = func(*args, **kwargs)
+            if name in _UNSCALE:
+                _agree_on_found_inf(args)
+            if name.endswith("_") and not name.endswith("__"):
+                _note_zeroed(args[0], name in _ZERO)
+        return _plain(result) if name in ("detach", "__get__", "clone", "to") else result
+
+
+class ShardedParameter(_Slice, nn.Parameter):
+    """What the optimizer holds of one parameter: this rank's slice of the master. See [Note: Slices].
+
+    Attributes:
+        full_name: the parameter's qualified name.
+        global_shape: the original parameter's shape.
+        flat_start: where the slice starts in the flattened original parameter.
+        unit: index of the unit it belongs to.
+        engine: weak reference to the engine.
+    """
+
+    flat_start: int
+    unit: int
+    engine: Callable[[], Any]
+
+
+class ShardedGrad(_Slice):
+    """The reduced gradient of one parameter's slice."""
+
+
+def make_slice(kind: type[_Slice], local: Tensor, requires_grad: bool, **attributes: Any) -> Any:
+    """A slice over the memory of `local`, a 1-D tensor."""
+    self = torch.Tensor._make_subclass(kind, local, requires_grad)
+    self.zeroed = False
+    for name, value in attributes.items():
+        setattr(self, name, value)
+    return self
+
+
+def _plain(result: Any) -> Any:
+    return result.as_subclass(torch.Tensor) if type(result) is ShardedParameter else result
+
+
+def _refusal(name: str, args: Any) -> OptimizerError:
+    owner = next((arg for arg in _flat(args) if isinstance(arg, _Slice)), None)
+    label = f"{owner.full_name} {tuple(owner.global_shape)}" if owner is not None else "a sharded parameter"
+    return OptimizerError(
+        f"{name} needs all of {label}, but each rank holds a slice of it, so the result would differ on every rank; "
+        f"use zm.full_state_dict(model) for whole tensors, `.local` for this rank's slice, or an elementwise optimizer"
+    )
+
+
+def _flat(args: Any) -> Any:
+    for arg in args:
+        if isinstance(arg, list | tuple):
+            yield from _flat(arg)
+        else:
+            yield arg
+
+
+def _norm(name: str, args: Any, kwargs: Any) -> Any:
+    tensors = args[0] if name == "_foreach_norm" else [args[0]]
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    slices = [tensor for tensor in tensors if isinstance(tensor, _Slice)]
+    if kwargs.get("dim") is not None or len(args) > 2 or len(slices) != len(tensors):
+        raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
+    norms = slices[0].norm_of([tensor.local for tensor in slices], float(order))
+    return norms if name == "_foreach_norm" else norms[0]
+
+
+def _agree_on_found_inf(args: Any) -> None:
+    """A step is skipped by all ranks or by none: each rank has looked at its slices only."""
+    owner = next((tensor for tensor in args[0] if isinstance(tensor, _Slice)), None)
+    if owner is not None:
+        owner.agree_max(args[1])
+
+
+def _note_zeroed(target: Any, zeroed: bool) -> None:
+    for tensor in target if isinstance(target, list | tuple) else (target,):
+        if isinstance(tensor, _Slice):
+            tensor.zeroed = zeroed

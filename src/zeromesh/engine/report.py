@@ -1,0 +1,130 @@
+"""What a sharded model takes: memory by kind, predicted and allocated; traffic by axis, predicted and sent."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.comm import Sent
+from zeromesh.engine.api import engine_of
+from zeromesh.schedule import sent_bytes_per_axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLine:
+    """One kind of model state on this rank, in bytes."""
+
+    kind: str
+    predicted_bytes: int
+    allocated_bytes: int
+
+
+def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[MemoryLine]:
+    """Model state of this rank: what the schedule says, beside the storages that are there.
+
+    Args:
+        model: sharded.
+        optimizer: whose states count as optimizer memory, predicted as as many tensors of the master's size as it
+            holds for its first parameter. Without it the masters alone count.
+
+    Returns:
+        Lines params, grads, optimizer (masters and states), buffers (slots, kept copies, staging, workspace), total.
+    """
+    engine = engine_of(model)
+    plan = engine.schedule.memory
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    for unit in engine.units:
+        for buffer in unit.buffers:
+            for kind, tensor in buffer.tensors().items():
+                found[kind].append(tensor)
+    predicted_states, states = _optimizer_states(model, optimizer)
+    kinds = {
+        "params": (plan.params_bytes, _storage_bytes(found["params"])),
+        "grads": (plan.grads_bytes, _storage_bytes(found["grads"])),
+        "optimizer": (plan.master_bytes + predicted_states, _storage_bytes(found["master"]) + states),
+        "buffers": (plan.buffers_bytes, _storage_bytes([*found["kept"], *engine.working_buffers()])),
+    }
+    lines = [MemoryLine(kind=k, predicted_bytes=p, allocated_bytes=a) for k, (p, a) in kinds.items()]
+    total = [sum(line.predicted_bytes for line in lines), sum(line.allocated_bytes for line in lines)]
+    return [*lines, MemoryLine(kind="total", predicted_bytes=total[0], allocated_bytes=total[1])]
+
+
+def _storage_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the tensors' storages, each storage once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
+
+
+def _optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
+    """(predicted, held) bytes of per-element states; scalars such as step counts are not state of the model."""
+    if optimizer is None:
+        return 0, 0
+    predicted = held = 0
+    for param in engine_of(model).optimizer_params():
+        state: dict[str, Any] = optimizer.state.get(param, {})
+        moments = [v for v in state.values() if isinstance(v, Tensor) and v.shape == param.local.shape]
+        held += sum(moment.untyped_storage().nbytes() for moment in moments)
+        predicted += len(moments) * param.local.nbytes
+    return predicted, held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficLine:
+    """One axis of the layout: bytes that this rank sends on it in a step."""
+
+    axis: str
+    size: int
+    stage: str
+    predicted_bytes: int
+    sent_bytes: int
+
+
+class traffic_report:  # used as a function that is also a context
+    """Counts what this rank sends while the context is open, beside what the schedule says for as many steps.
+
+    Args:
+        model: sharded.
+        micro_batches: of each step.
+        recompute: whether blocks are checkpointed.
+
+    Example::
+
+        with zm.traffic_report(model, micro_batches=4) as traffic:
+            train_one_step()
+        print(traffic.lines(steps=1))
+    """
+
+    def __init__(self, model: nn.Module, *, micro_batches: int, recompute: bool = False) -> None:
+        self._engine = engine_of(model)
+        self._predicted = sent_bytes_per_axis(self._engine.schedule, micro_batches=micro_batches, recompute=recompute)
+        self.calls: list[Sent] = []
+
+    def __enter__(self) -> traffic_report:
+        self._before = {name: group.record for name, group in self._engine.backend.groups.items()}
+        for group in self._engine.backend.groups.values():
+            group.record = self.calls.append
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.interpreter.quiesce()
+        for name, record in self._before.items():
+            self._engine.backend.groups[name].record = record
+
+    def lines(self, steps: int = 1) -> list[TrafficLine]:
+        """Bytes per step and axis, innermost first, averaged over `steps`."""
+        sent = Counter({axis.name: 0 for axis in self._engine.schedule.layout.axes})
+        for call in self.calls:
+            sent[call.axis] += call.sent_bytes
+        return [
+            TrafficLine(
+                axis=axis.name,
+                size=axis.size,
+                stage=f"{axis.stage.value}{axis.wire}",
+                predicted_bytes=self._predicted[axis.name],
+                sent_bytes=sent[axis.name] // steps,
+            )
+            for axis in self._engine.schedule.layout.axes
+        ]

@@ -1,0 +1,109 @@
+"""Whole tensors out of and into a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.flat import FlatShards
+from zeromesh.errors import ModelError, nearest
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters (in the master's dtype) and buffers, whole, on the CPU of the mesh's first rank.
+
+    Every rank calls it; at most one flat buffer is whole on a device at a time.
+
+    Returns:
+        By original name, tied parameters under each of their names; an empty dict on the other ranks.
+    """
+    engine = engine_of(model)
+    engine.interpreter.quiesce()
+    state: dict[str, Tensor] = {}
+    for buffer in _buffers(engine):
+        values = _gather(engine, buffer)
+        if engine.control.rank == 0:
+            for place in buffer.places:
+                whole = values[place.start : place.stop].view(place.shape).to("cpu", copy=True)
+                state.update(dict.fromkeys(place.info.names, whole))
+    if engine.control.rank == 0:
+        state.update({name: b.detach().to("cpu", copy=True) for name, b in persistent_buffers(model)})
+    return state
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Takes whole tensors from the mesh's first rank; the others' `state` is not looked at.
+
+    Raises:
+        ModelError: on every rank, if names are missing or unknown, or a shape differs; nothing is changed then.
+    """
+    engine = engine_of(model)
+    _require_match(engine, model, state)
+    engine.interpreter.quiesce()
+    for buffer in _buffers(engine):
+        dtype = (buffer.params if buffer.master is None else buffer.master).dtype
+        values = torch.zeros(buffer.padded, dtype=dtype, device=buffer.device)
+        if engine.control.rank == 0:
+            for place in buffer.places:
+                values[place.start : place.stop].copy_(state[place.info.names[0]].flatten())
+        engine.control.broadcast(values)
+        buffer.fill(values)
+    for name, held in persistent_buffers(model):
+        if engine.control.rank == 0:
+            held.copy_(state[name])
+        engine.control.broadcast(held)
+    engine.changed()
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that belong to a state dict, by name."""
+    from zeromesh.engine.units import clean_name
+
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield clean_name(f"{prefix}.{key}" if prefix else key), buffer
+
+
+def _buffers(engine: Engine) -> Iterator[FlatShards]:
+    for unit in engine.units:
+        yield from unit.buffers
+
+
+def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
+    """The whole flat buffer on the first rank: zeros with each shard in place, from one of its replicas, summed."""
+    home, held = (buffer.params, buffer.param_range) if buffer.master is None else (buffer.master, buffer.state_range)
+    values = torch.zeros(buffer.padded, dtype=home.dtype, device=buffer.device)
+    axes = buffer.layout.param_axes if buffer.master is None else buffer.layout.significant
+    sharded = {axis.name for axis in axes}
+    if all(index == 0 for name, index in buffer.coordinates.items() if name not in sharded):
+        values[held] = home
+    return engine.control.reduce(values)
+
+
+def _require_match(engine: Engine, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """The first rank compares, all raise."""
+    message = ""
+    if engine.control.rank == 0:
+        shapes = {n: p.shape for b in _buffers(engine) for p in b.places for n in p.info.names}
+        shapes |= {name: buffer.shape for name, buffer in persistent_buffers(model)}
+        message = _mismatch({name: tuple(shape) for name, shape in shapes.items()}, state)
+    message = engine.control.say(message)
+    if message:
+        raise ModelError(message)
+
+
+def _mismatch(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]) -> str:
+    for name in state:
+        if name not in shapes:
+            return f"the model has no parameter or buffer {name!r}: {nearest(name, shapes)}"
+    for name, shape in shapes.items():
+        if name not in state:
+            return f"the state has no {name!r}, which the model has: {nearest(name, state)}"
+        if tuple(state[name].shape) != shape:
+            return f"{name} must have shape {shape}; the state's has {tuple(state[name].shape)}"
+    return ""

@@ -1,0 +1,256 @@
+"""Cuts a module into units: which parameters are gathered together, and when."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zeromesh.errors import ModelError, nearest
+from zeromesh.schedule import FlatBuffer, Role, Unit
+
+UnitClasses = Sequence[type[nn.Module] | str]
+
+DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Dtypes of a sharded model: DESIGN 4.5.
+
+    Args:
+        param: of compute and of parameters on the wire; None is each parameter's own.
+        reduce: of gradients on the wire; None is `param`.
+        grad: of the accumulated gradient shard; fp64 where the master is.
+        master: of the optimizer's copy; fp64 for fp64 parameters.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    grad: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32
+
+    def buffer(self, dtype: torch.dtype, numel: int, trainable: bool) -> FlatBuffer:
+        """The flat buffer of `numel` elements whose parameters had `dtype` before sharding."""
+        compute = self.param or dtype
+        wide = torch.float64 in (dtype, compute)
+        master, grad = (torch.float64, torch.float64) if wide else (self.master, self.grad)
+        return FlatBuffer(
+            numel=numel,
+            param_dtype=DTYPE_NAMES[compute],
+            master_dtype=DTYPE_NAMES[master] if trainable else None,
+            grad_dtype=DTYPE_NAMES[grad],
+            reduce_dtype=DTYPE_NAMES[self.reduce or compute],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamInfo:
+    """One original parameter.
+
+    Args:
+        names: its qualified names without wrappers' parts, one for each place.
+        param: as the model had it.
+        sites: every place that holds it: the `_parameters` of the owning module, and the key. Dicts, not modules, so
+            that the engine does not keep the model alive.
+    """
+
+    names: tuple[str, ...]
+    param: nn.Parameter
+    sites: tuple[tuple[dict[str, nn.Parameter | None], str], ...]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(slots=True, kw_only=True)
+class ModuleUnit:
+    """A unit with its module.
+
+    Args:
+        name: of the module, without wrappers' parts; "" for the root.
+        module: where hooks go: the outermost wrapper of the unit's module.
+        role: how long its gathered parameters live.
+        groups: its parameters, by (dtype, trainable), each the content of one flat buffer, in order.
+    """
+
+    name: str
+    module: nn.Module
+    role: Role
+    groups: dict[tuple[torch.dtype, bool], list[ParamInfo]] = field(default_factory=dict)
+
+    def describe(self, precision: Precision) -> Unit:
+        """The unit as the schedule sees it."""
+        buffers = tuple(
+            precision.buffer(dtype, sum(info.param.numel() for info in infos), trainable)
+            for (dtype, trainable), infos in self.groups.items()
+        )
+        return Unit(name=self.name, role=self.role, buffers=buffers)
+
+
+def find_units(model: nn.Module, classes: UnitClasses | None = None, resident: Sequence[str] = ()) -> list[ModuleUnit]:
+    """Cuts `model` into units, root first, then in order of registration.
+
+    Args:
+        model: any module.
+        classes: classes (or their names) of the modules that are gathered as one. Default: what a Hugging Face model
+            names in `_no_split_modules`, else the members of its repeated `nn.ModuleList`; then also the input
+            embedding and the output head.
+        resident: qualified names of units that get a gather slot of their own.
+
+    Raises:
+        ModelError: a class or name is not in the model.
+    """
+    names = {module: clean_name(name) for name, module in model.named_modules()}
+    blocks = _named_classes(model, classes) if classes is not None else _blocks(model)
+    edges = [] if classes is not None else _edges(model, blocks)
+    _check_resident(resident, [names[module] for module in blocks])
+    chosen = {module for module in (*blocks, *edges) if module is not model}
+    units = {model: ModuleUnit(name="", module=model, role=Role.RESIDENT)}
+    for module in (module for module in names if module in chosen):
+        nested = any(names[module].startswith(f"{names[other]}.") for other in chosen)
+        own_slot = nested or module in edges or names[module] in resident
+        role = Role.RESIDENT if own_slot else Role.BLOCK
+        units[module] = ModuleUnit(name=names[module], module=_outermost(model, module), role=role)
+    _assign(model, units)
+    return [unit for unit in units.values() if unit.groups or unit.module is model]
+
+
+def clean_name(name: str) -> str:
+    """A qualified name without the parts that compile and checkpoint wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _named_classes(model: nn.Module, classes: UnitClasses) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for wanted in classes:
+        name = wanted if isinstance(wanted, str) else wanted.__name__
+        modules = [
+            m for m in model.modules() if (type(m).__name__ == name if isinstance(wanted, str) else type(m) is wanted)
+        ]
+        if not modules:
+            known = {type(module).__name__ for module in model.modules()}
+            raise ModelError(
+                f"no module of class {name} is in the model, so it cannot be a unit: {nearest(name, known)}"
+            )
+        found += modules
+    return found
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Members of the repeated lists that hold parameters, outermost ones only."""
+    named = getattr(model, "_no_split_modules", None)
+    if named:
+        found = [module for module in model.modules() if type(module).__name__ in set(named)]
+        if found:
+            return _outer(model, found)
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
+    members = [[_unwrapped(child) for child in children] for children in lists]
+    repeated = [group for group in members if len({type(child) for child in group}) == 1 and _has_params(group[0])]
+    return _outer(model, [child for group in repeated for child in group])
+
+
+def _outer(model: nn.Module, found: Sequence[nn.Module]) -> list[nn.Module]:
+    names = {module: name for name, module in model.named_modules()}
+    return [m for m in found if not any(names[m].startswith(f"{names[other]}.") for other in found)]
+
+
+def _edges(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Input embedding and output head, unless tied to something else."""
+    inside = {inner for block in blocks for inner in block.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    embedding = _accessor(model, "get_input_embeddings") or _first(outside, nn.Embedding)
+    head = _accessor(model, "get_output_embeddings") or _first(outside[::-1], nn.Linear)
+    edges = [edge for edge in (embedding, head) if edge is not None and edge not in inside and blocks]
+    holders = _holders(model)
+    return [edge for edge in edges if all(len(holders[param]) == 1 for param in edge.parameters())]
+
+
+def _accessor(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        module = getattr(model, name)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return module if isinstance(module, nn.Module) else None
+
+
+def _first(modules: Sequence[nn.Module], kind: type[nn.Module]) -> nn.Module | None:
+    return next((module for module in modules if isinstance(module, kind)), None)
+
+
+def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    holders: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                holders[param].append(module)
+    return holders
+
+
+def _check_resident(resident: Sequence[str], names: Sequence[str]) -> None:
+    for name in resident:
+        if name not in names:
+            raise ModelError(f"resident unit {name!r} is not a unit of the model: {nearest(name, names)}")
+
+
+def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit]) -> None:
+    """Gives each parameter to the innermost unit that holds it; what is tied across units goes to the root."""
+    homes: dict[nn.Parameter, list[tuple[nn.Module, str, nn.Module, str]]] = {}
+    for owner, name, home in _walk(model, model, units):
+        for key, param in owner._parameters.items():
+            if param is not None and param.dtype in DTYPE_NAMES:
+                full_name = clean_name(f"{name}.{key}" if name else key)
+                homes.setdefault(param, []).append((owner, key, home, full_name))
+    for param, places in homes.items():
+        home = places[0][2] if len({place[2] for place in places}) == 1 else model
+        sites = tuple((owner._parameters, key) for owner, key, _, _ in places)
+        info = ParamInfo(names=tuple(place[3] for place in places), param=param, sites=sites)
+        units[home].groups.setdefault((param.dtype, param.requires_grad), []).append(info)
+    for unit in units.values():
+        for infos in unit.groups.values():
+            # Odd sizes last, so that all others stay aligned for vector loads and matrix units.
+            infos.sort(key=lambda info: info.param.numel() * info.param.element_size() % 16 != 0)
+
+
+def _walk(
+    module: nn.Module,
+    home: nn.Module,
+    units: dict[nn.Module, ModuleUnit],
+    name: str = "",
+    seen: set[nn.Module] | None = None,
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    home = module if module in units else home
+    yield module, name, home
+    for key, child in module.named_children():
+        yield from _walk(child, home, units, f"{name}.{key}" if name else key, seen)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    for wrapper in _WRAPPERS:
+        inner = module._modules.get(wrapper)
+        if inner is not None:
+            return _unwrapped(inner)
+    return module
+
+
+def _outermost(model: nn.Module, module: nn.Module) -> nn.Module:
+    """The outermost compile or checkpoint wrapper around `module`, where its hooks run outside the compiled graph."""
+    for candidate in model.modules():
+        if candidate is not model and _unwrapped(candidate) is module:
+            return candidate
+    return module
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
