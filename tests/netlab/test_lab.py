@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +32,8 @@ class Flow:
     num_bytes: int
 
 
-def run_flows(lab: Lab, kind: str, flows: Sequence[Flow], directory: Path) -> dict[Flow, list[float]]:
-    """Run all flows at once; what each receiver printed."""
+def run_flows(lab: Lab, kind: str, flows: Sequence[Flow], directory: Path) -> list[float]:
+    """Run all flows at once; the seconds that each took."""
     fifos = {flow: directory / f"{flow.sender}-{flow.receiver}" for flow in flows}
     for fifo in fifos.values():
         fifo.unlink(missing_ok=True)
@@ -47,53 +47,42 @@ def run_flows(lab: Lab, kind: str, flows: Sequence[Flow], directory: Path) -> di
         return [*program, kind, role, target, str(flow.num_bytes), str(fifos[flow])]
 
     ranks = [rank for flow in flows for rank in (flow.sender, flow.receiver)]
-    results = {result.rank: result for result in lab.run(command, ranks=ranks, timeout_s=40, check=True)}
-    return {flow: [float(word) for word in results[flow.receiver].stdout.split()] for flow in flows}
+    printed = {result.rank: result.stdout.split() for result in lab.run(command, ranks=ranks, timeout_s=40, check=True)}
+    assert [int(printed[flow.receiver][0]) for flow in flows] == [flow.num_bytes for flow in flows]
+    return [float(printed[flow.receiver][1]) - float(printed[flow.sender][0]) for flow in flows]
 
 
-def best_of(num_attempts: int, good_enough: Callable[[float], bool], measure: Callable[[], float]) -> float:
-    """The largest value of up to `num_attempts`; a busy machine can only make a link look slower."""
-    best = measure()
-    for _ in range(num_attempts - 1):
-        if good_enough(best):
-            break
-        best = max(best, measure())
-    return best
+def worst_rate(lab: Lab, flows: Sequence[Flow], rates: Sequence[float], directory: Path, *, at_least: float) -> float:
+    """The payload of the flow that is worst off, as a share of its link's rate.
+
+    A busy machine can only make a link look slower, so the best of up to five attempts counts; too fast is too fast.
+    """
+    worst: list[float] = []
+    while len(worst) < 5 and max(worst, default=0.0) < at_least:
+        seconds = run_flows(lab, "tcp", flows, directory)
+        shares = [f.num_bytes / s / (rate * PAYLOAD_SHARE) for f, s, rate in zip(flows, seconds, rates, strict=True)]
+        # Over one second, what a bucket of 128 KiB has saved up is 2.1 % at 50 Mbit/s, and less at higher rates.
+        assert max(shares) < 1.03, "faster than the link"
+        worst.append(min(shares))
+    return max(worst)
 
 
 def test_every_link_has_its_rate_on_three_levels_at_once(tmp_path):
-    tree = Tree.parse("2@100mbit,2@300mbit,2@800mbit,1")
+    tree = Tree.parse("2@50mbit,2@150mbit,2@400mbit,1")
     rates = [level.rate_bytes_per_s or 0.0 for level in tree.levels]
-    # One second each. No two flows use a link in the same direction, and both directions of some links are used.
-    flows = [
-        Flow(sender=7, receiver=2, num_bytes=int(rates[0])),
-        Flow(sender=4, receiver=6, num_bytes=int(rates[1])),
-        Flow(sender=0, receiver=1, num_bytes=int(rates[2])),
-    ]
+    # One second each, in three pairs of leaves whose ways share no link in the same direction.
+    ends = [(7, 2), (4, 6), (0, 1)]
+    flows = [Flow(sender=s, receiver=r, num_bytes=int(rate)) for (s, r), rate in zip(ends, rates, strict=True)]
     with Lab(tree) as lab:
-
-        def worst_share() -> float:
-            shares = []
-            for (num_bytes, seconds), rate in zip(run_flows(lab, "tcp", flows, tmp_path).values(), rates, strict=True):
-                share = num_bytes / seconds / (rate * PAYLOAD_SHARE)
-                assert share < 1.02, "faster than the link"
-                shares.append(share)
-            return min(shares)
-
-        assert best_of(3, lambda share: share > 0.97, worst_share) > 0.97
+        assert worst_rate(lab, flows, rates, tmp_path, at_least=0.97) >= 0.97
 
 
 def test_both_directions_of_a_link_have_its_rate_at_once(tmp_path):
     rate = 200e6 / 8
     flows = [Flow(sender=0, receiver=2, num_bytes=int(rate)), Flow(sender=3, receiver=1, num_bytes=int(rate))]
     with Lab("2@200mbit,2") as lab:
-
-        def worst_share() -> float:
-            measured = run_flows(lab, "tcp", flows, tmp_path)
-            return min(num_bytes / seconds for num_bytes, seconds in measured.values()) / (rate * PAYLOAD_SHARE)
-
-        # The acknowledgements of one direction take from the other: 66 bytes for every second frame, at the most.
-        assert 0.95 < best_of(3, lambda share: share > 0.95, worst_share) < 1.02
+        # The acknowledgements of one direction take from the other.
+        assert worst_rate(lab, flows, [rate, rate], tmp_path, at_least=0.95) >= 0.95
 
 
 def test_counters_are_exact_and_silent_links_stay_silent(tmp_path):
@@ -118,16 +107,19 @@ def test_a_stream_is_counted_with_few_headers_and_only_on_its_way(tmp_path):
 
 
 def test_ranks_of_one_leaf_meet_on_loopback(tmp_path):
-    with Lab("2@100mbit,2") as lab:
-        ((_, seconds),) = run_flows(lab, "tcp", [Flow(sender=0, receiver=1, num_bytes=10_000_000)], tmp_path).values()
-        assert seconds < 10_000_000 / (100e6 / 8) / 2
+    with Lab("2@50mbit,2") as lab:
+        flow = Flow(sender=0, receiver=1, num_bytes=10_000_000)
+        (seconds,) = run_flows(lab, "tcp", [flow], tmp_path)
+        assert seconds < 0.5 * flow.num_bytes / (50e6 / 8)
         assert set(lab.counters().values()) == {NO_BYTES}
 
 
-def test_an_unshaped_link_is_faster_than_any_that_is_shaped_here(tmp_path):
+def test_an_unshaped_link_is_not_slowed_down(tmp_path):
     with Lab("2@unshaped") as lab:
-        ((_, seconds),) = run_flows(lab, "tcp", [Flow(sender=0, receiver=1, num_bytes=50_000_000)], tmp_path).values()
-        assert seconds < 50_000_000 / (1e9 / 8)
+        flow = Flow(sender=0, receiver=1, num_bytes=20_000_000)
+        (seconds,) = run_flows(lab, "tcp", [flow], tmp_path)
+        assert seconds < 0.5 * flow.num_bytes / (100e6 / 8)
+        assert lab.counters()["0"].sent_bytes > flow.num_bytes
 
 
 def test_tcp_does_not_use_the_machines_default():
@@ -251,7 +243,15 @@ def test_a_lab_whose_owner_was_killed_is_found_named_and_removed():
 
 
 def test_the_command_shows_output_by_rank_and_bytes_by_link():
-    done = cli("run", "2@200mbit,2", "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE; exit $((RANK / 3 * 75))")
+    done = cli(
+        "run",
+        "--keep-going",
+        "2@200mbit,2",
+        "--",
+        "sh",
+        "-c",
+        "echo rank $RANK of $WORLD_SIZE; exit $((RANK / 3 * 75))",
+    )
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] rank {rank} of 4" for rank in range(4)]
     assert done.returncode == 75
     *table, failure = done.stderr.splitlines()

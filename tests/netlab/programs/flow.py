@@ -1,4 +1,6 @@
-"""One end of a flow of bytes. Prints, as the receiver of a stream, the bytes and seconds after its first quarter.
+"""One end of a flow of bytes. The sender prints when it started, the receiver what it got and when it had all of it.
+
+One machine has one monotonic clock, so the two times can be compared; a late reader can only make a link look slower.
 
 flow.py tcp|udp receive ADDRESS NUM_BYTES FIFO      listens, then lets the sender go through FIFO
 flow.py tcp|udp send    ADDRESS NUM_BYTES FIFO      waits on FIFO, then sends to ADDRESS
@@ -22,17 +24,12 @@ def receive_stream(address: str, num_bytes: int, fifo: Path) -> None:
         fifo.write_text("listening\n")
         stream, _ = server.accept()
     buffer = bytearray(1 << 18)
-    received = marked = 0
-    mark_s = end_s = time.monotonic()
+    received = 0
     with stream:
         stream.settimeout(TIMEOUT_S)
-        while num := stream.recv_into(buffer):
+        while received < num_bytes and (num := stream.recv_into(buffer)):
             received += num
-            end_s = time.monotonic()
-            # What the bucket had saved up, and TCP's search for the rate, are in the first quarter.
-            if not marked and received >= num_bytes // 4:
-                marked, mark_s = received, end_s
-    print(received - marked, end_s - mark_s)
+    print(received, time.monotonic())
 
 
 def send_stream(address: str, num_bytes: int) -> None:
@@ -48,7 +45,7 @@ def receive_datagrams(address: str, num_bytes: int, fifo: Path) -> None:
         received = 0
         while received < num_bytes:
             received += len(datagrams.recv(2048))
-    print(received)
+    print(received, time.monotonic())
 
 
 def send_datagrams(address: str, num_bytes: int) -> None:
@@ -63,6 +60,7 @@ def main() -> None:
         (receive_stream if kind == "tcp" else receive_datagrams)(address, int(num_bytes), Path(fifo))
     else:
         Path(fifo).read_text()
+        print(time.monotonic(), flush=True)
         (send_stream if kind == "tcp" else send_datagrams)(address, int(num_bytes))
 
 
