@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeromesh.engine.build import build_engine, mesh_axes
 from zeromesh.engine.clip import clip_grad_norm
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.optim import watch_optimizers
+from zeromesh.engine.optim import elementwise, watch_optimizers
 from zeromesh.engine.units import DTYPES, Precision, UnitClasses, find_units
 from zeromesh.errors import ModelError, NotationError
 from zeromesh.strategy import Layout, Plan, Strategy

@@ -278,8 +278,9 @@ class Engine:
         """Masters are about to change: nothing may still read them, and no partial sum may be left out."""
         for unit in units:
             if self.interpreter.states[unit].grad is GradState.PARTIAL:
+                name = self.backend.units[unit].name
                 raise OptimizerError(
-                    f"unit {self.backend.units[unit].name!r} holds gradients of micro-batches that were not reduced: run "
+                    f"unit {name!r} holds gradients of micro-batches that were not reduced: run "
                     f"the last backward before the step under zm.accumulate(model, last=True), or outside zm.accumulate"
                 )
         self.interpreter.quiesce()

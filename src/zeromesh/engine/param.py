@@ -59,7 +59,7 @@ class _Slice(torch.Tensor):
             return self.as_subclass(torch.Tensor).detach()
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]  # a property in C too
         return self.global_shape
 
     @property
@@ -69,7 +69,7 @@ class _Slice(torch.Tensor):
     def dim(self) -> int:
         return len(self.global_shape)
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]  # C's has overloads
+    def size(self, dim: int | None = None) -> Any:
         return self.global_shape if dim is None else self.global_shape[dim]
 
     def numel(self) -> int:
