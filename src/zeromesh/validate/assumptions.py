@@ -1,0 +1,46 @@
+"""What sources leave open: read from `data/assumptions.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumption:
+    """One open point; `value` is predicted with, `alternatives` span the range."""
+
+    table: str
+    name: str
+    value: str
+    alternatives: tuple[str, ...]
+    why: str
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The value first."""
+        return (self.value, *self.alternatives)
+
+
+@cache
+def assumptions() -> tuple[Assumption, ...]:
+    """All of them, in the file's order."""
+    text = (files("zeromesh.validate") / "data" / "assumptions.toml").read_text(encoding="utf-8")
+    return tuple(
+        Assumption(
+            table=table,
+            name=name,
+            value=entry["value"],
+            alternatives=tuple(entry["alternatives"]),
+            why=entry["why"],
+        )
+        for table, entries in tomllib.loads(text).items()
+        for name, entry in entries.items()
+    )
+
+
+def assumed(table: str, name: str) -> Assumption:
+    """The assumption `table.name`."""
+    return next(a for a in assumptions() if (a.table, a.name) == (table, name))

@@ -1,0 +1,28 @@
+"""The published tables, each row beside its prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from zeromesh.validate.row import Row
+from zeromesh.validate.tables.amsp import amsp_mfu_rows, amsp_rows
+from zeromesh.validate.tables.fsdp import foundry_rows, torchtitan_rows
+from zeromesh.validate.tables.memory import galvatron_rows, internevo_rows
+from zeromesh.validate.tables.ratios import frontier_rows, paro_rows, zeropp_rows
+
+SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
+    "amsp": amsp_rows,
+    "amsp-mfu": amsp_mfu_rows,
+    "llm-foundry": foundry_rows,
+    "torchtitan": torchtitan_rows,
+    "zeropp": zeropp_rows,
+    "paro": paro_rows,
+    "frontier": frontier_rows,
+    "internevo": internevo_rows,
+    "galvatron": galvatron_rows,
+}
+
+
+def all_rows() -> list[Row]:
+    """Every row of every table."""
+    return [row for source in SOURCES.values() for row in source()]
