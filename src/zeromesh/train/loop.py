@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zeromesh.engine.api import accumulate, clip_grad_norm_, shard
+from zeromesh.engine.report import memory_report, traffic_report
 from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
 from zeromesh.train.config import OptimizerConfig, TrainConfig
 from zeromesh.train.corpus import Corpus, Sequences, load_corpus
 from zeromesh.train.language_model import build_language_model
 from zeromesh.train.learning_rate import learning_rate
 from zeromesh.train.metrics import MetricsFile, StepMetrics
-from zeromesh.train.observed import WireCounter, compare_memory, compare_traffic
 from zeromesh.train.progress import show_progress
 from zeromesh.train.ranks import Ranks
 from zeromesh.train.sampler import Sampler
-from zeromesh.train.summary import gather_rows, header, table
+from zeromesh.train.summary import Row, gather_rows, header, table
 
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -112,7 +112,9 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.sampler = self._deal(corpus.training, config.batch.global_sequences, config.run.seed)
-        self.wire = WireCounter(model)
+        self.traffic = traffic_report(
+            model, micro_batches=self.sampler.micro_batches, recompute=config.model.activation_checkpointing
+        )
         self._stop_asked = False
 
     def run(self, checkpointer: Checkpointer | None) -> bool:
@@ -177,7 +179,7 @@ class Trainer:
         every, done = self.config.eval.every, step + 1
         start = perf_counter()
         # The last step is counted alone: in steady state, and without evaluations.
-        with self.wire.step() if done == self.config.run.steps else nullcontext():
+        with self.traffic if done == self.config.run.steps else nullcontext():
             outcome = self.step(step)
         step_s = perf_counter() - start
         evaluated = every > 0 and (done % every == 0 or done == self.config.run.steps)
@@ -194,10 +196,8 @@ class Trainer:
         return metrics, outcome.stop
 
     def _print_comparison(self, *, quiet: bool) -> None:
-        recompute = self.config.model.activation_checkpointing
-        micro_batches = self.sampler.micro_batches
-        memory = gather_rows(compare_memory(self.model, self.optimizer))
-        traffic = gather_rows(compare_traffic(self.model, self.wire, micro_batches=micro_batches, recompute=recompute))
+        memory = gather_rows([Row.of_memory(line) for line in memory_report(self.model, self.optimizer)])
+        traffic = gather_rows([Row.of_traffic(line) for line in self.traffic.lines()])
         if not quiet:
             print(f"\n{table(memory, traffic)}", flush=True)
 

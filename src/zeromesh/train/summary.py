@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch.distributed as dist
 from torch import nn
 
+from zeromesh.engine.report import MemoryLine, TrafficLine
 from zeromesh.train.config import TrainConfig
 from zeromesh.train.corpus import Corpus
-from zeromesh.train.observed import Compared
 from zeromesh.train.sampler import Sampler
+
+KINDS = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer: master copy and moments",
+    "buffers": "gather and reduce buffers",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure of one device, in bytes."""
+
+    name: str
+    predicted: int
+    measured: int
+
+    @classmethod
+    def of_memory(cls, line: MemoryLine) -> Self:
+        name = KINDS.get(line.kind, line.kind)
+        return cls(name=name, predicted=line.predicted_bytes, measured=line.allocated_bytes)
+
+    @classmethod
+    def of_traffic(cls, line: TrafficLine) -> Self:
+        name = f"{line.axis}: {line.size} ranks, stage {line.stage}"
+        return cls(name=name, predicted=line.predicted_bytes, measured=line.sent_bytes)
 
 
 def header(config: TrainConfig, corpus: Corpus, model: nn.Module, sampler: Sampler, steps_done: int) -> str:
@@ -29,32 +57,24 @@ def header(config: TrainConfig, corpus: Corpus, model: nn.Module, sampler: Sampl
     return "\n".join(lines)
 
 
-def gather_rows(rows: Sequence[Compared]) -> list[list[Compared]]:
+def gather_rows(rows: Sequence[Row]) -> list[list[Row]]:
     """Each row as every rank has it; collective."""
-    everyone: list[list[Compared]] = [[] for _ in range(dist.get_world_size())]
+    everyone: list[list[Row]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, list(rows))
     return [list(row) for row in zip(*everyone, strict=True)]
 
 
-def table(memory: Sequence[Sequence[Compared]], traffic: Sequence[Sequence[Compared]]) -> str:
+def table(memory: Sequence[Sequence[Row]], traffic: Sequence[Sequence[Row]]) -> str:
     """Predicted against measured, in bytes; where devices differ, the largest.
 
     Args:
         memory, traffic: by row, by rank.
     """
     devices = len(memory[0])
-    total = [
-        Compared(
-            name="total",
-            predicted=sum(row[rank].predicted for row in memory),
-            measured=sum(row[rank].measured for row in memory),
-        )
-        for rank in range(devices)
-    ]
     same = all(row.predicted == row.measured for ranks in (*memory, *traffic) for row in ranks)
     verdict = "predicted and measured agree" if same else "predicted and measured differ"
     lines = [
-        *_section("bytes of one device", "predicted", "allocated", [*memory, total]),
+        *_section("bytes of one device", "predicted", "allocated", memory),
         "",
         *_section("bytes one device sends a step, by axis", "predicted", "counted", traffic),
         "",
@@ -63,7 +83,7 @@ def table(memory: Sequence[Sequence[Compared]], traffic: Sequence[Sequence[Compa
     return "\n".join(lines)
 
 
-def _section(title: str, left: str, right: str, rows: Sequence[Sequence[Compared]]) -> list[str]:
+def _section(title: str, left: str, right: str, rows: Sequence[Sequence[Row]]) -> list[str]:
     lines = [f"{title:<40} {left:>14} {right:>14}", f"{'-' * 40} {'-' * 14} {'-' * 14}"]
     for ranks in rows:
         predicted, measured = max(row.predicted for row in ranks), max(row.measured for row in ranks)

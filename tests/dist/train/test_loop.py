@@ -1,0 +1,142 @@
+"""The training loop on several ranks: the mesh and the strategy decide where things lie, never what is learnt."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.dist.pool import Pool, kept
+from zeromesh.errors import ConfigError
+from zeromesh.train.config import TrainConfig
+from zeromesh.train.loop import run_training
+from zeromesh.train.ranks import Ranks
+
+Mesh = tuple[tuple[str, int], ...]
+START_S = 55.0
+"""The first run imports transformers on every rank, which takes a while where four ranks share two cores."""
+ONE: Mesh = (("cluster", 1), ("node", 1))
+TWO_BY_TWO: Mesh = (("cluster", 2), ("node", 2))
+
+
+def config(directory: Path, mesh: Mesh, strategy: str, **changes: Any) -> TrainConfig:
+    llama = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    tables: dict[str, Any] = {
+        "strategy": strategy,
+        "mesh": dict(mesh),
+        "run": {"directory": str(directory), "steps": 4, "seed": 7},
+        "model": {"config": llama | {"num_attention_heads": 2}},
+        "data": {"files": [f"{directory}/text/*.txt"], "seq_len": 12, "holdout": 0.2},
+        "batch": {"global_sequences": 7, "micro": 2},
+        "optimizer": {"lr": 0.02, "warmup_steps": 2},
+        "eval": {"every": 2, "sequences": 5},
+        "dtypes": {"param": "fp64", "reduce": "fp64", "grad": "fp64", "master": "fp64"},
+    }
+    for key, value in changes.items():
+        table, _, name = key.partition("__")
+        tables[table][name] = value
+    return TrainConfig.model_validate(tables)
+
+
+def write_text(directory: Path) -> Path:
+    text = directory / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number:02}.txt").write_text(f"line {number} of a text that repeats itself. " * 5)
+    return directory
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_text(tmp_path)
+
+
+def train(config: TrainConfig) -> bool:
+    """One rank's run."""
+    torch.set_num_threads(1)
+    mesh = kept(init_device_mesh, "cpu", tuple(config.mesh.values()), mesh_dim_names=tuple(config.mesh))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cpu")
+    ranks = Ranks(rank=rank, world=world, local_rank=rank, local_world=world, device=device, mesh=mesh)
+    return run_training(config, ranks)
+
+
+def steps_of(pool: Pool, config: TrainConfig) -> list[dict[str, float]]:
+    assert all(pool.run(config.world, train, config, timeout_s=START_S))
+    return [json.loads(line) for line in (config.run.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def plain(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The same run on one rank."""
+    return steps_of(pool, config(write_text(tmp_path_factory.mktemp("plain")), ONE, "node=0,cluster=0"))
+
+
+def test_steps_are_recorded_and_evaluated_when_asked(plain: list[dict[str, float]]) -> None:
+    assert [step["step"] for step in plain] == [1, 2, 3, 4]
+    assert ["eval_loss" in step for step in plain] == [False, True, False, True]
+    assert plain[-1]["loss"] < plain[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        (TWO_BY_TWO, "node=3,cluster=1"),
+        (TWO_BY_TWO, "node=0,cluster=2"),
+        ((("cluster", 1), ("node", 3)), "node=3,cluster=0"),
+    ],
+)
+def test_every_mesh_and_strategy_learns_the_same(
+    pool: Pool, directory: Path, plain: list[dict[str, float]], mesh: Mesh, strategy: str
+) -> None:
+    """7 sequences in micro-batches of 2: on 4 ranks the last has 1, on 3 ranks two have an empty second micro-batch."""
+    for step, expected in zip(steps_of(pool, config(directory, mesh, strategy)), plain, strict=True):
+        assert step.keys() == expected.keys()
+        for key in step.keys() - {"step_s", "tokens_per_s"}:
+            # The loss itself is computed in fp32 by the loop.
+            assert step[key] == pytest.approx(expected[key], rel=1e-6), key
+
+
+def test_loss_falls_clearly(pool: Pool, directory: Path) -> None:
+    steps = steps_of(pool, config(directory, TWO_BY_TWO, "node=3,cluster=1", run__steps=30, eval__every=0))
+    assert steps[-1]["loss"] < 0.6 * steps[0]["loss"]
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=3k", "node=1,cluster=0"])
+def test_table_shows_that_predicted_is_measured(pool: Pool, directory: Path, strategy: str) -> None:
+    changes = {"model__activation_checkpointing": strategy == "node=3,cluster=1"}
+    tables = pool.run(4, table_of, config(directory, TWO_BY_TWO, strategy, run__steps=2, **changes), timeout_s=START_S)
+    assert "predicted and measured agree on all 4 devices" in tables[0], tables[0]
+    assert "node: 2 ranks, stage" in tables[0]
+    assert tables[1:] == ["", "", ""]
+
+
+def table_of(config: TrainConfig) -> str:
+    """What one rank prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train(config)
+    return printed.getvalue()
+
+
+def test_what_rank_0_cannot_read_is_an_error_on_every_rank(pool: Pool, directory: Path) -> None:
+    assert (
+        pool.run(2, refusal, config(directory, (("node", 2),), "node=3", data__files=["/nowhere/*.txt"]))
+        == ["data.files: '/nowhere/*.txt' matches no file (looked for /nowhere/*.txt)"] * 2
+    )
+
+
+def refusal(config: TrainConfig) -> str:
+    """One rank's error."""
+    try:
+        train(config)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
