@@ -270,7 +270,7 @@ class Interpreter(Generic[T]):
         match op.action:
             case Action.REFRESH:
                 self._refresh(op.unit)
-            case Action.PREFETCH:
+            case Action.PREFETCH if not self.states[op.unit].ready:  # ready: its backward is done, as a root's may early
                 self._gather(op.unit, prefetch=True)
             case Action.UNSHARD:
                 self._unshard(op)
