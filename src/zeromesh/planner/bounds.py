@@ -1,0 +1,328 @@
+"""Bounds from below of a layout's step time and memory, for many layouts at once.
+
+Gathers and reductions have a lane each, and a lane is serial (see `zeromesh.simulate.mechanics`). With M micro-batches
+and C the seconds of all compute, let L_g and L_r be what the two lanes have to carry in a step, B_l what keeps the
+links of level l busy, E_g the gathers that the first computation waits for, E_r the reductions of the unit whose
+gradient comes last: nothing can hide these two. Communication is then under way for at least
+
+    A = max(L_g + E_r, L_r + E_g, max over levels of B_l)
+
+seconds, and while it is, computation runs slower by the factor c (contention). So
+
+    step >= max(A, C + E/c + A * (1 - 1/c)),    E = E_g + E_r
+
+Nor can a reduction start before the first backward has, or a step's own reductions before the last one: with F the
+seconds of one micro-batch's forward and R = M * r + s what the reductions take,
+
+    step >= max(F + R, C - C/M + F + r + s) + optimizer
+
+The transfers are those of `zeromesh.schedule.transfer`, their seconds those of `zeromesh.cost`; here they are only
+tabulated, by (level, size of a part, pieces of its region), so that a layout is a few look-ups. Padding is left out: it
+adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+import numpy as np
+import numpy.typing as npt
+
+from zeromesh.cluster import Cluster
+from zeromesh.cost import ComputeModel, Constants
+from zeromesh.cost.transfer import TransferModel
+from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
+from zeromesh.model.spec import DTYPE_BYTES
+from zeromesh.planner.memory import ADAM_MOMENT_BYTES
+from zeromesh.planner.space import STAGES, Block, Integers, divisors
+from zeromesh.planner.workload import Workload
+from zeromesh.schedule.memory import REDUCE_SLOTS
+from zeromesh.schedule.transfer import Operation, Transfer
+from zeromesh.strategy import Axis, Stage, Wire
+
+Floats = npt.NDArray[np.float64]
+
+PREFETCH = 1
+"""Units gathered ahead, the notation's default; the planner searches no other."""
+
+_PARAM_STAGES = [Stage.THREE, Stage.THREE_KEPT, Stage.DEFERRED, Stage.DEFERRED_KEPT]
+_KEPT_STAGES = [Stage.THREE_KEPT, Stage.DEFERRED_KEPT]
+_GRAD_STAGES = [Stage.THREE, Stage.THREE_KEPT, Stage.TWO]
+
+
+(_GATHER_MICRO, _GATHER_STEP, _REDUCE_MICRO, _REDUCE_STEP, _EDGE_GATHER, _EDGE_REDUCE, _BUSY_MICRO, _BUSY_STEP) = range(
+    8
+)
+"""Rows of a table: seconds of a lane per micro-batch and per step, of its edge, and of the level's links."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeBound:
+    """Seconds of the layouts of a block.
+
+    Args:
+        lanes: rows as named above, by layout.
+        busy: by level, seconds of its links per micro-batch and per step, by layout.
+        contention: c.
+    """
+
+    lanes: Floats
+    busy: Floats
+    contention: float
+
+    def at(self, micro_batches: int, compute: ComputeSeconds, optimizer_s: Floats) -> Floats:
+        """The bound for a number of micro-batches and the seconds of one's compute."""
+        edge_gather, edge_reduce = self.lanes[_EDGE_GATHER], self.lanes[_EDGE_REDUCE]
+        gather = micro_batches * self.lanes[_GATHER_MICRO] + self.lanes[_GATHER_STEP]
+        reduce = micro_batches * self.lanes[_REDUCE_MICRO] + self.lanes[_REDUCE_STEP]
+        active = np.maximum(gather + edge_reduce, reduce + edge_gather)
+        for micro, step in self.busy:
+            active = np.maximum(active, micro_batches * micro + step)
+        compute_s = micro_batches * compute.total + optimizer_s
+        slowed = (edge_gather + edge_reduce) / self.contention + active * (1 - 1 / self.contention)
+        last = (micro_batches - 1) * compute.total + self.lanes[_REDUCE_MICRO] + self.lanes[_REDUCE_STEP]
+        late = compute.forward + np.maximum(reduce, last) + optimizer_s
+        return np.asarray(np.maximum(np.maximum(active, late), compute_s + slowed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeSeconds:
+    """Of one micro-batch."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A model and its workload on a cluster.
+
+    Args:
+        cluster: cut to the world in use.
+        wires: by level, as after `@`; "" for the default.
+    """
+
+    model: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    constants: Constants
+    wires: tuple[str, ...] = ()
+
+    # Compute --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def compute(self) -> ComputeModel:
+        return ComputeModel(device=self.cluster.device, constants=self.constants)
+
+    @cached_property
+    def transfers(self) -> TransferModel:
+        return TransferModel(self.cluster, self.constants, self.compute)
+
+    def micro_batch_s(self, sequences: int, recomputation: Recomputation) -> ComputeSeconds:
+        """Seconds of the forward and backward of one micro-batch."""
+        seq_len = self.workload.seq_len
+        forward = backward = 0.0
+        for unit in self.model.units:
+            one = self.compute.unit(unit, tokens=sequences * seq_len, seq_len=seq_len, recomputation=recomputation)
+            forward += unit.count * one.forward
+            backward += unit.count * (one.backward + one.recompute)
+        return ComputeSeconds(forward=forward, backward=backward)
+
+    def optimizer_s(self, block: Block) -> Floats:
+        states = self.model.num_trainable / _state_degree(block)
+        return np.asarray(states * self.compute.optimizer(1.0))
+
+    # Communication --------------------------------------------------------------------------------------------------
+
+    def time(self, block: Block) -> TimeBound:
+        """Bounds of the layouts of `block`, without their compute."""
+        lanes = np.zeros((_BUSY_MICRO, len(block)))
+        busy = np.zeros((len(block.sizes), 2, len(block)))
+        for level, stage, sizes, pieces in self._parts(block):
+            table = self._tables[level][STAGES.index(stage)]
+            found = table[:, self._size_position[level][sizes], self._piece_position[pieces]]
+            lanes += found[:_BUSY_MICRO]
+            busy[level] += found[_BUSY_MICRO:]
+        return TimeBound(lanes=lanes, busy=busy, contention=max(1.0, self.constants.contention))
+
+    def _parts(self, block: Block) -> Iterator[tuple[int, Stage, Integers, Integers]]:
+        """Each part with its size and the pieces into which more significant axes have cut its region."""
+        pieces = np.ones(len(block), dtype=np.int64)
+        for tier in _TIERS:
+            for level, sizes in enumerate(block.sizes):
+                for stage in tier:
+                    part = sizes[STAGES.index(stage)]
+                    if (part > 1).any():
+                        yield level, stage, part, pieces
+                        pieces = pieces * part
+        for level, sizes in enumerate(block.sizes):
+            if (sizes[-1] > 1).any():
+                yield level, Stage.ZERO, sizes[-1], pieces
+
+    @cached_property
+    def _piece_position(self) -> Integers:
+        return _positions(divisors(self.cluster.world))
+
+    @cached_property
+    def _size_position(self) -> list[Integers]:
+        return [_positions(divisors(level.size)) for level in self.cluster.levels]
+
+    @cached_property
+    def _tables(self) -> list[list[Floats]]:
+        return [[self._table(level, stage) for stage in STAGES] for level in range(len(self.cluster.levels))]
+
+    def _table(self, level: int, stage: Stage) -> Floats:
+        sizes, pieces = divisors(self.cluster.levels[level].size), divisors(self.cluster.world)
+        filled = np.zeros((_BUSY_STEP + 1, len(sizes), len(pieces)))
+        for i, size in enumerate(sizes):
+            for j, piece in enumerate(pieces):
+                if size > 1 and self.cluster.world % (size * piece) == 0:
+                    filled[:, i, j] = self._part(self._axis(level, stage, size), piece)
+        return filled
+
+    def _part(self, axis: Axis, pieces: int) -> list[float]:
+        """One column of a table."""
+        row = [0.0] * (_BUSY_STEP + 1)
+        for unit, gathers in self._gathers_by_unit(axis.stage):
+            for operation, per_micro in _operations(axis.stage):
+                gather = operation == "all_gather"
+                seconds, busy = self._cost(axis, operation, unit, pieces, frozen=gather and per_micro)
+                times = gathers if gather and per_micro else unit.count
+                row[(_GATHER_MICRO if gather else _REDUCE_MICRO) + (not per_micro)] += times * seconds
+                row[_BUSY_MICRO + (not per_micro)] += times * busy
+                if gather and unit in self._first:
+                    row[_EDGE_GATHER] += seconds
+                if not gather and unit in self._last:
+                    row[_EDGE_REDUCE] += seconds
+        return row
+
+    def _gathers_by_unit(self, stage: Stage) -> Iterator[tuple[UnitSpec, int]]:
+        """How often a micro-batch gathers each unit over an axis of `stage`.
+
+        Blocks are gathered forward and backward, but the last ones of the forward are still in their slots when the
+        backward begins; over a kept axis, and for units that stay gathered, once.
+        """
+        spare = PREFETCH + 1
+        for unit in self.model.units:
+            if unit.kind is UnitKind.BLOCK and not stage.kept:
+                again = max(0, unit.count - spare)
+                spare -= unit.count - again
+                yield unit, unit.count + again
+            else:
+                yield unit, unit.count
+
+    @cached_property
+    def _first(self) -> list[UnitSpec]:
+        """Whose parameters the first computation waits for: the root, and the unit that runs first if it is one."""
+        inner = [unit for unit in self.model.units if unit.kind is not UnitKind.ROOT]
+        return self._roots + [unit for unit in inner[:1] if unit.count == 1]
+
+    @cached_property
+    def _last(self) -> list[UnitSpec]:
+        """Whose gradients come when all else is done: those of the unit that runs first, then the root's."""
+        inner = [unit for unit in self.model.units if unit.kind is not UnitKind.ROOT]
+        return self._roots + [unit for unit in inner[:1] if unit.count == 1 and unit.num_trainable]
+
+    @property
+    def _roots(self) -> list[UnitSpec]:
+        return [unit for unit in self.model.units if unit.kind is UnitKind.ROOT]
+
+    def _axis(self, level: int, stage: Stage, size: int) -> Axis:
+        text = self.wires[level] if self.wires else ""
+        name = self.cluster.levels[level].name
+        wire = Wire.parse(text) if text else Wire()
+        return Axis(name=name, mesh_axis=name, size=size, stride=1, stage=stage, wire=wire)
+
+    def _cost(
+        self, axis: Axis, operation: Operation, unit: UnitSpec, pieces: int, *, frozen: bool
+    ) -> tuple[float, float]:
+        """Seconds of one transfer of a unit, and of its links."""
+        gather = operation == "all_gather"
+        default = self.workload.param_dtype if gather else self.workload.wire_dtype
+        wire = (axis.wire.param if gather else axis.wire.grad) or default
+        seconds = busy = 0.0
+        for numel in (unit.num_trainable, unit.num_frozen if frozen else 0):
+            if numel:
+                transfer = Transfer(operation=operation, axis=axis, numel=ceil(numel / pieces), wire=wire)
+                cost = self.transfers.cost(transfer)
+                seconds += cost.seconds
+                busy += sum(share for _, share in cost.busy)
+        return seconds, busy
+
+    # Memory ---------------------------------------------------------------------------------------------------------
+
+    def state_bytes(self, block: Block) -> Floats:
+        """Parameters, gradients, optimizer states, kept copies and slots of each layout."""
+        model, work = self.model, self.workload
+        width = DTYPE_BYTES[work.param_dtype]
+        by_param = block.degree(*_PARAM_STAGES).astype(np.float64)
+        by_grad = block.degree(*_GRAD_STAGES).astype(np.float64)
+        by_state = _state_degree(block)
+        dropped = block.degree(Stage.THREE, Stage.DEFERRED).astype(np.float64)
+        one_tensor = (by_param == by_state) & (work.param_dtype == work.master_dtype)
+        master = np.where(one_tensor, 0.0, DTYPE_BYTES[work.master_dtype])
+        kept = np.where((dropped > 1) & (dropped < by_param), width * model.num_params / dropped, 0.0)
+        return np.asarray(
+            width * model.num_params / by_param
+            + DTYPE_BYTES[work.grad_dtype] * model.num_trainable / by_grad
+            + (master + ADAM_MOMENT_BYTES) * model.num_trainable / by_state
+            + kept
+            + np.where(by_param > 1, np.where(dropped > 1, self._gather_slots, width * model.num_params), 0.0)
+            + np.where(by_grad > 1, self._reduce_slots, 0.0)
+        )
+
+    @cached_property
+    def _gather_slots(self) -> float:
+        return self._slots(
+            DTYPE_BYTES[self.workload.param_dtype], [unit.num_params for unit in self.model.units], PREFETCH + 1
+        )
+
+    @cached_property
+    def _reduce_slots(self) -> float:
+        numels = [unit.num_trainable for unit in self.model.units]
+        return self._slots(DTYPE_BYTES[self.workload.wire_dtype], numels, REDUCE_SLOTS)
+
+    def _slots(self, width: float, numels: Sequence[int], shared: int) -> float:
+        units = list(zip(self.model.units, numels, strict=True))
+        blocks = [(unit, numel) for unit, numel in units if unit.kind is UnitKind.BLOCK and numel]
+        resident = sum(numel for unit, numel in units if unit.kind is not UnitKind.BLOCK)
+        count = min(shared, sum(unit.count for unit, _ in blocks))
+        return width * (resident + count * max((numel for _, numel in blocks), default=0))
+
+    def activation_bytes(self, sequences: int, recomputation: Recomputation) -> float:
+        """Alive at the end of the forward of one micro-batch."""
+        seq_len = self.workload.seq_len
+        return sequences * seq_len * self.model.peak_activation_bytes(seq_len, recomputation)
+
+
+def _operations(stage: Stage) -> Iterator[tuple[Operation, bool]]:
+    """What an axis of `stage` sends, and whether every micro-batch: the table of DESIGN section 1."""
+    if stage.shards_params:
+        yield "all_gather", True
+    if stage in (Stage.ONE, Stage.TWO):
+        yield "all_gather", False
+    if stage.shards_states:
+        yield "reduce_scatter", stage.shards_grads
+    else:
+        yield "all_reduce", False
+
+
+_TIERS = ((Stage.THREE, Stage.THREE_KEPT), (Stage.TWO, Stage.DEFERRED, Stage.DEFERRED_KEPT), (Stage.ONE,))
+
+
+def _state_degree(block: Block) -> Floats:
+    return np.asarray(block.degree(*[stage for stage in STAGES if stage.shards_states]), dtype=np.float64)
+
+
+def _positions(values: Sequence[int]) -> Integers:
+    """From each value to its position among them."""
+    table = np.zeros(max(values) + 1, dtype=np.int64)
+    table[list(values)] = np.arange(len(values))
+    return table

@@ -1,0 +1,129 @@
+"""Simulated step time and memory of a candidate, at the price of a few blocks.
+
+A model of equal blocks repeats itself: from some block on, one more adds the same seconds and bytes. So a candidate is
+simulated with two small numbers of blocks and continued from there. The numbers have the parity of the real one, since
+the gather slots and the reduce slots are two each and take turns. Tests hold this against whole simulations; what the
+planner reports is always a whole one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from zeromesh.cluster import Cluster
+from zeromesh.cost import Constants
+from zeromesh.model import ModelSpec, Recomputation, UnitKind
+from zeromesh.planner.workload import Workload
+from zeromesh.simulate import Mechanics, Simulation, simulate
+from zeromesh.strategy import Strategy
+
+_FEW = 6
+"""Blocks of the smaller simulation: more than are in flight at once, prefetched, computing and being reduced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One point of the search space; `bound_s` is its step time's bound from below."""
+
+    strategy: Strategy
+    micro_batch: int
+    micro_batches: int
+    recomputation: Recomputation
+    bound_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, micro-batch {self.micro_batch}, recomputation {self.recomputation.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Step time and peak memory, continued from a few blocks."""
+
+    candidate: Candidate
+    step_s: float
+    memory_bytes: float
+
+
+@dataclass(slots=True)
+class Evaluator:
+    """Simulates candidates and remembers them.
+
+    Args:
+        model, cluster, workload: what is planned; the cluster cut to the world in use.
+        engine: whose mechanics.
+        constants: of the cost model.
+        memory_margin: share of the device's memory to leave free.
+    """
+
+    model: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    engine: str | Mechanics
+    constants: Constants
+    memory_margin: float
+    _estimates: dict[Candidate, Estimate] = field(default_factory=dict)
+    _simulations: dict[Candidate, Simulation] = field(default_factory=dict)
+
+    @property
+    def limit_bytes(self) -> float:
+        """Of a device, the margin off."""
+        return self.cluster.device.memory_bytes * (1 - self.memory_margin)
+
+    @property
+    def evaluated(self) -> list[Estimate]:
+        return list(self._estimates.values())
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Step time and memory of `candidate`."""
+        key = replace(candidate, bound_s=0.0)
+        if key not in self._estimates:
+            self._estimates[key] = self._estimate(candidate)
+        return self._estimates[key]
+
+    def simulation(self, candidate: Candidate, *, record: bool = False) -> Simulation:
+        """All blocks of `candidate`; with a trace if `record`."""
+        key = replace(candidate, bound_s=0.0)
+        if record or key not in self._simulations:
+            self._simulations[key] = self._simulate(self.model, candidate, record=record)
+        return self._simulations[key]
+
+    def _estimate(self, candidate: Candidate) -> Estimate:
+        counts = _few_blocks(self.model)
+        if counts is None:
+            whole = self.simulation(candidate)
+            return Estimate(candidate=candidate, step_s=whole.step_s, memory_bytes=whole.memory.total)
+        few, more, all_of_them = counts
+        low = self._simulate(_with_blocks(self.model, few), candidate)
+        high = self._simulate(_with_blocks(self.model, more), candidate)
+        times = (all_of_them - more) / (more - few)
+        return Estimate(
+            candidate=candidate,
+            step_s=high.step_s + times * (high.step_s - low.step_s),
+            memory_bytes=high.memory.total + times * (high.memory.total - low.memory.total),
+        )
+
+    def _simulate(self, model: ModelSpec, candidate: Candidate, *, record: bool = False) -> Simulation:
+        return simulate(
+            model,
+            self.cluster,
+            candidate.strategy,
+            self.workload.fixed(candidate.micro_batch, candidate.recomputation),
+            engine=self.engine,
+            constants=self.constants,
+            memory_margin=self.memory_margin,
+            record=record,
+        )
+
+
+def _few_blocks(model: ModelSpec) -> tuple[int, int, int] | None:
+    """The two small numbers of blocks and the real one; None where the model has no single long row of blocks."""
+    counts = [unit.count for unit in model.units if unit.kind is UnitKind.BLOCK]
+    if len(counts) != 1 or counts[0] <= _FEW + 4:
+        return None
+    few = _FEW + counts[0] % 2
+    return few, few + 2, counts[0]
+
+
+def _with_blocks(model: ModelSpec, count: int) -> ModelSpec:
+    units = tuple(replace(unit, count=count) if unit.kind is UnitKind.BLOCK else unit for unit in model.units)
+    return replace(model, units=units)

@@ -1,0 +1,52 @@
+"""The strategies that people know by name, on a given mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeromesh.cluster import Cluster
+from zeromesh.strategy import Strategy
+
+_BY_PRESET = (
+    ("ZeRO-1", "zero1", 1),
+    ("ZeRO-2", "zero2", 1),
+    ("ZeRO-3 / FSDP", "zero3", 1),
+    ("HSDP", "hsdp", 2),
+    ("HSDP, optimizer sharded globally", "hfsdp", 2),
+    ("ZeRO++ hpZ", "hpz", 2),
+    ("ZeRO++", "zero++", 2),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A strategy with the name that people know."""
+
+    name: str
+    strategy: Strategy
+
+
+def known_strategies(cluster: Cluster) -> list[Known]:
+    """Those that differ on this mesh; levels of one member count as none."""
+    axes = [level.name for level in cluster.levels]
+    levels = sum(level.size > 1 for level in cluster.levels)
+    found = [
+        Known(name=name, strategy=Strategy.parse(preset, axes))
+        for name, preset, least in _BY_PRESET
+        if levels >= least and len(axes) >= least
+    ]
+    return [*found, *_mics(cluster)]
+
+
+def _mics(cluster: Cluster) -> list[Known]:
+    """MiCS (arXiv 2205.00119): everything sharded in a group of whole nodes, here of 2, 4, 8 ... of the outermost
+    level's members; a group of one member is HSDP."""
+    *inner, outer = cluster.levels
+    if not inner:
+        return []
+    sizes = [2**power for power in range(1, 12) if 2**power < outer.size and outer.size % 2**power == 0]
+    inside = "".join(f"{level.name}=3," for level in inner)
+    return [
+        Known(name=f"MiCS over {size}", strategy=Strategy.parse(f"{inside}{outer.name}[{size}]=3,{outer.name}[*]=0"))
+        for size in sizes
+    ]

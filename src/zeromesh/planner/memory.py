@@ -1,0 +1,73 @@
+"""Bytes of model state per device, in closed form; DESIGN "Memory per device".
+
+With Psi parameters, Psi' of them trainable, w the dtypes' bytes and N3, N3d, N2, N1 the products of the axis sizes at
+each stage:
+
+    parameters  w_p * Psi / (N3 * N3d)
+    gradients   w_g * Psi' / (N3 * N2)
+    states      (w_m + moments) * Psi' / (N3 * N3d * N2 * N1)       w_m = 0 where master and compute copy are one tensor
+    kept        w * Psi / (product of the parameter axes that are not kept)
+
+These leave out padding, so they bound from below what `zeromesh.schedule.MemoryPlan` allocates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeromesh.model.spec import DTYPE_BYTES
+from zeromesh.strategy import Layout
+
+ADAM_MOMENT_BYTES = 8
+"""Two moments in fp32 (arXiv 1412.6980; torch.optim.AdamW keeps them in the dtype of the fp32 master)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelState:
+    """Bytes on one device."""
+
+    params: float
+    grads: float
+    optimizer: float
+    kept: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.params + self.grads + self.optimizer + self.kept
+
+
+def model_state(
+    layout: Layout,
+    num_params: int,
+    num_trainable: int | None = None,
+    *,
+    param_dtype: str = "bf16",
+    grad_dtype: str = "fp32",
+    master_dtype: str = "fp32",
+    moment_bytes: float = ADAM_MOMENT_BYTES,
+) -> ModelState:
+    """Model-state bytes per device of a layout.
+
+    Args:
+        layout: the strategy on its mesh.
+        num_params: Psi.
+        num_trainable: Psi'; None for all.
+        moment_bytes: of the optimizer's states per trainable parameter.
+
+    >>> layout = Layout.of("node=3,cluster[4]=1,cluster[*]=0", [("node", 8), ("cluster", 128)])
+    >>> round(model_state(layout, 27_573_049_344, grad_dtype="bf16").total / 1e9, 2)
+    24.13
+    """
+    trainable = num_params if num_trainable is None else num_trainable
+    by_param, by_grad = layout.degree(layout.param_axes), layout.degree(layout.grad_axes)
+    by_state = layout.degree(layout.significant)
+    one_tensor = param_dtype == master_dtype and by_param == by_state
+    master = 0.0 if one_tensor else DTYPE_BYTES[master_dtype]
+    dropped = layout.degree([axis for axis in layout.param_axes if not axis.stage.kept])
+    has_kept_copy = bool(layout.kept_axes) and 1 < dropped < by_param
+    return ModelState(
+        params=DTYPE_BYTES[param_dtype] * num_params / by_param,
+        grads=DTYPE_BYTES[grad_dtype] * trainable / by_grad,
+        optimizer=(master + moment_bytes) * trainable / by_state,
+        kept=DTYPE_BYTES[param_dtype] * num_params / dropped if has_kept_copy else 0.0,
+    )

@@ -1,0 +1,156 @@
+"""Planning from end to end: search, explain, and the plan as a value that `zeromesh.shard` and the trainer accept."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zeromesh.cluster import Cluster
+from zeromesh.cost import Constants
+from zeromesh.model import ModelSpec
+from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
+from zeromesh.planner.explain import Reason, explain
+from zeromesh.planner.search import Found, Options, search
+from zeromesh.planner.workload import Workload
+from zeromesh.simulate import Mechanics, Simulation
+from zeromesh.strategy import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A candidate with its whole simulation."""
+
+    candidate: Candidate
+    simulation: Simulation
+
+    def to_json(self) -> dict[str, Any]:
+        """What `simulate --json` prints, and the choices beside the strategy."""
+        return self.simulation.to_json() | {
+            "micro_batch": self.candidate.micro_batch,
+            "recomputation": self.candidate.recomputation.value,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What the planner answers.
+
+    Args:
+        model, cluster, workload: what was asked; the cluster cut to the world in use.
+        best: the fastest choice that fits, simulated with a trace.
+        candidates: the fastest ones, best first.
+        front: no other simulated candidate is both smaller and faster; smallest first.
+        why: what the alternatives lose.
+        found: counts and the gap.
+        limit_bytes: usable memory of a device.
+        seconds: of planning.
+    """
+
+    model: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    best: Choice
+    candidates: tuple[Choice, ...]
+    front: tuple[Estimate, ...]
+    why: tuple[Reason, ...]
+    found: Found
+    limit_bytes: float
+    seconds: float
+
+    @property
+    def plan(self) -> Plan:
+        """The best choice as a value to run."""
+        return as_plan(self.best, self.cluster, self.workload)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `zeromesh plan --json` prints."""
+        return {
+            "best": self.best.to_json(),
+            "candidates": [choice.to_json() for choice in self.candidates],
+            "searched": self.found.searched,
+            "seconds": self.seconds,
+            "why": [reason.to_json() for reason in self.why],
+            "gap": self.found.gap,
+            "pruned_by_memory": self.found.pruned_memory,
+            "simulated": self.found.simulated,
+            "memory_limit_bytes": self.limit_bytes,
+            "front": [
+                {
+                    "strategy": str(point.candidate.strategy),
+                    "micro_batch": point.candidate.micro_batch,
+                    "recomputation": point.candidate.recomputation.value,
+                    "step_s": point.step_s,
+                    "memory_bytes": point.memory_bytes,
+                }
+                for point in self.front
+            ],
+        }
+
+
+def as_plan(choice: Choice, cluster: Cluster, workload: Workload) -> Plan:
+    """A choice as a value to run."""
+    return Plan(
+        strategy=choice.candidate.strategy,
+        mesh=cluster.axes,
+        micro_batch=choice.candidate.micro_batch,
+        micro_batches=choice.candidate.micro_batches,
+        recompute=choice.candidate.recomputation.value,
+        param_dtype=workload.param_dtype,
+        reduce_dtype=workload.reduce_dtype,
+        grad_dtype=workload.grad_dtype,
+        predicted=choice.to_json(),
+    )
+
+
+def plan(
+    model: ModelSpec,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    options: Options | None = None,
+    engine: str | Mechanics = "zeromesh",
+    constants: Constants | None = None,
+    top: int = 5,
+    trace: bool = False,
+) -> Planned:
+    """The fastest layout of `model` on `cluster` that fits, and why the others lose.
+
+    Args:
+        model: its units.
+        cluster: cut to the world in use (`Cluster.take`).
+        workload: micro-batch and recomputation are searched where they are open.
+        options: how to search.
+        engine: whose mechanics.
+        constants: of the cost model; None for the shipped ones.
+        top: candidates to simulate whole and list.
+        trace: record the best one's timeline.
+
+    Raises:
+        NothingFitsError: no candidate fits in memory.
+        InputError: the batch does not divide.
+    """
+    start = time.perf_counter()
+    found, evaluator = search(model, cluster, workload, options=options, engine=engine, constants=constants)
+    candidates = tuple(_choice(evaluator, estimate) for estimate in found.ranked[: max(1, top)])
+    runner_up = next((c.candidate for c in candidates if c.candidate.strategy != found.best.candidate.strategy), None)
+    why = explain(evaluator, found.best.candidate, runner_up)
+    best = candidates[0]
+    if trace:
+        best = replace(best, simulation=evaluator.simulation(best.candidate, record=True))
+    return Planned(
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        best=best,
+        candidates=candidates,
+        front=found.front,
+        why=tuple(why),
+        found=found,
+        limit_bytes=evaluator.limit_bytes,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _choice(evaluator: Evaluator, estimate: Estimate) -> Choice:
+    return Choice(candidate=estimate.candidate, simulation=evaluator.simulation(estimate.candidate))

@@ -1,0 +1,324 @@
+"""Finds the fastest layout that fits.
+
+Every candidate (layout, micro-batch, recomputation, wires) gets a bound of its step time and memory (`bounds`). Those
+that cannot fit are dropped; the rest are simulated in the order of their bounds until no bound is below the best time
+found: then the best is the optimum. If the budget of simulations ends before, the gap is what the next bound leaves
+open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Literal
+
+import numpy as np
+
+from zeromesh.cluster import Cluster
+from zeromesh.cost import Constants, default_constants
+from zeromesh.cost.memory import Overhead
+from zeromesh.errors import InputError
+from zeromesh.model import ModelSpec, Recomputation
+from zeromesh.planner.bounds import Bounds, Floats
+from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
+from zeromesh.planner.space import Integers, Space, Splits
+from zeromesh.planner.workload import Workload
+from zeromesh.simulate import DEFAULT_MARGIN, Mechanics
+
+Wires = Literal["lossless", "any"]
+
+ANY_WIRES = ("", "int8/", "/int4", "int8/int4")
+"""Wires tried on each level under `any`: those of ZeRO++ (arXiv 2306.10209), each half on its own."""
+
+_FRONT_PER_BLOCK = 4
+"""Points of the memory-time front that one block, micro-batch and recomputation may propose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to search.
+
+    Args:
+        splits: how often a level may be cut.
+        wires: `any` also tries quantised wires, which change the numbers that are trained.
+        max_simulations: candidates simulated at most; None: as many as it takes to prove the optimum.
+        tolerance: stop once the gap is at most this.
+        memory_margin: share of the device's memory to leave free.
+        front: points of the memory-time front to simulate.
+    """
+
+    splits: Splits = "once"
+    wires: Wires = "lossless"
+    max_simulations: int | None = 24
+    tolerance: float = 0.0
+    memory_margin: float = DEFAULT_MARGIN
+    front: int = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Args:
+        best: the fastest that fits.
+        ranked: all that were simulated and fit, fastest first.
+        front: no other simulated candidate is both smaller and faster; smallest first.
+        searched: candidates before pruning.
+        pruned_memory: those that cannot fit.
+        simulated: those simulated.
+        bound_s: no candidate is faster than this.
+    """
+
+    best: Estimate
+    ranked: tuple[Estimate, ...]
+    front: tuple[Estimate, ...]
+    searched: int
+    pruned_memory: int
+    simulated: int
+    bound_s: float
+
+    @property
+    def gap(self) -> float:
+        """By how much of its step time the best may miss the optimum."""
+        return max(0.0, 1 - self.bound_s / self.best.step_s)
+
+
+class NothingFitsError(InputError):
+    """No candidate fits in memory; `smallest` is the one that needs least."""
+
+    def __init__(self, message: str, smallest: Candidate) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Candidates as arrays: those of one block, micro-batch and recomputation that may fit, or chosen ones of them."""
+
+    space: Space
+    wires: tuple[str, ...]
+    micro_batch: int
+    micro_batches: int
+    recomputation: Recomputation
+    indices: tuple[Integers, ...]  # by level, of its cuts
+    step_s: Floats
+    memory: Floats
+    parts: Integers
+
+    def candidate(self, row: int) -> Candidate:
+        return Candidate(
+            strategy=self.space.strategy([int(column[row]) for column in self.indices], self.wires),
+            micro_batch=self.micro_batch,
+            micro_batches=self.micro_batches,
+            recomputation=self.recomputation,
+            bound_s=float(self.step_s[row]),
+        )
+
+    def choose(self, rows: Integers) -> _Rows:
+        return replace(
+            self,
+            indices=tuple(column[rows] for column in self.indices),
+            step_s=self.step_s[rows],
+            memory=self.memory[rows],
+            parts=self.parts[rows],
+        )
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Candidates that may fit, the fronts of their blocks, and the smallest of all."""
+
+    rows: list[_Rows] = field(default_factory=list)
+    front: list[tuple[float, float, Candidate]] = field(default_factory=list)
+    searched: int = 0
+    pruned: int = 0
+    smallest_bytes: float = np.inf
+    smallest: Candidate | None = None
+
+    def by_bound(self) -> Iterator[list[Candidate]]:
+        """Candidates by rising bound, in groups a thousandth apart: within one, those of few parts first, then the
+        smaller ones."""
+        sizes = [len(rows.step_s) for rows in self.rows]
+        source = np.repeat(np.arange(len(sizes)), sizes)
+        row = np.concatenate([np.arange(size) for size in sizes])
+        bound = np.concatenate([rows.step_s for rows in self.rows])
+        memory = np.concatenate([rows.memory for rows in self.rows])
+        parts = np.concatenate([rows.parts for rows in self.rows])
+        order = np.argsort(bound, kind="stable")
+        start = 0
+        while start < len(order):
+            end = int(np.searchsorted(bound[order], bound[order[start]] * 1.001, side="right"))
+            group = order[start:end]
+            group = group[np.lexsort((memory[group], parts[group]))]
+            yield [self.rows[source[i]].candidate(int(row[i])) for i in group]
+            start = end
+
+
+def search(
+    model: ModelSpec,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    options: Options | None = None,
+    engine: str | Mechanics = "zeromesh",
+    constants: Constants | None = None,
+    space: Space | None = None,
+) -> tuple[Found, Evaluator]:
+    """Searches `space` (default: every layout) for the fastest candidate that fits.
+
+    Args:
+        model: its units.
+        cluster: cut to the world in use.
+        workload: micro-batch and recomputation are searched where they are open.
+
+    Returns:
+        What was found, and the evaluator with everything that was simulated.
+
+    Raises:
+        NothingFitsError: no candidate fits in memory.
+        InputError: the batch does not divide.
+    """
+    options = options or Options()
+    constants = constants or default_constants()
+    space = space or Space(cluster.axes, options.splits)
+    evaluator = Evaluator(model, cluster, workload, engine, constants, options.memory_margin)
+    pool = _Pool()
+    for wires in _wires(cluster, options):
+        _fill(pool, Bounds(model, cluster, workload, constants, wires), space, evaluator.limit_bytes)
+    if not pool.rows:
+        assert pool.smallest is not None
+        raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)
+    bound_s = _simulate_in_order(pool, evaluator, options)
+    for candidate in _thinned(pool.front, options.front):
+        evaluator.estimate(candidate)
+    fitting = [estimate for estimate in evaluator.evaluated if estimate.memory_bytes <= evaluator.limit_bytes]
+    if not fitting:
+        assert pool.smallest is not None
+        raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)
+    ranked = sorted(fitting, key=_rank)
+    found = Found(
+        best=ranked[0],
+        ranked=tuple(ranked),
+        front=tuple(_front(ranked)),
+        searched=pool.searched,
+        pruned_memory=pool.pruned,
+        simulated=len(evaluator.evaluated),
+        bound_s=min(bound_s, ranked[0].step_s),
+    )
+    return found, evaluator
+
+
+def _wires(cluster: Cluster, options: Options) -> Iterator[tuple[str, ...]]:
+    choices = ANY_WIRES if options.wires == "any" else ("",)
+    per_level = [choices if level.size > 1 else ("",) for level in cluster.levels]
+    return product(*per_level)
+
+
+def _rank(estimate: Estimate) -> tuple[float, int, float]:
+    """Fastest first; of equally fast ones that with fewer parts, then the smaller."""
+    return float(f"{estimate.step_s:.9e}"), len(estimate.candidate.strategy.axes), estimate.memory_bytes
+
+
+def _fill(pool: _Pool, bounds: Bounds, space: Space, limit_bytes: float) -> None:
+    workload = bounds.workload
+    splits = list(workload.splits(bounds.cluster.world))
+    for block in space.blocks():
+        state, time, optimizer_s = bounds.state_bytes(block), bounds.time(block), bounds.optimizer_s(block)
+        order, parts = np.argsort(state, kind="stable"), block.num_parts()
+        for recomputation in workload.recomputations():
+            for micro_batch, micro_batches in splits:
+                compute = bounds.micro_batch_s(micro_batch, recomputation)
+                activations = bounds.activation_bytes(micro_batch, recomputation)
+                extra = Overhead.of(bounds.constants, communicators=0, dynamic_bytes=activations).total_bytes
+                rows = _Rows(
+                    space=space,
+                    wires=bounds.wires,
+                    micro_batch=micro_batch,
+                    micro_batches=micro_batches,
+                    recomputation=recomputation,
+                    indices=block.indices,
+                    step_s=time.at(micro_batches, compute, optimizer_s),
+                    memory=state + activations + extra,
+                    parts=parts,
+                )
+                _keep(pool, rows, order, limit_bytes)
+
+
+def _keep(pool: _Pool, rows: _Rows, by_memory: Integers, limit_bytes: float) -> None:
+    pool.searched += len(by_memory)
+    least = int(by_memory[0])
+    if rows.memory[least] < pool.smallest_bytes:
+        pool.smallest_bytes, pool.smallest = float(rows.memory[least]), rows.candidate(least)
+    fitting = by_memory[: int(np.searchsorted(rows.memory[by_memory], limit_bytes, side="right"))]
+    pool.pruned += len(by_memory) - len(fitting)
+    if len(fitting):
+        kept = rows.choose(fitting)
+        pool.rows.append(kept)
+        best = np.minimum.accumulate(kept.step_s)
+        falls = np.flatnonzero(np.diff(best, prepend=np.inf) < 0)
+        some = falls[np.linspace(0, len(falls) - 1, min(_FRONT_PER_BLOCK, len(falls))).astype(int)]
+        for row in dict.fromkeys(some.tolist()):
+            pool.front.append((float(kept.memory[row]), float(kept.step_s[row]), kept.candidate(row)))
+
+
+def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options) -> float:
+    """Simulates by rising bound until the optimum is proven or the budget is spent; returns the bound that is left."""
+    best_s = np.inf
+    simulated = 0
+    for group in pool.by_bound():
+        left_s = min(candidate.bound_s for candidate in group)
+        for candidate in group:
+            if left_s >= best_s * (1 - options.tolerance):
+                return left_s
+            if candidate.bound_s >= best_s:
+                continue
+            if options.max_simulations is not None and simulated >= options.max_simulations and best_s < np.inf:
+                return left_s
+            estimate = evaluator.estimate(candidate)
+            simulated += 1
+            if estimate.memory_bytes <= evaluator.limit_bytes:
+                best_s = min(best_s, estimate.step_s)
+    return float(best_s)
+
+
+def _thinned(rows: list[tuple[float, float, Candidate]], count: int) -> list[Candidate]:
+    """Of the candidates that none beats in both bounds, `count` spread over the memory they need."""
+    front: list[tuple[float, float, Candidate]] = []
+    for row in sorted(rows, key=lambda row: row[:2]):
+        if not front or row[1] < front[-1][1]:
+            front.append(row)
+    places = np.linspace(0, len(front) - 1, min(count, len(front))).astype(int)
+    return [front[place][2] for place in dict.fromkeys(places.tolist())]
+
+
+def _front(ranked: list[Estimate]) -> list[Estimate]:
+    """Smallest first."""
+    front: list[Estimate] = []
+    for estimate in ranked:  # fastest first
+        if not front or estimate.memory_bytes < front[-1].memory_bytes:
+            front.append(estimate)
+    return front[::-1]
+
+
+def _nothing_fits(evaluator: Evaluator, smallest: Candidate) -> str:
+    simulation = evaluator.simulation(smallest)
+    memory, limit = simulation.memory, evaluator.limit_bytes
+    name, device = evaluator.model.name, evaluator.cluster.device.name
+    fixed = memory.total - memory.params - memory.grads - memory.optimizer
+    sharded = (memory.total - fixed) * evaluator.cluster.world
+    if fixed < limit:
+        world = int(np.ceil(sharded / (limit - fixed)))
+        inner = evaluator.cluster.members_below(len(evaluator.cluster.levels) - 1)
+        world = -(-world // inner) * inner
+        remedy = f"about {world} devices of this kind would do"
+    else:
+        remedy = (
+            f"no number of devices would do: buffers, activations and overhead alone are {fixed / 1e9:.1f} GB; "
+            "shorten the sequence or take a device with more memory"
+        )
+    return (
+        f"{name} fits on {evaluator.cluster.world} x {device} under no strategy: the smallest is {smallest} with "
+        f"{memory.total / 1e9:.1f} GB per device, and {limit / 1e9:.1f} GB are usable "
+        f"({evaluator.memory_margin:.0%} of the memory is left free); {remedy}"
+    )

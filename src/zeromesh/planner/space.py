@@ -1,0 +1,242 @@
+"""Every layout that the notation can express on a cluster, as arrays.
+
+A layout gives each level a *cut*: over how many of its members each stage shards. One stage stands at most once on a
+level: the parts of a level share its links, so their order changes no cost, and the same stage twice holds the same
+shards as once. So a level of n members has as many cuts as ways to write n as a product of sizes, one for each stage::
+
+    level of 8, at most one split    8 under one of 7 stages, or 2 x 4 or 4 x 2 under two of them: 7 + 42 = 49 cuts
+
+`Space.blocks` crosses the cuts of all levels and drops what the notation refuses, in blocks that fit in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, permutations
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from zeromesh.strategy import Stage, Strategy
+
+Integers = npt.NDArray[np.int64]
+Splits = Literal["none", "once", "all"]
+
+STAGES = (
+    Stage.THREE,
+    Stage.THREE_KEPT,
+    Stage.TWO,
+    Stage.DEFERRED,
+    Stage.DEFERRED_KEPT,
+    Stage.ONE,
+    Stage.ZERO,
+)
+"""Most significant first, as parts of one level stand in the notation, innermost first."""
+
+_BLOCK_ROWS = 1 << 18
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, number + 1) if number % size == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """All cuts of one level: `sizes[i, s]` is the size of the part of cut i under `STAGES[s]`, 1 if there is none."""
+
+    level: str
+    size: int
+    sizes: Integers
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def terms(self, index: int, *, rest: bool) -> list[str]:
+        """The cut in the notation, without wires; the outermost part as [*] if `rest`."""
+        parts = [(stage.value, int(n)) for stage, n in zip(STAGES, self.sizes[index], strict=True) if n > 1]
+        if len(parts) <= 1:
+            return [f"{self.level}={parts[0][0] if parts else '0'}"]
+        terms = [f"{self.level}[{n}]={stage}" for stage, n in parts]
+        if rest:
+            terms[-1] = f"{self.level}[*]={parts[-1][0]}"
+        return terms
+
+
+def cuts_of(level: str, size: int, *, splits: Splits, stages: Sequence[Stage] = STAGES) -> Cuts:
+    """The cuts of one level with the given stages.
+
+    Args:
+        splits: `none` gives the whole level one stage, `once` cuts it into at most two parts, `all` into any number.
+    """
+    allowed = [STAGES.index(stage) for stage in STAGES if stage in stages]
+    most = {"none": 1, "once": 2, "all": len(allowed)}[splits]
+    rows = [
+        _row(chosen, sizes)
+        for count in range(1, most + 1)
+        for sizes in _factorisations(size, count)
+        for chosen in _assignments(allowed, sizes)
+    ]
+    if size == 1:
+        rows = [[1] * len(STAGES)]
+    return Cuts(level=level, size=size, sizes=np.array(rows, dtype=np.int64))
+
+
+def _factorisations(size: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Unordered ways to write `size` as `count` factors of at least 2, in ascending order."""
+
+    def extend(left: int, count: int, least: int) -> Iterator[tuple[int, ...]]:
+        if count == 1:
+            if left >= least:
+                yield (left,)
+            return
+        for factor in divisors(left):
+            if factor >= least:
+                for rest in extend(left // factor, count - 1, factor):
+                    yield (factor, *rest)
+
+    return extend(size, count, 2)
+
+
+def _assignments(allowed: Sequence[int], sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Distinct stages for the factors; equal factors in one order only."""
+    for chosen in permutations(allowed, len(sizes)):
+        repeats = (chosen[i] > chosen[j] for i, j in combinations(range(len(sizes)), 2) if sizes[i] == sizes[j])
+        if not any(repeats):
+            yield chosen
+
+
+def _row(chosen: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    row = [1] * len(STAGES)
+    for stage, size in zip(chosen, sizes, strict=True):
+        row[stage] = size
+    return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Layouts, one a row: `sizes[l][s]` holds, for level l and stage s, the product of the parts of each layout."""
+
+    indices: tuple[Integers, ...]
+    sizes: tuple[tuple[Integers, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.indices[0])
+
+    def degree(self, *stages: Stage) -> Integers:
+        """Of each layout, the product of the axis sizes at the given stages."""
+        degree = np.ones(len(self), dtype=np.int64)
+        for level in self.sizes:
+            for stage in stages:
+                degree *= level[STAGES.index(stage)]
+        return degree
+
+    def num_parts(self) -> Integers:
+        """Of each layout, the terms of its notation."""
+        parts = np.zeros(len(self), dtype=np.int64)
+        for level in self.sizes:
+            parts += np.maximum(1, sum((size > 1).astype(np.int64) for size in level))
+        return parts
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layouts of a mesh.
+
+    Args:
+        mesh: (level, size), innermost first.
+        splits: see `cuts_of`.
+        stages: those allowed on every level.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    splits: Splits = "once"
+    stages: tuple[Stage, ...] = STAGES
+
+    @cached_property
+    def cuts(self) -> tuple[Cuts, ...]:
+        return tuple(cuts_of(name, size, splits=self.splits, stages=self.stages) for name, size in self.mesh)
+
+    @property
+    def world(self) -> int:
+        return int(np.prod([size for _, size in self.mesh]))
+
+    def blocks(self) -> Iterator[Block]:
+        """All legal layouts, each once."""
+        inner, outer = self._inner_levels()
+        grid = _crossed([len(self.cuts[level]) for level in inner])
+        outer_grid = _crossed([len(self.cuts[level]) for level in outer])
+        rows, outer_rows = len(grid[0]), len(outer_grid[0]) if outer else 1
+        at_once = max(1, _BLOCK_ROWS // rows)
+        for start in range(0, outer_rows, at_once):
+            chunk = [column[start : start + at_once] for column in outer_grid]
+            repeats = len(chunk[0]) if outer else 1
+            indices = [*(np.tile(column, repeats) for column in grid), *(np.repeat(column, rows) for column in chunk)]
+            keep = self._legal(indices)
+            if keep.any():
+                yield self._block([index[keep] for index in indices])
+
+    def _inner_levels(self) -> tuple[list[int], list[int]]:
+        """The levels crossed at once, as many as fit in a block, and those walked one by one."""
+        rows, count = 1, 0
+        for cuts in self.cuts:
+            if count and rows * len(cuts) > _BLOCK_ROWS:
+                break
+            rows, count = rows * len(cuts), count + 1
+        levels = list(range(len(self.cuts)))
+        return levels[:count], levels[count:]
+
+    def _legal(self, indices: Sequence[Integers]) -> npt.NDArray[np.bool_]:
+        """Not 2 beside 3d, and no kept axis more significant than one that is not kept."""
+        flags = [self._flags[level][index] for level, index in enumerate(indices)]
+        two, deferred = (np.any([flag[:, column] for flag in flags], axis=0) for column in (0, 1))
+        first_kept = np.min([flag[:, 2] for flag in flags], axis=0)
+        last_dropped = np.max([flag[:, 3] for flag in flags], axis=0)
+        return np.asarray(~(two & deferred) & (first_kept > last_dropped))
+
+    @cached_property
+    def _flags(self) -> tuple[Integers, ...]:
+        """By level and cut: has 2, has 3d, first kept and last dropped position in the order of significance."""
+        return tuple(self._level_flags(level, cuts.sizes > 1) for level, cuts in enumerate(self.cuts))
+
+    def _level_flags(self, level: int, has: npt.NDArray[np.bool_]) -> Integers:
+        three, kept, two, deferred, deferred_kept = (has[:, column] for column in range(5))
+        later = 2 * (len(self.mesh) + level)
+        first_kept = np.where(kept, 2 * level + 1, np.where(deferred_kept, later + 1, 1 << 30))
+        last_dropped = np.where(deferred, later, np.where(three, 2 * level, -1))
+        return np.stack([two, deferred | deferred_kept, first_kept, last_dropped], axis=1).astype(np.int64)
+
+    def _block(self, indices: Sequence[Integers]) -> Block:
+        sizes = tuple(
+            tuple(cuts.sizes[index, column] for column in range(len(STAGES)))
+            for cuts, index in zip(self.cuts, indices, strict=True)
+        )
+        return Block(indices=tuple(indices), sizes=sizes)
+
+    def strategy(self, cut_indices: Sequence[int], wires: Sequence[str] | None = None) -> Strategy:
+        """The layout with the given cut on each level, innermost first, in the notation.
+
+        Args:
+            wires: by level, as after `@`; "" for the default.
+        """
+        terms: list[str] = []
+        for level, (cuts, index) in enumerate(zip(self.cuts, cut_indices, strict=True)):
+            wire = wires[level] if wires else ""
+            outermost = level == len(self.cuts) - 1
+            terms += [_with_wire(term, wire) for term in cuts.terms(int(index), rest=outermost)]
+        return Strategy.parse(",".join(terms))
+
+
+def _with_wire(term: str, wire: str) -> str:
+    """Stage 0 sends no parameters, so it takes the gradients' half of a wire alone."""
+    param, _, grad = wire.partition("/")
+    if term.endswith("=0"):
+        return f"{term}@/{grad}" if grad else term
+    return f"{term}@{param}/{grad}" if param or grad else term
+
+
+def _crossed(counts: Sequence[int]) -> list[Integers]:
+    grids = np.meshgrid(*[np.arange(count) for count in counts], indexing="ij") if counts else []
+    return [np.asarray(grid.reshape(-1), dtype=np.int64) for grid in grids]

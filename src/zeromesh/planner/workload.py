@@ -1,0 +1,116 @@
+"""What one step trains on, and how it is cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from zeromesh import simulate
+from zeromesh.errors import InputError
+from zeromesh.model import Recomputation
+
+MAX_MICRO_BATCH = 64
+"""Sequences per device and micro-batch beyond which none is tried: products are long since at their best rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The work of one step and the choices that are already made.
+
+    Args:
+        seq_len: tokens in a sequence.
+        global_batch_tokens: tokens of one step over all devices.
+        micro_batch: sequences per device and micro-batch; None leaves it to the planner.
+        recomputation: of the blocks; None leaves it to the planner.
+        param_dtype, reduce_dtype, grad_dtype, master_dtype: as `zeromesh.shard` takes them.
+
+    Raises:
+        InputError: a size below 1, or a batch that is no whole number of sequences.
+    """
+
+    seq_len: int
+    global_batch_tokens: int
+    micro_batch: int | None = None
+    recomputation: Recomputation | None = None
+    param_dtype: str = "bf16"
+    reduce_dtype: str | None = None
+    grad_dtype: str = "fp32"
+    master_dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "global_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise InputError(f"micro_batch must be at least 1 sequence, got {self.micro_batch}")
+        if self.global_batch_tokens % self.seq_len:
+            whole = self.global_batch_tokens // self.seq_len
+            raise InputError(
+                f"a step of {self.global_batch_tokens} tokens is no whole number of sequences of {self.seq_len}; "
+                f"the nearest are {' and '.join(str(n * self.seq_len) for n in (whole, whole + 1) if n)} tokens"
+            )
+
+    @property
+    def sequences(self) -> int:
+        """Of one step, over all devices."""
+        return self.global_batch_tokens // self.seq_len
+
+    @property
+    def wire_dtype(self) -> str:
+        """Of gradients on a wire that a strategy leaves open."""
+        return self.reduce_dtype or self.param_dtype
+
+    def sequences_per_device(self, world: int) -> int:
+        """Of one step.
+
+        Raises:
+            InputError: the batch does not divide; says what uneven shares would cost and what divides.
+        """
+        if self.sequences % world == 0:
+            return self.sequences // world
+        most = ceil(self.sequences / world)
+        wasted = 1 - self.sequences / (world * most)
+        nearest = [n * world * self.seq_len for n in (self.sequences // world, most) if n]
+        raise InputError(
+            f"{self.sequences} sequences do not divide among {world} devices: with uneven shares the step would wait "
+            f"for the devices that have {most}, and {wasted:.1%} of all device time would be idle; the nearest batches "
+            f"that divide are {' and '.join(map(str, nearest))} tokens"
+        )
+
+    def splits(self, world: int) -> Iterator[tuple[int, int]]:
+        """(sequences per micro-batch, micro-batches per step), smallest micro-batch first.
+
+        Raises:
+            InputError: the batch does not divide among the devices, or not into the given micro-batch.
+        """
+        share = self.sequences_per_device(world)
+        if self.micro_batch is None:
+            for size in range(1, min(share, MAX_MICRO_BATCH) + 1):
+                if share % size == 0:
+                    yield size, share // size
+        elif share % self.micro_batch:
+            divides = [size for size in range(1, share + 1) if share % size == 0]
+            nearest = sorted(divides, key=lambda size: abs(size - self.micro_batch))[:2]  # type: ignore[operator]
+            raise InputError(
+                f"each device has {share} sequences a step, which micro-batches of {self.micro_batch} do not divide; "
+                f"the nearest that do are {' and '.join(map(str, sorted(nearest)))}"
+            )
+        else:
+            yield self.micro_batch, share // self.micro_batch
+
+    def fixed(self, micro_batch: int, recomputation: Recomputation) -> simulate.Workload:
+        """The workload with its open choices made."""
+        return simulate.Workload(
+            seq_len=self.seq_len,
+            global_batch_tokens=self.global_batch_tokens,
+            micro_batch=micro_batch,
+            recomputation=recomputation,
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+            grad_dtype=self.grad_dtype,
+            master_dtype=self.master_dtype,
+        )
+
+    def recomputations(self) -> tuple[Recomputation, ...]:
+        return tuple(Recomputation) if self.recomputation is None else (self.recomputation,)
