@@ -13,13 +13,13 @@ import sys
 import time
 from pathlib import Path
 
-PORT = 5000
+Address = tuple[str, int]
 DATAGRAM = bytes(1000)
 TIMEOUT_S = 20.0
 
 
-def receive_stream(address: str, num_bytes: int, fifo: Path) -> None:
-    with socket.create_server((address, PORT)) as server:
+def receive_stream(address: Address, num_bytes: int, fifo: Path) -> None:
+    with socket.create_server(address) as server:
         server.settimeout(TIMEOUT_S)
         fifo.write_text("listening\n")
         stream, _ = server.accept()
@@ -32,14 +32,14 @@ def receive_stream(address: str, num_bytes: int, fifo: Path) -> None:
     print(received, time.monotonic())
 
 
-def send_stream(address: str, num_bytes: int) -> None:
-    with socket.create_connection((address, PORT), timeout=TIMEOUT_S) as stream:
+def send_stream(address: Address, num_bytes: int) -> None:
+    with socket.create_connection(address, timeout=TIMEOUT_S) as stream:
         stream.sendall(bytes(num_bytes))
 
 
-def receive_datagrams(address: str, num_bytes: int, fifo: Path) -> None:
+def receive_datagrams(address: Address, num_bytes: int, fifo: Path) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
-        datagrams.bind((address, PORT))
+        datagrams.bind(address)
         datagrams.settimeout(TIMEOUT_S)
         fifo.write_text("listening\n")
         received = 0
@@ -48,20 +48,21 @@ def receive_datagrams(address: str, num_bytes: int, fifo: Path) -> None:
     print(received, time.monotonic())
 
 
-def send_datagrams(address: str, num_bytes: int) -> None:
+def send_datagrams(address: Address, num_bytes: int) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
         for _ in range(num_bytes // len(DATAGRAM)):
-            datagrams.sendto(DATAGRAM, (address, PORT))
+            datagrams.sendto(DATAGRAM, address)
 
 
 def main() -> None:
-    kind, role, address, num_bytes, fifo = sys.argv[1:]
+    kind, role, host, port, size, fifo = sys.argv[1:]
+    address, num_bytes = (host, int(port)), int(size)
     if role == "receive":
-        (receive_stream if kind == "tcp" else receive_datagrams)(address, int(num_bytes), Path(fifo))
+        (receive_stream if kind == "tcp" else receive_datagrams)(address, num_bytes, Path(fifo))
     else:
         Path(fifo).read_text()
         print(time.monotonic(), flush=True)
-        (send_stream if kind == "tcp" else send_datagrams)(address, int(num_bytes))
+        (send_stream if kind == "tcp" else send_datagrams)(address, num_bytes)
 
 
 main()
