@@ -32,8 +32,8 @@ class Flow:
     num_bytes: int
 
 
-def run_flows(lab: Lab, kind: str, flows: Sequence[Flow], directory: Path) -> list[float]:
-    """Run all flows at once; the seconds that each took."""
+def run_flows(lab: Lab, kind: str, flows: Sequence[Flow], directory: Path) -> list[tuple[float, float]]:
+    """Run all flows at once; when each began and when it was all there, in seconds."""
     fifos = {flow: directory / f"{flow.sender}-{flow.receiver}" for flow in flows}
     for fifo in fifos.values():
         fifo.unlink(missing_ok=True)
@@ -50,22 +50,31 @@ def run_flows(lab: Lab, kind: str, flows: Sequence[Flow], directory: Path) -> li
     ranks = [rank for flow in flows for rank in (flow.sender, flow.receiver)]
     printed = {result.rank: result.stdout.split() for result in lab.run(command, ranks=ranks, timeout_s=40, check=True)}
     assert [int(printed[flow.receiver][0]) for flow in flows] == [flow.num_bytes for flow in flows]
-    return [float(printed[flow.receiver][1]) - float(printed[flow.sender][0]) for flow in flows]
+    return [(float(printed[flow.sender][0]), float(printed[flow.receiver][1])) for flow in flows]
 
 
-def worst_rate(lab: Lab, flows: Sequence[Flow], rates: Sequence[float], directory: Path, *, at_least: float) -> float:
-    """The payload of the flow that is worst off, as a share of its link's rate.
+def check_rates(lab: Lab, flows: Sequence[Flow], rates: Sequence[float], directory: Path, *, at_least: float) -> None:
+    """All flows at once: the payload of none is faster than its link allows, or slower than `at_least` of it.
 
-    A busy machine can only make a link look slower, so the best of up to five attempts counts; too fast is too fast.
+    A busy machine can only make a link look slower, so the best of up to five attempts counts; and where other work
+    leaves less than half a processor's time for each process, slow says nothing.
     """
-    worst: list[float] = []
-    while len(worst) < 5 and max(worst, default=0.0) < at_least:
-        seconds = run_flows(lab, "tcp", flows, directory)
-        shares = [f.num_bytes / s / (rate * PAYLOAD_SHARE) for f, s, rate in zip(flows, seconds, rates, strict=True)]
+    worst = 0.0
+    for _ in range(5):
+        times = run_flows(lab, "tcp", flows, directory)
+        shares = [
+            flow.num_bytes / (end - start) / (rate * PAYLOAD_SHARE)
+            for flow, (start, end), rate in zip(flows, times, rates, strict=True)
+        ]
         # Over one second, what a bucket of 128 KiB has saved up is 2.1 % at 50 Mbit/s, and less at higher rates.
         assert max(shares) < 1.03, "faster than the link"
-        worst.append(min(shares))
-    return max(worst)
+        worst = max(worst, min(shares))
+        if worst >= at_least:
+            return
+    load, num_processors = os.getloadavg()[0], os.cpu_count() or 1
+    if load > 2 * num_processors:
+        pytest.skip(f"too busy to tell how fast a link is: load {load:.0f} on {num_processors} processors")
+    assert worst >= at_least
 
 
 def test_every_link_has_its_rate_on_three_levels_at_once(tmp_path):
@@ -75,7 +84,7 @@ def test_every_link_has_its_rate_on_three_levels_at_once(tmp_path):
     ends = [(7, 2), (4, 6), (0, 1)]
     flows = [Flow(sender=s, receiver=r, num_bytes=int(rate)) for (s, r), rate in zip(ends, rates, strict=True)]
     with Lab(tree) as lab:
-        assert worst_rate(lab, flows, rates, tmp_path, at_least=0.97) >= 0.97
+        check_rates(lab, flows, rates, tmp_path, at_least=0.97)
 
 
 def test_both_directions_of_a_link_have_its_rate_at_once(tmp_path):
@@ -83,16 +92,15 @@ def test_both_directions_of_a_link_have_its_rate_at_once(tmp_path):
     flows = [Flow(sender=0, receiver=2, num_bytes=int(rate)), Flow(sender=3, receiver=1, num_bytes=int(rate))]
     with Lab("2@200mbit,2") as lab:
         # The acknowledgements of one direction take from the other.
-        assert worst_rate(lab, flows, [rate, rate], tmp_path, at_least=0.95) >= 0.95
+        check_rates(lab, flows, [rate, rate], tmp_path, at_least=0.95)
 
 
 def test_two_senders_share_the_link_down_to_one_leaf(tmp_path):
     rate = 100e6 / 8
     flows = [Flow(sender=0, receiver=4, num_bytes=int(rate / 2)), Flow(sender=2, receiver=5, num_bytes=int(rate / 2))]
     with Lab("3@100mbit,2") as lab:
-        # Whichever ends later, all bytes are through by then; the earlier one had more than half of the link.
-        seconds = max(run_flows(lab, "tcp", flows, tmp_path))
-        assert seconds > 0.97 / PAYLOAD_SHARE
+        starts, ends = zip(*run_flows(lab, "tcp", flows, tmp_path), strict=True)
+        assert max(ends) - min(starts) > 0.97 / PAYLOAD_SHARE
 
 
 def test_counters_are_exact_and_silent_links_stay_silent(tmp_path):
@@ -119,16 +127,16 @@ def test_a_stream_is_counted_with_few_headers_and_only_on_its_way(tmp_path):
 def test_ranks_of_one_leaf_meet_on_loopback(tmp_path):
     with Lab("2@50mbit,2") as lab:
         flow = Flow(sender=0, receiver=1, num_bytes=10_000_000)
-        (seconds,) = run_flows(lab, "tcp", [flow], tmp_path)
-        assert seconds < 0.5 * flow.num_bytes / (50e6 / 8)
+        ((start, end),) = run_flows(lab, "tcp", [flow], tmp_path)
+        assert end - start < 0.5 * flow.num_bytes / (50e6 / 8)
         assert set(lab.counters().values()) == {NO_BYTES}
 
 
 def test_an_unshaped_link_is_not_slowed_down(tmp_path):
     with Lab("2@unshaped") as lab:
         flow = Flow(sender=0, receiver=1, num_bytes=20_000_000)
-        (seconds,) = run_flows(lab, "tcp", [flow], tmp_path)
-        assert seconds < 0.5 * flow.num_bytes / (100e6 / 8)
+        ((start, end),) = run_flows(lab, "tcp", [flow], tmp_path)
+        assert end - start < 0.5 * flow.num_bytes / (100e6 / 8)
         assert lab.counters()["0"].sent_bytes > flow.num_bytes
 
 
