@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeromesh.comm.transport import PIECE_BYTES
 from zeromesh.errors import InternalError
 
 ALIGN = 64
@@ -25,38 +24,58 @@ def parts(length: int, numel: int) -> Sequence[slice]:
     return [slice(start, min(start + numel, length)) for start in range(0, length, numel)]
 
 
+def fits(workspace: Tensor, term: Tensor, wide: torch.dtype, *, terms: int) -> bool:
+    """Whether `SumScratch.whole` finds room for terms as long as this one."""
+    return _padded(term.numel()) * (2 * wide.itemsize + terms * term.element_size()) <= workspace.numel()
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumScratch:
     """A workspace cut up.
 
     Args:
-        numel: elements of one part, and of each tensor here.
-        terms: for received terms, in the dtype of the wire.
-        total: for sums, wide.
+        numel: elements of one part.
+        received: for received terms, in the dtype of the wire.
+        terms: `received`, term by term.
+        total: for sums, wide, of one part.
         widened: for one term, wide.
     """
 
     numel: int
+    received: Tensor
     terms: Sequence[Tensor]
     total: Tensor
     widened: Tensor
 
     @classmethod
-    def cut(cls, workspace: Tensor, wire: torch.dtype, wide: torch.dtype, *, terms: int) -> SumScratch:
-        """The longest parts for which the workspace has room.
+    def cut(cls, workspace: Tensor, wire: torch.dtype, wide: torch.dtype, *, terms: int, longest: int) -> SumScratch:
+        """For terms in parts, as long as the workspace allows and at most `longest` bytes.
 
         Raises:
-            InternalError: it has none.
+            InternalError: it has no room.
         """
         each = 2 * wide.itemsize + terms * wire.itemsize
-        numel = min(PIECE_BYTES // wire.itemsize, workspace.numel() // each) // ALIGN * ALIGN
+        numel = min(longest // wire.itemsize, workspace.numel() // each) // ALIGN * ALIGN
         if numel == 0:
             raise InternalError(f"a workspace for {terms} terms needs {ALIGN * each} bytes; got {workspace.numel()}")
-        total, widened = (workspace[i * numel * wide.itemsize :][: numel * wide.itemsize].view(wide) for i in range(2))
-        rest = workspace[2 * numel * wide.itemsize :][: terms * numel * wire.itemsize].view(wire)
-        return cls(
-            numel=numel, terms=[rest[i * numel : (i + 1) * numel] for i in range(terms)], total=total, widened=widened
-        )
+        return cls._carve(workspace, wire, wide, terms, numel)
+
+    @classmethod
+    def whole(cls, workspace: Tensor, term: Tensor, wide: torch.dtype, *, terms: int) -> SumScratch:
+        """For terms in one part each, received as one tensor."""
+        return cls._carve(workspace, term.dtype, wide, terms, term.numel())
+
+    @classmethod
+    def _carve(cls, workspace: Tensor, wire: torch.dtype, wide: torch.dtype, terms: int, numel: int) -> SumScratch:
+        apart = _padded(numel) * wide.itemsize
+        total, widened = (workspace[i * apart :][: numel * wide.itemsize].view(wide) for i in range(2))
+        received = workspace[2 * apart :][: terms * numel * wire.itemsize].view(wire)
+        each = [received[i * numel : (i + 1) * numel] for i in range(terms)]
+        return cls(numel=numel, received=received, terms=each, total=total, widened=widened)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
