@@ -270,7 +270,8 @@ class Interpreter(Generic[T]):
         match op.action:
             case Action.REFRESH:
                 self._refresh(op.unit)
-            case Action.PREFETCH if not self.states[op.unit].ready:  # ready: its backward is done, as a root's may early
+            # Ready: its backward is done, as that of a root whose last layers are its own may be, early.
+            case Action.PREFETCH if not self.states[op.unit].ready:
                 self._gather(op.unit, prefetch=True)
             case Action.UNSHARD:
                 self._unshard(op)
