@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import zeromesh
-from zeromesh.cli import clusters, lab, train
+from zeromesh.cli import clusters, lab, train, validate
 from zeromesh.errors import InputError
 
 EXIT_INPUT = 2
@@ -41,6 +41,7 @@ def _options(
 
 app.command()(train.train)
 app.command()(clusters.clusters)
+app.command()(validate.validate)
 app.add_typer(lab.app, name="lab")
 
 

@@ -73,7 +73,10 @@ class Chains:
         works: list[Work] = []
         for (operation, wire), same in groupby(transfers, key=lambda step: (step.operation, step.wire)):
             steps = list(same)
-            if len(steps) > 1 and self._joint:
+            # A quantised reduction is an all-to-all, which goes level by level (qgZ, arXiv 2306.10209): flat, every rank
+            # would send to every other through the node's links.
+            by_level = operation != "all_gather" and wire in QUANTISED_BITS
+            if len(steps) > 1 and self._joint and not by_level:
                 works.append(self._joined([s.axis for s in steps], operation, max(s.numel for s in steps), wire, kind))
             else:
                 works += [self._single(step, kind) for step in steps]
@@ -97,8 +100,7 @@ class Chains:
 
     def _joined(self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, kind: str) -> Work:
         inner_first = [axis for axis in self.schedule.layout.axes if axis in axes]
-        algorithm = self._algorithm if wire not in QUANTISED_BITS else "hierarchical"
-        cost = self._with_copies(self.model.joint(inner_first, operation, numel, wire, algorithm), numel, wire)
+        cost = self._with_copies(self.model.joint(inner_first, operation, numel, wire, self._algorithm), numel, wire)
         shares = _ring_shares([axis.size for axis in inner_first])
         sent = tuple(cost.sent_bytes * share for share in shares)
         return Work(f"{kind} {operation}", tuple(axis.name for axis in inner_first), cost, sent)

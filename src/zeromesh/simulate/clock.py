@@ -91,7 +91,7 @@ class ClockBackend:
         if job is None:
             return None
         self._reducing[unit] = job
-        if not self.mechanics.overlap_gather and not boundary:
+        if not self.mechanics.overlap_reduce and not boundary:
             self._let_end(job)
         return job
 

@@ -6,7 +6,10 @@
 - fsdp (torch.distributed.fsdp, FullyShardedDataParallel and fully_shard): a wrapped block is gathered and reduced over
   its whole shard group at once; both share one communicator, so they queue in the order of issue; a copy into and out
   of the flat buffer each way. On two axes the gradients' all-reduce between groups runs under the backward.
-- deepspeed (ZeRO, ZeRO++): as fsdp over the whole group; quantised gathers and hierarchical all-to-all where wires say.
+- deepspeed (ZeRO, ZeRO++): over the whole group, on one communicator; parameters are gathered module by module with a
+  prefetch of 5e7 elements, less than one product of a large model, so compute waits for gathers (DeepSpeed#1174); the
+  gather of updated parameters at the end of a step is not hidden (#3338, #6876), reductions are (#6876). Quantised
+  wires: flat gathers, hierarchical all-to-all for gradients (arXiv 2306.10209).
 - amsp (arXiv 2311.00257, InternEvo): whole tensors belong to ranks, so gradients are all-reduced over all axes that
   replicate parameters and dropped where not owned, and updated parameters are broadcast, once per owner, under the
   next forward; each kind of communication has its own communicators.
@@ -33,7 +36,9 @@ class Mechanics:
         owners: whole tensors belong to ranks: reductions to the state shard are all-reduces, refreshes broadcasts.
         lanes: (kind, lane): which queue each kind of work waits in.
         copies: full-size copies beside each gather and each reduction.
-        overlap_gather: False: the device stands still for every gather and every reduction of a micro-batch.
+        step_bytes: that the optimizer's step needs for a moment, per element of the state shard; a fused one needs none.
+        overlap_gather: False: the device stands still for every gather.
+        overlap_reduce: False: it stands still for every reduction of a micro-batch.
         overlap_boundary: False: gradients are reduced to the state shard after the backward, not under it.
         overlap_refresh: False: updated parameters are gathered before the next forward starts.
     """
@@ -43,7 +48,9 @@ class Mechanics:
     owners: bool = False
     lanes: tuple[tuple[LaneKind, str], ...] = (("refresh", "gather"), ("unshard", "gather"), ("reduce", "reduce"))
     copies: int = 0
+    step_bytes: float = 0.0
     overlap_gather: bool = True
+    overlap_reduce: bool = True
     overlap_boundary: bool = True
     overlap_refresh: bool = True
 
@@ -58,7 +65,14 @@ _EACH_ITS_OWN: tuple[tuple[LaneKind, str], ...] = (("refresh", "refresh"), ("uns
 ENGINES: dict[str, Mechanics] = {
     "zeromesh": Mechanics(name="zeromesh"),
     "fsdp": Mechanics(name="fsdp", joint=True, lanes=_ONE_COMMUNICATOR, copies=1),
-    "deepspeed": Mechanics(name="deepspeed", joint=True, lanes=_ONE_COMMUNICATOR, copies=1),
+    "deepspeed": Mechanics(
+        name="deepspeed",
+        joint=True,
+        lanes=_ONE_COMMUNICATOR,
+        copies=1,
+        overlap_gather=False,
+        overlap_refresh=False,
+    ),
     "amsp": Mechanics(name="amsp", joint=True, owners=True, lanes=_EACH_ITS_OWN),
 }
 

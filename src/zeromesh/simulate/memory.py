@@ -45,8 +45,15 @@ def optimizer_bytes(schedule: Schedule) -> float:
     return schedule.memory.master_bytes + states
 
 
+def step_bytes(schedule: Schedule, per_element: float) -> float:
+    """What the optimizer's step needs for a moment, when no activation is alive."""
+    layout = schedule.layout
+    trainable = sum(layout.padded(b.numel) for unit in schedule.units for b in unit.buffers if b.trainable)
+    return per_element * trainable / layout.degree(layout.significant)
+
+
 def memory_bytes(schedule: Schedule, constants: Constants, activations: float, communicators: int) -> MemoryBytes:
-    """Everything on one device at the peak."""
+    """Everything on one device at the peak; `activations` is what comes and goes, at its most."""
     overhead = Overhead.of(constants, communicators=communicators, dynamic_bytes=activations)
     return MemoryBytes(
         params=float(schedule.memory.params_bytes),

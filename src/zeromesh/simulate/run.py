@@ -19,7 +19,7 @@ from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulate.chains import Chains
 from zeromesh.simulate.clock import ClockBackend, Totals
 from zeromesh.simulate.mechanics import Mechanics, find_engine
-from zeromesh.simulate.memory import Activations, memory_bytes
+from zeromesh.simulate.memory import Activations, memory_bytes, step_bytes
 from zeromesh.simulate.network import Job
 from zeromesh.simulate.result import AxisTraffic, Simulation
 from zeromesh.simulate.units import schedule_units
@@ -216,7 +216,8 @@ def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) ->
     workload, cluster, layout = setup.workload, setup.cluster, setup.schedule.layout
     tokens_per_s = workload.global_batch_tokens / step.step_s / cluster.world
     lanes = {(lane, axis) for _, lane in setup.mechanics.lanes for axis in layout.axes if axis.size > 1}
-    memory = memory_bytes(setup.schedule, setup.constants, step.activations.peak, len(lanes))
+    dynamic = max(step.activations.peak, step_bytes(setup.schedule, setup.mechanics.step_bytes))
+    memory = memory_bytes(setup.schedule, setup.constants, dynamic, len(lanes))
     exposed = sorted(((axes, name, s) for (axes, name), s in totals.exposed_s.items()), key=lambda item: -item[2])
     return Simulation(
         strategy=str(layout.strategy),

@@ -10,13 +10,17 @@ from importlib.resources import files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumption:
-    """One open point; `value` is predicted with, `alternatives` span the range."""
+    """One open point; `value` is predicted with, `alternatives` span the range.
+
+    `revised` says what was changed after predictions had been seen, and why.
+    """
 
     table: str
     name: str
     value: str
     alternatives: tuple[str, ...]
     why: str
+    revised: str = ""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -35,6 +39,7 @@ def assumptions() -> tuple[Assumption, ...]:
             value=entry["value"],
             alternatives=tuple(entry["alternatives"]),
             why=entry["why"],
+            revised=entry.get("revised", ""),
         )
         for table, entries in tomllib.loads(text).items()
         for name, entry in entries.items()

@@ -20,6 +20,7 @@ class Row:
         measured: as published.
         predicted: with the assumed values; None where the row is out of scope.
         low, high: over the alternatives of what the source leaves open.
+        ours: what zeromesh's own engine would do in the same place, where that can be said.
         excluded: why the row is out of scope, "" if it is in.
         fitted: a constant was fitted on it, so it counts for nothing.
     """
@@ -32,6 +33,7 @@ class Row:
     predicted: float | None = None
     low: float | None = None
     high: float | None = None
+    ours: float | None = None
     excluded: str = ""
     fitted: bool = False
 
@@ -46,9 +48,9 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def predicted_row(row: Row, predictions: Sequence[float]) -> Row:
+def predicted_row(row: Row, predictions: Sequence[float], ours: float | None = None) -> Row:
     """`row` with its prediction: the first of `predictions`, the others spanning its range."""
-    return replace(row, predicted=predictions[0], low=min(predictions), high=max(predictions))
+    return replace(row, predicted=predictions[0], low=min(predictions), high=max(predictions), ours=ours)
 
 
 def published(name: str) -> list[dict[str, str]]:

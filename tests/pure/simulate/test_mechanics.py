@@ -68,7 +68,7 @@ def test_overlap_can_be_taken_away_piece_by_piece():
         whole,
         replace(whole, overlap_refresh=False),
         replace(whole, overlap_refresh=False, overlap_boundary=False),
-        replace(whole, overlap_refresh=False, overlap_boundary=False, overlap_gather=False),
+        replace(whole, overlap_refresh=False, overlap_boundary=False, overlap_gather=False, overlap_reduce=False),
     ]
     steps = [
         simulate(LLAMA, A800.take(64), "node[4]=3,node[2]=1,cluster=0", WORK, engine=mechanics).step_s

@@ -19,23 +19,22 @@ SEQ_LEN, GLOBAL_BATCH_TOKENS = 4096, 4096 * 1024
 _MODELS = {"7B": "llama-7b", "13B": "llama-13b", "30B": "amsp-30b"}
 _KERNELS = {"fused": FUSED, "eager": EAGER}
 _AMSP = ENGINES["amsp"]
-_NO_BROADCAST = replace(_AMSP, overlap_refresh=False)
+NO_BROADCAST = replace(_AMSP, overlap_refresh=False)
 _ENGINES = {
     "all overlap": _AMSP,
-    "no broadcast overlap": _NO_BROADCAST,
-    "end to end (broadcast overlap off)": _NO_BROADCAST,
-    "all-gather/reduce-scatter overlap only": replace(_NO_BROADCAST, overlap_boundary=False),
-    "no overlap": replace(_NO_BROADCAST, overlap_boundary=False, overlap_gather=False),
+    "no broadcast overlap": NO_BROADCAST,
+    "end to end (broadcast overlap off)": NO_BROADCAST,
+    "all-gather/reduce-scatter overlap only": replace(NO_BROADCAST, overlap_boundary=False),
+    "no overlap": replace(NO_BROADCAST, overlap_boundary=False, overlap_gather=False, overlap_reduce=False),
 }
-_NOTHING_OVERLAPS = replace(
-    ENGINES["deepspeed"], overlap_gather=False, overlap_boundary=False, overlap_refresh=False
-)
-_AMSP_LAYOUT = {
+_NOTHING_OVERLAPS = replace(ENGINES["deepspeed"], overlap_boundary=False, overlap_reduce=False)
+_ALL_OVERLAPS = replace(ENGINES["deepspeed"], overlap_gather=True, overlap_refresh=True)
+AMSP_LAYOUT = {
     "7B": "node=1,cluster=0",
     "13B": "node[4]=3,node[2]=1,cluster=0",
     "30B": "node=3,cluster[4]=1,cluster[*]=0",
 }
-_MICS_LAYOUT = {
+MICS_LAYOUT = {
     "7B": "node=3,cluster=0",
     "13B": "node=3,cluster=0",
     "30B": "node=3,cluster[2]=3,cluster[*]=0",
@@ -83,13 +82,12 @@ def amsp_rows() -> Iterator[Row]:
             yield row
             continue
         strategy = entry["strategy"].replace("[N/4]", "[*]")
-        yield predicted_row(
-            row,
-            [
-                amsp_step(size, gpus, strategy, _ENGINES[variant], micro_batches, kernels).tokens_per_s_per_device
-                for kernels in assumed("amsp", "kernels").choices
-            ],
-        )
+        predictions = [
+            amsp_step(size, gpus, strategy, _ENGINES[variant], micro_batches, kernels).tokens_per_s_per_device
+            for kernels in assumed("amsp", "kernels").choices
+        ]
+        ours = amsp_step(size, gpus, strategy, "zeromesh", micro_batches).tokens_per_s_per_device
+        yield predicted_row(row, predictions, ours)
 
 
 def amsp_mfu_rows() -> Iterator[Row]:
@@ -106,7 +104,7 @@ def amsp_mfu_rows() -> Iterator[Row]:
         )
         strategy, engines = _system(system, size)
         predictions = [100 * amsp_step(size, gpus, strategy, engine).mfu for engine in engines]
-        yield predicted_row(row, predictions)
+        yield predicted_row(row, predictions, 100 * amsp_step(size, gpus, strategy, "zeromesh").mfu)
 
 
 def _excluded(system: str, gpus: int) -> str:
@@ -119,16 +117,15 @@ def _system(system: str, size: str) -> tuple[str, tuple[Mechanics, ...]]:
     deepspeed = ENGINES["deepspeed"]
     match system:
         case "AMSP":
-            return _AMSP_LAYOUT[size], (_NO_BROADCAST,)
+            return AMSP_LAYOUT[size], (NO_BROADCAST,)
         case "MiCS":
-            return _MICS_LAYOUT[size], (_NOTHING_OVERLAPS, deepspeed)
+            return MICS_LAYOUT[size], (deepspeed, _NOTHING_OVERLAPS, _ALL_OVERLAPS)
         case "ZeRO-1":
-            # Megatron-style ZeRO-1: its own gather of the updated parameters waits before the next forward.
-            return "zero1", (replace(deepspeed, overlap_refresh=False), deepspeed)
+            return "zero1", (deepspeed, _ALL_OVERLAPS)
         case "ZeRO-3":
-            return "zero3", (deepspeed, _NOTHING_OVERLAPS)
+            return "zero3", (deepspeed, _ALL_OVERLAPS)
         case _:
-            return "zero++", (deepspeed, _NOTHING_OVERLAPS)
+            return "zero++", (deepspeed, _ALL_OVERLAPS)
 
 
 def _model(size: str, kernels: str) -> ModelSpec:

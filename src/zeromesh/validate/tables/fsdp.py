@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from statistics import mean
 
 from zeromesh.cluster import preset as cluster_preset
+from zeromesh.cost import default_constants
 from zeromesh.model import Recomputation
 from zeromesh.model import preset as model_preset
 from zeromesh.model.shape import EAGER, FUSED
@@ -41,10 +42,11 @@ def foundry_rows() -> Iterator[Row]:
             measured=float(entry["Throughput (T/s/GPU)"]),
             fitted=gpus == 8 and entry["Model"] in FITTED_MODELS,
         )
-        yield predicted_row(row, [_foundry_step(entry).tokens_per_s_per_device])
+        ours = _foundry_step(entry, "zeromesh").tokens_per_s_per_device
+        yield predicted_row(row, [_foundry_step(entry).tokens_per_s_per_device], ours)
 
 
-def _foundry_step(entry: dict[str, str]) -> Simulation:
+def _foundry_step(entry: dict[str, str], engine: str = "fsdp") -> Simulation:
     gpus, seq_len = int(entry["# GPUs"]), int(entry["SeqLen (T)"])
     pure = entry["MP Mode"] == "PURE"
     workload = Workload(
@@ -55,7 +57,7 @@ def _foundry_step(entry: dict[str, str]) -> Simulation:
         reduce_dtype="bf16" if pure else "fp32",
     )
     cluster = cluster_preset(_CLUSTERS[entry["GPU"]]).take(gpus)
-    return simulate(model_preset(f"mpt-{entry['Model']}"), cluster, "zero3", workload, engine="fsdp")
+    return simulate(model_preset(f"mpt-{entry['Model']}"), cluster, "zero3", workload, engine=engine)
 
 
 def torchtitan_rows() -> Iterator[Row]:
@@ -73,8 +75,10 @@ def torchtitan_rows() -> Iterator[Row]:
         if not row.in_scope:
             yield row
             continue
-        steps = [_titan_steps(entry, cluster) for cluster in _titan_clusters(entry)]
-        yield predicted_row(row, [mean(s.tokens_per_s_per_device for s in step) for step in steps])
+        clusters = _titan_clusters(entry)
+        steps = [_titan_steps(entry, cluster) for cluster in clusters]
+        ours = _tokens_per_s(_titan_steps(entry, clusters[0], "zeromesh"))
+        yield predicted_row(row, [_tokens_per_s(step) for step in steps], ours)
         if entry["memory_GiB"]:
             memory = Row(
                 table=TORCHTITAN_MEMORY,
@@ -83,7 +87,18 @@ def torchtitan_rows() -> Iterator[Row]:
                 unit="GiB",
                 measured=float(entry["memory_GiB"]),
             )
-            yield predicted_row(memory, [mean(s.memory.total for s in step) / 2**30 for step in steps])
+            yield predicted_row(memory, [mean(map(_reserved_gib, step)) for step in steps])
+
+
+def _tokens_per_s(steps: list[Simulation]) -> float:
+    return mean(step.tokens_per_s_per_device for step in steps)
+
+
+def _reserved_gib(step: Simulation) -> float:
+    """What torch's allocator has reserved, which is what torchtitan prints: no context, no communicators."""
+    constants, memory = default_constants(), step.memory
+    allocator = memory.overhead - constants.context_bytes - len(step.axes) * constants.communicator_bytes
+    return (memory.total - memory.overhead + max(0.0, allocator)) / 2**30
 
 
 def _titan_excluded(entry: dict[str, str]) -> str:
@@ -96,7 +111,7 @@ def _titan_clusters(entry: dict[str, str]) -> tuple[str, ...]:
     return ("h100-96g-8x-400g",) if "H100" in entry["hardware"] else assumed("torchtitan", "a100_cluster").choices
 
 
-def _titan_steps(entry: dict[str, str], cluster_name: str) -> list[Simulation]:
+def _titan_steps(entry: dict[str, str], cluster_name: str, engine: str = "fsdp") -> list[Simulation]:
     """One simulation, or two to be averaged where every second layer is recomputed."""
     kernels = FUSED if "compile" in entry["techniques"] else EAGER
     model = model_preset(_TITAN_MODELS[entry["model"]], kernels=kernels)
@@ -113,7 +128,7 @@ def _titan_steps(entry: dict[str, str], cluster_name: str) -> list[Simulation]:
                 recomputation=recomputation,
                 reduce_dtype="fp32",
             ),
-            engine="fsdp",
+            engine=engine,
         )
         for recomputation in _titan_recomputations(entry["activation_ckpt"])
     ]

@@ -11,7 +11,7 @@ from zeromesh.cluster import preset as cluster_preset
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
 from zeromesh.model.shape import EAGER, FUSED
-from zeromesh.simulate import Workload, simulate
+from zeromesh.simulate import ENGINES, Workload, simulate
 from zeromesh.validate.assumptions import assumed
 from zeromesh.validate.row import Row, predicted_row, published
 
@@ -36,11 +36,16 @@ def internevo_rows() -> Iterator[Row]:
         if not row.in_scope:
             yield row
             continue
-        choices = product(assumed("internevo", "kernels").choices, assumed("internevo", "seq_len").choices)
-        yield predicted_row(row, [_internevo_gb(entry, kernels, int(seq_len)) for kernels, seq_len in choices])
+        choices = product(
+            assumed("internevo", "step_bytes").choices,
+            assumed("internevo", "kernels").choices,
+            assumed("internevo", "seq_len").choices,
+        )
+        yield predicted_row(row, [_internevo_gb(entry, *choice) for choice in choices])
 
 
-def _internevo_gb(entry: dict[str, str], kernels: str, seq_len: int) -> float:
+def _internevo_gb(entry: dict[str, str], step_bytes: str, kernels: str, length: str) -> float:
+    seq_len = int(length)
     gpus = int(entry["gpus"])
     model = model_preset(f"internlm-{entry['model'].lower()}", kernels=_KERNELS[kernels])
     workload = Workload(
@@ -50,55 +55,54 @@ def _internevo_gb(entry: dict[str, str], kernels: str, seq_len: int) -> float:
         recomputation=Recomputation.FULL,
         grad_dtype="bf16",
     )
-    cluster = cluster_preset("a800-8x-hdr")
-    if gpus > 8 and gpus % 8:
-        raise AssertionError(f"{gpus} GPUs fill no whole nodes")
-    return simulate(model, cluster.take(gpus), "zero3", workload, engine="fsdp").memory.total / 1e9
+    engine = replace(ENGINES["fsdp"], step_bytes=float(step_bytes))
+    cluster = cluster_preset("a800-8x-hdr").take(gpus)
+    return simulate(model, cluster, "zero3", workload, engine=engine).memory.total / 1e9
 
 
 def galvatron_rows() -> Iterator[Row]:
-    """Model state of one and two layers under sharded data parallelism over 8 GPUs, and activations per layer."""
+    """Model state and activations of one and two layers, data parallel and sharded over 8 GPUs, one sequence each."""
     for entry in published("galvatron_llama2_7b_memory_profile"):
-        strategy, key = entry["strategy(pp_tp_dp...)"], entry["key"]
-        if strategy == "1_1_8_sp" and "rank0" in key and "seqlen2048" not in entry["file"]:
-            row = _galvatron_row(strategy, key, float(entry["value"]))
-            if row is not None:
-                yield row
+        strategy, key, measured = entry["strategy(pp_tp_dp...)"], entry["key"], float(entry["value"])
+        match = re.fullmatch(r"layernum\[(\d)\]_bsz8_seq2048_rank(\d)_(ms|act|act_peak)", key)
+        if match is not None and strategy in ("1_1_8_sp", "1_1_8_c_sp"):
+            full = strategy == "1_1_8_c_sp"
+            what = {"ms": "model state", "act": "activations", "act_peak": "activations at the peak"}[match[3]]
+            label = f"{what}, {match[1]} layer(s), rank {match[2]}{', recomputation' if full else ''}"
+            predictions = _galvatron_mib(int(match[1]), match[3], Recomputation.FULL if full else Recomputation.NONE)
         elif strategy.endswith("tp_activation_per_bsz_dict") and key in ("1", "checkpoint"):
-            recomputation = Recomputation.NONE if key == "1" else Recomputation.FULL
-            yield _activation_row(recomputation, float(entry["value"]), strategy)
+            label = f"activations of one layer and sequence{', recomputation' if key == 'checkpoint' else ''}"
+            predictions = _layer_mib(Recomputation.FULL if key == "checkpoint" else Recomputation.NONE)
+        else:
+            continue
+        second = "seqlen2048" in entry["file"]
+        row = Row(
+            table=GALVATRON,
+            label=label + (" (second file)" if second else ""),
+            group=label.split(",")[0],
+            unit="MiB",
+            measured=measured,
+            excluded="other values for the keys of the first file: another revision" if second else "",
+        )
+        yield predicted_row(row, predictions)
 
 
-def _galvatron_row(strategy: str, key: str, measured: float) -> Row | None:
-    match = re.fullmatch(r"layernum\[(\d)\]_bsz8_seq2048_rank0_ms", key)
-    if match is None:
-        return None
-    layers = int(match[1])
-    row = Row(
-        table=GALVATRON,
-        label=f"model state, {layers} layer(s), 8 GPUs",
-        group="model state",
-        unit="MiB",
-        measured=measured,
-    )
-    workload = Workload(seq_len=2048, global_batch_tokens=2048 * 8, param_dtype="fp32")
-    memory = simulate(_layers(layers), cluster_preset("a100-8x-hdr").take(8), "zero3", workload, engine="fsdp").memory
-    return predicted_row(row, [(memory.params + memory.grads + memory.optimizer) / _MEBIBYTE])
+def _galvatron_mib(layers: int, what: str, recomputation: Recomputation) -> list[float]:
+    if what == "ms":
+        workload = Workload(seq_len=2048, global_batch_tokens=2048 * 8, param_dtype="fp32")
+        cluster = cluster_preset("a100-8x-hdr").take(8)
+        memory = simulate(_layers(layers), cluster, "zero3", workload, engine="fsdp").memory
+        return [(memory.params + memory.grads + memory.optimizer) / _MEBIBYTE]
+    models = [_layers(layers, kernels) for kernels in assumed("galvatron", "kernels").choices]
+    if what == "act":
+        return [2048 * model.saved_activation_bytes(2048, recomputation) / _MEBIBYTE for model in models]
+    return [2048 * model.peak_activation_bytes(2048, recomputation) / _MEBIBYTE for model in models]
 
 
-def _activation_row(recomputation: Recomputation, measured: float, strategy: str) -> Row:
-    row = Row(
-        table=GALVATRON,
-        label=f"activations of one layer and sequence, recomputation {recomputation.value}",
-        group="activations",
-        unit="MiB",
-        measured=measured,
-    )
-    predictions = []
-    for kernels in assumed("galvatron", "kernels").choices:
-        block = next(u for u in _layers(1, kernels).units if u.kind is UnitKind.BLOCK)
-        predictions.append(2048 * block.saved_bytes(2048, recomputation) / _MEBIBYTE)
-    return predicted_row(row, predictions if strategy else [])
+def _layer_mib(recomputation: Recomputation) -> list[float]:
+    models = [_layers(1, kernels) for kernels in assumed("galvatron", "kernels").choices]
+    blocks = [next(u for u in model.units if u.kind is UnitKind.BLOCK) for model in models]
+    return [2048 * block.saved_bytes(2048, recomputation) / _MEBIBYTE for block in blocks]
 
 
 def _layers(count: int, kernels: str = "") -> ModelSpec:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from zeromesh.cluster import Cluster
 from zeromesh.cluster import preset as cluster_preset
 from zeromesh.model import ModelSpec, Recomputation, with_trainable
 from zeromesh.model import preset as model_preset
@@ -18,7 +19,7 @@ from zeromesh.validate.row import Row, predicted_row, published
 ZEROPP, PARO, FRONTIER = "ZeRO++ over ZeRO-3", "PaRO", "Frontier"
 
 _DEEPSPEED = ENGINES["deepspeed"]
-_WAITING = replace(_DEEPSPEED, overlap_gather=False, overlap_boundary=False, overlap_refresh=False)
+_OVERLAPPING = replace(_DEEPSPEED, overlap_gather=True, overlap_refresh=True)
 _PARO_MODELS = {"7B": "llama-7b", "65B": "llama-65b"}
 _TRAINABLE = {"full": "all", "partial 1/16 trainable": "0.0625", "PEFT 3/1000 trainable": "0.003"}
 
@@ -41,7 +42,7 @@ def gpt(layers_by_hidden: str) -> ModelSpec:
 
 
 def _mechanics(overlap: str) -> Mechanics:
-    return _DEEPSPEED if overlap == "yes" else _WAITING
+    return _OVERLAPPING if overlap == "yes" else _DEEPSPEED
 
 
 def zeropp_rows() -> Iterator[Row]:
@@ -93,7 +94,7 @@ def paro_rows() -> Iterator[Row]:
             excluded="the outlier that the paper's formulas do not give either" if scenario.startswith("PEFT") else "",
         )
         recomputations = [Recomputation.FULL] if size == "65B" else [Recomputation.NONE, Recomputation.FULL]
-        choices = product(recomputations, assumed("paro", "overlap").choices)
+        choices = product(assumed("paro", "nics").choices, recomputations, assumed("paro", "overlap").choices)
         ratios = [
             _paro_ratio(size, scenario, gpus, entry["strategy"], entry["baseline"], *choice) for choice in choices
         ]
@@ -101,10 +102,17 @@ def paro_rows() -> Iterator[Row]:
 
 
 def _paro_ratio(
-    size: str, scenario: str, gpus: int, strategy: str, baseline: str, recomputation: Recomputation, overlap: str
+    size: str,
+    scenario: str,
+    gpus: int,
+    strategy: str,
+    baseline: str,
+    nics: str,
+    recomputation: Recomputation,
+    overlap: str,
 ) -> float:
     ours, theirs = (
-        paro_step_s(size, scenario, gpus, name, recomputation, overlap) for name in (strategy, baseline)
+        paro_step_s(size, scenario, gpus, name, recomputation, overlap, nics=int(nics)) for name in (strategy, baseline)
     )
     return theirs / ours
 
@@ -117,6 +125,7 @@ def paro_step_s(
     recomputation: Recomputation,
     overlap: str = "yes",
     collective: str = "auto",
+    nics: int = 1,
 ) -> float:
     """Seconds of a step of PaRO's set-up: seq 512, micro-batch 4, 10 accumulations unless the scenario says else."""
     micro_batches = 135 if "540 sequences" in scenario else 10
@@ -130,11 +139,19 @@ def paro_step_s(
     )
     return simulate(
         with_trainable(model_preset(_PARO_MODELS[size]), trainable),
-        cluster_preset("a100-8x-100g").take(gpus),
+        paro_cluster(gpus, nics),
         f"paro:{strategy}" + ("" if collective == "auto" else f";collective={collective}"),
         workload,
         engine=_mechanics(overlap),
     ).step_s
+
+
+def paro_cluster(gpus: int, nics: int) -> Cluster:
+    """PaRO's nodes with `nics` links of 100 Gbit/s each."""
+    cluster = cluster_preset("a100-8x-100g").take(gpus)
+    outer = cluster.levels[-1]
+    wider = replace(outer, bandwidth_bytes_per_s=outer.bandwidth_bytes_per_s * nics, ports=nics)
+    return replace(cluster, levels=(*cluster.levels[:-1], wider))
 
 
 def frontier_rows() -> Iterator[Row]:
@@ -151,22 +168,28 @@ def frontier_rows() -> Iterator[Row]:
             excluded="the unit of the others" if system == "ZeRO-3" else "",
         )
         choices = product(
-            assumed("frontier", "model").choices, assumed("frontier", "micro_batch").choices, strategies[system]
+            assumed("frontier", "model").choices,
+            assumed("frontier", "micro_batch").choices,
+            assumed("frontier", "accumulation").choices,
+            strategies[system],
         )
-        gcds = int(entry["gcds"])
-        ratios = [
-            frontier_step_s(shape, int(batch), "zero3", gcds) / frontier_step_s(shape, int(batch), strategy, gcds)
-            for shape, batch, strategy in choices
-        ]
+        ratios = [_frontier_ratio(*choice, int(entry["gcds"])) for choice in choices]
         yield predicted_row(row, ratios)
 
 
-def frontier_step_s(shape: str, micro_batch: int, strategy: str, gcds: int) -> float:
-    """Seconds of one step of one micro-batch."""
+def _frontier_ratio(shape: str, micro_batch: str, accumulation: str, strategy: str, gcds: int) -> float:
+    baseline, step_s = (
+        frontier_step_s(shape, int(micro_batch), int(accumulation), name, gcds) for name in ("zero3", strategy)
+    )
+    return baseline / step_s
+
+
+def frontier_step_s(shape: str, micro_batch: int, micro_batches: int, strategy: str, gcds: int) -> float:
+    """Seconds of one step."""
     seq_len = int(assumed("frontier", "seq_len").value)
     workload = Workload(
         seq_len=seq_len,
-        global_batch_tokens=seq_len * micro_batch * gcds,
+        global_batch_tokens=seq_len * micro_batch * micro_batches * gcds,
         micro_batch=micro_batch,
         recomputation=Recomputation.FULL,
     )
