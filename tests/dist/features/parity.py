@@ -1,0 +1,222 @@
+"""Trains one model plainly and sharded on the same global batch, and holds the two against each other.
+
+Every rank runs the plain training of all ranks' data itself, in fp64, so that what differs is zeromesh's doing. After
+each backward all gradients are compared, after each step all parameters: this rank's slices with the same parts of
+the whole tensors, and at the end the whole state dict.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zeromesh as zm
+from tests.dist.pool import kept
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.param import ShardedParameter
+
+WORLD = 4
+STRATEGIES = ("node=3,cluster=1", "node=3,cluster=3", "node=0,cluster=1")
+"""The main job's; every parameter in four parts; no parameter sharded."""
+
+DEFERRED = "node=3d,cluster=3d"
+
+BOUND = 1e-10
+"""DESIGN 4.4: of fp64 parameters after several steps."""
+
+LossOf = Callable[[nn.Module, Any], Tensor]
+DataOf = Callable[[int, int, int], Any]
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+def mesh_2x2() -> DeviceMesh:
+    return kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+
+
+class Block(nn.Module):
+    """Odd sizes, a parameter of one element, and a bias."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, dim + 2)
+        self.down = nn.Linear(dim + 2, dim, bias=False)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A small language model: embedding, blocks, head."""
+
+    def __init__(self, dim: int = 5, num_blocks: int = 3, vocabulary: int = 11) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def net(**sizes: int) -> Net:
+    torch.manual_seed(0)
+    return Net(**sizes).double()
+
+
+def tokens(step: int, micro: int, rank: int, vocabulary: int = 11, shape: tuple[int, ...] = (2, 4)) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randint(0, vocabulary, shape, generator=generator)
+
+
+def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(batch).flatten(0, -2), batch.flatten().roll(1))
+
+
+def adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-1)
+
+
+def local_part(param: ShardedParameter, whole: Tensor) -> Tensor:
+    """The part of `whole` that this rank's slice covers."""
+    return whole.detach().flatten()[param.flat_start : param.flat_start + param.local.numel()]
+
+
+def sharded_params(model: nn.Module) -> dict[str, ShardedParameter]:
+    """By original name, tied ones under each of their names."""
+    return {
+        name: param
+        for buffer in (buffer for unit in engine_of(model).units for buffer in unit.buffers)
+        for place, param in zip(buffer.places, buffer.optimizer_params, strict=True)
+        for name in place.info.names
+    }
+
+
+def close(ours: Tensor, theirs: Tensor, what: str, bound: float = BOUND) -> None:
+    torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=bound, atol=bound, msg=lambda text: f"{what}: {text}")
+
+
+def same_grads(model: nn.Module, plain: nn.Module, bound: float = BOUND) -> None:
+    """This rank's gradients are slices of the plain model's; both have one, or neither has."""
+    params = sharded_params(model)
+    for name, expected in plain.named_parameters(remove_duplicate=False):
+        grad: Any = params[name].grad
+        assert (grad is None) == (expected.grad is None), f"{name}: grad is {grad}, should be {expected.grad}"
+        if expected.grad is not None:
+            close(grad.local, local_part(params[name], expected.grad), f"gradient of {name}", bound)
+
+
+def same_params(model: nn.Module, plain: nn.Module, bound: float = BOUND) -> None:
+    params = sharded_params(model)
+    for name, expected in plain.named_parameters(remove_duplicate=False):
+        close(params[name].local, local_part(params[name], expected), name, bound)
+
+
+def same_state(model: nn.Module, plain: nn.Module, bound: float = BOUND) -> None:
+    """The full state dict is the plain model's: names, shapes, values."""
+    state = zm.full_state_dict(model)
+    if dist.get_rank() == 0:
+        expected = plain.state_dict()
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            assert state[name].shape == value.shape
+            close(state[name], value, name, bound)
+    else:
+        assert state == {}
+
+
+@dataclass(kw_only=True)
+class Pair:
+    """One model, plain and sharded.
+
+    Args:
+        base: the model; not changed.
+        strategy: of the sharded copy.
+        loss_of: loss of a model on one batch.
+        data_of: batch by step, micro-batch and rank.
+        micro_batches: of a step.
+        prepare: changes both copies before sharding.
+        options: of `zm.shard`.
+        bound: largest difference, relative or absolute.
+    """
+
+    base: nn.Module
+    strategy: str
+    loss_of: LossOf = next_token_loss
+    data_of: DataOf = tokens
+    micro_batches: int = 2
+    prepare: Callable[[nn.Module], object] = lambda model: None
+    options: dict[str, Any] = field(default_factory=dict)
+    bound: float = BOUND
+    plain: nn.Module = field(init=False)
+    model: nn.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plain, self.model = copy.deepcopy(self.base), copy.deepcopy(self.base)
+        self.prepare(self.plain)
+        self.prepare(self.model)
+        zm.shard(self.model, mesh_2x2(), self.strategy, **self.options)
+
+    def plain_backward(self, step: int, micros: Iterable[int] | None = None) -> None:
+        for micro in range(self.micro_batches) if micros is None else micros:
+            for rank in range(WORLD):
+                loss = self.loss_of(self.plain, self.data_of(step, micro, rank))
+                (loss / self.micro_batches / WORLD).backward()
+
+    def backward(self, step: int) -> None:
+        for micro in range(self.micro_batches):
+            with zm.accumulate(self.model, last=micro == self.micro_batches - 1):
+                self.micro_backward(step, micro)
+
+    def micro_backward(self, step: int, micro: int) -> None:
+        loss = self.loss_of(self.model, self.data_of(step, micro, dist.get_rank()))
+        (loss / self.micro_batches).backward()
+
+    def same_grads(self) -> None:
+        same_grads(self.model, self.plain, self.bound)
+
+    def same_params(self) -> None:
+        same_params(self.model, self.plain, self.bound)
+
+    def same_state(self) -> None:
+        same_state(self.model, self.plain, self.bound)
+
+    def train(
+        self, steps: int = 3, make_optimizer: MakeOptimizer = adamw, after_step: Callable[[int], object] | None = None
+    ) -> None:
+        """Steps of both, compared all along."""
+        optimizers = [make_optimizer(m.parameters()) for m in (self.plain, self.model)]
+        for step in range(steps):
+            self.plain_backward(step)
+            self.backward(step)
+            self.same_grads()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.same_params()
+            if after_step:
+                after_step(step)
+        self.same_state()
+
+
+def check(base: nn.Module, strategy: str, **arguments: Any) -> Pair:
+    """Trains a `Pair` and returns it."""
+    pair = Pair(base=base, strategy=strategy, **arguments)
+    pair.train()
+    return pair

@@ -1,0 +1,93 @@
+"""Models that this project did not write, as Hugging Face builds them, at toy size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dist.features.parity import STRATEGIES, Pair, tokens
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+
+VOCABULARY = 23
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "attention_dropout": 0.0,
+}
+
+
+def build(kind: str) -> nn.Module:
+    import transformers as hf  # several seconds, once per worker
+
+    torch.manual_seed(0)
+    match kind:
+        case "llama":
+            return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)).double()
+        case "qwen2":
+            return hf.Qwen2ForCausalLM(hf.Qwen2Config(**SMALL, tie_word_embeddings=True)).double()
+        case "mixtral":
+            experts = {"num_local_experts": 6, "num_experts_per_tok": 1, "output_router_logits": True}
+            config = hf.MixtralConfig(**SMALL, **experts)
+            config._experts_implementation = "eager"  # torch's grouped product has no fp64
+            return hf.MixtralForCausalLM(config).double()
+        case "gpt2":
+            sizes: dict[str, Any] = {"n_positions": 32, "n_embd": 8, "n_layer": 3, "n_head": 2}
+            drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            ends = {"bos_token_id": 0, "eos_token_id": 1}
+            return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCABULARY, **sizes, **drops, **ends)).double()
+        case "t5":
+            sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+            starts = {"decoder_start_token_id": 0}
+            return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=VOCABULARY, **sizes, **starts)).double()
+        case "vit":
+            sizes = {k: SMALL[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+            image = {"image_size": 8, "patch_size": 4, "num_labels": 3, "num_attention_heads": 2}
+            return hf.ViTForImageClassification(hf.ViTConfig(**sizes, **image)).double()
+    raise AssertionError(kind)
+
+
+def data_of(kind: str, step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
+    if kind == "vit":
+        generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+        pixels = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)
+        return {"pixel_values": pixels, "labels": torch.tensor([rank % 3, step % 3])}
+    batch = tokens(step, micro, rank, VOCABULARY, (2, 6))
+    return {"input_ids": batch, "labels": batch}
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+UNITS = {
+    "llama": ["", "lm_head", "model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"],
+    "qwen2": ["", "model.layers.0", "model.layers.1", "model.layers.2"],
+    "mixtral": ["", "lm_head", "model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"],
+    "gpt2": ["", "transformer.h.0", "transformer.h.1", "transformer.h.2"],
+    "t5": ["", "decoder.block.0", "decoder.block.1", "encoder.block.0", "encoder.block.1"],
+    "vit": ["", "classifier", "vit.embeddings", "vit.layers.0", "vit.layers.1", "vit.layers.2"],
+}
+
+
+@pytest.mark.parametrize("kind", UNITS)
+@on_ranks(4, timeout_s=50)
+def test_trains_as_plain(kind):
+    for strategy in STRATEGIES:
+        pair = Pair(
+            base=build(kind),
+            strategy=strategy,
+            loss_of=loss_of,
+            data_of=lambda step, micro, rank: data_of(kind, step, micro, rank),
+        )
+        assert sorted(unit.name for unit in engine_of(pair.model).units) == UNITS[kind]
+        pair.train(steps=2)

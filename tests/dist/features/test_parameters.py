@@ -1,0 +1,350 @@
+"""Which parameters a unit may hold, and which of them a step uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeromesh as zm
+from tests.dist.features.parity import (
+    DEFERRED,
+    STRATEGIES,
+    Block,
+    Net,
+    Pair,
+    adamw,
+    check,
+    mesh_2x2,
+    net,
+    next_token_loss,
+    sgd,
+    sharded_params,
+    tokens,
+)
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+from zeromesh.errors import ModelError
+
+ALL = (*STRATEGIES, DEFERRED)
+MODES = pytest.mark.parametrize("strategy", ALL)
+
+
+# ---- frozen
+
+
+def freeze_all_but(*keep: str) -> Any:
+    def freeze(model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            param.requires_grad_(any(part in name for part in keep))
+
+    return freeze
+
+
+@pytest.mark.parametrize("keep", [("down", "norm"), ("blocks.1",), ("head",), ("embed",)])
+@on_ranks(4)
+def test_frozen_parameters(keep):
+    for strategy in ALL:
+        pair = Pair(base=net(), strategy=strategy, prepare=freeze_all_but(*keep))
+        pair.train(steps=2)
+        frozen = [p for p in pair.model.parameters() if not p.requires_grad]
+        assert frozen and all(p.grad is None for p in frozen)
+        buffers = [b for unit in engine_of(pair.model).units for b in unit.buffers if not b.spec.trainable]
+        assert all(b.master is None and b.grads is None and b.waiting is None for b in buffers)
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer and a trainable update of low rank."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def with_lora() -> Net:
+    model = net()
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = LoRA(block.up).double(), LoRA(block.down).double()  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["node=3d,cluster=3d", "node=3d,cluster=1", "node=3,cluster=1", "node=3,cluster=3k"])
+@on_ranks(4)
+def test_lora(strategy):
+    pair = check(with_lora(), strategy)
+    optimizer = adamw(p for p in pair.model.parameters() if p.requires_grad)
+    next_token_loss(pair.model, tokens(0, 0, dist.get_rank())).backward()
+    optimizer.step()
+    trainable = {name for name, p in pair.plain.named_parameters() if p.requires_grad}
+    assert len(optimizer.state) == len(trainable) == 12
+
+
+@on_ranks(4)
+def test_changing_what_is_frozen_after_sharding_is_refused():
+    model = net()
+    model.embed.requires_grad_(False)
+    zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+    with pytest.raises(ModelError, match=r"embed\.weight was frozen when zm\.shard.*before zm\.shard"):
+        model.embed.weight.requires_grad_(True)
+    with pytest.raises(ModelError, match=r"embed\.weight was frozen"):
+        model.embed.weight.requires_grad = True
+    with pytest.raises(ModelError, match=r"head\.weight was trainable"):
+        model.head.requires_grad_(False)
+    model.embed.requires_grad_(False)
+    model.head.requires_grad_(True)
+
+
+# ---- tied
+
+
+class Tied(Net):
+    """Ties across units (embedding and head, a weight of the first and last block) and within one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+        self.blocks[2].up = self.blocks[0].up
+        self.blocks[1].other_norm = self.blocks[1].norm
+
+
+@MODES
+@on_ranks(4)
+def test_tied_weights(strategy):
+    torch.manual_seed(0)
+    pair = check(Tied().double(), strategy)
+    params = sharded_params(pair.model)
+    assert params["head.weight"] is params["embed.weight"]
+    assert pair.model.head.weight is pair.model.embed.weight
+    assert len(list(pair.model.parameters())) == len(list(pair.plain.parameters()))
+    assert engine_of(pair.model).units[0].name == ""
+    roots = {name for place in engine_of(pair.model).units[0].buffers[0].places for name in place.info.names}
+    assert {"embed.weight", "head.weight", "blocks.0.up.weight", "blocks.2.up.bias"} <= roots
+
+
+# ---- dtypes and sizes
+
+
+class Mixed(nn.Module):
+    """fp64 and fp32 parameters in one unit, frozen ones of both dtypes among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(6, 6).double()
+        self.narrow = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.shift = nn.Parameter(torch.zeros(6).double(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = self.narrow(self.wide(x).float()) * self.scale
+        return torch.tanh(narrow.double() + self.shift) + x
+
+
+@MODES
+@on_ranks(4)
+def test_dtypes_mixed_in_a_unit(strategy):
+    torch.manual_seed(0)
+    base = nn.Sequential(Mixed(), Mixed(), Mixed())
+    pair = Pair(
+        base=base,
+        strategy=strategy,
+        loss_of=lambda model, x: model(x).square().mean(),
+        data_of=lambda *at: torch.randn(3, 6, generator=torch.Generator().manual_seed(hash(at))).double(),
+        bound=2e-6,
+    )
+    assert [len(unit.buffers) for unit in engine_of(pair.model).units if unit.name] == [4, 4, 4]
+    assert {name: p.dtype for name, p in pair.model.named_parameters()} == {
+        name: p.dtype for name, p in base.named_parameters()
+    }
+    pair.train(make_optimizer=sgd)
+
+
+class Sizes(nn.Module):
+    """Parameters of 0, 1 and 3 elements, a 0-d one, and one whose strides are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 4))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.one = nn.Parameter(torch.full((1, 1), 0.5))
+        self.three = nn.Parameter(torch.ones(3))
+        self.turned = nn.Parameter(torch.randn(3, 5).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.turned * self.three * self.one + self.none.sum()) @ self.turned.t() * self.scalar
+
+
+@MODES
+@on_ranks(4)
+def test_parameters_smaller_than_the_world(strategy):
+    torch.manual_seed(0)
+    check(
+        nn.Sequential(Sizes(), Sizes()).double(),
+        strategy,
+        loss_of=lambda model, x: model(x).square().mean(),
+        data_of=lambda *at: torch.randn(3, 5, generator=torch.Generator().manual_seed(hash(at))).double(),
+    )
+
+
+@on_ranks(4)
+def test_dtypes_that_cannot_train():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ModelError, match=r"phase has dtype torch\.complex64.*fp64, fp32, bf16 or fp16.*requires_grad"):
+        zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+    model.phase = None
+    codes = torch.arange(4, dtype=torch.int8) + dist.get_rank()
+    model.codes = nn.Parameter(codes, requires_grad=False)
+    zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+    assert model.codes.tolist() == [0, 1, 2, 3]  # the first rank's, like every value
+    state = zm.full_state_dict(model)
+    assert dist.get_rank() or state["codes"].tolist() == [0, 1, 2, 3]
+
+
+# ---- unused
+
+
+class Gated(nn.Module):
+    """Blocks of which a batch uses those it names, in that order: negative ones get no gradient."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList(Block(5) for _ in range(num_blocks))
+        self.extra = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 11)
+
+    def forward(self, batch: tuple[Tensor, list[int]]) -> Tensor:
+        tokens, path = batch
+        x = self.embed(tokens)
+        for index in path:
+            x = self.blocks[index](x)
+        if len(path) % 2:
+            x = x + self.extra(x)
+        return self.head(x)
+
+
+def gated() -> Gated:
+    torch.manual_seed(0)
+    return Gated().double()
+
+
+def gated_loss(model: nn.Module, batch: tuple[Tensor, list[int]]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch).flatten(0, -2), batch[0].flatten().roll(1))
+
+
+def on_paths(paths: Any) -> Any:
+    """Data whose path depends on (step, micro-batch, rank)."""
+    return lambda step, micro, rank: (tokens(step, micro, rank), paths(step, micro, rank))
+
+
+PATHS: dict[str, Any] = {
+    "always the same part": lambda step, micro, rank: [0, 2],
+    "more each step": lambda step, micro, rank: list(range(1 + step)),
+    "less each step": lambda step, micro, rank: list(range(4 - step)),
+    "other ones each micro-batch": lambda step, micro, rank: [[0, 1], [3, 2]][(step + micro) % 2],
+    "called twice": lambda step, micro, rank: [0, 1, 0, 2, 1, 3],
+    "called three times in a row": lambda step, micro, rank: [1, 1, 1, 2],
+    "backwards": lambda step, micro, rank: [3, 2, 1, 0],
+    "another order each step": lambda step, micro, rank: [[0, 1, 2, 3], [2, 0, 3, 1], [3, 1]][step],
+    "none at all": lambda step, micro, rank: [] if step else [0],
+}
+
+
+@pytest.mark.parametrize("paths", PATHS)
+@on_ranks(4)
+def test_units_unused_repeated_and_out_of_order(paths):
+    for strategy in ALL:
+        check(gated(), strategy, loss_of=gated_loss, data_of=on_paths(PATHS[paths]))
+
+
+DIVERGENT: dict[str, Any] = {
+    "a part of the ranks": lambda step, micro, rank: [0, 1] if rank < 2 else [0, 1, 2],
+    "one rank in one micro-batch": lambda step, micro, rank: [1, 3] if (rank, micro) == (2, 0) else [0, 1],
+    "each its own": lambda step, micro, rank: [rank],
+    "another order": lambda step, micro, rank: [0, 1, 2, 3] if rank % 2 else [3, 2, 1, 0],
+    "one rank none": lambda step, micro, rank: [0, 1, 0] if rank else [],
+}
+
+
+@pytest.mark.parametrize("strategy", ["node=0,cluster=1", "node=1,cluster=0", "node=2,cluster=2", "node=1,cluster=2"])
+@on_ranks(4)
+def test_ranks_may_differ_where_parameters_are_whole(strategy):
+    for paths in DIVERGENT.values():
+        check(gated(), strategy, loss_of=gated_loss, data_of=on_paths(paths))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(4)
+def test_momentum_of_unused_parameters(set_to_none):
+    """Plain torch moves a parameter whose gradient was zeroed, and leaves one alone whose gradient is None."""
+    for strategy in ALL:
+        pair = Pair(base=gated(), strategy=strategy, loss_of=gated_loss, data_of=on_paths(PATHS["less each step"]))
+        optimizers = [
+            torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in (pair.plain, pair.model)
+        ]
+        for step in range(4):
+            pair.plain_backward(step)
+            pair.backward(step)
+            pair.same_grads()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+            pair.same_params()
+
+
+# ---- nested
+
+
+@MODES
+@on_ranks(4)
+def test_units_inside_units(strategy):
+    pair = check(net(), strategy, options={"units": [Block, "Linear"]})
+    names = [unit.name for unit in engine_of(pair.model).units]
+    assert {"blocks.0", "blocks.0.up", "blocks.0.down", "head"} <= set(names) and "embed" not in names
+
+
+@MODES
+@on_ranks(4)
+def test_units_with_slots_of_their_own(strategy):
+    check(net(), strategy, options={"resident": ["blocks.1"]})
+
+
+class Interleaved(nn.Module):
+    """Calls the second block from within the first, though it is registered beside it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Caller(5) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x, self.blocks[2])
+
+
+class Caller(Block):
+    def forward(self, x: Tensor, other: nn.Module | None = None) -> Tensor:
+        x = super().forward(x)
+        return x if other is None else self.down(self.up(other(x)))
+
+
+@on_ranks(4)
+def test_a_unit_called_from_another_that_does_not_enclose_it():
+    torch.manual_seed(0)
+    base = Interleaved(3).double()
+    arguments: dict[str, Any] = {
+        "loss_of": lambda model, x: model(x).square().mean(),
+        "data_of": lambda *at: torch.randn(3, 5, generator=torch.Generator().manual_seed(hash(at))).double(),
+    }
+    check(base, "node=0,cluster=1", **arguments)
+    check(base, "node=3,cluster=1", options={"resident": ["blocks.0"]}, **arguments)
+    pair = Pair(base=base, strategy="node=3,cluster=1", **arguments)
+    with pytest.raises(ModelError, match=r"'blocks\.0' and 'blocks\.2' are in use at once.*resident"):
+        pair.backward(0)
