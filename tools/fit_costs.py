@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zeromesh.cluster import Cluster, Device, Level, preset
+from zeromesh.cluster import Cluster, Device, Level, preset, preset_names
 from zeromesh.cost import Group, collective_cost
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants
@@ -374,6 +374,7 @@ def cited() -> dict[str, Entry]:
             "fitted",
             "accelerator_mamf: median of BF16 rows",
         ),
+        "flops_per_byte": (_flops_per_byte(), "cited", "median over the presets' devices, all with a data sheet"),
         "memory_share": (
             0.85,
             "assumed",
@@ -397,6 +398,11 @@ def cited() -> dict[str, Entry]:
         ),
         "allocator_share": (0.03, "assumed", "fragmentation of a caching allocator under a steady workload"),
     }
+
+
+def _flops_per_byte() -> float:
+    devices = {d.name: d for d in (preset(name).device for name in preset_names())}
+    return _digits(statistics.median(d.peak() / d.memory_bytes_per_s for d in devices.values() if d.memory_bytes_per_s))
 
 
 def fit() -> dict[str, Entry | dict[str, Entry]]:

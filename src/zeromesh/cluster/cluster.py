@@ -60,6 +60,16 @@ class Cluster:
         known = [level.name for level in self.levels]
         raise ClusterError(f"cluster {self.name!r} has no level {name!r}; {nearest(name, known)}")
 
+    def link_kind(self, index: int) -> str:
+        """Kind of the links of level `index`; "auto" is a network on the outermost of several levels, else NVLink-like.
+
+        Example: a file of two levels "node" and "cluster" without kinds is taken as NVLink inside InfiniBand.
+        """
+        kind = self.levels[index].kind
+        if kind != "auto":
+            return kind
+        return "infiniband" if 0 < index == len(self.levels) - 1 else "nvlink"
+
     def members_below(self, index: int) -> int:
         """Devices in one member of level `index`: 1 for the innermost."""
         return math.prod(level.size for level in self.levels[:index])

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from zeromesh.errors import ClusterError, nearest
 
 #: Kinds of link whose achieved share of nominal bandwidth and latency of a step the cost model knows apart.
-LINK_KINDS = ("nvlink", "xgmi", "pcie", "infiniband", "roce", "efa", "slingshot", "loopback", "other")
+#: "auto" goes by the level's place: see `link_kind`.
+LINK_KINDS = ("auto", "nvlink", "xgmi", "pcie", "infiniband", "roce", "efa", "slingshot", "loopback", "other")
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -38,7 +39,7 @@ class Level:
     size: int
     bandwidth_bytes_per_s: float
     latency_s: float
-    kind: str = "other"
+    kind: str = "auto"
     ports: int | None = None
 
     def __post_init__(self) -> None:

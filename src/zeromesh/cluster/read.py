@@ -16,7 +16,7 @@
     size = 8
     bandwidth = "200 GB/s"              # one direction, out of ONE member
     latency = "6 us"
-    kind = "nvlink"                     # optional, `LINK_KINDS`
+    kind = "nvlink"                     # optional, `LINK_KINDS`; else by place: the outermost level is a network
     ports = 4                           # optional, links that the bandwidth is made of
     [sources]                           # optional: where each value comes from
     "device.memory" = "data sheet"
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zeromesh import units
+from zeromesh.cluster.chips import complete
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.cluster.device import MATRIX_DTYPES, Device
 from zeromesh.cluster.level import Level
@@ -40,7 +41,7 @@ _REQUIRED: Any = object()
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """The cluster in the TOML file at `path`.
+    """The cluster in the TOML file at `path`; what it leaves out about a well-known device is filled in (`chips`).
 
     Raises:
         ClusterError: the file cannot be read, or a key is missing, unknown, unitless, negative or of the wrong type.
@@ -49,7 +50,7 @@ def read_cluster(path: str | Path) -> Cluster:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"{path}: cannot be read as a cluster file: {error}") from error
-    return parse_cluster(text, where=str(path))
+    return complete(parse_cluster(text, where=str(path)))
 
 
 def parse_cluster(text: str, *, where: str = "cluster file") -> Cluster:
@@ -144,7 +145,7 @@ def _level(table: _Table) -> Level:
             size=table.get("size", _count),
             bandwidth_bytes_per_s=table.get("bandwidth", _bandwidth),
             latency_s=table.get("latency", _latency),
-            kind=table.get("kind", _string, "other"),
+            kind=table.get("kind", _string, "auto"),
             ports=table.get("ports", _count, None),
         )
     except _Located:

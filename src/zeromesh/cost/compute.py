@@ -52,9 +52,10 @@ class ComputeModel:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """What elementwise kernels reach; a device that states no bandwidth is taken to never wait for memory."""
-        nominal = self.device.memory_bytes_per_s
-        return float("inf") if nominal is None else nominal * self.constants.memory_share
+        """What elementwise kernels reach; a device that states no bandwidth has what its like usually have."""
+        stated = self.device.memory_bytes_per_s
+        nominal = self.device.peak() / self.constants.flops_per_byte if stated is None else stated
+        return nominal * self.constants.memory_share
 
     def unit(self, unit: UnitSpec, *, tokens: float, seq_len: int, recomputation: Recomputation) -> UnitSeconds:
         """Seconds of one of `unit`'s copies for `tokens` tokens in sequences of `seq_len`."""

@@ -34,6 +34,7 @@ class Constants:
         achievable_share: achievable rate of the peak, for a device without a measurement.
         attention_forward_share, attention_backward_share: fused causal attention, of the achievable rate, counted on
             the half of the scores that it computes.
+        flops_per_byte: peak FLOP/s per byte/s of memory bandwidth, for a device that states no bandwidth.
         memory_share: what elementwise kernels reach of the device's memory bandwidth.
         traffic: bytes that elementwise kernels move in a forward, of `ActivationSpec.elementwise`.
         optimizer_bytes: read and written by AdamW per element of the state shard.
@@ -56,6 +57,7 @@ class Constants:
     achievable_share: float
     attention_forward_share: float
     attention_backward_share: float
+    flops_per_byte: float
     memory_share: float
     traffic: float
     optimizer_bytes: float
@@ -66,7 +68,7 @@ class Constants:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "link_share", tuple(sorted(dict(self.link_share).items())))
-        missing = set(LINK_KINDS) - set(dict(self.link_share))
+        missing = set(LINK_KINDS) - {"auto"} - set(dict(self.link_share))
         if missing:
             raise InternalError(f"constants have no link_share for {', '.join(sorted(missing))}")
         negative = [f.name for f in fields(self) if f.name != "link_share" and getattr(self, f.name) < 0]

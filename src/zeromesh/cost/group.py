@@ -113,15 +113,16 @@ def _hop(cluster: Cluster, index: int, size: int, inside: int, constants: Consta
     # Splits of one level leave several places per member that this group's ranks may hold: below is divided, never cut.
     sharing = max(1, below // inside)
     nominal = level.bandwidth_bytes_per_s
+    kind = cluster.link_kind(index)
     # A device drives one port: fewer devices than ports cannot use them all.
     usable = nominal * min(1.0, below / (level.ports or 1))
     return Hop(
         level=index,
         size=size,
-        rate_bytes_per_s=usable * constants.share_of(level.kind) / sharing,
+        rate_bytes_per_s=usable * constants.share_of(kind) / sharing,
         sharing=sharing,
         step_s=level.latency_s,
-        outer=level.kind not in INSIDE_A_NODE,
+        outer=kind not in INSIDE_A_NODE,
     )
 
 

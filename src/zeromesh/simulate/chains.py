@@ -73,8 +73,8 @@ class Chains:
         works: list[Work] = []
         for (operation, wire), same in groupby(transfers, key=lambda step: (step.operation, step.wire)):
             steps = list(same)
-            # A quantised reduction is an all-to-all, which goes level by level (qgZ, arXiv 2306.10209): flat, every rank
-            # would send to every other through the node's links.
+            # A quantised reduction is an all-to-all, which goes level by level (qgZ, arXiv 2306.10209): flat, every
+            # rank would send to every other through the node's links.
             by_level = operation != "all_gather" and wire in QUANTISED_BITS
             if len(steps) > 1 and self._joint and not by_level:
                 works.append(self._joined([s.axis for s in steps], operation, max(s.numel for s in steps), wire, kind))

@@ -36,7 +36,7 @@ class Mechanics:
         owners: whole tensors belong to ranks: reductions to the state shard are all-reduces, refreshes broadcasts.
         lanes: (kind, lane): which queue each kind of work waits in.
         copies: full-size copies beside each gather and each reduction.
-        step_bytes: that the optimizer's step needs for a moment, per element of the state shard; a fused one needs none.
+        step_bytes: that the optimizer's step needs for a moment, per element of the state shard; a fused one: none.
         overlap_gather: False: the device stands still for every gather.
         overlap_reduce: False: it stands still for every reduction of a micro-batch.
         overlap_boundary: False: gradients are reduced to the state shard after the backward, not under it.

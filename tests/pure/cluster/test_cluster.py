@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,3 +141,35 @@ def test_a_device_computes_in_the_best_dtype_it_has():
 def test_a_device_alone_drives_one_port():
     assert preset("a800-8x-hdr").level("cluster").bandwidth_per_device_bytes_per_s == 25e9
     assert level().bandwidth_per_device_bytes_per_s == 1e9
+
+
+def test_what_a_file_leaves_out_of_a_known_device_is_filled_in(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(GOOD)
+    device = read_cluster(path).device
+    assert device.memory_bytes_per_s == 2039e9
+    assert device.achievable() == 271.2e12
+    path.write_text(GOOD.replace('memory = "80 GB"', 'memory = "40 GB"\nmemory_bandwidth = "1 GB/s"'))
+    assert read_cluster(path).device.memory_bytes_per_s == 1e9
+    path.write_text(GOOD.replace('memory = "80 GB"', 'memory = "40 GB"'))
+    assert read_cluster(path).device.memory_bytes_per_s == 1555e9
+    path.write_text(GOOD.replace("A800-SXM4-80GB", "Abacus 9"))
+    assert read_cluster(path).device.memory_bytes_per_s is None
+
+
+def test_the_documented_file_is_the_preset(tmp_path):
+    """A user who copies the example gets the same predictions as from the catalogue."""
+    path = tmp_path / "mine.toml"
+    path.write_text(GOOD)
+    read, known = read_cluster(path), preset("a800-8x-hdr")
+    assert (read.device, read.axes) == (replace(known.device, peak_flops={"bf16": 312e12}), known.axes)
+    for index in range(2):
+        assert read.link_kind(index) == known.link_kind(index)
+        assert replace(read.levels[index], kind="other", ports=None) == replace(
+            known.levels[index], kind="other", ports=None
+        )
+
+
+def test_links_without_a_kind_go_by_their_place():
+    assert [cluster(2, 4, 8).link_kind(i) for i in range(3)] == ["nvlink", "nvlink", "infiniband"]
+    assert cluster(8).link_kind(0) == "nvlink"

@@ -1,0 +1,48 @@
+"""Fills in what a cluster file leaves out about a well-known device."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from zeromesh import units
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.device import Device
+
+
+def complete(cluster: Cluster) -> Cluster:
+    """`cluster` with the memory bandwidth and achievable rate of its device, where its file states none.
+
+    What is stated is never changed. A device that is not known stays as it is.
+    """
+    device = cluster.device
+    chip = _chip(device)
+    if chip is None:
+        return cluster
+    filled = device
+    sources = dict(cluster.sources)
+    if device.memory_bytes_per_s is None:
+        filled = replace(filled, memory_bytes_per_s=units.parse_bytes_per_s(chip["memory_bandwidth"]))
+        sources.setdefault("device.memory_bandwidth", chip["source"])
+    if not device.achievable_flops and "achievable" in chip and device.matrix_dtype == "bf16":
+        filled = replace(filled, achievable_flops={"bf16": units.parse_flop_per_s(chip["achievable"])})
+        sources.setdefault("device.achievable", chip["source"])
+    return replace(cluster, device=filled, sources=tuple(sorted(sources.items())))
+
+
+def _chip(device: Device) -> Mapping[str, Any] | None:
+    """The version of the chip in the device's name whose memory is nearest."""
+    tokens = set(re.findall(r"[a-z]+\d+[a-z]?", device.name.lower()))
+    fitting = [chip for chip in _chips() if tokens & set(chip["match"])]
+    return min(fitting, key=lambda c: abs(units.parse_bytes(c["memory"]) - device.memory_bytes), default=None)
+
+
+@cache
+def _chips() -> tuple[Mapping[str, Any], ...]:
+    text = (files("zeromesh.cluster") / "chips.toml").read_text(encoding="utf-8")
+    return tuple(tomllib.loads(text)["chip"])
