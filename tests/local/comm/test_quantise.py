@@ -1,0 +1,162 @@
+"""Quantised messages: size, error, bias, error feedback, what does not fit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeromesh.comm.quantise import QuantFormat, Quantiser
+from zeromesh.errors import InputError
+from zeromesh.schedule.transfer import wire_bytes
+
+CPU = torch.device("cpu")
+FORMS = st.builds(
+    QuantFormat,
+    bits=st.sampled_from([4, 8]),
+    block=st.sampled_from([8, 32, 128]),
+    scale_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    stochastic=st.booleans(),
+)
+
+
+def there_and_back(form: QuantFormat, source: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    quantiser = Quantiser(
+        form, form.blocks(max(source.numel(), 1)) * form.block, CPU, torch.Generator().manual_seed(seed)
+    )
+    message = torch.full((form.message_bytes(source.numel()),), 255, dtype=torch.uint8)
+    quantiser.quantise(source, message)
+    target = torch.full_like(source, math.nan)
+    quantiser.dequantise(message, target)
+    return target
+
+
+def blocks(form: QuantFormat, tensor: torch.Tensor) -> torch.Tensor:
+    padded = torch.zeros(form.blocks(tensor.numel()) * form.block, dtype=torch.float64)
+    padded[: tensor.numel()] = tensor.double()
+    return padded.view(-1, form.block)
+
+
+def random(numel: int, seed: int, spread: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.exp(spread * torch.randn(numel, generator=generator))
+    return torch.randn(numel, generator=generator) * size
+
+
+@given(form=FORMS, numel=st.integers(0, 700), seed=st.integers(0, 99), spread=st.sampled_from([0.0, 3.0, 20.0]))
+def test_error_is_within_the_bound_in_every_block(form, numel, seed, spread):
+    source = random(numel, seed, spread)
+    error = blocks(form, there_and_back(form, source, seed) - source).abs()
+    largest = blocks(form, source).abs().amax(1, keepdim=True)
+    assert (error <= form.error_bound(1) * largest + 1e-35).all()
+
+
+@given(form=FORMS, numel=st.integers(1, 300), seed=st.integers(0, 99))
+def test_codes_times_scale_survive_a_second_pass(form, numel, seed):
+    once = there_and_back(form, random(numel, seed, 0.0), seed)
+    if not form.stochastic and form.scale_dtype == torch.float32:
+        torch.testing.assert_close(there_and_back(form, once), once, rtol=1e-6, atol=0)
+
+
+@given(bits=st.sampled_from([4, 8]), numel=st.integers(0, 1000))
+def test_messages_are_as_long_as_the_schedule_says(bits, numel):
+    assert QuantFormat(bits=bits).message_bytes(numel) == wire_bytes(numel, f"int{bits}")
+
+
+def test_a_message_of_int4_is_read_back_code_by_code():
+    form = QuantFormat(bits=4, block=16)
+    codes = torch.tensor([7, -7, 6, -6, 5, -5, 4, -4, 3, -3, 2, -2, 1, -1, 0, 7])
+    assert torch.equal(there_and_back(form, codes.float() * 0.5), codes.float() * 0.5)
+    everything = torch.cartesian_prod(torch.arange(-7, 8), torch.arange(-7, 8)).T.reshape(2, -1)
+    pairs = torch.cat([everything, torch.full((2, 7), 7)], 1).reshape(2, -1, 8).transpose(0, 1).reshape(-1)
+    with_seven = pairs.float().view(-1, 16)
+    with_seven[:, 0] = 7
+    assert torch.equal(there_and_back(form, with_seven.flatten()), with_seven.flatten())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_stochastic_rounding_is_unbiased_and_nearest_is_not(bits):
+    form = QuantFormat(bits=bits, block=64, stochastic=True)
+    source = random(64, 1, 0.0)
+    repeats = 4000
+    quantiser = Quantiser(form, 64, CPU, torch.Generator().manual_seed(0))
+    message, target = torch.zeros(form.message_bytes(64), dtype=torch.uint8), torch.zeros(64)
+    mean = torch.zeros(64, dtype=torch.float64)
+    for _ in range(repeats):
+        quantiser.quantise(source, message)
+        quantiser.dequantise(message, target)
+        mean += target.double() / repeats
+    step = source.abs().max() / form.largest
+    # One rounding has at most half a step of standard deviation; 5 sigma of the mean of 4000, 64 elements.
+    allowed = 5 * 0.5 * step / math.sqrt(repeats)
+    assert ((mean - source).abs() < allowed).all()
+    nearest = there_and_back(QuantFormat(bits=bits, block=64), source)
+    assert ((nearest - source).abs() > allowed).any()
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_error_feedback_loses_nothing_over_time(stochastic):
+    form = QuantFormat(bits=4, block=32, stochastic=stochastic)
+    quantiser = Quantiser(form, 128, CPU, torch.Generator().manual_seed(0))
+    message, target = torch.zeros(form.message_bytes(100), dtype=torch.uint8), torch.zeros(100)
+    residual = torch.zeros(100)
+    sent, wanted = torch.zeros(100), torch.zeros(100)
+    without = torch.zeros(100)
+    source = random(100, 2, 0.0)
+    for _ in range(50):
+        quantiser.quantise(source, message, residual)
+        quantiser.dequantise(message, target)
+        sent += target
+        wanted += source
+        without += there_and_back(QuantFormat(bits=4, block=32), source)
+    torch.testing.assert_close(sent + residual, wanted, rtol=0, atol=1e-4)
+    assert (sent - wanted).abs().max() < 2 * source.abs().max() / 7
+    assert (without - wanted).abs().max() > 5 * (sent - wanted).abs().max()
+
+
+def test_block_scales_keep_small_blocks_next_to_large_ones():
+    source = torch.cat([torch.full((64,), 1e-4), torch.full((64,), 1e4)])
+    assert torch.allclose(there_and_back(QuantFormat(bits=4, block=64), source), source)
+    assert (there_and_back(QuantFormat(bits=4, block=128), source)[:64] == 0).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_non_finite_element_makes_its_block_non_finite(bits, value):
+    source = torch.ones(32)
+    source[3] = value
+    back = there_and_back(QuantFormat(bits=bits, block=16), source)
+    assert not back[:16].isfinite().all()
+    assert back[16:].isfinite().all()
+
+
+@pytest.mark.parametrize("tiny", [0.0, 1e-38, 1e-36])
+def test_tiny_blocks_come_back_as_zeros(tiny):
+    assert (there_and_back(QuantFormat(bits=8, block=8), torch.full((8,), tiny)) == 0).all()
+
+
+def test_a_total_is_added_to():
+    form = QuantFormat(bits=8, block=8)
+    quantiser = Quantiser(form, 16, CPU)
+    message, total = torch.zeros(form.message_bytes(10), dtype=torch.uint8), torch.ones(10)
+    quantiser.quantise(torch.full((10,), 2.0, dtype=torch.bfloat16), message)
+    quantiser.dequantise_add(message, total)
+    assert torch.allclose(total, torch.full((10,), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: QuantFormat(bits=2), "8 or 4 bits; got 2"),
+        (lambda: QuantFormat(bits=8, block=100), "multiple of 8 elements, at least 8; got 100"),
+        (lambda: QuantFormat(bits=8, scale_dtype=torch.float16), "fp32 or bf16; got torch.float16"),
+        (lambda: QuantFormat.of("bf16"), "int8 or int4; got 'bf16'"),
+        (lambda: Quantiser(QuantFormat(bits=8), 100, CPU), "multiple of the block of 128; got 100"),
+    ],
+)
+def test_wrong_formats_say_so(make, match):
+    with pytest.raises(InputError, match=match):
+        make()
