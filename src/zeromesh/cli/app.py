@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import zeromesh
-from zeromesh.cli import clusters, lab, train, validate
+from zeromesh.cli import clusters, lab, plan, simulate, train, validate
 from zeromesh.errors import InputError
 
 EXIT_INPUT = 2
@@ -39,6 +39,8 @@ def _options(
     """A ZeRO stage for every level of the network: plan, simulate and train sharded PyTorch models."""
 
 
+app.command()(plan.plan)
+app.command()(simulate.simulate)
 app.command()(train.train)
 app.command()(clusters.clusters)
 app.command()(validate.validate)

@@ -1,9 +1,10 @@
 """Enumerates layouts, prunes, simulates, ranks and explains. Torch-free."""
 
-from zeromesh.planner.evaluate import Candidate, Estimate
+from zeromesh.planner.evaluate import Candidate, Choice, Estimate
 from zeromesh.planner.explain import Reason
+from zeromesh.planner.fixed import simulate_strategy
 from zeromesh.planner.memory import ModelState, model_state
-from zeromesh.planner.plan import Choice, Planned, plan
+from zeromesh.planner.plan import Planned, as_plan, plan
 from zeromesh.planner.search import NothingFitsError, Options, search
 from zeromesh.planner.workload import Workload
 
@@ -17,7 +18,9 @@ __all__ = [
     "Planned",
     "Reason",
     "Workload",
+    "as_plan",
     "model_state",
     "plan",
     "search",
+    "simulate_strategy",
 ]

@@ -9,6 +9,7 @@ planner reports is always a whole one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
@@ -44,6 +45,21 @@ class Estimate:
     memory_bytes: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A candidate with its whole simulation."""
+
+    candidate: Candidate
+    simulation: Simulation
+
+    def to_json(self) -> dict[str, Any]:
+        """What `simulate --json` prints, and the choices beside the strategy."""
+        return self.simulation.to_json() | {
+            "micro_batch": self.candidate.micro_batch,
+            "recomputation": self.candidate.recomputation.value,
+        }
+
+
 @dataclass(slots=True)
 class Evaluator:
     """Simulates candidates and remembers them.
@@ -61,8 +77,8 @@ class Evaluator:
     engine: str | Mechanics
     constants: Constants
     memory_margin: float
-    _estimates: dict[Candidate, Estimate] = field(default_factory=dict)
-    _simulations: dict[Candidate, Simulation] = field(default_factory=dict)
+    _estimates: dict[Candidate, Estimate] = field(default_factory=dict, init=False)
+    _simulations: dict[Candidate, Simulation] = field(default_factory=dict, init=False)
 
     @property
     def limit_bytes(self) -> float:

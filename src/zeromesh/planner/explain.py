@@ -6,19 +6,24 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
-from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Candidate, Evaluator
+from zeromesh.planner.fixed import choices
 from zeromesh.planner.known import Known, known_strategies
-from zeromesh.planner.space import STAGES, Block
 from zeromesh.simulate import Simulation
-from zeromesh.strategy import Layout, Strategy
 
 Outcome = Literal["chosen", "slower", "excluded"]
 
-_TRIED = 2
-"""Micro-batches and recomputations simulated of a known strategy, the lowest bounds that fit."""
+_CALLED = {
+    "unshard all_gather": "parameter gathers",
+    "refresh all_gather": "gathers of updated parameters",
+    "refresh broadcast": "broadcasts of updated parameters",
+    "reduce reduce_scatter": "gradient reduce-scatters",
+    "reduce all_reduce": "gradient all-reduces",
+}
+"""What the simulator's collectives are called in a sentence."""
+
+_NAMED = 3
+"""Places that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,58 +77,27 @@ def explain(evaluator: Evaluator, best: Candidate, runner_up: Candidate | None) 
 
 
 def _explain_known(evaluator: Evaluator, best: Candidate, known: Known) -> Reason:
-    choices = _choices(evaluator, known.strategy)
-    fitting = [
-        choice
-        for choice, memory in choices
-        if memory <= evaluator.limit_bytes and evaluator.estimate(choice).memory_bytes <= evaluator.limit_bytes
-    ][:_TRIED]
-    if not fitting:
-        least = min(choices, key=lambda pair: pair[1])[0]
-        return _excluded(evaluator, least, known.name)
-    fastest = min(fitting, key=lambda choice: evaluator.estimate(choice).step_s)
-    return _compare(evaluator, best, fastest, known.name)
-
-
-def _choices(evaluator: Evaluator, strategy: Strategy) -> list[tuple[Candidate, float]]:
-    """Every micro-batch and recomputation of a strategy by rising bound, each with its memory's bound."""
-    wires = tuple("" for _ in evaluator.cluster.levels)
-    bounds = Bounds(evaluator.model, evaluator.cluster, evaluator.workload, evaluator.constants, wires)
-    block = _one_row(Layout.of(strategy, evaluator.cluster.axes))
-    state, time, optimizer_s = bounds.state_bytes(block), bounds.time(block), bounds.optimizer_s(block)
-    choices = []
-    for recomputation in evaluator.workload.recomputations():
-        for micro_batch, micro_batches in evaluator.workload.splits(evaluator.cluster.world):
-            compute = bounds.micro_batch_s(micro_batch, recomputation)
-            candidate = Candidate(
-                strategy=strategy,
-                micro_batch=micro_batch,
-                micro_batches=micro_batches,
-                recomputation=recomputation,
-                bound_s=float(time.at(micro_batches, compute, optimizer_s)[0]),
-            )
-            choices.append((candidate, float(state[0]) + bounds.activation_bytes(micro_batch, recomputation)))
-    return sorted(choices, key=lambda pair: pair[0].bound_s)
-
-
-def _one_row(layout: Layout) -> Block:
-    levels = [name for name, _ in layout.mesh]
-    sizes = [[np.ones(1, dtype=np.int64) for _ in STAGES] for _ in levels]
-    for axis in layout.axes:
-        sizes[levels.index(axis.mesh_axis)][STAGES.index(axis.stage)] *= axis.size
-    nothing = np.zeros(1, dtype=np.int64)
-    return Block(indices=tuple(nothing for _ in levels), sizes=tuple(tuple(level) for level in sizes))
+    every = choices(evaluator, known.strategy)
+    for choice, memory in every:  # by rising bound: the first that fits is as good as the fastest
+        if memory <= evaluator.limit_bytes and evaluator.simulation(choice).fits:
+            return _compare(evaluator, best, choice, known.name)
+    least = min(every, key=lambda pair: pair[1])[0]
+    return _excluded(evaluator, least, known.name)
 
 
 def _compare(evaluator: Evaluator, best: Candidate, other: Candidate, name: str) -> Reason:
     mine, theirs = evaluator.simulation(best), evaluator.simulation(other)
     loses = _losses(mine, theirs)
-    same = mine.step_s == theirs.step_s and best.strategy == other.strategy
+    same = best.strategy == other.strategy
+    lossy = theirs.step_s < mine.step_s and other.strategy.quantised and not best.strategy.quantised
+    text = "this is the best" if same else _sentence(mine, theirs, other, loses)
+    if lossy:
+        text = f"excluded since its wires are quantised (--wire any allows them); it would be {text}"
     return Reason(
         name=name,
         strategy=str(other.strategy),
-        outcome="chosen" if same else "slower",
-        text="this is the best" if same else _sentence(mine, theirs, other, loses),
+        outcome="chosen" if same else "excluded" if lossy else "slower",
+        text=text,
         step_s=theirs.step_s,
         loses=loses,
         memory_bytes=theirs.memory.total,
@@ -135,7 +109,8 @@ def _losses(mine: Simulation, theirs: Simulation) -> tuple[tuple[str, float], ..
     change: Counter[str] = Counter()
     for sign, simulation in ((-1, mine), (1, theirs)):
         for axes, collective, seconds in simulation.exposed:
-            change[f"{collective} on {axes}"] += sign * seconds  # type: ignore[assignment]  # counts of seconds
+            place = "+".join(dict.fromkeys(axis.partition("[")[0] for axis in axes.split("+")))
+            change[f"{_CALLED.get(collective, collective)} on {place}"] += sign * seconds  # type: ignore[assignment]  # counts of seconds
         change["computation"] += sign * simulation.compute_s  # type: ignore[assignment]  # counts of seconds
     paid = [(where, float(seconds)) for where, seconds in change.items() if abs(seconds) > 1e-3 * mine.step_s]
     return tuple(sorted(paid, key=lambda pair: -pair[1]))
@@ -146,10 +121,12 @@ def _sentence(mine: Simulation, theirs: Simulation, other: Candidate, loses: tup
     settings = f"micro-batch {other.micro_batch}, recomputation {other.recomputation.value}"
     if abs(more) < 5e-4:
         return f"as fast within .05 % at {settings}, with {theirs.memory.total / 1e9:.1f} GB"
-    where = ", ".join(f"{_seconds(seconds)} {place}" for place, seconds in loses if seconds > 0) or "small differences"
-    gains = ", ".join(f"{_seconds(seconds)} {place}" for place, seconds in loses if seconds < 0)
-    back = f", and wins {gains}" if gains else ""
-    return f"{more:.1%} slower at {settings}: pays {where}{back}"
+    pays = [f"{_seconds(seconds)} {place}" for place, seconds in loses if seconds > 0][:_NAMED]
+    wins = [f"{_seconds(seconds)} {place}" for place, seconds in reversed(loses) if seconds < 0][:_NAMED]
+    where = f"pays {', '.join(pays)}" if pays else "pays a little everywhere"
+    if wins:
+        where += f"; saves {', '.join(wins)}"
+    return f"{abs(more):.1%} {'slower' if more > 0 else 'faster'} at {settings}: {where}"
 
 
 def _seconds(seconds: float) -> str:

@@ -9,27 +9,16 @@ from typing import Any
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
 from zeromesh.model import ModelSpec
-from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
+from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.explain import Reason, explain
 from zeromesh.planner.search import Found, Options, search
 from zeromesh.planner.workload import Workload
-from zeromesh.simulate import Mechanics, Simulation
+from zeromesh.simulate import Mechanics
 from zeromesh.strategy import Plan
+from zeromesh.trace import Trace
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A candidate with its whole simulation."""
-
-    candidate: Candidate
-    simulation: Simulation
-
-    def to_json(self) -> dict[str, Any]:
-        """What `simulate --json` prints, and the choices beside the strategy."""
-        return self.simulation.to_json() | {
-            "micro_batch": self.candidate.micro_batch,
-            "recomputation": self.candidate.recomputation.value,
-        }
+TRACED_MICRO_BATCHES = 4
+"""Of a timeline: the ones between are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +27,14 @@ class Planned:
 
     Args:
         model, cluster, workload: what was asked; the cluster cut to the world in use.
-        best: the fastest choice that fits, simulated with a trace.
+        best: the fastest choice that fits.
         candidates: the fastest ones, best first.
         front: no other simulated candidate is both smaller and faster; smallest first.
         why: what the alternatives lose.
         found: counts and the gap.
         limit_bytes: usable memory of a device.
         seconds: of planning.
+        trace: the best one's timeline, where asked for; of at most `TRACED_MICRO_BATCHES` micro-batches.
     """
 
     model: ModelSpec
@@ -57,6 +47,7 @@ class Planned:
     found: Found
     limit_bytes: float
     seconds: float
+    trace: Trace | None = None
 
     @property
     def plan(self) -> Plan:
@@ -124,7 +115,7 @@ def plan(
         engine: whose mechanics.
         constants: of the cost model; None for the shipped ones.
         top: candidates to simulate whole and list.
-        trace: record the best one's timeline.
+        trace: also give the best one's timeline.
 
     Raises:
         NothingFitsError: no candidate fits in memory.
@@ -135,21 +126,27 @@ def plan(
     candidates = tuple(_choice(evaluator, estimate) for estimate in found.ranked[: max(1, top)])
     runner_up = next((c.candidate for c in candidates if c.candidate.strategy != found.best.candidate.strategy), None)
     why = explain(evaluator, found.best.candidate, runner_up)
-    best = candidates[0]
-    if trace:
-        best = replace(best, simulation=evaluator.simulation(best.candidate, record=True))
     return Planned(
         model=model,
         cluster=cluster,
         workload=workload,
-        best=best,
+        best=candidates[0],
         candidates=candidates,
         front=found.front,
         why=tuple(why),
         found=found,
         limit_bytes=evaluator.limit_bytes,
         seconds=time.perf_counter() - start,
+        trace=traced(evaluator, found.best.candidate) if trace else None,
     )
+
+
+def traced(evaluator: Evaluator, candidate: Candidate) -> Trace | None:
+    """The timeline of a step, cut to its first micro-batches and its last where it has many alike."""
+    count = min(candidate.micro_batches, TRACED_MICRO_BATCHES)
+    tokens = evaluator.workload.global_batch_tokens // candidate.micro_batches * count
+    shorter = replace(evaluator, workload=replace(evaluator.workload, global_batch_tokens=tokens))
+    return shorter.simulation(replace(candidate, micro_batches=count), record=True).trace
 
 
 def _choice(evaluator: Evaluator, estimate: Estimate) -> Choice:

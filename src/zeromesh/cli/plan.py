@@ -1,0 +1,90 @@
+"""`zeromesh plan`: the fastest layout that fits, and why the others lose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeromesh.cli import workload as shared
+from zeromesh.errors import InputError
+
+
+def plan(
+    model: shared.Model,
+    cluster: shared.ClusterName,
+    seq_len: shared.SeqLen,
+    global_batch_tokens: shared.GlobalBatchTokens,
+    world: shared.World = 0,
+    micro_batch: shared.MicroBatch = 0,
+    trainable: shared.Trainable = "all",
+    grad_dtype: shared.GradDtype = "fp32",
+    activation_checkpointing: shared.Checkpointing = "auto",
+    wire: Annotated[str, typer.Option(help="lossless, or any: quantised wires too.")] = "lossless",
+    memory_margin: shared.Margin = 0.08,
+    engine: shared.Engine = "zeromesh",
+    space: Annotated[str, typer.Option(help="zeromesh, or a paper's own: amsp, paro, mics.")] = "zeromesh",
+    splits: Annotated[str, typer.Option(help="How often a level may be split: none, once or all.")] = "once",
+    exact: Annotated[bool, typer.Option(help="Simulate until the optimum is proven.")] = False,
+    top: Annotated[int, typer.Option(help="Candidates to list.")] = 5,
+    as_json: shared.Json = False,
+    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan, for train and shard.")] = None,
+    emit: Annotated[str, typer.Option(help="Print a configuration: fsdp2, deepspeed or megatron-fsdp.")] = "",
+) -> None:
+    """Find the fastest layout of a model on a cluster that fits in memory, and explain it."""
+    from zeromesh import planner
+    from zeromesh.planner.emit import EMITTERS
+    from zeromesh.planner.published import SPACES, search_published
+    from zeromesh.simulate import find_engine
+
+    shared.check_choice("--wire", wire, ("lossless", "any"))
+    shared.check_choice("--splits", splits, ("none", "once", "all"))
+    shared.check_choice("--space", space, ("zeromesh", *SPACES))
+    shared.check_margin(memory_margin)
+    if emit:
+        shared.check_choice("--emit", emit, tuple(EMITTERS))
+    if top < 1:
+        raise InputError(f"--top must be at least 1, got {top}")
+    find_engine(engine)
+    spec, hardware = shared.load(model, cluster, world, seq_len, trainable)
+    work = shared.workload(hardware, seq_len, global_batch_tokens, micro_batch, grad_dtype, activation_checkpointing)
+    options = planner.Options(
+        splits=splits,  # type: ignore[arg-type]  # checked above
+        wires=wire,  # type: ignore[arg-type]  # checked above
+        max_simulations=None if exact else planner.Options().max_simulations,
+        memory_margin=memory_margin,
+    )
+    if space != "zeromesh":
+        ranking = search_published(space, spec, hardware, work)
+        if as_json:
+            print(json.dumps(ranking.to_json(), indent=2))
+        else:
+            from zeromesh.report import print_published
+
+            print_published(ranking, top)
+        return
+    planned = planner.plan(spec, hardware, work, options=options, engine=engine, top=top, trace=report is not None)
+    if output is not None:
+        _write(output, planned.plan.to_json())
+    if report is not None:
+        from zeromesh.report import plan_page
+
+        _write(report, plan_page(planned))
+    if emit:
+        print(EMITTERS[emit](planned.plan, spec))
+    elif as_json:
+        print(json.dumps(planned.to_json(), indent=2))
+    else:
+        from zeromesh.report import print_plan
+
+        print_plan(planned)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,70 @@
+"""`zeromesh simulate`: what one step of a given strategy takes, holds and sends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeromesh.cli import workload as shared
+from zeromesh.errors import InputError
+
+
+def simulate(
+    model: shared.Model,
+    cluster: shared.ClusterName,
+    seq_len: shared.SeqLen,
+    global_batch_tokens: shared.GlobalBatchTokens,
+    strategy: Annotated[str, typer.Option(help="axis=stage terms, innermost first, or a preset such as zero3.")],
+    world: shared.World = 0,
+    micro_batch: shared.MicroBatch = 0,
+    trainable: shared.Trainable = "all",
+    grad_dtype: shared.GradDtype = "fp32",
+    activation_checkpointing: shared.Checkpointing = "auto",
+    memory_margin: shared.Margin = 0.08,
+    engine: shared.Engine = "zeromesh",
+    as_json: shared.Json = False,
+    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline, for Perfetto.")] = None,
+    emit: Annotated[str, typer.Option(help="Print a configuration: fsdp2, deepspeed or megatron-fsdp.")] = "",
+) -> None:
+    """Simulate one training step; micro-batch and recomputation left open are chosen for it."""
+    from zeromesh import planner
+    from zeromesh.planner.emit import EMITTERS
+    from zeromesh.simulate import find_engine
+    from zeromesh.strategy import Layout, Strategy
+
+    shared.check_margin(memory_margin)
+    if emit:
+        shared.check_choice("--emit", emit, tuple(EMITTERS))
+    find_engine(engine)
+    spec, hardware = shared.load(model, cluster, world, seq_len, trainable)
+    work = shared.workload(hardware, seq_len, global_batch_tokens, micro_batch, grad_dtype, activation_checkpointing)
+    parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
+    Layout.of(parsed, hardware.axes)
+    chosen = planner.simulate_strategy(
+        spec, hardware, work, parsed, engine=engine, memory_margin=memory_margin, trace=bool(report or trace)
+    )
+    if trace is not None and chosen.simulation.trace is not None:
+        _write(trace, chosen.simulation.trace.to_json())
+    if report is not None:
+        from zeromesh.report import simulation_page
+
+        _write(report, simulation_page(chosen, hardware))
+    if emit:
+        print(EMITTERS[emit](planner.as_plan(chosen, hardware, work), spec))
+    elif as_json:
+        print(json.dumps(chosen.to_json(), indent=2))
+    else:
+        from zeromesh.report import print_simulation
+
+        print_simulation(chosen, hardware)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from error

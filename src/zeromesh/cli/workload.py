@@ -1,0 +1,76 @@
+"""The options that `plan` and `simulate` share, and what they stand for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zeromesh.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from zeromesh.cluster import Cluster
+    from zeromesh.model import ModelSpec
+    from zeromesh.planner import Workload
+
+Model = Annotated[
+    str, typer.Option(help="A preset (llama-7b, ...), a Hugging Face config.json, or package.module:function.")
+]
+ClusterName = Annotated[str, typer.Option("--cluster", help="A preset (see `zeromesh clusters`) or a TOML file.")]
+World = Annotated[int, typer.Option(help="Devices to use, inner levels filled first; 0: all of the cluster.")]
+SeqLen = Annotated[int, typer.Option(help="Tokens in a sequence.")]
+GlobalBatchTokens = Annotated[int, typer.Option(help="Tokens of one step, all devices together.")]
+MicroBatch = Annotated[int, typer.Option(help="Sequences per device and micro-batch; 0: the planner's choice.")]
+Trainable = Annotated[str, typer.Option(help="all, a fraction of every tensor, or lora:RANK.")]
+GradDtype = Annotated[str, typer.Option(help="Of the accumulated gradient: fp32 or bf16.")]
+Checkpointing = Annotated[str, typer.Option(help="none, selective, full or auto.")]
+Margin = Annotated[float, typer.Option(help="Share of the device's memory to leave free.")]
+Engine = Annotated[str, typer.Option(help="Whose mechanics: zeromesh, fsdp, deepspeed or amsp.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def load(
+    model: str, cluster: str, world: int, seq_len: int, trainable: str, param_dtype: str | None = None
+) -> tuple[ModelSpec, Cluster]:
+    """The model and the cluster that the options name, the cluster cut to the world."""
+    from zeromesh.cluster import find_cluster
+    from zeromesh.model import load_model
+
+    found = find_cluster(cluster)
+    if world:
+        found = found.take(world)
+    dtype = param_dtype or found.device.matrix_dtype
+    return load_model(model, seq_len=seq_len, trainable=trainable, dtype=dtype), found
+
+
+def workload(
+    cluster: Cluster, seq_len: int, tokens: int, micro_batch: int, grad_dtype: str, checkpointing: str
+) -> Workload:
+    """The workload that the options describe; compute is in the device's own matrix dtype."""
+    from zeromesh.model import Recomputation
+    from zeromesh.planner import Workload
+
+    check_choice("--grad-dtype", grad_dtype, ("fp32", "bf16"))
+    check_choice("--activation-checkpointing", checkpointing, ("none", "selective", "full", "auto"))
+    if micro_batch < 0:
+        raise InputError(f"--micro-batch must be at least 1 (0: the planner's choice), got {micro_batch}")
+    return Workload(
+        seq_len=seq_len,
+        global_batch_tokens=tokens,
+        micro_batch=micro_batch or None,
+        recomputation=None if checkpointing == "auto" else Recomputation(checkpointing),
+        param_dtype=cluster.device.matrix_dtype,
+        grad_dtype=grad_dtype,
+    )
+
+
+def check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises InputError unless `value` is one of `known`."""
+    if value not in known:
+        raise InputError(f"{option} must be one of {', '.join(known)}, got {value!r}: {nearest(value, known)}")
+
+
+def check_margin(margin: float) -> None:
+    """Raises InputError unless some memory is left to use."""
+    if not 0.0 <= margin < 1.0:
+        raise InputError(f"--memory-margin must lie in [0, 1), got {margin}")

@@ -1,0 +1,205 @@
+"""Plans as configurations of other engines, where they can express them.
+
+Each emitter names the part of a strategy that its engine has no word for. What the engines can do, seen from a strategy
+whose parts are (stage, ranks), innermost first:
+
+- FSDP2 (torch.distributed.fsdp.fully_shard): one sharding of P, G and OS alike over an inner group, replicas outside;
+  `reshard_after_forward` says what is kept: `False` everything (3k), a number the part inside that many ranks.
+- DeepSpeed: one stage for all ranks; ZeRO++'s hpZ (3 inside, 3k outside), qwZ and qgZ.
+- Megatron-FSDP: one stage inside; outside it replicas or the optimizer's states alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import groupby
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from zeromesh.errors import InputError
+from zeromesh.model import ModelSpec, UnitKind
+from zeromesh.strategy import Layout, Plan
+
+Parts = list[tuple[str, int]]
+
+_TORCH = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
+
+
+def emit_fsdp2(plan: Plan, model: ModelSpec) -> str:
+    """A Python module with `shard(model)` and `train_step(...)` for torch's `fully_shard`.
+
+    Raises:
+        InputError: FSDP2 cannot express the strategy; names the part.
+    """
+    layout = Layout.of(plan.strategy, plan.mesh)
+    _lossless(plan, "FSDP2")
+    parts = _parts(layout)
+    inner, rest = parts[0], parts[1:]
+    sharded = inner[0].removesuffix("k")
+    if sharded not in ("3", "3d"):
+        _refuse(
+            "FSDP2",
+            plan,
+            f"stage {inner[0]} on the innermost part: its parameters, gradients and optimizer states are sharded alike"
+            + ("; with 0 everywhere use DistributedDataParallel" if inner[0] == "0" else ""),
+        )
+    kept = [part for part in rest if part[0] == sharded + "k"]
+    replicas = [part for part in rest if part[0] == "0"]
+    if [*kept, *replicas] != rest or len(kept) > 1 or (kept and replicas):
+        wrong = next((part for part in rest if part[0] not in ("0", sharded + "k")), rest[0])
+        _refuse("FSDP2", plan, f"stage {wrong[0]} over {wrong[1]} ranks outside a group of stage {inner[0]}")
+    reshard: bool | int = inner[1] if kept else not inner[0].endswith("k")
+    return _render(
+        "fsdp2.py.j2",
+        plan,
+        model,
+        replicas=replicas[0][1] if replicas else 1,
+        shards=inner[1] * (kept[0][1] if kept else 1),
+        reshard=reshard,
+        deferred=sharded == "3d",
+    )
+
+
+def emit_deepspeed(plan: Plan, model: ModelSpec) -> str:
+    """A DeepSpeed configuration file.
+
+    Raises:
+        InputError: DeepSpeed cannot express the strategy; names the part.
+    """
+    layout = Layout.of(plan.strategy, plan.mesh)
+    parts = _parts(layout)
+    zero = _deepspeed_zero(plan, parts) | _deepspeed_wires(plan, layout)
+    precision = {"bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+    accumulation = {"data_types": {"grad_accum_dtype": plan.grad_dtype}} if plan.grad_dtype else {}
+    config = {
+        "train_batch_size": plan.micro_batch * plan.micro_batches * layout.world,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.micro_batches,
+        "gradient_clipping": 0.0,
+        **precision.get(plan.param_dtype or "fp32", {}),
+        **accumulation,
+        "zero_optimization": zero,
+    }
+    return json.dumps(config, indent=2)
+
+
+def _deepspeed_zero(plan: Plan, parts: Parts) -> dict[str, object]:
+    stages = [stage for stage, _ in parts]
+    common = {"overlap_comm": True, "contiguous_gradients": True}
+    if len(parts) == 1 and stages[0] in "0123":
+        return {"stage": int(stages[0]), **(common if stages[0] != "0" else {})}
+    if stages == ["3", "3k"]:
+        return {"stage": 3, "zero_hpz_partition_size": parts[0][1], **common}
+    if stages == ["3", "0"]:
+        _refuse("DeepSpeed", plan, "3 inside and 0 outside is MiCS, which DeepSpeed 0.19 removed")
+    wrong = next((part for part in parts if part[0] not in ("0", "1", "2", "3")), parts[-1])
+    _refuse("DeepSpeed", plan, f"stage {wrong[0]} over {wrong[1]} ranks beside other stages: it has one for all ranks")
+    raise AssertionError
+
+
+def _deepspeed_wires(plan: Plan, layout: Layout) -> dict[str, object]:
+    wires = [axis.wire for axis in layout.axes if axis.size > 1]
+    params, grads = {wire.param for wire in wires}, {wire.grad for wire in wires}
+    known: dict[str, object] = {}
+    if params == {"int8"} and layout.param_axes:
+        known["zero_quantized_weights"] = True
+    elif params - {None, plan.param_dtype}:
+        _refuse("DeepSpeed", plan, f"parameter wires {_names(params)}: it quantises to int8 on all levels of stage 3")
+    if grads == {"int4"} and layout.param_axes:
+        known["zero_quantized_gradients"] = True
+    elif grads - {None, plan.reduce_dtype, plan.param_dtype}:
+        _refuse("DeepSpeed", plan, f"gradient wires {_names(grads)}: it quantises to int4 on all levels of stage 3")
+    return known
+
+
+def emit_megatron_fsdp(plan: Plan, model: ModelSpec) -> str:
+    """A Python module with `shard(model, optimizer)` for the megatron-fsdp package.
+
+    Raises:
+        InputError: Megatron-FSDP cannot express the strategy; names the part.
+    """
+    layout = Layout.of(plan.strategy, plan.mesh)
+    _lossless(plan, "Megatron-FSDP")
+    parts = _parts(layout)
+    (stage, shards), rest = parts[0], parts[1:]
+    if stage not in ("0", "1", "2", "3"):
+        _refuse("Megatron-FSDP", plan, f"stage {stage}: it neither keeps gathered parameters nor defers reductions")
+    if len(rest) > 1:
+        _refuse("Megatron-FSDP", plan, f"{len(parts)} different parts: it has an inner and an outer group")
+    outer = rest[0] if rest else ("0", 1)
+    if outer[0] not in ("0", "1") or (outer[0] == "1" and stage != "3"):
+        _refuse("Megatron-FSDP", plan, f"stage {outer[0]} outside a group of stage {stage}: only 0, or 1 outside 3")
+    return _render(
+        "megatron_fsdp.py.j2",
+        plan,
+        model,
+        replicas=outer[1],
+        shards=shards,
+        stage=int(stage),
+        outer_stage=int(outer[0]),
+    )
+
+
+EMITTERS: dict[str, Callable[[Plan, ModelSpec], str]] = {
+    "fsdp2": emit_fsdp2,
+    "deepspeed": emit_deepspeed,
+    "megatron-fsdp": emit_megatron_fsdp,
+}
+
+
+def _parts(layout: Layout) -> Parts:
+    """Neighbouring axes of one stage together, innermost first; axes of one rank left out."""
+    axes = [axis for axis in layout.axes if axis.size > 1]
+    parts = [(stage, layout.degree(list(same))) for stage, same in groupby(axes, key=lambda axis: axis.stage.value)]
+    return parts or [("0", 1)]
+
+
+def _lossless(plan: Plan, engine: str) -> None:
+    for axis in plan.strategy.axes:
+        if axis.wire.quantised:
+            _refuse(engine, plan, f"the quantised wire of {axis}")
+
+
+def _refuse(engine: str, plan: Plan, part: str) -> None:
+    raise InputError(f"{engine} cannot express {part} (strategy {plan.strategy}); zeromesh.shard runs it as it is")
+
+
+def _names(dtypes: set[str | None]) -> str:
+    return ", ".join(sorted(dtype or "default" for dtype in dtypes))
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("zeromesh.planner"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=False,
+    )
+
+
+def _render(template: str, plan: Plan, model: ModelSpec, **values: object) -> str:
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            plan=plan,
+            mesh=dict(plan.mesh),
+            model=model.name,
+            blocks=_block_lists(model),
+            single=[unit.name for unit in model.units if unit.kind in (UnitKind.EMBEDDING, UnitKind.HEAD)],
+            param_dtype=_TORCH[plan.param_dtype or "fp32"],
+            reduce_dtype=_TORCH[plan.reduce_dtype or plan.param_dtype or "fp32"],
+            grad_dtype=_TORCH[plan.grad_dtype or "fp32"],
+            **values,
+        )
+    )
+
+
+def _block_lists(model: ModelSpec) -> Sequence[str]:
+    """The module lists whose children are units."""
+    names = [unit.name.rpartition(".")[0] for unit in model.units if unit.kind is UnitKind.BLOCK]
+    return list(dict.fromkeys(names))

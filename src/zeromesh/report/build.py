@@ -1,0 +1,255 @@
+"""From a plan or a simulation to the page that shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from zeromesh.cluster import Cluster
+from zeromesh.planner import Choice, Estimate, Planned
+from zeromesh.planner.plan import TRACED_MICRO_BATCHES
+from zeromesh.report.page import (
+    Bar,
+    Fact,
+    FrontChart,
+    MemoryChart,
+    Page,
+    Point,
+    Remark,
+    Row,
+    Segment,
+    Span,
+    Table,
+    Tick,
+    Timeline,
+)
+from zeromesh.trace import Event, Trace
+from zeromesh.units import format_bytes, format_seconds
+
+_KINDS = ("params", "grads", "optimizer", "buffers", "activations", "overhead")
+_FINEST = 2000
+"""Spans of a row that a screen can show; closer ones of a kind are drawn as one."""
+
+
+def plan_page(planned: Planned) -> str:
+    """The page of a plan, as HTML."""
+    best, cluster = planned.best, planned.cluster
+    return Page(
+        title=f"{planned.model.name} on {cluster.world} x {cluster.device.name}",
+        subtitle=_subtitle(cluster, planned.workload.seq_len, planned.workload.global_batch_tokens),
+        facts=_facts(best),
+        memory=_memory(planned.candidates, planned.limit_bytes, cluster),
+        front=_front(planned.front, planned.limit_bytes),
+        timeline=_timeline(planned.trace, best.candidate.micro_batches) if planned.trace else None,
+        candidates=candidates_table(planned.candidates),
+        traffic=traffic_table(best),
+        why=tuple(
+            Remark(name=reason.name, strategy=reason.strategy, outcome=reason.outcome, text=reason.text)
+            for reason in planned.why
+        ),
+        notes=(search_note(planned),),
+    ).to_html()
+
+
+def simulation_page(choice: Choice, cluster: Cluster) -> str:
+    """The page of one simulated strategy, as HTML."""
+    simulation = choice.simulation
+    return Page(
+        title=f"{simulation.strategy} on {cluster.world} x {cluster.device.name}",
+        subtitle=f"engine {simulation.engine}, cluster {cluster.name}: {_levels(cluster)}",
+        facts=_facts(choice),
+        memory=_memory([choice], simulation.memory_limit_bytes, cluster),
+        timeline=_timeline(simulation.trace, simulation.micro_batches) if simulation.trace else None,
+        candidates=candidates_table([choice]),
+        traffic=traffic_table(choice),
+    ).to_html()
+
+
+def search_note(planned: Planned) -> str:
+    """What was searched, and how far the best may be from the optimum."""
+    found = planned.found
+    proof = "proven optimal" if found.gap == 0 else f"at most {found.gap:.1%} above the optimum"
+    return (
+        f"{found.searched:,} candidates, {found.pruned_memory:,} cannot fit, {found.simulated} simulated in "
+        f"{planned.seconds:.2f} s; the best is {proof}."
+    )
+
+
+def candidates_table(choices: Sequence[Choice]) -> Table:
+    """One row a choice, best first."""
+    return Table(
+        heads=("strategy", "micro-batch", "recompute", "step", "tokens/s/device", "MFU", "exposed", "memory", "fits"),
+        rows=tuple(
+            (
+                choice.simulation.strategy,
+                f"{choice.candidate.micro_batch} x {choice.candidate.micro_batches}",
+                choice.candidate.recomputation.value,
+                format_seconds(choice.simulation.step_s, digits=4),
+                f"{choice.simulation.tokens_per_s_per_device:,.0f}",
+                f"{choice.simulation.mfu:.1%}",
+                format_seconds(choice.simulation.exposed_comm_s),
+                format_bytes(choice.simulation.memory.total),
+                "yes" if choice.simulation.fits else "no",
+            )
+            for choice in choices
+        ),
+    )
+
+
+def traffic_table(choice: Choice) -> Table:
+    """One row an axis, innermost first."""
+    exposed: dict[str, float] = {}
+    for axes, _, seconds in choice.simulation.exposed:
+        exposed[axes] = exposed.get(axes, 0.0) + seconds
+    return Table(
+        heads=("axis", "size", "stage", "sent per device and step", "exposed"),
+        rows=tuple(
+            (
+                axis.axis,
+                str(axis.size),
+                axis.stage,
+                format_bytes(axis.bytes_sent_per_device),
+                format_seconds(exposed.get(axis.axis, 0.0)),
+            )
+            for axis in choice.simulation.axes
+        ),
+    )
+
+
+def _subtitle(cluster: Cluster, seq_len: int, tokens: int) -> str:
+    return f"{cluster.name}: {_levels(cluster)}; sequences of {seq_len:,} tokens, {tokens:,} tokens a step"
+
+
+def _levels(cluster: Cluster) -> str:
+    return " x ".join(f"{size} {name}" for name, size in cluster.axes)
+
+
+def _facts(choice: Choice) -> tuple[Fact, ...]:
+    simulation, candidate = choice.simulation, choice.candidate
+    return (
+        Fact(key="strategy", label="strategy", value=simulation.strategy),
+        Fact(key="step_s", label="step time", value=format_seconds(simulation.step_s, digits=4)),
+        Fact(key="mfu", label="MFU", value=f"{simulation.mfu:.1%}"),
+        Fact(key="tokens", label="tokens/s per device", value=f"{simulation.tokens_per_s_per_device:,.0f}"),
+        Fact(key="memory", label="memory per device", value=format_bytes(simulation.memory.total)),
+        Fact(
+            key="batch",
+            label="sequences x micro-batches, recomputation",
+            value=f"{candidate.micro_batch} x {candidate.micro_batches}, {candidate.recomputation.value}",
+        ),
+    )
+
+
+def _memory(choices: Sequence[Choice], limit_bytes: float, cluster: Cluster) -> MemoryChart:
+    most = max(limit_bytes, *(choice.simulation.memory.total for choice in choices)) * 1.05
+    return MemoryChart(
+        kinds=_KINDS,
+        bars=tuple(_bar(choice, most) for choice in choices),
+        limit=100 * limit_bytes / most,
+        limit_label=(
+            f"{format_bytes(limit_bytes)} usable of {format_bytes(cluster.device.memory_bytes)} ({cluster.device.name})"
+        ),
+        limit_bytes=limit_bytes,
+    )
+
+
+def _bar(choice: Choice, most: float) -> Bar:
+    memory = choice.simulation.memory.as_dict()
+    left = 0.0
+    segments = []
+    for kind in _KINDS:
+        width = 100 * memory[kind] / most
+        label = f"{kind}: {format_bytes(memory[kind])}"
+        segments.append(Segment(kind=kind, left=left, width=width, label=label, value_bytes=memory[kind]))
+        left += width
+    return Bar(
+        label=str(choice.candidate),
+        total_bytes=memory["total"],
+        total=format_bytes(memory["total"]),
+        segments=tuple(segments),
+    )
+
+
+def _front(front: Sequence[Estimate], limit_bytes: float) -> FrontChart:
+    most_bytes = max([limit_bytes, *(point.memory_bytes for point in front)]) * 1.04
+    slowest, fastest = max(p.step_s for p in front), min(p.step_s for p in front)
+    low, high = fastest - 0.1 * (slowest - fastest or fastest), slowest + 0.1 * (slowest - fastest or slowest)
+
+    def y(step_s: float) -> float:
+        return 100 * (high - step_s) / (high - low)
+
+    return FrontChart(
+        points=tuple(
+            Point(
+                x=100 * point.memory_bytes / most_bytes,
+                y=y(point.step_s),
+                label=f"{point.candidate}: {format_seconds(point.step_s, 4)}, {format_bytes(point.memory_bytes)}",
+                step_s=point.step_s,
+                memory_bytes=point.memory_bytes,
+                best=point.step_s == fastest,
+            )
+            for point in front
+        ),
+        x_ticks=tuple(
+            Tick(at=100 * value / most_bytes, label=format_bytes(value)) for value in _round_values(0, most_bytes)
+        ),
+        y_ticks=tuple(Tick(at=y(value), label=format_seconds(value, digits=4)) for value in _round_values(low, high)),
+        limit=100 * limit_bytes / most_bytes,
+    )
+
+
+def _round_values(low: float, high: float) -> list[float]:
+    """Four to nine round values between two."""
+    step = 10 ** math.floor(math.log10((high - low) / 4))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 8)
+    first = math.ceil(low / step)
+    return [n * step for n in range(first, math.floor(high / step) + 1)]
+
+
+def _timeline(trace: Trace, micro_batches: int) -> Timeline:
+    whole = trace.step_s
+    resources = sorted({event.resource for event in trace.events}, key=lambda name: (name != "compute", name))
+    caption = f"{format_seconds(whole, digits=4)}: {trace.label}"
+    if micro_batches > TRACED_MICRO_BATCHES:
+        caption += f"; {TRACED_MICRO_BATCHES} of {micro_batches} micro-batches, the others are alike"
+    return Timeline(
+        rows=tuple(_row(name, [e for e in trace.events if e.resource == name], whole) for name in resources),
+        ticks=tuple(Tick(at=100 * value / whole, label=format_seconds(value)) for value in _round_values(0, whole)),
+        caption=caption,
+    )
+
+
+def _row(name: str, events: Sequence[Event], whole: float) -> Row:
+    busy = sum(event.seconds for event in events if event.kind != "wait")
+    spans = [
+        Span(
+            kind=group[0].kind,
+            left=100 * group[0].start_s / whole,
+            width=100 * (group[-1].end_s - group[0].start_s) / whole,
+            label=_span_label(group),
+        )
+        for group in _merged(sorted(events, key=lambda event: event.start_s), whole / _FINEST)
+    ]
+    return Row(name=name, busy=f"{busy / whole:.0%}", spans=tuple(spans))
+
+
+def _merged(events: Sequence[Event], finest_s: float) -> list[list[Event]]:
+    """Neighbours of a kind together where the screen could not tell them apart."""
+    groups = [[event] for event in events[:1]]
+    for before, event in pairwise(events):
+        near = event.start_s - before.end_s < finest_s and event.end_s - groups[-1][0].start_s < finest_s
+        if near and event.kind == before.kind:
+            groups[-1].append(event)
+        else:
+            groups.append([event])
+    return groups
+
+
+def _span_label(group: Sequence[Event]) -> str:
+    first = group[0]
+    unit = "" if first.unit is None else f" {first.unit or 'root'}"
+    more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+    sent = sum(event.sent_bytes for event in group)
+    size = f", {format_bytes(sent)}" if sent else ""
+    return f"{first.name}{unit}{more}: {format_seconds(group[-1].end_s - first.start_s)}{size}"

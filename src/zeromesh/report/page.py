@@ -1,0 +1,159 @@
+"""What a page shows, as data; `templates/page.html.j2` turns it into HTML, and nothing else does.
+
+Positions are percentages of the chart they belong to, so that the template only places them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """A headline figure."""
+
+    label: str
+    value: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One part of a stacked bar."""
+
+    kind: str
+    left: float
+    width: float
+    label: str
+    value_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """The memory of one candidate."""
+
+    label: str
+    total_bytes: float
+    total: str
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryChart:
+    """Stacked bars against the device's limit."""
+
+    kinds: tuple[str, ...]
+    bars: tuple[Bar, ...]
+    limit: float
+    limit_label: str
+    limit_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A mark on an axis."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One candidate in the plane of memory and time."""
+
+    x: float
+    y: float
+    label: str
+    step_s: float
+    memory_bytes: float
+    best: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontChart:
+    """The memory-time front, joined as steps: less memory costs time."""
+
+    points: tuple[Point, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    limit: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One interval in a row of the timeline."""
+
+    kind: str
+    left: float
+    width: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One resource of the timeline: compute, or a lane on an axis."""
+
+    name: str
+    busy: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A step, resource by resource."""
+
+    rows: tuple[Row, ...]
+    ticks: tuple[Tick, ...]
+    caption: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text; a row's key is its `data-key`."""
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """One line of the why."""
+
+    name: str
+    strategy: str
+    outcome: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Everything on the page, top to bottom."""
+
+    title: str
+    subtitle: str
+    facts: tuple[Fact, ...]
+    memory: MemoryChart
+    candidates: Table
+    traffic: Table
+    front: FrontChart | None = None
+    timeline: Timeline | None = None
+    why: tuple[Remark, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def to_html(self) -> str:
+        """The page, self-contained: no script, font, image or style from elsewhere."""
+        return _environment().get_template("page.html.j2").render(page=self)
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("zeromesh.report"),
+        autoescape=select_autoescape(default=True, default_for_string=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -1,0 +1,80 @@
+"""Plans and simulations as tables in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from zeromesh.cluster import Cluster
+from zeromesh.planner import Choice, Planned
+from zeromesh.planner.published import Ranking
+from zeromesh.report.build import candidates_table, search_note, traffic_table
+from zeromesh.report.page import Table
+from zeromesh.units import format_bytes, format_seconds
+
+_COLOURS = {"chosen": "green", "slower": "yellow", "excluded": "red"}
+
+
+def print_plan(planned: Planned, console: Console | None = None) -> None:
+    """Best, candidates, memory, traffic and the why."""
+    console = console or Console()
+    cluster = planned.cluster
+    console.print(
+        f"[bold]{planned.model.name}[/bold] on {cluster.world} x {cluster.device.name} "
+        f"({', '.join(f'{name} {size}' for name, size in cluster.axes)})"
+    )
+    console.print(Text.assemble("best: ", (planned.best.simulation.strategy, "bold green")))
+    console.print(_rich(candidates_table(planned.candidates)))
+    _details(console, planned.best)
+    console.print("why the others lose")
+    for reason in planned.why:
+        head = Text.assemble(
+            (reason.name, _COLOURS[reason.outcome]), "  ", (reason.strategy, "cyan"), "  ", reason.text
+        )
+        console.print(head)
+    console.print(Text(search_note(planned), style="dim"))
+
+
+def print_simulation(choice: Choice, cluster: Cluster, console: Console | None = None) -> None:
+    """One strategy: time, memory and traffic."""
+    console = console or Console()
+    console.print(f"{choice.simulation.engine} on {cluster.world} x {cluster.device.name} of {cluster.name}")
+    console.print(_rich(candidates_table([choice])))
+    _details(console, choice)
+
+
+def print_published(ranking: Ranking, top: int, console: Console | None = None) -> None:
+    """What an earlier planner would choose."""
+    console = console or Console()
+    console.print(
+        f"{ranking.space}: {ranking.objective}; micro-batch {ranking.micro_batch} x {ranking.micro_batches}, "
+        f"recomputation {ranking.recomputation}, {format_bytes(ranking.limit_bytes)} usable"
+    )
+    table = RichTable("name", "strategy", "objective", "memory", "fits", box=None)
+    for row in ranking.rows[:top]:
+        objective = f"{row.objective_s:.4g}"
+        table.add_row(row.name, row.strategy, objective, format_bytes(row.memory_bytes), "yes" if row.fits else "no")
+    console.print(table)
+
+
+def _details(console: Console, choice: Choice) -> None:
+    simulation = choice.simulation
+    memory = ", ".join(f"{kind} {format_bytes(value)}" for kind, value in simulation.memory.as_dict().items())
+    console.print(Text(f"memory per device: {memory} (usable {format_bytes(simulation.memory_limit_bytes)})"))
+    console.print(
+        Text(
+            f"computes {format_seconds(simulation.compute_s, digits=4)}, waits for communication "
+            f"{format_seconds(simulation.exposed_comm_s)}"
+        )
+    )
+    console.print(_rich(traffic_table(choice)))
+
+
+def _rich(table: Table) -> RichTable:
+    shown = RichTable(box=None, pad_edge=False)
+    for position, head in enumerate(table.heads):
+        shown.add_column(head, justify="left" if position == 0 else "right", overflow="fold")
+    for row in table.rows:
+        shown.add_row(*(Text(cell) for cell in row))
+    return shown
