@@ -1,0 +1,116 @@
+"""The checkpoints of a run: their names, which are complete, which are kept.
+
+A checkpoint of step 20 is ``step-00000020``; one that is made when that name is taken (a run that went back, and on
+again) is ``step-00000020.1``. Names that begin with a dot are being written or deleted. "Newest" goes by serial, the
+order in which they were made, so that a run started anew in an old directory resumes from its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeromesh.checkpoint.manifest import MANIFEST, read_head
+from zeromesh.checkpoint.storage import Storage
+from zeromesh.errors import CheckpointError
+
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+SAVING = ".saving-"
+_HEAD_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A complete checkpoint.
+
+    Args:
+        name: of its directory.
+        step: optimizer steps done.
+        serial: place in the order in which the directory's checkpoints were made.
+    """
+
+    name: str
+    step: int
+    serial: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What a directory holds.
+
+    Args:
+        complete: newest first.
+        refused: why other directories that are named like checkpoints are not, one line each.
+    """
+
+    complete: tuple[Found, ...]
+    refused: tuple[str, ...]
+
+    @property
+    def next_serial(self) -> int:
+        return 1 + max((found.serial for found in self.complete), default=0)
+
+
+def list_checkpoints(storage: Storage) -> Listing:
+    """Looks at the first line of every manifest.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    complete, refused = [], []
+    for name in storage.names():
+        if not _NAME.fullmatch(name):
+            continue
+        where = storage.where(name, MANIFEST)
+        try:
+            head = read_head(storage.read(name, MANIFEST, _HEAD_BYTES), where)
+            complete.append(Found(name=name, step=head["step"], serial=head["serial"]))
+        except CheckpointError as error:
+            refused.append(str(error))
+        except OSError as error:
+            refused.append(f"{where} cannot be read: {error.strerror or error}")
+    return Listing(complete=tuple(sorted(complete, key=lambda f: (-f.serial, f.name))), refused=tuple(refused))
+
+
+def free_name(step: int, taken: Sequence[str]) -> str:
+    """A name for a checkpoint of `step`.
+
+    >>> free_name(20, []), free_name(20, ["step-00000020"])
+    ('step-00000020', 'step-00000020.1')
+    """
+    name = f"step-{step:08}"
+    revision = 0
+    while name in taken:
+        revision += 1
+        name = f"step-{step:08}.{revision}"
+    return name
+
+
+def superfluous(complete: Sequence[Found], *, keep: int, keep_every: int) -> list[Found]:
+    """What retention deletes.
+
+    Args:
+        complete: newest first.
+        keep: this many newest ones stay.
+        keep_every: those of steps that this divides stay too, the newest of each; 0 keeps none.
+
+    >>> steps = [Found(name="", step=step, serial=step) for step in (50, 40, 30, 20, 10)]
+    >>> [found.step for found in superfluous(steps, keep=2, keep_every=20)]
+    [30, 10]
+    """
+    kept: set[int] = set()
+    old = []
+    for index, found in enumerate(complete):
+        lasting = keep_every > 0 and found.step % keep_every == 0 and found.step not in kept
+        kept.add(found.step)
+        if index >= keep and not lasting:
+            old.append(found)
+    return old
+
+
+def clear_leftovers(storage: Storage) -> None:
+    """Deletes what a killed job left half written or half deleted; the caller holds the lock."""
+    for name in storage.names():
+        if name.startswith((SAVING, ".removed-")):
+            storage.remove(name)

@@ -1,0 +1,213 @@
+"""Checkpoints that torch.distributed.checkpoint wrote, read without unpickling them.
+
+Their index is a pickle. A pickle is a program that names what it calls; here every name outside of a short list is
+refused, and the names on it stand for records that do nothing, so that no code of the checkpoint's choice can run.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zeromesh.checkpoint.boxes import runs_of
+from zeromesh.checkpoint.container import DTYPES
+from zeromesh.checkpoint.dcp import METADATA
+from zeromesh.checkpoint.manifest import Chunk, DamagedError, Manifest, TensorEntry
+from zeromesh.checkpoint.storage import Storage
+from zeromesh.errors import CheckpointError
+
+
+@dataclass(slots=True)
+class _Record:
+    """An object of the pickle: its class's name and what it was made of."""
+
+    kind: str
+    arguments: tuple[Any, ...] = ()
+    fields: dict[str, Any] = field(default_factory=dict)
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+            state = state[1]
+        if isinstance(state, dict):
+            self.fields = state
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"device", "strided"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}  # fmt: skip
+
+
+def _maker(kind: str) -> Callable[..., _Record]:
+    """A class of its own, since pickles of new-style objects call `cls.__new__(cls, ...)`."""
+
+    def make(cls: type[_Record], *arguments: Any) -> _Record:
+        record = object.__new__(cls)
+        record.kind, record.arguments, record.fields, record.state = kind, arguments, {}, None
+        return record
+
+    namespace = {"__new__": make, "__init__": lambda self, *_: None, "__slots__": ()}
+    return type(f"_{kind}", (_Record,), namespace)
+
+
+_MAKERS = {(module, name): _maker(name) for module, names in _RECORDS.items() for name in names}
+
+
+class _Inert(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _MAKERS:
+            return _MAKERS[module, name]
+        if module == "torch" and name in DTYPES:
+            return name
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise CheckpointError(f"the index of the checkpoint names {module}.{name}, which no checkpoint needs: not read")
+
+
+def is_foreign(storage: Storage, directory: str) -> bool:
+    """Whether torch's index is there."""
+    try:
+        storage.read(directory, METADATA, 1)
+    except OSError:
+        return False
+    return True
+
+
+def read_foreign(storage: Storage, directory: str) -> Manifest:
+    """A manifest of what torch.distributed.checkpoint wrote: its tensors only, without checksums.
+
+    Raises:
+        DamagedError: the index cannot be read.
+        CheckpointError: it names what no checkpoint needs, or a tensor lies in a way that is not supported.
+    """
+    where = storage.where(directory, METADATA)
+    try:
+        index = _Inert(io.BytesIO(storage.read(directory, METADATA))).load()
+        entries = dict(_tensors(storage, directory, index))
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    except OSError as error:
+        raise DamagedError(f"{where} or a file that it names cannot be read: {error}") from error
+    except Exception as error:  # whatever a broken pickle or zip makes of itself
+        raise DamagedError(f"{where} is not an index of torch.distributed.checkpoint: {error!r}") from error
+    return Manifest(step=0, serial=0, tensors=entries, about={"written_by": "torch.distributed.checkpoint"})
+
+
+def _tensors(storage: Storage, directory: str, index: _Record) -> Any:
+    places: Mapping[_Record, _Record] = index.fields["storage_data"]
+    by_key = {(i.fields["fqn"], i.fields.get("offset")): place for i, place in places.items()}
+    for name, found in index.fields["state_dict_metadata"].items():
+        if found.kind != "TensorStorageMetadata":
+            continue
+        shape = tuple(found.fields["size"])
+        dtype = found.fields["properties"].state[0]
+        chunks: list[Chunk] = []
+        for box in found.fields["chunks"]:
+            offsets, sizes = tuple(box.fields["offsets"]), tuple(box.fields["sizes"])
+            chunks += _runs(storage, directory, by_key[name, offsets], shape, offsets, sizes, dtype)
+        yield name, TensorEntry(dtype=dtype, shape=shape, chunks=tuple(sorted(chunks, key=lambda c: c.start)))
+
+
+def _runs(
+    storage: Storage,
+    directory: str,
+    place: _Record,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    dtype: str,
+) -> list[Chunk]:
+    file = place.fields["relative_path"]
+    if "/" in file or "\\" in file:
+        raise CheckpointError(f"data file {file!r} is not in the checkpoint's own directory")
+    if place.fields.get("transform_descriptors"):
+        raise CheckpointError(f"{file} is compressed or encrypted, which is not supported")
+    begin = _data_offset(storage, directory, file, place.fields["offset"], place.fields["length"], sizes)
+    size = DTYPES[dtype].itemsize
+    return [
+        Chunk(start=start, stop=start + length, file=file, offset=begin + at * size, crcs=None)
+        for start, length, at in runs_of(shape, offsets, sizes)
+    ]
+
+
+class _Window(io.RawIOBase):
+    """Part of a file, as the zip reader wants it."""
+
+    def __init__(self, source: Any, begin: int, length: int) -> None:
+        self._source, self._begin, self._length, self._at = source, begin, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        count: int = self._source.read_into(self._begin + self._at, view)
+        self._at += count
+        return count
+
+
+class _Layout(pickle.Unpickler):
+    """Of the one tensor in a zip of torch's: (offset, sizes, strides)."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, offset, sizes, strides, *_: (offset, tuple(sizes), tuple(strides))
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name.endswith("Storage"):
+            return name
+        raise CheckpointError(f"a tensor's description names {module}.{name}, which no plain tensor needs: not read")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def _data_offset(storage: Storage, directory: str, file: str, begin: int, length: int, sizes: tuple[int, ...]) -> int:
+    """Where in the file a tensor's bytes begin."""
+    source = storage.open(directory, file)
+    try:
+        archive = zipfile.ZipFile(io.BufferedReader(_Window(source, begin, length)))
+        entries = archive.infolist()
+        names = {"data" if "/data/" in e.filename else e.filename.rpartition("/")[2]: e for e in entries}
+        first, stored, strides = _Layout(io.BytesIO(archive.read(names["data.pkl"]))).load()
+        info = names["data"]
+        header = bytearray(30)
+        source.read_into(begin + info.header_offset, memoryview(header))
+    finally:
+        source.close()
+    dense = [1] * len(sizes)
+    for dim in reversed(range(len(sizes) - 1)):
+        dense[dim] = dense[dim + 1] * max(1, sizes[dim + 1])
+    relevant = [(s, d) for s, d, n in zip(strides, dense, stored, strict=True) if n > 1]
+    if stored != sizes or first != 0 or any(s != d for s, d in relevant) or info.compress_type != zipfile.ZIP_STORED:
+        raise CheckpointError(f"{file}: a tensor of shape {stored} does not lie row by row, which is not supported")
+    skip = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return begin + info.header_offset + 30 + skip

@@ -1,0 +1,142 @@
+"""Finds a checkpoint that loads, and loads it: all ranks take the same one, or raise the same error."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zeromesh.checkpoint.directory import list_checkpoints
+from zeromesh.checkpoint.foreign import is_foreign, read_foreign
+from zeromesh.checkpoint.manifest import MANIFEST, DamagedError
+from zeromesh.checkpoint.peers import Peers
+from zeromesh.checkpoint.read import Reader, read_manifest
+from zeromesh.checkpoint.storage import Storage, open_storage
+from zeromesh.errors import CheckpointError, MismatchError
+
+Restore = Callable[[Reader], Any]
+"""Takes what a rank needs out of a checkpoint; raises CheckpointError (DamagedError where another may serve)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What was loaded.
+
+    Args:
+        where: the checkpoint's full name.
+        step: optimizer steps done.
+        state: what was saved beside tensors.
+    """
+
+    where: str
+    step: int
+    state: dict[str, Any]
+
+
+def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Loaded | None:
+    """Loads the newest complete checkpoint whose content is what was written; warns of those that it passes over.
+
+    Returns:
+        None where there has never been one.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none can be loaded; or one is of another model.
+    """
+    names, refused = _candidates(storage, peers)
+    for problem in refused:
+        _warn(peers, problem)
+    for name in names:
+        try:
+            return _attempt(storage, name, peers, restore)
+        except DamagedError as error:
+            refused.append(str(error))
+            _warn(peers, str(error))
+    if refused:
+        raise CheckpointError(
+            f"{storage.where()} has checkpoints, but none that can be loaded:\n  " + "\n  ".join(refused) + "\nStart "
+            'anew with resume = "never", or name a checkpoint elsewhere'
+        )
+    return None
+
+
+def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) -> Loaded:
+    """Loads the checkpoint at `location`: one of zeromesh's or of torch's, or a directory of zeromesh's.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of another model.
+    """
+    parent, name = os.path.split(os.fspath(location).rstrip("/"))
+    storage = open_storage(parent or ".")
+    kind = peers.broadcast(_kind(storage, name))
+    if kind == "checkpoint":
+        return _attempt(storage, name, peers, restore)
+    loaded = load_newest(open_storage(location), peers, restore)
+    if loaded is None:
+        raise CheckpointError(
+            f"{os.fspath(location)} is no checkpoint (it has neither {MANIFEST} nor an index of "
+            f"torch.distributed.checkpoint), and no directory of checkpoints: give the path of one"
+        )
+    return loaded
+
+
+def _kind(storage: Storage, name: str) -> str:
+    try:
+        storage.read(name, MANIFEST, 1)
+    except OSError:
+        return "checkpoint" if is_foreign(storage, name) else "directory"
+    return "checkpoint"
+
+
+def _candidates(storage: Storage, peers: Peers) -> tuple[list[str], list[str]]:
+    names: list[str] = []
+    refused: list[str] = []
+    problem = ""
+    if peers.rank == 0:
+        try:
+            listing = list_checkpoints(storage)
+            names, refused = [found.name for found in listing.complete], list(listing.refused)
+        except OSError as error:
+            problem = f"cannot read {storage.where()}: {error.strerror or error}"
+    names, refused, problem = peers.broadcast((names, refused, problem))
+    if problem:
+        raise CheckpointError(problem)
+    return names, refused
+
+
+def _attempt(storage: Storage, name: str, peers: Peers, restore: Restore) -> Loaded:
+    """Loads one; what one rank finds wrong, all ranks raise."""
+    loaded, problem, damaged = None, "", False
+    try:
+        foreign = not _has_manifest(storage, name) and is_foreign(storage, name)
+        manifest = read_foreign(storage, name) if foreign else read_manifest(storage, name)
+        with Reader(storage, name, manifest) as reader:
+            restore(reader)
+        loaded = Loaded(where=storage.where(name), step=manifest.step, state=dict(manifest.state))
+    except CheckpointError as error:
+        problem, damaged = str(error), isinstance(error, DamagedError)
+    except OSError as error:
+        problem, damaged = f"{storage.where(name)} cannot be read: {error.strerror or error}", True
+    found = peers.all_gather((problem, damaged, None if loaded is None else loaded.step))
+    # Damage first: what else a rank says may follow from it.
+    for problem, damaged, _ in sorted((f for f in found if f[0]), key=lambda f: not f[1]):
+        raise (DamagedError if damaged else CheckpointError)(problem)
+    if loaded is None or any(step != loaded.step for _, _, step in found):
+        raise MismatchError(
+            f"ranks do not see the same checkpoint {storage.where(name)}: steps {[f[2] for f in found]}"
+        )
+    return loaded
+
+
+def _has_manifest(storage: Storage, name: str) -> bool:
+    try:
+        storage.read(name, MANIFEST, 1)
+    except OSError:
+        return False
+    return True
+
+
+def _warn(peers: Peers, problem: str) -> None:
+    if peers.rank == 0:
+        warnings.warn(f"a checkpoint is passed over: {problem}", stacklevel=4)

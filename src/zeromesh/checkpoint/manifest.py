@@ -1,0 +1,191 @@
+"""What a checkpoint holds and where, as JSON with a checksum of itself. Nothing in it is ever executed.
+
+A checkpoint is the directory::
+
+    step-00000020/
+        manifest.json       line 1: format, step, serial, bytes and SHA-256 of line 2; line 2: the rest
+        __0_0.distcp        the tensors that rank 0 wrote, each as one zip of torch's
+        __1_0.distcp
+        .metadata           the same as the manifest for torch.distributed.checkpoint; not read here
+
+It is complete if and only if line 2 has the bytes and the checksum of line 1, which is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Self
+
+from zeromesh.errors import CheckpointError
+
+FORMAT = "zeromesh-checkpoint"
+VERSION = 1
+_FILE = re.compile(r"\w+\.distcp")
+MANIFEST = "manifest.json"
+BLOCK_BYTES = 4 << 20
+"""A checksum covers this much, so that a reader of a part verifies little more than it needs."""
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is missing, too short, or not what was written: an older checkpoint may serve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Elements `start` to `stop` of a flattened tensor, as they lie in a file.
+
+    Args:
+        start, stop: elements of the tensor.
+        file: the file's name within the checkpoint.
+        offset: of the first byte in the file.
+        crcs: CRC-32 of the bytes up to the end of each block of `BLOCK_BYTES`; None in a checkpoint of another tool.
+    """
+
+    start: int
+    stop: int
+    file: str
+    offset: int
+    crcs: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """A tensor of a checkpoint.
+
+    Args:
+        dtype: as torch names it, without "torch.".
+        shape: of the whole tensor.
+        chunks: cover it exactly, in order.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All of a checkpoint but its data.
+
+    Args:
+        step: optimizer steps done.
+        serial: numbers the checkpoints of a directory in the order in which they were made.
+        tensors: by name.
+        state: what is not a tensor, as JSON has it.
+        about: strategy, mesh, versions: for people, and for messages.
+    """
+
+    step: int
+    serial: int
+    tensors: Mapping[str, TensorEntry]
+    state: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        files = sorted({chunk.file for entry in self.tensors.values() for chunk in entry.chunks})
+        number = {file: index for index, file in enumerate(files)}
+        tensors = {
+            name: [
+                entry.dtype,
+                entry.shape,
+                [[c.start, c.stop, number[c.file], c.offset, c.crcs] for c in entry.chunks],
+            ]
+            for name, entry in self.tensors.items()
+        }
+        content = {"about": self.about, "state": self.state, "files": files, "tensors": tensors}
+        body = json.dumps(content, separators=(",", ":")).encode()
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "serial": self.serial,
+            "bytes": len(body),
+            "sha256": hashlib.sha256(body).hexdigest(),
+        }
+        return json.dumps(head).encode() + b"\n" + body + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Self:
+        """Reads what `to_bytes` wrote.
+
+        Args:
+            data: the file's content.
+            where: the file's name, for messages.
+
+        Raises:
+            DamagedError: the bytes are not those that were written.
+            CheckpointError: not of a version that this zeromesh reads.
+        """
+        head = read_head(data, where)
+        body = data[data.index(b"\n") + 1 :].removesuffix(b"\n")
+        if len(body) != head["bytes"] or hashlib.sha256(body).hexdigest() != head["sha256"]:
+            raise DamagedError(
+                f"{where} is damaged: its content must be {head['bytes']} bytes with SHA-256 {head['sha256'][:12]}..., "
+                f"got {len(body)} bytes with {hashlib.sha256(body).hexdigest()[:12]}..."
+            )
+        try:
+            content = json.loads(body)
+            return cls(
+                step=head["step"],
+                serial=head["serial"],
+                tensors={name: _entry(content["files"], *row) for name, row in content["tensors"].items()},
+                state=content["state"],
+                about=content["about"],
+            )
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"{where} does not have the structure of a manifest: {error!r}") from error
+
+
+def read_head(data: bytes, where: str) -> dict[str, Any]:
+    """The first line of a manifest.
+
+    Raises:
+        DamagedError: it is not one.
+        CheckpointError: it is of a version that this zeromesh cannot read.
+    """
+    try:
+        head = json.loads(data.partition(b"\n")[0])
+        if head["format"] != FORMAT:
+            raise ValueError(f"format {head['format']!r}")
+        version = head["version"]
+        complete = all(isinstance(head[key], int) and head[key] >= 0 for key in ("step", "serial", "bytes"))
+        if not complete or not isinstance(head["sha256"], str):
+            raise ValueError("step, serial, bytes and sha256 are not all there")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{where} is damaged: its first line is not that of a {FORMAT} ({error!r})") from error
+    if version != VERSION:
+        raise CheckpointError(f"{where} has version {version} of the format, this zeromesh reads version {VERSION}")
+    return dict(head)
+
+
+def _entry(files: list[str], dtype: str, shape: list[int], rows: list[list[Any]]) -> TensorEntry:
+    numbers = [*shape, *(number for row in rows for number in (*row[:4], *row[4]))]
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise ValueError("sizes and places must be whole numbers, zero or more")
+    if not all(_FILE.fullmatch(file) for file in files):
+        raise ValueError("data files must lie in the checkpoint's own directory")
+    chunks = tuple(
+        Chunk(start=start, stop=stop, file=files[number], offset=offset, crcs=tuple(crcs))
+        for start, stop, number, offset, crcs in rows
+    )
+    return TensorEntry(dtype=dtype, shape=tuple(shape), chunks=chunks)
+
+
+def check_cover(name: str, entry: TensorEntry, where: str) -> None:
+    """Raises DamagedError unless the chunks are all of the tensor, each element once."""
+    at = 0
+    for chunk in entry.chunks:
+        if chunk.start != at or chunk.stop <= chunk.start:
+            raise DamagedError(f"{where}: {name} must be covered from element {at}; got {chunk.start}..{chunk.stop}")
+        at = chunk.stop
+    if at != entry.numel:
+        raise DamagedError(f"{where}: {name} has {entry.numel} elements; the files hold the first {at}")

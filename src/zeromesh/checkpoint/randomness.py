@@ -1,0 +1,72 @@
+"""The states of a rank's random number generators as tensors, one set a rank."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeromesh.checkpoint.piece import Piece, whole
+
+PREFIX = "rng."
+
+
+def random_pieces(rank: int) -> list[Piece]:
+    """Of torch on the CPU and on this rank's device, of Python and of numpy."""
+    states = {"torch": torch.get_rng_state(), "python": _python(), "numpy": _numpy()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return [whole(f"{PREFIX}{rank}.{key}", value) for key, value in states.items()]
+
+
+def empty_pieces(rank: int, shapes: dict[str, tuple[int, ...]]) -> list[Piece]:
+    """To read this rank's states into.
+
+    Args:
+        rank: this one.
+        shapes: of the tensors of a checkpoint, by name.
+    """
+    mine = f"{PREFIX}{rank}."
+    dtypes = {"python": torch.int64, "numpy": torch.int64}
+    names = [name for name in shapes if name.startswith(mine)]
+    tensors = {n: torch.empty(shapes[n], dtype=dtypes.get(n.removeprefix(mine), torch.uint8)) for n in names}
+    return [whole(name, tensor) for name, tensor in tensors.items()]
+
+
+def restore_random(pieces: Iterable[Piece]) -> None:
+    """Sets the generators to what `random_pieces` returned on a rank."""
+    states = {piece.name.rpartition(".")[2]: piece.local for piece in pieces}
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "python" in states:
+        *words, has_gauss, gauss = states["python"].tolist()
+        random.setstate((3, tuple(words), _float(gauss) if has_gauss else None))
+    if "numpy" in states:
+        *key, position, has, cached = states["numpy"].tolist()
+        np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has, _float(cached)))
+
+
+def _python() -> Tensor:
+    _, words, gauss = random.getstate()
+    return torch.tensor([*words, gauss is not None, _bits(gauss or 0.0)], dtype=torch.int64)
+
+
+def _numpy() -> Tensor:
+    _, key, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return torch.tensor([*map(int, key), position, has_gauss, _bits(float(cached))], dtype=torch.int64)
+
+
+def _bits(value: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def _float(bits: int) -> float:
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value

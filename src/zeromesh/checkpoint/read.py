@@ -1,0 +1,146 @@
+"""Ranges of tensors out of a checkpoint, every byte verified before it is used."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from zeromesh.checkpoint.container import DTYPES
+from zeromesh.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Chunk, DamagedError, Manifest, TensorEntry, check_cover
+from zeromesh.checkpoint.piece import Piece
+from zeromesh.checkpoint.storage import Source, Storage
+from zeromesh.errors import CheckpointError
+
+
+class Reader:
+    """Reads tensors of one checkpoint; a context that closes its files.
+
+    Args:
+        storage: where it lies.
+        directory: its name there.
+        manifest: its manifest.
+    """
+
+    def __init__(self, storage: Storage, directory: str, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._storage = storage
+        self._directory = directory
+        self._sources: dict[str, Source] = {}
+        self._scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+
+    @property
+    def where(self) -> str:
+        return self._storage.where(self._directory)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for source in self._sources.values():
+            source.close()
+        self._sources.clear()
+
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        """Fills each piece's memory with its range of the tensor of its name, converted to its dtype and device.
+
+        Raises:
+            DamagedError: a file is missing, too short, or its content is not what was written.
+        """
+        for piece in pieces:
+            entry = self.manifest.tensors[piece.name]
+            check_cover(piece.name, entry, self.where)
+            if entry.dtype not in DTYPES:
+                raise CheckpointError(f"{self.where}: {piece.name} has dtype {entry.dtype}, which is not supported")
+            starts = [chunk.start for chunk in entry.chunks]
+            first = max(0, bisect_right(starts, piece.start) - 1)
+            for chunk in entry.chunks[first:]:
+                start, stop = max(chunk.start, piece.start), min(chunk.stop, piece.stop)
+                if chunk.start >= piece.stop:
+                    break
+                if start < stop:
+                    target = piece.local[start - piece.start : stop - piece.start]
+                    self._copy(piece.name, entry, chunk, start - chunk.start, target)
+
+    def _copy(self, name: str, entry: TensorEntry, chunk: Chunk, first: int, target: Tensor) -> None:
+        """Elements of a chunk from `first` on, block by block."""
+        dtype = DTYPES[entry.dtype]
+        per_block = BLOCK_BYTES // dtype.itemsize
+        last = first + target.numel()
+        for block in range(first // per_block, -(-last // per_block)):
+            start = block * per_block
+            values = self._block(name, chunk, block, dtype)
+            low, high = max(first, start), min(last, start + values.numel())
+            target[low - first : high - first].copy_(values[low - start : high - start])
+
+    def _block(self, name: str, chunk: Chunk, block: int, dtype: torch.dtype) -> Tensor:
+        begin = block * BLOCK_BYTES
+        length = min(BLOCK_BYTES, (chunk.stop - chunk.start) * dtype.itemsize - begin)
+        view = memoryview(self._scratch.numpy())[:length]  # type: ignore[arg-type]  # numpy's stubs
+        found = self._source(chunk.file).read_into(chunk.offset + begin, view)
+        file = self._storage.where(self._directory, chunk.file)
+        if found < length:
+            raise DamagedError(
+                f"{file} is too short: {name} needs bytes up to {chunk.offset + begin + length}, "
+                f"the file ends at {chunk.offset + begin + found}"
+            )
+        if chunk.crcs is not None:
+            if block >= len(chunk.crcs):
+                raise DamagedError(f"{file}: the manifest has no checksum for block {block} of {name}")
+            crc = crc32(view, chunk.crcs[block - 1] if block else 0)
+            if crc != chunk.crcs[block]:
+                raise DamagedError(
+                    f"{file} is damaged: {length} bytes of {name} at {chunk.offset + begin} must have CRC-32 "
+                    f"{chunk.crcs[block]:#010x}; got {crc:#010x}"
+                )
+        return self._scratch[:length].view(dtype)
+
+    def _source(self, file: str) -> Source:
+        if file not in self._sources:
+            try:
+                self._sources[file] = self._storage.open(self._directory, file)
+            except OSError as error:
+                name = self._storage.where(self._directory, file)
+                raise DamagedError(f"{name} cannot be read: {error.strerror or error}") from error
+        return self._sources[file]
+
+
+def require_match(where: str, entries: Mapping[str, TensorEntry], wanted: Sequence[Piece], prefix: str) -> None:
+    """Raises CheckpointError, naming what differs, unless the tensors under `prefix` are those that are wanted."""
+    shapes = {piece.name: piece.shape for piece in wanted}
+    found = {name: entry.shape for name, entry in entries.items() if name.startswith(prefix)}
+    lines = [f"{n.removeprefix(prefix)}: in the model, not in the checkpoint" for n in shapes if n not in found]
+    lines += [f"{n.removeprefix(prefix)}: in the checkpoint, not in the model" for n in found if n not in shapes]
+    lines += [
+        f"{name.removeprefix(prefix)}: shape {shape} in the model, {found[name]} in the checkpoint"
+        for name, shape in shapes.items()
+        if name in found and found[name] != shape
+    ]
+    if lines:
+        more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
+        raise CheckpointError(
+            f"{where} is a checkpoint of another model; {len(lines)} of its tensors differ:\n  "
+            + "\n  ".join(lines[:10])
+            + more
+        )
+
+
+def read_manifest(storage: Storage, directory: str) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        DamagedError: it is not there, or damaged.
+    """
+    where = storage.where(directory, MANIFEST)
+    try:
+        data = storage.read(directory, MANIFEST)
+    except OSError as error:
+        raise DamagedError(f"{where} cannot be read: {error.strerror or error}") from error
+    return Manifest.from_bytes(data, where)

@@ -1,0 +1,216 @@
+"""Saves checkpoints: copies to host memory, then writes in the background.
+
+::
+
+    every rank   copy its share to host memory          the caller waits for this
+    rank 0       make .saving-step-00000020             from here on in a thread
+    every rank   write __<rank>_0.distcp, sync it
+    rank 0       write .metadata and manifest.json, sync, rename to step-00000020
+    rank 0       delete what retention does not keep
+
+A rank that fails tells the others; then rank 0 deletes what was written, and all of them raise the same error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zeromesh.checkpoint.dcp import METADATA, write_metadata
+from zeromesh.checkpoint.directory import SAVING, clear_leftovers, free_name, list_checkpoints, superfluous
+from zeromesh.checkpoint.manifest import MANIFEST, Manifest
+from zeromesh.checkpoint.peers import Peers
+from zeromesh.checkpoint.piece import Piece, Staging
+from zeromesh.checkpoint.storage import Storage
+from zeromesh.checkpoint.write import Written, entries_of, write_file
+from zeromesh.errors import CheckpointError
+
+LOCK_WAIT_S = 10.0
+"""A job that is restarted may find its predecessor still ending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What is to be saved.
+
+    Args:
+        step: optimizer steps done.
+        pieces: what this rank writes; all ranks' together cover every tensor once.
+        empty: tensors without elements; the same on all ranks.
+        state: what is not a tensor, for `Manifest.state`; rank 0's is taken.
+        about: for `Manifest.about`; rank 0's.
+        objects: for readers other than zeromesh; rank 0's.
+        aliases: further names, for readers other than zeromesh, with the tensor's own.
+    """
+
+    step: int
+    pieces: Sequence[Piece]
+    empty: Sequence[Piece] = ()
+    state: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+class Saver:
+    """Writes the checkpoints of one run to one directory, which it locks. Made, used and closed by all ranks.
+
+    Args:
+        storage: the directory.
+        peers: all ranks.
+        keep: newest checkpoints to keep.
+        keep_every: checkpoints of steps that this divides are kept for good; 0 keeps none.
+        lock_wait_s: how long to wait for another job to leave the directory.
+
+    Raises:
+        CheckpointError: the directory cannot be written, or another job writes to it.
+    """
+
+    def __init__(
+        self, storage: Storage, peers: Peers, *, keep: int, keep_every: int = 0, lock_wait_s: float = LOCK_WAIT_S
+    ) -> None:
+        self.storage = storage
+        self.peers = peers
+        self._keep = keep
+        self._keep_every = keep_every
+        self._staging = Staging()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeromesh-checkpoint")
+        self._pending: Future[str] | None = None
+        problem = ""
+        if peers.rank == 0:
+            try:
+                storage.lock(lock_wait_s)
+                clear_leftovers(storage)
+            except CheckpointError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = _cannot(storage.where(), error)
+        problem = peers.broadcast(problem)
+        if problem:
+            raise CheckpointError(problem)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that is held for copies."""
+        return self._staging.num_bytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written on this rank."""
+        return self._pending is not None and not self._pending.done()
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Copies the snapshot and returns; it is written in the background. Waits first for the save before.
+
+        Raises:
+            CheckpointError: the save before failed.
+        """
+        self.wait()
+        copies = self._staging.copy(snapshot.pieces)
+        self._pending = self._thread.submit(self._write, snapshot, copies)
+
+    def wait(self) -> str | None:
+        """Waits for the save in progress; the full name of its checkpoint, None where there was none.
+
+        Raises:
+            CheckpointError: it failed, on all ranks.
+        """
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()
+
+    def close(self) -> None:
+        """Waits, and leaves the directory to others."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self.storage.unlock()
+
+    def _write(self, snapshot: Snapshot, copies: Sequence[Piece]) -> str:
+        storage, peers = self.storage, self.peers
+        name, directory, serial, problem = peers.broadcast(self._begin(snapshot.step))
+        if not problem:
+            written, problem = self._write_own(directory, copies)
+            gathered = peers.gather((written, problem))
+            if gathered is not None:
+                problem = next((problem for _, problem in gathered if problem), "")
+                rows = [row for written, _ in gathered for row in written]
+                problem = problem or self._finish(snapshot, name, directory, serial, rows)
+                if problem:
+                    self._discard(directory)
+            problem = peers.broadcast(problem)
+        if problem:
+            raise CheckpointError(f"the checkpoint of step {snapshot.step} was not saved: {problem}")
+        return storage.where(name)
+
+    def _begin(self, step: int) -> tuple[str, str, int, str]:
+        """Rank 0 makes the directory: (final name, name while it is written, serial, what went wrong)."""
+        if self.peers.rank != 0:
+            return "", "", 0, ""
+        try:
+            taken = self.storage.names()
+            name = free_name(step, taken)
+            directory = f"{SAVING}{name}-{os.getpid()}" if self.storage.renames else name
+            self.storage.make(directory)
+            return name, directory, list_checkpoints(self.storage).next_serial, ""
+        except OSError as error:
+            return "", "", 0, _cannot(self.storage.where(), error)
+
+    def _write_own(self, directory: str, copies: Sequence[Piece]) -> tuple[list[Written], str]:
+        file = f"__{self.peers.rank}_0.distcp"
+        if not copies:
+            return [], ""
+        try:
+            return write_file(self.storage, directory, file, copies), ""
+        except OSError as error:
+            return [], _cannot(self.storage.where(directory, file), error)
+
+    def _finish(self, snapshot: Snapshot, name: str, directory: str, serial: int, rows: Sequence[Written]) -> str:
+        """Rank 0 makes the checkpoint visible; what went wrong."""
+        storage = self.storage
+        manifest = Manifest(
+            step=snapshot.step,
+            serial=serial,
+            tensors=entries_of(rows, snapshot.empty),
+            state=snapshot.state,
+            about=snapshot.about,
+        )
+        file = METADATA
+        try:
+            write_metadata(
+                storage, directory, [*rows, *_aliased(rows, snapshot.aliases)], snapshot.empty, snapshot.objects
+            )
+            file = MANIFEST
+            with storage.create(directory, MANIFEST) as stream:
+                stream.write(manifest.to_bytes())
+            if storage.renames:
+                storage.publish(directory, name)
+        except OSError as error:
+            return _cannot(storage.where(directory, file), error)
+        self._retire()
+        return ""
+
+    def _discard(self, directory: str) -> None:
+        # Where the disk is gone too, the next job deletes it.
+        with suppress(OSError):
+            self.storage.remove(directory)
+
+    def _retire(self) -> None:
+        # The checkpoint itself is complete; what cannot be deleted now is tried again with the next one.
+        with suppress(OSError):
+            complete = list_checkpoints(self.storage).complete
+            for found in superfluous(complete, keep=self._keep, keep_every=self._keep_every):
+                self.storage.remove(found.name)
+
+
+def _aliased(rows: Sequence[Written], aliases: Mapping[str, str]) -> list[Written]:
+    """The rows of tied tensors once more under each further name: the same bytes."""
+    return [replace(row, name=alias) for alias, name in aliases.items() for row in rows if row.name == name]
+
+
+def _cannot(where: str, error: OSError) -> str:
+    return f"cannot write {where}: {error.strerror or error}"

@@ -1,0 +1,108 @@
+"""One rank's data file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+
+from zeromesh.checkpoint.boxes import boxes_of
+from zeromesh.checkpoint.container import DTYPES, MAX_ITEM_BYTES, Container
+from zeromesh.checkpoint.manifest import BLOCK_BYTES, Chunk, TensorEntry
+from zeromesh.checkpoint.piece import Piece
+from zeromesh.checkpoint.storage import Storage
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A box of a tensor, as a rank has written it.
+
+    Args:
+        name, dtype, shape: of the tensor.
+        offsets, sizes: of the box.
+        chunk: the same as a range, and where it is.
+        position, length: of the zip around it in the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    chunk: Chunk
+    position: int
+    length: int
+
+
+def write_file(storage: Storage, directory: str, file: str, pieces: Sequence[Piece]) -> list[Written]:
+    """Writes the pieces, in host memory, box by box.
+
+    Raises:
+        OSError: as the file system has it.
+    """
+    written: list[Written] = []
+    with storage.create(directory, file) as stream:
+        position = 0
+        for piece in pieces:
+            for start, stop in _cuts(piece):
+                for box in boxes_of(piece.shape, start, stop):
+                    data = piece.part(box.start, box.stop).local
+                    container = Container(dtype=data.dtype, sizes=box.sizes, position=position)
+                    content = memoryview(data.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs
+                    crcs = _running_crcs(content)
+                    tail = container.tail(crcs[-1], len(content))
+                    for part in (container.head, content, tail):
+                        stream.write(part)
+                    length = len(container.head) + len(content) + len(tail)
+                    chunk = Chunk(start=box.start, stop=box.stop, file=file, offset=container.data_offset, crcs=crcs)
+                    written.append(
+                        Written(
+                            name=piece.name,
+                            dtype=DTYPE_NAMES[data.dtype],
+                            shape=piece.shape,
+                            offsets=box.offsets,
+                            sizes=box.sizes,
+                            chunk=chunk,
+                            position=position,
+                            length=length,
+                        )
+                    )
+                    position += length
+    return written
+
+
+def _cuts(piece: Piece) -> Iterator[tuple[int, int]]:
+    step = MAX_ITEM_BYTES // piece.local.itemsize
+    for start in range(piece.start, piece.stop, step):
+        yield start, min(start + step, piece.stop)
+
+
+def _running_crcs(content: memoryview) -> tuple[int, ...]:
+    crcs, crc = [], 0
+    for start in range(0, len(content), BLOCK_BYTES):
+        crc = crc32(content[start : start + BLOCK_BYTES], crc)
+        crcs.append(crc)
+    return tuple(crcs)
+
+
+def entries_of(written: Iterable[Written], empty: Iterable[Piece] = ()) -> dict[str, TensorEntry]:
+    """What all ranks have written, by tensor.
+
+    Args:
+        written: by all ranks.
+        empty: pieces of tensors without elements, of which nothing is written.
+    """
+    rows: dict[str, list[Written]] = {}
+    for row in written:
+        rows.setdefault(row.name, []).append(row)
+    entries = {}
+    for name, found in rows.items():
+        chunks = tuple(sorted((row.chunk for row in found), key=lambda chunk: chunk.start))
+        entries[name] = TensorEntry(dtype=found[0].dtype, shape=found[0].shape, chunks=chunks)
+    for piece in empty:
+        entries.setdefault(piece.name, TensorEntry(dtype=DTYPE_NAMES[piece.local.dtype], shape=piece.shape, chunks=()))
+    return entries

@@ -1,0 +1,241 @@
+"""Checkpoints of a sharded model and its optimizers: what users and the training loop call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
+from zeromesh.checkpoint.peers import Peers
+from zeromesh.checkpoint.plain import from_plain, to_plain
+from zeromesh.checkpoint.randomness import empty_pieces, random_pieces, restore_random
+from zeromesh.checkpoint.read import Reader
+from zeromesh.checkpoint.saver import LOCK_WAIT_S, Saver, Snapshot
+from zeromesh.checkpoint.storage import open_storage
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.pieces import (
+    STATE,
+    aliases_of,
+    collect,
+    describe_groups,
+    groups_for_torch,
+    restore_groups,
+    restore_model,
+    restore_optimizers,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What `Checkpoints.load` found.
+
+    Args:
+        where: the checkpoint's full name.
+        step: optimizer steps done; 0 for a checkpoint of another tool.
+        state: what was given to `save` beside model and optimizers.
+        has_optimizer: whether it held optimizer states.
+    """
+
+    where: str
+    step: int
+    state: dict[str, Any]
+    has_optimizer: bool
+
+
+class Checkpoints:
+    """The checkpoints of one run. All ranks of the mesh make it, and call its methods together.
+
+    A checkpoint loads under any strategy and on any number of ranks. It is complete or invisible: a kill at any moment
+    leaves the one before. Its directory can be read by torch.distributed.checkpoint.
+
+    Args:
+        directory: where they lie: a path that all ranks see, or a URL that fsspec knows.
+        model: sharded.
+        optimizers: one or several, made from the model's parameters.
+        keep: newest checkpoints to keep.
+        keep_every: checkpoints of steps that this divides are kept for good; 0 keeps none.
+        lock_wait_s: how long to wait for another job that saves to the same directory.
+
+    Raises:
+        ModelError: the model is not sharded.
+
+    Example:
+        >>> checkpoints = Checkpoints("run/checkpoints", model, optimizer)  # doctest: +SKIP
+        >>> found = checkpoints.load("auto")  # doctest: +SKIP
+        >>> checkpoints.save(step, {"scheduler": scheduler.state_dict()})  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        model: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer] = (),
+        *,
+        keep: int = 2,
+        keep_every: int = 0,
+        lock_wait_s: float = LOCK_WAIT_S,
+    ) -> None:
+        self._engine: Engine = engine_of(model)
+        self._model = model
+        self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self._storage = open_storage(directory)
+        self._peers = _peers(self._engine)
+        self._options = {"keep": keep, "keep_every": keep_every}
+        self._lock_wait_s = lock_wait_s
+        self._saver: Saver | None = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that copies take on this rank."""
+        return self._saver.staging_bytes if self._saver else 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._saver is not None and self._saver.busy
+
+    def open(self) -> None:
+        """Locks the directory for saving; the first `save` does it where this has not.
+
+        Raises:
+            CheckpointError: it cannot be written, or another job saves to it.
+        """
+        if self._saver is None:
+            self._saver = Saver(self._storage, self._peers, **self._options, lock_wait_s=self._lock_wait_s)
+
+    def save(self, step: int, state: Mapping[str, Any] | None = None) -> None:
+        """Copies everything to host memory and returns; the copy is written in the background.
+
+        Saves parameters, buffers, optimizer states and options, and the ranks' random states.
+
+        Args:
+            step: optimizer steps done; names the checkpoint.
+            state: anything made of numbers, text, lists, tuples and dicts, such as the `state_dict()` of a scheduler or
+                a GradScaler. Rank 0's is taken.
+
+        Raises:
+            CheckpointError: the save before failed, or something cannot be saved.
+        """
+        self.open()
+        assert self._saver is not None
+        engine = self._engine
+        engine.interpreter.quiesce()
+        collected = collect(self._model, engine, self._optimizers)
+        collected.pieces += random_pieces(engine.control.rank)
+        plain = {"user": to_plain(state or {}, "state"), "groups": describe_groups(self._optimizers)}
+        snapshot = Snapshot(
+            step=step,
+            pieces=collected.pieces,
+            empty=collected.empty,
+            state=plain,
+            about=_about(engine),
+            objects={**groups_for_torch(self._optimizers), "step": step},
+            aliases=aliases_of(engine),
+        )
+        self._saver.save(snapshot)
+
+    def wait(self) -> str | None:
+        """Waits until what was saved last is complete; its full name, None where nothing was being written.
+
+        Raises:
+            CheckpointError: it could not be written, on all ranks.
+        """
+        return self._saver.wait() if self._saver else None
+
+    def load(
+        self, which: str | os.PathLike[str] = "auto", *, optimizer_options: bool = True, random_states: bool = True
+    ) -> Restored | None:
+        """Fills model and optimizers from a checkpoint.
+
+        Args:
+            which: "auto" is the newest complete one in the directory; else the path of a checkpoint, of zeromesh's or
+                of torch.distributed.checkpoint's, or of a directory of zeromesh's.
+            optimizer_options: also take learning rates and the like from it, as torch's `load_state_dict` does.
+            random_states: also set the random number generators, where the number of ranks is the same.
+
+        Returns:
+            None where "auto" found none.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged (with "auto": all of them are), or of another model.
+        """
+        self.wait()
+
+        def restore(reader: Reader) -> None:
+            restore_model(self._model, self._engine, reader)
+            restore_optimizers(self._engine, self._optimizers, reader)
+            described = reader.manifest.state.get("groups", [])
+            if optimizer_options:
+                restore_groups(self._optimizers, described)
+            if random_states and reader.manifest.about.get("world") == self._engine.control.size:
+                _restore_random(self._engine.control.rank, reader)
+            found.append(any(name.startswith(STATE) for name in reader.manifest.tensors))
+
+        found: list[bool] = []
+        loaded: Loaded | None
+        if which == "auto":
+            loaded = load_newest(self._storage, self._peers, restore)
+        else:
+            loaded = load_path(which, self._peers, restore)
+        if loaded is None:
+            return None
+        state = from_plain(loaded.state.get("user", {}))
+        return Restored(where=loaded.where, step=loaded.step, state=state, has_optimizer=found[-1])
+
+    def close(self) -> None:
+        """Waits, unlocks the directory and frees the copies."""
+        try:
+            if self._saver:
+                self._saver.close()
+        finally:
+            self._saver = None
+            if self._peers.group is not None:
+                dist.destroy_process_group(self._peers.group)
+                self._peers = Peers()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _peers(engine: Engine) -> Peers:
+    """All ranks of the mesh in a group of their own: a background thread talks on it, beside the training's."""
+    control = engine.control
+    if control.group is None:
+        return Peers()
+    ranks = dist.get_process_group_ranks(control.group)
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return Peers(group=group, rank=control.rank, size=control.size)
+
+
+def _about(engine: Engine) -> dict[str, Any]:
+    from zeromesh import __version__
+
+    layout = engine.schedule.layout
+    return {
+        "strategy": str(layout.strategy),
+        "mesh": {name: size for name, size in reversed(layout.mesh)},
+        "world": engine.control.size,
+        "zeromesh": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def _restore_random(rank: int, reader: Reader) -> None:
+    shapes = {name: entry.shape for name, entry in reader.manifest.tensors.items()}
+    pieces = empty_pieces(rank, shapes)
+    reader.fill(pieces)
+    restore_random(pieces)

@@ -1,0 +1,108 @@
+"""A checkpoint of any strategy and world loads under any other, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dist.checkpoint.models import Mesh, assemble, make, require_equal, slices, train
+from tests.dist.pool import Pool
+from zeromesh.engine.checkpoint import Checkpoints
+
+ONE: Mesh = (("cluster", 1), ("node", 1))
+TWO: Mesh = (("cluster", 1), ("node", 2))
+THREE: Mesh = (("cluster", 3), ("node", 1))
+FOUR: Mesh = (("cluster", 2), ("node", 2))
+SIX: Mesh = (("cluster", 3), ("node", 2))
+STRATEGIES = (
+    "node=0,cluster=0",
+    "node=1,cluster=0",
+    "node=2,cluster=2",
+    "node=3,cluster=3",
+    "node=3,cluster=0",
+    "node=3,cluster=1",
+    "node=3,cluster=3k",
+    "node=0,cluster=3",
+)
+LAYOUTS = [ONE, TWO, THREE, FOUR, SIX]
+
+
+def layouts() -> list[tuple[Mesh, str]]:
+    """Eight strategies, each on the worlds in turn, in an order that pairs them all with others."""
+    pairs = list(itertools.product(LAYOUTS, STRATEGIES))
+    random.Random(7).shuffle(pairs)
+    return pairs
+
+
+def save(directory: Path, mesh: Mesh, strategy: str):
+    """Two steps, saved; what each rank held."""
+    model, optimizer = make(mesh, strategy)
+    train(model, optimizer, 2)
+    with Checkpoints(directory, model, optimizer) as checkpoints:
+        checkpoints.save(2, {"scheduler": {"last": (1, 2)}})
+        held = slices(model, optimizer)
+        train(model, optimizer, 1, first=2)  # what is written is the copy, whatever training does meanwhile
+    return held
+
+
+def load(directory: Path, mesh: Mesh, strategy: str):
+    """Into another model's values; what each rank holds then, and whether it can go on."""
+    model, optimizer = make(mesh, strategy, seed=1)
+    with Checkpoints(directory, model, optimizer) as checkpoints:
+        restored = checkpoints.load("auto")
+    assert restored is not None and restored.step == 2 and restored.has_optimizer
+    assert restored.state == {"scheduler": {"last": (1, 2)}}
+    held = slices(model, optimizer)
+    losses = train(model, optimizer, 1, first=2)
+    return held, losses
+
+
+def world(mesh: Mesh) -> int:
+    return mesh[0][1] * mesh[1][1]
+
+
+@pytest.mark.parametrize("number", range(len(STRATEGIES)))
+def test_any_layout_loads_under_any_other(pool: Pool, tmp_path: Path, number: int) -> None:
+    """Each saved layout is loaded under three others, so that all strategies and worlds take part on both sides."""
+    pairs = layouts()
+    mesh, strategy = pairs[5 * number]
+    expected = assemble(pool.run(world(mesh), save, tmp_path, mesh, strategy))
+    for other_mesh, other in pairs[5 * number + 1 : 5 * number + 4]:
+        found = pool.run(world(other_mesh), load, tmp_path, other_mesh, other)
+        require_equal(assemble([held for held, _ in found]), expected)
+
+
+def test_replicas_are_written_once_and_spread(pool: Pool, tmp_path: Path) -> None:
+    pool.run(4, save, tmp_path, FOUR, "node=3,cluster=0")
+    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("step-*/__*_0.distcp"))]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.5 * min(sizes)
+
+
+def same_strategy(directory: Path, mesh: Mesh, strategy: str) -> None:
+    model, optimizer = make(mesh, strategy)
+    train(model, optimizer, 2)
+    with Checkpoints(directory, model, optimizer) as checkpoints:
+        checkpoints.save(2)
+        random_before = torch.rand(3), random.random()
+        uninterrupted = train(model, optimizer, 3, first=2)
+        expected = slices(model, optimizer)
+        resumed_model, resumed_optimizer = make(mesh, strategy, seed=5)
+        checkpoints_again = Checkpoints(directory, resumed_model, resumed_optimizer)
+        checkpoints.wait()
+        restored = checkpoints_again.load()
+        assert restored is not None
+        assert torch.equal(torch.rand(3), random_before[0]) and random.random() == random_before[1]
+        assert train(resumed_model, resumed_optimizer, 3, first=2) == uninterrupted
+        found = slices(resumed_model, resumed_optimizer)
+        require_equal({name: local for name, _, _, local in found}, {name: local for name, _, _, local in expected})
+        checkpoints_again.close()
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=2"])
+def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    pool.run(4, same_strategy, tmp_path, FOUR, strategy)
