@@ -34,7 +34,9 @@ class UnitShards:
         used: by (buffer, parameter): whether it has had a gradient since the accumulator was empty.
         written: by (buffer, parameter): whether its part of the target holds something of this accumulation.
         fired: leaves whose gradients the running backward has computed.
+        waited: whether some of them are still on their leaves.
         apart: accumulators of a backward whose unit had been reduced before, by buffer.
+        homes: by (buffer, parameter): where the target collects its gradient.
     """
 
     name: str
@@ -42,8 +44,10 @@ class UnitShards:
     used: list[list[bool]] = field(init=False)
     written: list[list[bool]] = field(init=False)
     fired: int = 0
+    waited: bool = False
     target: Target | None = None
     apart: list[Tensor | None] = field(init=False)
+    homes: list[list[Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.used = self._flags()
@@ -60,6 +64,25 @@ class UnitShards:
     def forget(self) -> None:
         """The accumulator is empty."""
         self.used, self.written = self._flags(), self._flags()
+
+    def open(self, target: Target) -> None:
+        """A first gradient of a backward: the target holds nothing, unless it is the accumulator."""
+        self.target = target
+        if target is not Target.ACCUMULATOR:
+            self.written = self._flags()
+        if target is Target.APART:
+            self.apart = [None if b.grads is None else torch.zeros_like(b.grads) for b in self.buffers]
+        self.homes = [b.views(self.collected(index)) for index, b in enumerate(self.buffers)]
+
+    def collected(self, index: int) -> Tensor | None:
+        """The whole flat buffer in which the target collects; None for frozen parameters."""
+        buffer, apart = self.buffers[index], self.apart[index]
+        if not buffer.spec.trainable:
+            return None
+        home = {Target.SLOT: buffer.waiting, Target.APART: apart}.get(self.target or Target.WAIT, buffer.grads)
+        if home is None or home.numel() != buffer.padded:
+            raise InternalError(f"unit {self.name!r} collects gradients in {self.target}, which it does not have")
+        return home
 
 
 @dataclass(slots=True)
@@ -133,7 +156,7 @@ class DeviceBackend:
             for index, (buffer, chain) in enumerate(zip(shards.buffers, self._chains[unit].reduce, strict=True))
             if chain is not None
         ]
-        shards.target, shards.fired = None, 0
+        shards.target, shards.fired, shards.waited = None, 0, False
         shards.apart = [None] * len(shards.buffers)
 
         def run() -> None:
@@ -187,69 +210,51 @@ class DeviceBackend:
         """
         shards = self.units[unit]
         if target is Target.WAIT:
+            shards.waited = True
             return
         if shards.target is not target:
-            self._open(shards, target)
-        buffer = shards.buffers[index]
-        leaf = buffer.leaves[position]
+            shards.open(target)
+        leaf = shards.buffers[index].leaves[position]
         grad, leaf.grad = leaf.grad, None
-        if grad is None:
-            return
-        self._add(shards, index, position, grad)
+        if grad is not None:
+            self._add(shards, index, position, grad)
 
     def _add(self, shards: UnitShards, index: int, position: int, grad: Tensor) -> None:
         grad = grad.to_dense() if grad.is_sparse else grad
-        place = shards.buffers[index].places[position]
-        home = self._home(shards, index)[place.start : place.stop].view(place.shape)
-        written = shards.written[index][position]
+        home, written = shards.homes[index][position], shards.written[index]
         if self.weight == 0:
             # Not 0 * grad: a mean over no tokens is NaN.
-            if not written:
+            if not written[position]:
                 home.zero_()
-        elif written:
+        elif written[position]:
             home.add_(grad, alpha=1 if self.weight is None else self.weight)
         else:
             home.copy_(grad)
             if self.weight is not None:
                 home.mul_(self.weight)
-        shards.written[index][position] = shards.used[index][position] = True
-
-    def _home(self, shards: UnitShards, index: int) -> Tensor:
-        buffer, apart = shards.buffers[index], shards.apart[index]
-        if shards.target is Target.SLOT:
-            home = buffer.waiting
-        else:
-            home = apart if shards.target is Target.APART else buffer.grads
-        if home is None:
-            raise InternalError(f"unit {shards.name!r} collects gradients into {shards.target}, which it does not have")
-        return home
-
-    def _open(self, shards: UnitShards, target: Target) -> None:
-        """A first gradient of this backward: the target holds nothing, unless it is the accumulator."""
-        shards.target = target
-        if target is Target.ACCUMULATOR:
-            return
-        shards.written = [[False] * len(flags) for flags in shards.written]
-        if target is Target.APART:
-            shards.apart = [None if b.grads is None else torch.zeros_like(b.grads) for b in shards.buffers]
+        written[position] = shards.used[index][position] = True
 
     def _collect_leftovers(self, shards: UnitShards, reduction: Reduction) -> None:
         """Before a reduction: gradients still on leaves, and zeros where there are none."""
         if shards.target is not reduction.target:
-            self._open(shards, reduction.target)
+            shards.open(reduction.target)
         for index, buffer in enumerate(shards.buffers):
-            if not buffer.spec.trainable:
+            home = shards.collected(index)
+            if home is None:
                 continue
-            home = self._home(shards, index)
-            for position, (place, leaf) in enumerate(zip(buffer.places, buffer.leaves, strict=True)):
-                grad, leaf.grad = leaf.grad, None
-                if grad is not None:
-                    self._add(shards, index, position, grad)
-                elif not shards.written[index][position]:
-                    home[place.start : place.stop].zero_()
-                    shards.written[index][position] = True
+            if shards.waited or not all(shards.written[index]):
+                self._sweep(shards, index)
             # The slot served longer units before; their remains must not reach the padding.
             home[buffer.spec.numel :].zero_()
+
+    def _sweep(self, shards: UnitShards, index: int) -> None:
+        for position, leaf in enumerate(shards.buffers[index].leaves):
+            grad, leaf.grad = leaf.grad, None
+            if grad is not None:
+                self._add(shards, index, position, grad)
+            elif not shards.written[index][position]:
+                shards.homes[index][position].zero_()
+                shards.written[index][position] = True
 
     def _reduce_job(
         self, buffer: FlatShards, chain: ReduceChain, apart: Tensor | None, reduction: Reduction

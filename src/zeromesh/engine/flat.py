@@ -62,6 +62,7 @@ class FlatShards:
     leaves: list[nn.Parameter] = field(default_factory=list)
     optimizer_params: list[ShardedParameter] = field(default_factory=list)
     optimizer_grads: list[ShardedGrad] = field(default_factory=list)
+    _views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def allocate(
@@ -140,6 +141,17 @@ class FlatShards:
         for place in self.places:
             view = seen[place.start : place.stop].view(place.shape)
             self.leaves.append(nn.Parameter(view, requires_grad=self.spec.trainable))
+
+    def views(self, whole: Tensor | None) -> list[Tensor]:
+        """Each parameter's part of `whole`, 1-D of `padded` elements, in its shape; made once for each buffer."""
+        if whole is None:
+            return []
+        views = self._views.get(whole.data_ptr())
+        if views is None:
+            views = [whole[place.start : place.stop].view(place.shape) for place in self.places]
+            if whole is self.waiting or whole is self.grads:
+                self._views[whole.data_ptr()] = views
+        return views
 
     def make_optimizer_params(self, **attributes: object) -> None:
         """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard)."""

@@ -91,9 +91,12 @@ class _Slice(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
-        kwargs = kwargs or {}
+        if name in ("__get__", "__set__"):  # attributes: most calls of a step by far
+            with torch._C.DisableTorchFunctionSubclass():
+                return _plain(func(*args))
         if name in _REFUSED:
             raise _refusal(name, args)
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if name in _NORMS:
                 return _norm(name, args, kwargs)
@@ -102,7 +105,7 @@ class _Slice(torch.Tensor):
                 _agree_on_found_inf(args)
             if name.endswith("_") and not name.endswith("__"):
                 _note_zeroed(args[0], name in _ZERO)
-        return _plain(result) if name in ("detach", "__get__", "clone", "to") else result
+        return _plain(result) if name in ("detach", "clone", "to") else result
 
 
 class ShardedParameter(_Slice, nn.Parameter):
