@@ -100,8 +100,9 @@ class Pool:
 
     def __init__(self) -> None:
         self._context = get_context("forkserver")
-        # Torch is imported once, by the server from which workers are forked.
-        self._context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", __name__])
+        # Imported once, by the server from which workers are forked. The first optimizer imports torch._dynamo, which
+        # takes seconds on each of them.
+        self._context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.device_mesh", __name__])
         self._workers: list[_Worker] = []
         self._directory = Path(tempfile.mkdtemp(prefix="zeromesh-pool-"))
         self._numbers = itertools.count()

@@ -1,0 +1,460 @@
+"""A small model with everything that is awkward to shard, plain training of it in one process, and their comparison.
+
+`check(strategy, case)` runs on every rank of a pool: it trains the model sharded, trains it plainly on the same global
+batch, and raises `Unequal` on all ranks alike if parameters, gradients, optimizer states, norms, padding or replicas
+differ by more than the case allows.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zeromesh as zm
+from tests.dist.pool import kept
+from zeromesh.comm import AxisGroup, make_groups
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.flat import FlatShards
+from zeromesh.strategy import Axis, Stage, Wire
+
+VOCABULARY, WIDTH, BATCH, SEQUENCE = 11, 7, 2, 5
+TIMEOUT_S = 55.0
+"""For whole batches of strategies; under the 60 s of a test."""
+
+
+class Unequal(AssertionError):
+    """Sharded and plain training differ."""
+
+
+class Block(nn.Module):
+    """Odd shapes: numel 1, numel 0, an unused parameter, a frozen part, two names of one weight, two dtypes."""
+
+    def __init__(self, hidden: int, norm_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH).to(norm_dtype)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mix_again = nn.Linear(WIDTH, WIDTH)
+        self.mix_again.weight = self.mix.weight
+        self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.unused = nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x.to(self.norm.weight.dtype)).to(x.dtype)
+        h = torch.tanh(self.mix_again(torch.tanh(self.mix(h))) + self.fixed(h))
+        return x + self.down(torch.tanh(self.up(h))) * self.gain + self.empty.sum()
+
+
+class Scale(nn.Module):
+    """A unit of one element: smaller than any world."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Net(nn.Module):
+    """Blocks of unequal sizes, one wholly frozen, a weight tied across two of them, and units of one element."""
+
+    def __init__(self, norm_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block(hidden, norm_dtype) for hidden in (9, 5, 9, 2))
+        self.scales = nn.ModuleList(Scale() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.layers[1].requires_grad_(False)
+        self.layers[2].down.weight = self.layers[0].down.weight  # type: ignore[union-attr]  # they are Blocks
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        for module in (*self.layers, *self.scales):
+            h = module(h)
+        logits: Tensor = self.head(self.norm(h))
+        return logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What to train and how exactly both trainings must agree.
+
+    Args:
+        optimizer: `sgd` (with momentum) or `adamw`.
+        precision: `fp64`: 1e-10 on every element. `fp32`, plain SGD: 8*eps*sqrt(summands) of fp64, normwise.
+            `bf16`: bf16 compute, fp32 on the wires, against the same on one process. `bf16-wire`: bf16 on all wires.
+        world: number of ranks.
+        weighted: unequal numbers of tokens on the ranks, one of them none.
+        evaluate: a forward without a backward between each last backward and the optimizer's step.
+        clip: norm to clip to; None does not.
+    """
+
+    optimizer: str = "adamw"
+    precision: str = "fp64"
+    world: int = 4
+    steps: int = 5
+    micro_batches: int = 3
+    weighted: bool = False
+    evaluate: bool = False
+    clip: float | None = 0.5
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.float32 if self.precision.startswith("bf16") else torch.float64
+
+    @property
+    def summands(self) -> int:
+        """Tokens in the global batch: each adds one term to each element of a gradient."""
+        return self.world * self.micro_batches * BATCH * SEQUENCE
+
+    def build(self) -> Net:
+        """The model before sharding, the same on every rank."""
+        torch.manual_seed(0)
+        net = Net()
+        for param in net.parameters():
+            torch.nn.init.normal_(param, mean=0.3 if param.dim() < 2 else 0.0, std=0.4)
+        if self.precision == "fp64":
+            net.double()
+            for block in net.layers:
+                block.norm.float()  # type: ignore[union-attr,operator]  # a second dtype in each unit
+        return net
+
+    def shard_options(self) -> dict[str, Any]:
+        if self.precision == "fp64":
+            return {"reduce_dtype": torch.float64, "grad_dtype": torch.float64, "master_dtype": torch.float64}
+        if self.precision == "fp32":
+            return {}
+        return {"param_dtype": torch.bfloat16} | (
+            {} if self.precision == "bf16-wire" else {"reduce_dtype": torch.float32}
+        )
+
+    def make_optimizer(self, params: Any) -> torch.optim.Optimizer:
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(params, lr=1e-2)
+        return torch.optim.SGD(params, lr=0.05, momentum=0.0 if self.precision == "fp32" else 0.9)
+
+
+def batch(case: Case, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor, int]:
+    """Tokens, targets (-100 where they do not count), and how many count; different for every rank."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    targets = tokens.roll(1, dims=1)
+    if case.weighted:
+        # From all ten tokens to none: the loss of none is NaN, and must not count.
+        count = (3 * rank + 5 * micro + step) % (BATCH * SEQUENCE + 1)
+        targets.view(-1)[count:] = -100
+        return tokens, targets, count
+    return tokens, targets, tokens.numel()
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = model(tokens).flatten(0, 1)
+    return nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What plain training shows of one step: gradients before the clip, the norm, and what the step leaves."""
+
+    grads: dict[str, Tensor | None]
+    norm: float
+    params: dict[str, Tensor]
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """Plain training, step by step.
+
+    Args:
+        terms: for each gradient of the first step, the sum of the magnitudes of what was added up.
+        states: of the optimizer at the end, by parameter and name.
+    """
+
+    steps: tuple[Step, ...]
+    terms: dict[str, Tensor]
+    states: dict[str, dict[str, Tensor]]
+
+
+@functools.cache
+def plain(case: Case) -> Plain:
+    """Trains in one process on every rank's batches in turn, with masters and sums in `case.wide`."""
+    model = case.build()
+    if case.precision == "fp32":
+        model.double()  # the truth that fp32 is held against
+    masters = {n: p.detach().to(case.wide, copy=True) for n, p in model.named_parameters() if p.requires_grad}
+    if case.precision.startswith("bf16"):
+        model.bfloat16()
+    optimizer = case.make_optimizer(list(masters.values()))
+    steps, terms = [], {name: torch.zeros_like(value) for name, value in masters.items()}
+    for step in range(case.steps):
+        _accumulate(model, masters, case, step, terms if step == 0 else None)
+        grads = {name: None if p.grad is None else p.grad.clone() for name, p in masters.items()}
+        loss = evaluate(model, case, 0)
+        norm = nn.utils.clip_grad_norm_(masters.values(), case.clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(masters.get(name, param))
+        steps.append(
+            Step(grads=grads, norm=float(norm), params={n: p.clone() for n, p in masters.items()}, loss=loss)
+        )
+    states = {
+        name: {key: value for key, value in optimizer.state[p].items() if value is not None and value.shape == p.shape}
+        for name, p in masters.items()
+        if p.dim()
+    }
+    return Plain(steps=tuple(steps), terms=terms, states=states)
+
+
+def _accumulate(
+    model: nn.Module, masters: dict[str, Tensor], case: Case, step: int, terms: dict[str, Tensor] | None
+) -> None:
+    batches = [batch(case, step, micro, rank) for micro in range(case.micro_batches) for rank in range(case.world)]
+    total = sum(count for *_, count in batches)
+    for tokens, targets, count in batches:
+        if not count:
+            continue
+        model.zero_grad()
+        # Divided before the backward, as the sharded training does it: fp32 parts then round alike.
+        (loss_of(model, tokens, targets) / (1 if case.weighted else case.micro_batches)).backward()
+        share = count / total if case.weighted else 1 / case.world
+        for name, param in model.named_parameters():
+            if param.grad is not None:
+                master, grad = masters[name], param.grad.to(case.wide) * share
+                master.grad = grad if master.grad is None else master.grad + grad
+                if terms is not None:
+                    terms[name] += grad.abs()
+
+
+def evaluate(model: nn.Module, case: Case, rank: int) -> float:
+    """The loss of a batch that nothing is trained on."""
+    tokens = batch(case, 99, 0, rank)[0]
+    model.eval()
+    with torch.no_grad():
+        loss = float(loss_of(model, tokens, tokens))
+    model.train()
+    return loss
+
+
+def _channels(mesh: DeviceMesh, axis: Axis) -> AxisGroup:
+    return make_groups(mesh, [axis])[axis.name]
+
+
+def reuse_groups(mesh: DeviceMesh, axes: Sequence[Axis]) -> dict[str, AxisGroup]:
+    """`make_groups` with communicators made once for each mesh and axis: a test shards hundreds of times, one model at
+    a time, and each communicator costs up to 100 ms."""
+    plain_axes = [replace(axis, stage=Stage.ZERO, wire=Wire()) for axis in axes if axis.size > 1]
+    return {axis.name: replace(kept(_channels, mesh, axis)) for axis in plain_axes}
+
+
+Sharded = tuple[Net, torch.optim.Optimizer]
+
+
+@contextmanager
+def sharded(strategy: str, case: Case, mesh: DeviceMesh) -> Iterator[Sharded]:
+    """The model of `case`, sharded, with its optimizer."""
+    with mock.patch("zeromesh.engine.build.make_groups", reuse_groups):
+        model = zm.shard(case.build(), mesh, strategy, **case.shard_options())
+    yield model, case.make_optimizer(model.parameters())
+    engine_of(model).interpreter.quiesce()
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    """A mesh with the shape given innermost first, made once: node, cluster, region."""
+    names = ("node", "cluster", "region")[: len(shape)]
+    return kept(init_device_mesh, "cpu", tuple(reversed(shape)), mesh_dim_names=tuple(reversed(names)))
+
+
+def backward(model: nn.Module, case: Case, step: int) -> None:
+    """All micro-batches of one step on this rank."""
+    for micro in range(case.micro_batches):
+        tokens, targets, count = batch(case, step, micro, dist.get_rank())
+        last = micro == case.micro_batches - 1
+        with zm.accumulate(model, last=last, weight=float(count) if case.weighted else None):
+            loss = loss_of(model, tokens, targets)
+            (loss if case.weighted else loss / case.micro_batches).backward()
+
+
+def check(strategy: str, case: Case, *shape: int, before_step: Callable[[], None] = lambda: None) -> None:
+    """Trains with `strategy` on a mesh of `shape` (innermost first) and compares: see the module.
+
+    Args:
+        strategy: as for `zm.shard`.
+        case: what to train.
+        shape: of the mesh, innermost first.
+        before_step: called between the comparison of gradients and the optimizer's step; for faults.
+    """
+    expected = plain(case)
+    with sharded(strategy, case, mesh_of(*shape)) as (model, optimizer):
+        comparison = Comparison(engine=engine_of(model), case=case, terms=expected.terms)
+        for step, record in enumerate(expected.steps):
+            backward(model, case, step)
+            comparison.gradients(step, record)
+            if case.evaluate:
+                comparison.number(f"loss after backward {step}", evaluate(model, case, 0), record.loss)
+            norm = float(zm.clip_grad_norm_(model, case.clip or math.inf))
+            comparison.number(f"norm {step}", norm, record.norm)
+            before_step()
+            optimizer.step()
+            optimizer.zero_grad()
+            comparison.parameters(step, record)
+        comparison.states(optimizer, expected.states)
+        comparison.padding()
+        comparison.replicas(optimizer)
+        comparison.finish(strategy)
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """Collects differences on this rank; `finish` raises on all ranks if there are any on one."""
+
+    engine: Engine
+    case: Case
+    terms: dict[str, Tensor]
+    found: list[str] = field(default_factory=list)
+
+    def number(self, what: str, got: float, expected: float) -> None:
+        tolerance = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-3, "bf16-wire": 5e-2}[self.case.precision]
+        if not abs(got - expected) <= tolerance * max(1.0, abs(expected)):
+            self.found.append(f"{what}: {got} instead of {expected}")
+
+    def gradients(self, step: int, record: Step) -> None:
+        params = list(self.engine.optimizer_params())
+        for param in params:
+            expected = record.grads.get(param.full_name)
+            if (param.grad is None) != (expected is None):
+                self.found.append(f"gradient {step} of {param.full_name}: {param.grad} instead of {expected}")
+        pairs = {
+            param.full_name: (param.grad.local, self._slice(param, record.grads[param.full_name]))  # type: ignore[attr-defined]
+            for param in params
+            if param.grad is not None and record.grads.get(param.full_name) is not None
+        }
+        if self.case.precision == "fp64" or step == 0:
+            self._compare(f"gradient {step}", pairs, record.grads)
+
+    def parameters(self, step: int, record: Step) -> None:
+        if self.case.precision.startswith("bf16"):
+            return  # one ulp in a master flips a bf16 rounding, which changes later gradients by a bf16 ulp
+        pairs = {
+            param.full_name: (param.local, self._slice(param, record.params[param.full_name]))
+            for param in self.engine.optimizer_params()
+            if param.requires_grad
+        }
+        self._compare(f"parameter {step}", pairs, record.params)
+
+    def states(self, optimizer: torch.optim.Optimizer, expected: dict[str, dict[str, Tensor]]) -> None:
+        if self.case.precision != "fp64":
+            return
+        for param in self.engine.optimizer_params():
+            for key, whole in expected.get(param.full_name, {}).items():
+                pair = {param.full_name: (optimizer.state[param][key], self._slice(param, whole))}
+                self._elementwise(key, pair)
+
+    def padding(self) -> None:
+        """Zeros in every shard: what lies there would leak into the next gather or reduction."""
+        for unit in self.engine.units:
+            for buffer in unit.buffers:
+                for kind, tensor in _padding(buffer):
+                    if tensor.any() or tensor.isnan().any():
+                        self.found.append(f"padding of {kind} of unit {unit.name!r}: {tensor.tolist()}")
+
+    def replicas(self, optimizer: torch.optim.Optimizer) -> None:
+        """Every rank that holds a slice holds the same bits of it."""
+        digests: list[Any] = [None] * self.case.world
+        dist.all_gather_object(digests, _digests(self.engine, optimizer))
+        first: dict[Any, str] = {}
+        for digest in digests:
+            for key, value in digest.items():
+                if first.setdefault(key, value) != value:
+                    self.found.append(f"replicas of {key} differ")
+
+    def finish(self, strategy: str) -> None:
+        found: list[Any] = [None] * self.case.world
+        dist.all_gather_object(found, self.found)
+        lines = [f"rank {rank}: {line}" for rank, lines in enumerate(found) for line in lines]
+        if lines:
+            more = f"\n... and {len(lines) - 12} more" if len(lines) > 12 else ""
+            raise Unequal(f"{strategy}, {self.case}\n" + "\n".join(lines[:12]) + more)
+
+    def _slice(self, param: Any, whole: Tensor | None) -> Tensor:
+        assert whole is not None
+        return whole.detach().flatten()[param.flat_start : param.flat_start + param.local.numel()]
+
+    def _compare(self, what: str, pairs: dict[str, tuple[Tensor, Tensor]], whole: Any) -> None:
+        if self.case.precision == "fp64":
+            self._elementwise(what, pairs)
+        elif self.case.precision == "bf16-wire":
+            self._rounded(what, pairs)
+        else:
+            self._normwise(what, pairs, whole)
+
+    def _elementwise(self, what: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+        for name, (got, expected) in pairs.items():
+            error = float((got - expected).abs().max()) if got.numel() else 0.0
+            if not error <= 1e-10:
+                self.found.append(f"{what} of {name}: off by {error}")
+
+    def _normwise(self, what: str, pairs: dict[str, tuple[Tensor, Tensor]], whole: Any) -> None:
+        bound = 8 * torch.finfo(torch.float32).eps * math.sqrt(self.case.summands)
+        squares = torch.stack([(got.double() - e.double()).square().sum() for got, e in pairs.values()])
+        dist.all_reduce(squares)  # every element once for each of its replicas
+        layout = self.engine.schedule.layout
+        errors = (squares / layout.degree(layout.replica_axes)).sqrt().tolist()
+        for name, error in zip(pairs, errors, strict=True):
+            norm = float(torch.linalg.vector_norm(whole[name].double()))
+            if not error <= bound * norm:
+                self.found.append(f"{what} of {name}: off by {error / norm:.3g} of its norm; allowed {bound:.3g}")
+
+    def _rounded(self, what: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Each wire rounds partial sums to bf16: half an ulp, 2^-8, of at most the sum of the terms' magnitudes."""
+        roundings = 2 * len(self.engine.schedule.layout.axes) + 1
+        for param in self.engine.optimizer_params():
+            if param.full_name in pairs:
+                got, expected = pairs[param.full_name]
+                allowed = self._slice(param, self.terms[param.full_name]) * roundings * 2**-8
+                if not bool(((got - expected).abs() <= allowed + 1e-12).all()):
+                    self.found.append(f"{what} of {param.full_name}: off by more than {roundings} roundings")
+
+
+def _padding(buffer: FlatShards) -> Iterator[tuple[str, Tensor]]:
+    numel = buffer.spec.numel
+    held = {"params": (buffer.params, buffer.param_range), "full": (buffer.full, slice(0, buffer.padded))}
+    if buffer.master is not None and buffer.grads is not None:
+        held |= {"master": (buffer.master, buffer.state_range), "grads": (buffer.grads, buffer.grad_range)}
+    del held["full"]  # a slot: it may hold another unit by now
+    for kind, (tensor, where) in held.items():
+        yield kind, tensor[max(0, numel - where.start) :]
+
+
+def _digests(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[Any, str]:
+    digests = {}
+    for param in engine.optimizer_params():
+        where = (param.full_name, param.flat_start, param.local.numel())
+        digests[("value", *where)] = _digest(param.local)
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor):
+                digests[(key, *where)] = _digest(value)
+    return digests
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
