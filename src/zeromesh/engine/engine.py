@@ -133,7 +133,7 @@ class Engine:
     def pre_forward(self, unit: int) -> None:
         if torch._C._current_graph_task_id() == -1:
             if self.interpreter.in_backward:
-                self.interpreter.abort()  # the last backward raised, so its callback never came
+                self._abort()  # the last backward raised, so its callback never came
         else:
             self._enter_backward()
         self.interpreter.pre_forward(unit)
@@ -176,6 +176,10 @@ class Engine:
                     self._end_backward()
 
             torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    def _abort(self) -> None:
+        self._task = -1
+        self.interpreter.abort()
 
     def _end_backward(self) -> None:
         self._task = -1
@@ -261,7 +265,8 @@ class Engine:
                     continue
                 for param, grad in zip(buffer.optimizer_params, buffer.optimizer_grads, strict=True):
                     grad.zeroed = False
-                    param.grad = grad if next(left) else None
+                    # As in plain torch, a gradient that was zeroed and not dropped stays, of zeros if it is not used.
+                    param.grad = grad if next(left) or param.grad is not None else None
 
     def discard_grads(self) -> None:
         """Forgets all gradients, partial sums included."""

@@ -205,12 +205,13 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit]) -> None:
     homes: dict[nn.Parameter, list[tuple[nn.Module, str, nn.Module, str]]] = {}
     for owner, name, home in _walk(model, model, units):
         for key, param in owner._parameters.items():
-            if param is not None and param.dtype in DTYPE_NAMES:
-                full_name = clean_name(f"{name}.{key}" if name else key)
+            full_name = clean_name(f"{name}.{key}" if name else key)
+            if param is not None and _can_train(param, full_name):
                 homes.setdefault(param, []).append((owner, key, home, full_name))
     for param, places in homes.items():
         home = places[0][2] if len({place[2] for place in places}) == 1 else model
-        sites = tuple((owner._parameters, key) for owner, key, _, _ in places)
+        # A module that is registered twice has two names and one site.
+        sites = tuple({(id(owner), key): (owner._parameters, key) for owner, key, _, _ in places}.values())
         info = ParamInfo(names=tuple(place[3] for place in places), param=param, sites=sites)
         units[home].groups.setdefault((param.dtype, param.requires_grad), []).append(info)
     for unit in units.values():
@@ -219,21 +220,25 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit]) -> None:
             infos.sort(key=lambda info: info.param.numel() * info.param.element_size() % 16 != 0)
 
 
+def _can_train(param: nn.Parameter, name: str) -> bool:
+    """Whether the parameter is sharded; frozen ones of other dtypes (quantised weights, say) stay as they are."""
+    if param.dtype not in DTYPE_NAMES and param.requires_grad:
+        raise ModelError(
+            f"{name} has dtype {param.dtype}; parameters that are trained must be fp64, fp32, bf16 or fp16. "
+            f"Convert it, or freeze it (requires_grad=False): it then stays whole on every rank"
+        )
+    return param.dtype in DTYPE_NAMES
+
+
 def _walk(
-    module: nn.Module,
-    home: nn.Module,
-    units: dict[nn.Module, ModuleUnit],
-    name: str = "",
-    seen: set[nn.Module] | None = None,
+    module: nn.Module, home: nn.Module, units: dict[nn.Module, ModuleUnit], name: str = ""
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    seen = set() if seen is None else seen
-    if module in seen:
-        return
-    seen.add(module)
+    """Every module with its name and unit; one that is registered in several places, once for each."""
     home = module if module in units else home
     yield module, name, home
-    for key, child in module.named_children():
-        yield from _walk(child, home, units, f"{name}.{key}" if name else key, seen)
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, home, units, f"{name}.{key}" if name else key)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

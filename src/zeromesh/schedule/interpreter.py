@@ -361,14 +361,23 @@ class Interpreter(Generic[T]):
         slot = self.schedule.memory.reduce.slot_of[unit]
         if slot is None:
             return Target.APART if self.states[unit].grad is GradState.REDUCED else Target.ACCUMULATOR
+        if not self.schedule.shards_params and not self._is_next(unit, slot):
+            return Target.WAIT
         owner = self.reduce_slots.owner[slot]
         if owner is not None:
             holder = self.states[owner]
-            if holder.target is not None:
+            if holder.target not in (None, Target.WAIT):
                 return Target.WAIT
             self._settle(holder, "reducing", Op(Action.REDUCE, unit))
         self.reduce_slots.owner[slot] = unit
         return Target.SLOT
+
+    def _is_next(self, unit: int, slot: int) -> bool:
+        """Whether no other unit is to reduce from the slot first. Ranks may get there in different orders where no
+        parameters are sharded; were a slot taken out of turn, it would have to be emptied out of turn."""
+        left = self.schedule.order[: len(self.schedule.order) - self._turn]
+        sharing = [other for other in left if self.schedule.memory.reduce.slot_of[other] == slot]
+        return not sharing or sharing[-1] == unit
 
     def _slot_owner(self, unit: int) -> int:
         slot = self.schedule.memory.reduce.slot_of[unit]
@@ -441,18 +450,16 @@ class Interpreter(Generic[T]):
         state.target = None
 
     def _flush(self, op: Op) -> None:
-        for unit in reversed(self.schedule.order):
-            state = self.states[unit]
+        for position, unit in enumerate(reversed(self.schedule.order)):
+            state, passed = self.states[unit], position < self._turn
+            self._turn = max(self._turn, position)
             if not self.schedule.units[unit].trainable:
                 continue
             pending = self.last and state.grad is GradState.PARTIAL
             if state.ready or state.target is not None or pending:
                 state.ready = False
                 self._reduce(unit)
-            elif (
-                not self.schedule.shards_params
-                and self.schedule.order.index(unit) < len(self.schedule.order) - self._turn
-            ):
+            elif not self.schedule.shards_params and not passed:
                 self._reduce_unseen(unit)
         self._turn = len(self.schedule.order)
         if self.last:
