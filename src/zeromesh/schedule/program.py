@@ -25,7 +25,7 @@ forward and backward; ``last`` marks the micro-batch after which the optimizer s
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from zeromesh.schedule.memory import MemoryPlan
@@ -136,9 +136,13 @@ class Schedule:
 def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> Program:
     program: Program = {}
     for position, unit in enumerate(order):
-        ahead = _ahead(units, order[position + 1 :], layout.strategy.prefetch)
+        ahead = tuple(_ahead(units, order[position + 1 :], layout.strategy.prefetch))
         behind = _ahead(units, tuple(reversed(order[:position])), layout.strategy.prefetch)
-        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(layout, ahead))
+        program[PointKind.PRE_FORWARD, unit] = (
+            Op(Action.UNSHARD, unit),
+            *_prefetches(layout, ahead),
+            *_refreshes(units, order[position + len(ahead) + 1 :][:1]),
+        )
         # A block's content stays in its slot: where forward turns into backward the last ones need no second gather.
         program[PointKind.POST_FORWARD, unit] = (Op(Action.RESHARD, unit),)
         program[PointKind.PRE_BACKWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(layout, behind))
@@ -149,10 +153,23 @@ def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> Pro
     drop = tuple(Op(Action.DROP, unit) for unit in order)
     program[PointKind.END_FORWARD, -1] = drop
     program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *drop)
-    refresh = tuple(Op(Action.REFRESH, unit) for unit in order if units[unit].trainable)
-    exposed = () if layout.strategy.overlap == "all" else (Op(Action.SYNC, -1),)
-    program[PointKind.STEPPED, -1] = refresh + exposed
+    program[PointKind.STEPPED, -1] = _stepped(layout, units, order)
     return program
+
+
+def _stepped(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> tuple[Op, ...]:
+    """Refreshes that start with the step. Where parameters are sharded too, the first forward's gathers wait in the
+    same lane, so only what they need goes before them; each later unit is refreshed one unit ahead of its prefetch."""
+    if layout.strategy.overlap != "all":
+        return (*_refreshes(units, order), Op(Action.SYNC, -1))
+    if layout.degree(layout.param_axes) == 1:
+        return _refreshes(units, order)
+    first = len(tuple(_ahead(units, order[1:], layout.strategy.prefetch))) + 2
+    return _refreshes(units, order[:first])
+
+
+def _refreshes(units: Sequence[Unit], wanted: Sequence[int]) -> tuple[Op, ...]:
+    return tuple(Op(Action.REFRESH, unit) for unit in wanted if units[unit].trainable)
 
 
 def _reduce(layout: Layout, units: Sequence[Unit], unit: int) -> tuple[Op, ...]:
@@ -172,7 +189,7 @@ def _ahead(units: Sequence[Unit], following: Sequence[int], prefetch: int) -> It
         yield unit
 
 
-def _prefetches(layout: Layout, units: Iterator[int]) -> tuple[Op, ...]:
+def _prefetches(layout: Layout, units: Iterable[int]) -> tuple[Op, ...]:
     if layout.strategy.overlap == "none":
         return ()
     return tuple(Op(Action.PREFETCH, unit) for unit in units)
