@@ -1,0 +1,88 @@
+"""`zeromesh train` as a user starts it: exit codes, messages and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+strategy = "node=3"
+mesh = { node = 2 }
+[run]
+directory = "out"
+steps = 3
+[model]
+config = { model_type = "gpt2", n_embd = 16, n_layer = 2, n_head = 2 }
+[data]
+files = ["text/*.txt"]
+seq_len = 16
+[batch]
+global_sequences = 5
+micro = 2
+[optimizer]
+lr = 1e-2
+[eval]
+every = 3
+sequences = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    for number in range(30):
+        (tmp_path / "text" / f"{number:02}.txt").write_text(f"text number {number}\n" * 10)
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def zeromesh_train(file: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zeromesh.cli", "train", str(file), *arguments]
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        command,
+        env=inherited | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+
+
+def test_run_of_two_local_processes(file: Path) -> None:
+    done = zeromesh_train(file)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (file.parent / "out/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert [line["tokens"] for line in lines] == [80, 80, 80]
+    assert "step 3/3" in done.stdout
+    assert "predicted and measured agree on all 2 devices" in done.stdout
+
+
+def test_wrong_key_is_one_message_and_exit_code_2(file: Path) -> None:
+    done = zeromesh_train(file, "--set", "run.stpes=3")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"zeromesh: {file}: unknown key run.stpes; did you mean run.steps?")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_wrong_input_found_by_the_ranks_is_one_message_too(file: Path) -> None:
+    done = zeromesh_train(file, "--set", 'data.files=["missing/*.txt"]')
+    assert done.returncode == 2
+    assert "data.files: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_mesh_must_have_the_launchers_size_and_rank_0_says_so_once(file: Path) -> None:
+    first, second = (zeromesh_train(file, RANK=rank, WORLD_SIZE="3") for rank in ("0", "1"))
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert "mesh node=2 has 2 ranks, but the launcher started 3 processes" in first.stderr
+    assert second.stderr == ""
