@@ -1,0 +1,246 @@
+"""Step time of zeromesh against plain PyTorch, DDP and FSDP2 in the same layout, on gloo ranks of one machine.
+
+    python benchmarks/peers.py --pairs 30 --out benchmarks/results/peers.json
+
+Both sides of a pair live in the same processes and take turns, step by step, in alternating order; the figure is the
+ratio of the medians, with the spread of the ratio over blocks of steps. Wire dtypes are the same on both sides:
+parameters and gradients in the compute dtype. One thread per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zeromesh as zm
+
+Step = Callable[[], None]
+MODELS = {
+    "7M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_attention_heads": 4},
+    "30M": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 10, "num_attention_heads": 8},
+}
+
+
+def make_model(size: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(**MODELS[size], vocab_size=512, max_position_embeddings=512, tie_word_embeddings=False)
+    return LlamaForCausalLM(config)
+
+
+def batches(micro_batches: int, sequences: int, tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    return [torch.randint(0, 512, (sequences, tokens), generator=generator) for _ in range(micro_batches)]
+
+
+def training_step(
+    model: nn.Module, optimizer: Any, data: list[torch.Tensor], context: Callable[[bool], Any], autocast: Any
+) -> Step:
+    def step() -> None:
+        for index, batch in enumerate(data):
+            with context(index == len(data) - 1), autocast():
+                loss = model(input_ids=batch, labels=batch, use_cache=False).loss / len(data)
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def zeromesh_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], strategy: str, mesh: Any) -> Step:
+    model = zm.shard(make_model(size), mesh, strategy, param_dtype=None if dtype is torch.float32 else dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return training_step(model, optimizer, data, lambda last: zm.accumulate(model, last=last), nullcontext)
+
+
+def plain_step(size: str, dtype: torch.dtype, data: list[torch.Tensor]) -> Step:
+    model = make_model(size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return training_step(model, optimizer, data, lambda last: nullcontext(), nullcontext)
+
+
+def fsdp_step(
+    size: str, dtype: torch.dtype, data: list[torch.Tensor], mesh: Any, *, exchange: bool, keep: bool
+) -> Step:
+    model = make_model(size)
+    policy = MixedPrecisionPolicy() if dtype is torch.float32 else MixedPrecisionPolicy(param_dtype=dtype)
+    for module in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            if exchange:
+                module.set_custom_reduce_scatter(ExchangeReduceScatter())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def context(last: bool) -> Any:
+        # The same layout: gradients are reduced over the shard axis every micro-batch, between groups at the last.
+        if mesh.ndim == 2:
+            model.set_requires_all_reduce(last)
+        model.set_is_last_backward(last)
+        return nullcontext()
+
+    return training_step(model, optimizer, data, context, nullcontext)
+
+
+class ExchangeReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
+    """A gloo reduce-scatter that moves (n-1)/n of the bytes: all-to-all and a local sum."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        total = received.view(group.size(), -1).sum(0, dtype=torch.float32)
+        if op == dist.ReduceOp.AVG or getattr(op, "op", op) == dist.ReduceOp.AVG:
+            total /= group.size()
+        output_tensor.copy_(total)
+
+
+def ddp_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, zero: bool) -> Step:
+    model = make_model(size).to(dtype) if dtype is not torch.float32 else make_model(size)
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if zero:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return training_step(model, optimizer, data, lambda last: nullcontext() if last else model.no_sync(), nullcontext)
+
+
+def pairs(world: int) -> dict[str, tuple[Callable[..., Step], Callable[..., Step]]]:
+    """(ours, peer) by name; each takes (size, dtype, data)."""
+    if world == 1:
+        return {"plain": (partial(zeromesh_step, strategy="node=3", mesh=None), plain_step)}
+    flat = init_device_mesh("cpu", (world,), mesh_dim_names=("node",))
+    grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("cluster", "node"))
+    return {
+        "3 / FSDP2": (
+            partial(zeromesh_step, strategy="node=3", mesh=flat),
+            partial(fsdp_step, mesh=flat, exchange=False, keep=False),
+        ),
+        "3 / FSDP2+exchange": (
+            partial(zeromesh_step, strategy="node=3", mesh=flat),
+            partial(fsdp_step, mesh=flat, exchange=True, keep=False),
+        ),
+        "3,0 / FSDP2 2-D": (
+            partial(zeromesh_step, strategy="node=3,cluster=0", mesh=grid),
+            partial(fsdp_step, mesh=grid, exchange=False, keep=False),
+        ),
+        "3,0 / FSDP2 2-D+exchange": (
+            partial(zeromesh_step, strategy="node=3,cluster=0", mesh=grid),
+            partial(fsdp_step, mesh=grid, exchange=True, keep=False),
+        ),
+        "1 / DDP+ZeRO": (partial(zeromesh_step, strategy="node=1", mesh=flat), partial(ddp_step, zero=True)),
+        "0 / DDP": (partial(zeromesh_step, strategy="node=0", mesh=flat), partial(ddp_step, zero=False)),
+    }
+
+
+def timed(step: Step) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    step()
+    if dist.is_initialized():
+        dist.barrier()
+    return time.perf_counter() - start
+
+
+def compare(ours: Step, peer: Step, count: int) -> dict[str, Any]:
+    """Ratio of medians over `count` interleaved pairs, and its spread: the inter-quartile range over blocks of pairs."""
+    for step in (ours, peer, ours, peer):
+        step()
+    times: tuple[list[float], list[float]] = ([], [])
+    for index in range(count):
+        for side in (0, 1) if index % 2 else (1, 0):
+            times[side].append(timed((ours, peer)[side]))
+    ratios = [a / b for a, b in zip(*times, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4)
+    medians = [statistics.median(side) for side in times]
+    return {
+        "ratio": round(medians[0] / medians[1], 4),
+        "ratio_quartiles": [round(q, 4) for q in quartiles],
+        "standard_error": round((quartiles[2] - quartiles[0]) / 1.35 * 1.25 / count**0.5, 4),
+        "ours_s": round(medians[0], 5),
+        "peer_s": round(medians[1], 5),
+        "pairs": count,
+    }
+
+
+def run(rank: int, world: int, store: str, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    results = []
+    for name, (ours, peer) in pairs(world).items():
+        if args.only and args.only not in name:
+            continue
+        for dtype in (torch.float32, torch.bfloat16) if world > 1 else (torch.float32,):
+            for micro_batches in (1, 4):
+                data = batches(micro_batches, args.sequences, args.tokens)
+                row = compare(ours(args.model, dtype, data), peer(args.model, dtype, data), args.pairs)
+                row = {"pair": name, "dtype": str(dtype)[6:], "micro_batches": micro_batches, **row}
+                results.append(row)
+                if rank == 0:
+                    print(json.dumps(row), flush=True)
+    if rank == 0 and args.out:
+        write(results, world, args)
+    os._exit(0)  # gloo's threads outlive the groups
+
+
+def write(results: list[dict[str, Any]], world: int, args: argparse.Namespace) -> None:
+    setting = {
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+    }
+    setting |= {
+        "cores": os.cpu_count(),
+        "ranks": world,
+        "model": args.model,
+        "tokens": args.tokens,
+        "sequences": args.sequences,
+    }
+    path = Path(args.out)
+    held = json.loads(path.read_text()) if path.exists() else []
+    path.write_text(json.dumps([*held, {"setting": setting, "results": results}], indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="7M")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--sequences", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", default="")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (args.ranks, str(Path(folder) / "store"), args)
+        if args.ranks == 1:
+            run(0, *arguments)
+        mp.spawn(run, arguments, nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()
