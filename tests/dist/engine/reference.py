@@ -103,6 +103,7 @@ class Case:
         world: number of ranks.
         weighted: unequal numbers of tokens on the ranks, one of them none.
         evaluate: a forward without a backward between each last backward and the optimizer's step.
+        every_last: each micro-batch's gradients are reduced over all axes, and added, as without `zm.accumulate`.
         clip: norm to clip to; None does not.
     """
 
@@ -113,6 +114,7 @@ class Case:
     micro_batches: int = 3
     weighted: bool = False
     evaluate: bool = False
+    every_last: bool = False
     clip: float | None = 0.5
 
     @property
@@ -214,9 +216,7 @@ def plain(case: Case) -> Plain:
         with torch.no_grad():
             for name, param in model.named_parameters():
                 param.copy_(masters.get(name, param))
-        steps.append(
-            Step(grads=grads, norm=float(norm), params={n: p.clone() for n, p in masters.items()}, loss=loss)
-        )
+        steps.append(Step(grads=grads, norm=float(norm), params={n: p.clone() for n, p in masters.items()}, loss=loss))
     states = {
         name: {key: value for key, value in optimizer.state[p].items() if value is not None and value.shape == p.shape}
         for name, p in masters.items()
@@ -288,7 +288,7 @@ def backward(model: nn.Module, case: Case, step: int) -> None:
     """All micro-batches of one step on this rank."""
     for micro in range(case.micro_batches):
         tokens, targets, count = batch(case, step, micro, dist.get_rank())
-        last = micro == case.micro_batches - 1
+        last = case.every_last or micro == case.micro_batches - 1
         with zm.accumulate(model, last=last, weight=float(count) if case.weighted else None):
             loss = loss_of(model, tokens, targets)
             (loss if case.weighted else loss / case.micro_batches).backward()

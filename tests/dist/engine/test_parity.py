@@ -96,6 +96,12 @@ def test_evaluation_between_backward_and_step(strategy):
     check(strategy, Case(evaluate=True), 2, 2)
 
 
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=0", "node=1,cluster=2", "node=3d,cluster=3"])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_several_last_backwards_add_up(strategy):
+    check(strategy, Case(every_last=True, optimizer="sgd"), 2, 2)
+
+
 @pytest.mark.parametrize("strategy", ["node=0,cluster=0", "node=3,cluster=1", "node=2,cluster=2", "node=3,cluster=3"])
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_fp32_within_the_rounding_of_its_sums(strategy):

@@ -1,0 +1,92 @@
+"""What goes over which axis, in which order, how many bytes: observed on the wire and held against the schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeromesh as zm
+from tests.dist.engine.reference import TIMEOUT_S, Case, backward, mesh_of, reuse_groups, sharded
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+from zeromesh.schedule import Transfer, step_transfers
+from zeromesh.strategy import PRESETS
+
+LOSSLESS = [name for name in PRESETS if name not in ("zero++", "frontier")]
+"""Their wires are quantised."""
+
+
+def observe(strategy: str, case: Case, *shape: int) -> tuple[list[tuple[str, str, int]], list[Transfer]]:
+    """What a rank sends in a step in steady state, as (operation, axis, bytes), and what the schedule says."""
+    with sharded(strategy, case, mesh_of(*shape)) as (model, optimizer):
+        backward(model, case, 0)  # shows the order of the units
+        with zm.traffic_report(model, micro_batches=case.micro_batches) as traffic:
+            optimizer.step()
+            optimizer.zero_grad()
+            backward(model, case, 1)
+        sent = [(call.operation, call.axis, call.sent_bytes) for call in traffic.calls]
+        expected = step_transfers(engine_of(model).schedule, micro_batches=case.micro_batches)
+    return sent, [step for _, step in expected if step.numel]
+
+
+def spread(step: Transfer) -> int:
+    """By how many bytes a rank's part of an all-reduce may differ from an even share: its chunks need not be equal."""
+    if step.operation != "all_reduce" or step.numel % step.axis.size == 0:
+        return 0
+    return 2 * step.axis.size * 8 * step.axis.size
+
+
+@pytest.mark.parametrize("preset", LOSSLESS)
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_calls_order_and_bytes_of_every_preset(preset):
+    sent, expected = observe(preset, Case(precision="fp32", micro_batches=3), 2, 2)
+    for gathers in (True, False):  # two lanes: the order between them is free
+        observed = [call for call in sent if call[2] and (call[0] == "all_gather") == gathers]
+        wanted = [step for step in expected if (step.operation == "all_gather") == gathers]
+        assert [call[:2] for call in observed] == [(step.operation, step.axis.name) for step in wanted]
+        for call, step in zip(observed, wanted, strict=True):
+            assert abs(call[2] - step.sent_bytes) <= spread(step), (call, step)
+
+
+class Stack(nn.Module):
+    """Two blocks of 2000 elements and nothing else: 8 kB each in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(40, 50, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x) @ self.blocks[1](x).T
+
+
+# DESIGN's example, 2x2 and three micro-batches, a thousandth of its size; kB per rank and step by (block, axis). The
+# second block stays in its slot where forward turns into backward: one gather a micro-batch instead of two.
+WORKED = {
+    "node=3,cluster=1": {"node": (36_000 + 24_000), "cluster": 4_000 * 2},
+    "node=3,cluster=3": {"node": 24_000 + 12_000 + 12_000 + 12_000, "cluster": 12_000 + 6_000 + 6_000 + 6_000},
+}
+
+
+@pytest.mark.parametrize("strategy", WORKED)
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_the_worked_example_on_the_wire(strategy):
+    mesh = mesh_of(2, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zeromesh.engine.build.make_groups", reuse_groups)
+        model = zm.shard(Stack(), mesh, f"{strategy};prefetch=0")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def micro_batches() -> None:
+        for micro in range(3):
+            with zm.accumulate(model, last=micro == 2):
+                model(torch.ones(3, 40) * dist.get_rank()).sum().backward()
+
+    micro_batches()
+    with zm.traffic_report(model, micro_batches=3) as traffic:
+        optimizer.step()
+        optimizer.zero_grad()
+        micro_batches()
+    for line in traffic.lines():
+        assert line.sent_bytes == line.predicted_bytes == WORKED[strategy][line.axis], line

@@ -1,0 +1,218 @@
+"""Faults put in on purpose: each must make the comparison with plain training fail, or it would not see a real one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from tests.dist.engine.reference import TIMEOUT_S, Case, Unequal, check
+from tests.dist.pool import on_ranks
+from zeromesh.comm import Lane
+from zeromesh.engine.backend import DeviceBackend
+from zeromesh.engine.chain import Reduce, ReduceChain
+from zeromesh.engine.flat import FlatShards
+from zeromesh.schedule import Action, GradState, Interpreter, memory
+
+Patch = AbstractContextManager[object]
+CASE = Case(steps=3, micro_batches=2, evaluate=True)
+ALL_LAST = replace(CASE, every_last=True)
+STRATEGY = "node=3,cluster=1"
+
+gate = threading.Event()
+"""Held-back jobs run when it opens: the optimizer's step opens it, as a job that is merely slow would run later."""
+
+
+@contextmanager
+def late(lane: str) -> Iterator[None]:
+    """The jobs of one lane wait for the gate and nobody waits for them."""
+    submit, wait = Lane.submit, DeviceBackend.wait
+    gate.clear()
+
+    def held_back(self, job, label=""):
+        if self.name != lane:
+            return submit(self, job, label)
+
+        def run():
+            gate.wait(TIMEOUT_S)
+            job()
+
+        return submit(self, run, label)
+
+    def unless_late(self, ticket, op):
+        mine = ticket.label.startswith("reduce") == (lane == "reduce")
+        if not mine or gate.is_set():
+            wait(self, ticket, op)
+
+    with mock.patch.object(Lane, "submit", held_back), mock.patch.object(DeviceBackend, "wait", unless_late):
+        try:
+            yield
+        finally:
+            gate.set()
+
+
+def skipped_refresh() -> Patch:
+    return mock.patch.object(DeviceBackend, "refresh", lambda self, unit: None)
+
+
+@contextmanager
+def stale_after_evaluation() -> Iterator[None]:
+    """What a forward without a backward has gathered is kept and taken for valid after the step."""
+    do = Interpreter._do
+
+    def without_drop_after_forward(self, op):
+        if op.action is not Action.DROP or self.in_backward:
+            do(self, op)
+
+    def invalidate_shards_alone(self, unit):
+        state = self.states[unit]
+        current = state.full == state.generation
+        state.generation += 1
+        if current:
+            state.full = state.generation
+
+    with (
+        mock.patch.object(Interpreter, "_do", without_drop_after_forward),
+        mock.patch.object(Interpreter, "invalidate", invalidate_shards_alone),
+    ):
+        yield
+
+
+def swapped_shard() -> Patch:
+    """Each rank takes its neighbour's shard of the initial values."""
+    fill = FlatShards.fill
+
+    def swapped(self, values):
+        own = self.coordinates
+        self.coordinates = own | {"node": 1 - own["node"]}
+        fill(self, values)
+        self.coordinates = own
+
+    return mock.patch.object(FlatShards, "fill", swapped)
+
+
+@contextmanager
+def slot_reused_too_early() -> Iterator[None]:
+    """One slot for all blocks, and a prefetch that takes it while its unit computes."""
+    plan, unshard = memory.plan_gather_slots, DeviceBackend.unshard
+
+    def at_once(self, unit, *, from_kept):
+        ticket = unshard(self, unit, from_kept=from_kept)
+        if ticket is not None:
+            ticket.wait()
+        return ticket
+
+    with (
+        mock.patch.object(memory, "plan_gather_slots", lambda layout, units, prefetch: plan(layout, units, 0)),
+        mock.patch.object(Interpreter, "_evict", lambda self, owner, unit, prefetch: True),
+        mock.patch.object(DeviceBackend, "unshard", at_once),
+    ):
+        yield
+
+
+def reduced_twice() -> Patch:
+    """The accumulator holds a micro-batch's reduced gradient; the same is reduced into it once more."""
+    run = ReduceChain.run
+
+    def twice(self, *, accumulate, boundary):
+        run(self, accumulate=accumulate, boundary=False)
+        run(self, accumulate=True, boundary=boundary)
+
+    return mock.patch.object(ReduceChain, "run", twice)
+
+
+def micro_batch_forgotten() -> Patch:
+    """A later micro-batch overwrites the accumulator."""
+    run = ReduceChain.run
+    return mock.patch.object(
+        ReduceChain, "run", lambda self, *, accumulate, boundary: run(self, accumulate=False, boundary=boundary)
+    )
+
+
+def wrong_divisor() -> Patch:
+    run = Reduce.run
+
+    def summed(self, workspace, accumulate):
+        run(self, workspace, accumulate)
+        if self.operation == "reduce_scatter" and not accumulate:
+            self.out.mul_(self.group.size)
+
+    return mock.patch.object(Reduce, "run", summed)
+
+
+def garbage_in_padding() -> Patch:
+    """What lies behind a unit's gradients in a slot that served others before is sent along."""
+    leftovers = DeviceBackend._collect_leftovers
+
+    def with_garbage(self, shards, reduction):
+        leftovers(self, shards, reduction)
+        for index, buffer in enumerate(shards.buffers):
+            home = shards.collected(index)
+            if home is not None:
+                home[buffer.spec.numel :].fill_(7.0)
+
+    return mock.patch.object(DeviceBackend, "_collect_leftovers", with_garbage)
+
+
+def further_backward_reduces_all_again() -> Patch:
+    """A reduced gradient counts as a partial sum: [Note: Gradient states] of the interpreter."""
+    reduce = Interpreter._reduce
+
+    def forget(self, unit):
+        if self.states[unit].grad is GradState.REDUCED:
+            self.states[unit].grad = GradState.PARTIAL
+        reduce(self, unit)
+
+    return mock.patch.object(Interpreter, "_reduce", forget)
+
+
+def replica_off() -> Patch:
+    """One replica steps on a gradient of its own."""
+    finish = DeviceBackend._finish
+
+    def one_replica_off(self, chain, target, *, accumulate, boundary):
+        finish(self, chain, target, accumulate=accumulate, boundary=boundary)
+        coordinates = self.units[0].buffers[0].coordinates
+        if boundary and coordinates["cluster"] == 1:
+            target.mul_(1 + 1e-13)
+
+    return mock.patch.object(DeviceBackend, "_finish", one_replica_off)
+
+
+# Jobs left behind by a late lane still run, since the gate opens; no communicator is left out of step.
+FAULTS: dict[str, tuple[str, Callable[[], Patch]]] = {
+    "a delayed reduction, not waited for": (STRATEGY, lambda: late("reduce")),
+    "a delayed gather, not waited for": (STRATEGY, lambda: late("gather")),
+    "a skipped refresh": (STRATEGY, skipped_refresh),
+    "a skipped refresh of merged parameters": ("node=1,cluster=1", skipped_refresh),
+    "a stale copy after an evaluation": ("node=3,cluster=3", stale_after_evaluation),
+    "a swapped shard": (STRATEGY, swapped_shard),
+    "a slot reused too early": (STRATEGY, slot_reused_too_early),
+    "a gradient reduced twice": (STRATEGY, reduced_twice),
+    "a reduced gradient reduced again": ("node=1,cluster=1", further_backward_reduces_all_again),
+    "a micro-batch forgotten": ("node=3,cluster=3", micro_batch_forgotten),
+    "a wrong divisor": (STRATEGY, wrong_divisor),
+    "garbage in padding": (STRATEGY, garbage_in_padding),
+    "a replica that differs by one bit": ("node=3,cluster=0", replica_off),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_a_fault_is_seen(fault):
+    strategy, inject = FAULTS[fault]
+    case = ALL_LAST if "again" in fault else CASE
+    gate.set()
+    with pytest.raises(Unequal), inject():
+        check(strategy, case, 2, 2, before_step=gate.set)
+
+
+@pytest.mark.parametrize("strategy", sorted({strategy for strategy, _ in FAULTS.values()}))
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_without_a_fault_they_agree(strategy):
+    for case in (CASE, ALL_LAST):
+        check(strategy, case, 2, 2, before_step=gate.set)

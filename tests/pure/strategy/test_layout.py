@@ -1,0 +1,226 @@
+"""A strategy on a mesh: sizes, splits, order, and the laws of its shards."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.strategy.mixes import NAMES, mixes, notation
+from zeromesh.errors import InputError, MeshError, NotationError
+from zeromesh.strategy import Layout, Plan, Strategy
+
+
+@st.composite
+def layouts(draw):
+    """Any legal mix on a mesh of 1 to 3 axes of 1 to 4 ranks, some axes split."""
+    mix = draw(st.sampled_from(mixes(draw(st.integers(1, 3)), kept=True)))
+    mesh, terms = [], []
+    for name, stage in zip(NAMES, mix, strict=False):
+        if draw(st.booleans()):
+            mesh.append((name, draw(st.integers(1, 4))))
+            terms.append(f"{name}={stage}")
+        else:
+            # Two parts with stages that differ only in the wire, so that any mix stays legal.
+            mesh.append((name, 6))
+            terms += [f"{name}[2]={stage}", f"{name}[3]={stage}@/bf16"]
+    return Layout.of(",".join(terms), mesh)
+
+
+def ranks(layout):
+    return [layout.coordinates(rank) for rank in range(layout.world)]
+
+
+def degrees(layout):
+    return [layout.param_axes, layout.grad_axes, layout.significant]
+
+
+@given(layouts(), st.integers(0, 200))
+def test_shards_cover_exactly(layout, numel):
+    """Disjoint, complete, in bounds, equally long; each held by as many ranks as there are replicas."""
+    padded = layout.padded(numel)
+    assert padded % layout.multiple == 0 and numel <= padded < numel + layout.multiple
+    for axes in degrees(layout):
+        held = [layout.shard(padded, axes, coordinates) for coordinates in ranks(layout)]
+        shards = sorted({(shard.start, shard.stop) for shard in held})
+        if padded:
+            assert len(shards) == layout.degree(axes)
+        assert [start for start, _ in shards] == [0, *(stop for _, stop in shards[:-1])]
+        assert shards[-1][1] == padded
+        assert len({stop - start for start, stop in shards}) == 1
+        copies = layout.world // layout.degree(axes)
+        assert all(held.count(slice(*shard)) == (copies if padded else layout.world) for shard in shards)
+
+
+@given(layouts(), st.integers(0, 200))
+def test_the_state_shard_lies_in_both_others(layout, numel):
+    padded = layout.padded(numel)
+    for coordinates in ranks(layout):
+        state = layout.shard(padded, layout.significant, coordinates)
+        for axes in (layout.param_axes, layout.grad_axes):
+            outer = layout.shard(padded, axes, coordinates)
+            assert outer.start <= state.start <= state.stop <= outer.stop
+
+
+@given(layouts(), st.integers(1, 60))
+def test_gathering_shards_axis_by_axis_restores_the_buffer(layout, numel):
+    """Least significant axis first: the ranks that differ on that axis alone hold neighbouring pieces."""
+    padded = layout.padded(numel)
+    everyone = ranks(layout)
+    pieces = [list(range(*layout.shard(padded, layout.significant, c).indices(padded))) for c in everyone]
+    for axis in reversed(layout.significant):
+        lines = {}
+        for rank, coordinates in enumerate(everyone):
+            key = tuple(sorted((k, v) for k, v in coordinates.items() if k != axis.name))
+            lines.setdefault(key, []).append((coordinates[axis.name], rank))
+        gathered = list(pieces)
+        for line in lines.values():
+            whole = [element for _, rank in sorted(line) for element in pieces[rank]]
+            for _, rank in line:
+                gathered[rank] = whole
+        pieces = gathered
+    assert all(piece == list(range(padded)) for piece in pieces)
+
+
+@given(layouts())
+def test_prefixes_and_order(layout):
+    """Stage 3, then 2 or 3d, then 1; innermost first within each; P and G are sharded over prefixes."""
+    order = layout.significant
+    kind = {"3": 0, "3k": 0, "2": 1, "3d": 1, "3dk": 1, "1": 2}
+    keys = [(kind[axis.stage.value], layout.axes.index(axis)) for axis in order]
+    assert keys == sorted(keys)
+    assert {axis.name for axis in order} | {axis.name for axis in layout.replica_axes} == {a.name for a in layout.axes}
+    for axes in (layout.param_axes, layout.grad_axes):
+        assert axes == order[: len(axes)]
+    assert layout.kept_axes == tuple(axis for axis in order if axis.stage.kept)
+    assert layout.multiple == prod(axis.size for axis in order)
+
+
+@given(layouts())
+def test_coordinates_count_innermost_axis_fastest(layout):
+    everyone = [
+        tuple(layout.coordinates(rank)[axis.name] for axis in reversed(layout.axes)) for rank in range(layout.world)
+    ]
+    assert everyone == list(itertools.product(*(range(axis.size) for axis in reversed(layout.axes))))
+
+
+def test_the_picture_in_the_module():
+    layout = Layout.of("node=3,cluster=1", [("node", 2), ("cluster", 2)])
+    shards = [layout.shard(8, layout.significant, layout.coordinates(rank)) for rank in range(4)]
+    assert [layout.coordinates(rank) for rank in (1, 2)] == [{"node": 1, "cluster": 0}, {"node": 0, "cluster": 1}]
+    assert shards == [slice(0, 2), slice(4, 6), slice(2, 4), slice(6, 8)]
+    params = [layout.shard(8, layout.param_axes, layout.coordinates(rank)) for rank in range(4)]
+    assert params == [slice(0, 4), slice(4, 8), slice(0, 4), slice(4, 8)]
+
+
+def test_a_rising_order_chunks_over_the_outer_axis_first():
+    layout = Layout.of("node=1,cluster=2", [("node", 2), ("cluster", 2)])
+    assert [axis.name for axis in layout.significant] == ["cluster", "node"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "parts"),
+    [
+        ("node[4]=3,node[2]=1", 8, [("node[0]", 4, 1), ("node[1]", 2, 4)]),
+        ("node[4]=3,node[*]=1", 16, [("node[0]", 4, 1), ("node[1]", 4, 4)]),
+        ("node[2]=3,node[2]=1,node[*]=0", 4, [("node[0]", 2, 1), ("node[1]", 2, 2), ("node[2]", 1, 4)]),
+        ("node=3", 5, [("node", 5, 1)]),
+    ],
+)
+def test_splits(text, size, parts):
+    layout = Layout.of(text, [("node", size)])
+    assert [(axis.name, axis.size, axis.stride) for axis in layout.axes] == parts
+    assert {axis.mesh_axis for axis in layout.axes} == {"node"} and layout.world == size
+
+
+def test_the_choice_of_amsp_for_30b():
+    layout = Layout.of("node=3,cluster[4]=1,cluster[*]=0", [("node", 8), ("cluster", 128)])
+    assert [(axis.name, axis.size, axis.stage.value) for axis in layout.axes] == [
+        ("node", 8, "3"),
+        ("cluster[0]", 4, "1"),
+        ("cluster[1]", 32, "0"),
+    ]
+
+
+MESH = [("node", 8), ("cluster", 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "nod=3,cluster=1",
+            r"the mesh has no axis 'nod' \(it has, innermost first: node, cluster\): did you mean node\?",
+        ),
+        ("node=3", r"strategy node=3 gives no stage to mesh axis 'cluster'; add cluster=0 to replicate over it"),
+        ("cluster=1,node=3", r"innermost first, and this mesh is, innermost first, node, cluster; got cluster, node"),
+        ("node[4]=3,node[4]=1,cluster=0", r"node\[4\]=3,node\[4\]=1 needs node to have 16 ranks; this mesh has 8"),
+        ("node[3]=3,node[*]=1,cluster=0", r"needs node to have a multiple of 3 ranks; this mesh has 8"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_the_mesh(text, message):
+    with pytest.raises(MeshError, match=message):
+        Layout.of(text, MESH)
+
+
+def test_presets_take_the_names_of_the_mesh():
+    assert Layout.of("hfsdp", MESH).strategy == Strategy.parse("node=3,cluster=1")
+    with pytest.raises(NotationError, match="preset frontier has 3 levels"):
+        Layout.of("frontier", MESH)
+
+
+@pytest.mark.parametrize("rank", [-1, 16])
+def test_a_rank_outside_the_mesh(rank):
+    with pytest.raises(MeshError, match=rf"rank must be 0 to 15 on this mesh; got {rank}"):
+        Layout.of("hsdp", MESH).coordinates(rank)
+
+
+@given(
+    st.sampled_from([notation(mix) for mix in mixes(2, kept=True)]),
+    st.integers(1, 8),
+    st.integers(1, 64),
+    st.sampled_from(["none", "selective", "full"]),
+    st.sampled_from([None, "bf16", "fp32"]),
+)
+def test_a_plan_survives_json(text, micro_batch, micro_batches, recompute, dtype):
+    plan = Plan(
+        strategy=Strategy.parse(text),
+        mesh=(("node", 8), ("cluster", 16)),
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        recompute=recompute,
+        param_dtype=dtype,
+        reduce_dtype=dtype,
+        grad_dtype=dtype,
+        predicted={"step_s": 1.5, "axes": [{"axis": "node"}]},
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_in_a_file(tmp_path):
+    plan = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 4),))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+GOOD = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 4),)).to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"mine\.json: not a zeromesh plan .*; write one with `zeromesh plan -o`"),
+        ("[]", r"mine\.json: not a zeromesh plan"),
+        ("{}", r"mine\.json: not a zeromesh plan \('zeromesh_plan'\)"),
+        (GOOD.replace('"zeromesh_plan": 1', '"zeromesh_plan": 2'), r"mine\.json: plan format must be 1; got 2"),
+        (GOOD.replace('"micro_batch"', '"micro_bach"'), r"mine\.json: not a zeromesh plan .*micro_bach"),
+        (GOOD.replace("node=3", "node=4"), r"stage must be one of"),
+        (GOOD.replace('"node": 4', '"node": "four"'), r"mine\.json: not a zeromesh plan"),
+    ],
+)
+def test_a_file_that_is_not_a_plan(text, message):
+    with pytest.raises(InputError, match=message):
+        Plan.from_json(text, source="mine.json")

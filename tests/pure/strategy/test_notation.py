@@ -1,0 +1,278 @@
+"""Parse, normal form, print; legal mixes; one message for each thing that can be wrong."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.strategy.mixes import KEPT, STAGES, illegal, mixes, notation
+from zeromesh.errors import NotationError
+from zeromesh.strategy import PRESETS, AxisStage, Stage, Strategy, Wire
+from zeromesh.strategy.strategy import MAX_PREFETCH
+
+parse = Strategy.parse
+
+DTYPES = ["fp32", "bf16", "fp16", "int8", "int4"]
+
+
+def texts(draw, stage: str) -> str:
+    """A wire that this stage may have."""
+    grad = draw(st.sampled_from(["", *DTYPES]))
+    param = "" if stage == "0" else draw(st.sampled_from(["", *DTYPES]))
+    return f"@{param}/{grad}" if param or grad else ""
+
+
+@st.composite
+def spelled(draw):
+    """A legal strategy, with splits, wires, options and white space."""
+    stages = draw(st.sampled_from(mixes(draw(st.integers(1, 3)), kept=True)))
+    terms = []
+    for index, stage in enumerate(stages):
+        name, wire = f"axis_{index}", texts(draw, stage)
+        parts = draw(st.sampled_from([("",), ("[2]",), ("[2]", "[3]"), ("[2]", "[1]", "[*]"), ("[*]",)]))
+        space = draw(st.sampled_from(["", " "]))
+        terms += [f"{space}{name}{part}{space}={stage}{wire}" for part in parts]
+    options = draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "collective": st.sampled_from(["auto", "flat", "hierarchical", "ho_ring"]),
+                "overlap": st.sampled_from(["all", "gather", "none"]),
+                "prefetch": st.integers(0, MAX_PREFETCH),
+            },
+        )
+    )
+    return ",".join(terms) + "".join(f"; {key} = {value}" for key, value in options.items())
+
+
+@given(spelled())
+def test_print_is_the_inverse_of_parse(text):
+    strategy = parse(text)
+    assert parse(str(strategy)) == strategy
+    assert str(parse(str(strategy))) == str(strategy)
+    assert hash(parse(str(strategy))) == hash(strategy)
+
+
+@given(spelled())
+def test_a_strategy_built_from_its_values_is_equal(text):
+    strategy = parse(text)
+    rebuilt = Strategy(
+        axes=strategy.axes,
+        collective=strategy.collective,
+        overlap=strategy.overlap,
+        prefetch=strategy.prefetch,
+    )
+    assert rebuilt == strategy
+    assert parse(strategy) is strategy
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("node[4]=3,node[2]=3", "node=3"),
+        ("node[4]=3,node[*]=3", "node=3"),
+        ("node[*]=3", "node=3"),
+        ("node[8]=3", "node=3"),
+        ("node[2]=3,node[2]=3,node[2]=1", "node[4]=3,node[2]=1"),
+        ("node[4]=3,node[1]=0,node[2]=1", "node[4]=3,node[2]=1"),
+        ("node[2]=3,node[2]=1,node[*]=1", "node[2]=3,node[*]=1"),
+        (" node = 3 , cluster = 1 ", "node=3,cluster=1"),
+        ("node=3@int8", "node=3@int8/"),
+        ("node=3;prefetch=1;overlap=all;collective=auto", "node=3"),
+        ("node=3;prefetch=2;overlap=gather", "node=3;overlap=gather;prefetch=2"),
+        ("node=3;prefetch=02", "node=3;prefetch=2"),
+    ],
+)
+def test_two_spellings_of_one_layout_are_equal(one, other):
+    assert parse(one) == parse(other)
+    assert str(parse(one)) == str(parse(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("node[4]=3,node[2]=1", "node[2]=3,node[4]=1"),
+        ("node=3,cluster=1", "node=1,cluster=3"),
+        ("node=3", "node=3k"),
+        ("node=3", "node=3@bf16/"),
+        ("node[2]=3@int8,node[2]=3", "node=3"),
+        ("node=3", "node=3;prefetch=2"),
+        ("node=3", "core=3"),
+    ],
+)
+def test_other_layouts_are_not(one, other):
+    assert parse(one) != parse(other)
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("node = 3 , cluster=1", "node=3,cluster=1"),
+        ("node[4]=3,node[2]=1,cluster=0", "node[4]=3,node[2]=1,cluster=0"),
+        ("cluster=3k@int8/int4", "cluster=3k@int8/int4"),
+        ("node=2@/int4", "node=2@/int4"),
+        ("node=3;prefetch=3;collective=flat", "node=3;collective=flat;prefetch=3"),
+    ],
+)
+def test_printed_form(text, printed):
+    assert str(parse(text)) == printed
+
+
+def test_values():
+    strategy = parse("node[4]=3@int8/,cluster=1;prefetch=2")
+    assert strategy.axes == (
+        AxisStage(name="node", stage=Stage.THREE, wire=Wire(param="int8")),
+        AxisStage(name="cluster", stage=Stage.ONE),
+    )
+    assert strategy.names == ("node", "cluster") and strategy.quantised
+    assert (strategy.prefetch, strategy.overlap, strategy.collective) == (2, "all", "auto")
+
+
+@pytest.mark.parametrize(("axes", "plain"), [(1, 5), (2, 23), (3, 101)])
+def test_the_legal_mixes_are_accepted_and_no_others(axes, plain):
+    assert len(mixes(axes)) == plain
+    for mix in mixes(axes, kept=True):
+        assert str(parse(notation(mix))) == notation(mix)
+    for mix in illegal(axes):
+        with pytest.raises(NotationError, match="cannot stand with|a kept axis must be less significant"):
+            parse(notation(mix))
+
+
+@pytest.mark.parametrize(
+    ("stage", "shards", "deferred", "kept"),
+    [
+        ("0", "", False, False),
+        ("1", "s", False, False),
+        ("2", "gs", False, False),
+        ("3", "pgs", False, False),
+        ("3k", "pgs", False, True),
+        ("3d", "ps", True, False),
+        ("3dk", "ps", True, True),
+    ],
+)
+def test_what_a_stage_shards(stage, shards, deferred, kept):
+    parsed = Stage.parse(stage)
+    assert (parsed.shards_params, parsed.shards_grads, parsed.shards_states) == (
+        "p" in shards,
+        "g" in shards,
+        "s" in shards,
+    )
+    assert (parsed.deferred, parsed.kept) == (deferred, kept)
+    assert parsed.value in STAGES + KEPT
+
+
+# DESIGN's table of known systems, literally.
+TABLE = {
+    "ddp": "node=0,cluster=0",
+    "zero1": "node=1,cluster=1",
+    "zero2": "node=2,cluster=2",
+    "zero3": "node=3,cluster=3",
+    "fsdp": "node=3,cluster=3",
+    "mics": "node=3,cluster=0",
+    "hsdp": "node=3,cluster=0",
+    "hfsdp": "node=3,cluster=1",
+    "hpz": "node=3,cluster=3k",
+    "zero++": "node=3@int8/int4,cluster=3k@int8/int4",
+    "paro:NNN": "node=0,cluster=0",
+    "paro:NNI": "node=1,cluster=0",
+    "paro:NII": "node=2,cluster=0",
+    "paro:INI": "node=3d,cluster=0",
+    "paro:III": "node=3,cluster=0",
+    "paro:NNG": "node=1,cluster=1",
+    "paro:NIG": "node=2,cluster=1",
+    "paro:NGG": "node=2,cluster=2",
+    "paro:ING": "node=3d,cluster=1",
+    "paro:IIG": "node=3,cluster=1",
+    "paro:IGG": "node=3,cluster=2",
+    "paro:GNG": "node=3d,cluster=3d",
+    "paro:GIG": "node=3,cluster=3d",
+    "paro:GGG": "node=3,cluster=3",
+}
+
+
+def test_every_preset_on_two_levels():
+    assert set(TABLE) | {"frontier"} == set(PRESETS)
+    assert sum(name.startswith("paro:") for name in PRESETS) == 14
+    for name, text in TABLE.items():
+        assert parse(name, ("node", "cluster")) == parse(text), name
+        assert str(parse(name, ("node", "cluster"))) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "expected"),
+    [
+        ("frontier", ("package", "node", "cluster"), "package=3@int8/,node=2@/int4,cluster=1"),
+        ("zero3", ("a",), "a=3"),
+        ("hsdp", ("die", "node", "cluster"), "die=3,node=3,cluster=0"),
+        ("PARO:iig;prefetch=2", ("node", "cluster"), "node=3,cluster=1;prefetch=2"),
+        ("ZeRO++", ("node", "cluster"), "node=3@int8/int4,cluster=3k@int8/int4"),
+    ],
+)
+def test_presets_elsewhere(text, axes, expected):
+    assert parse(text, axes) == parse(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"must name a stage for every mesh axis, as in node=3,cluster=1; got nothing"),
+        (" ;prefetch=1", r"got nothing"),
+        ("node=3,", r"expected axis=stage, as in node=3, .* got ''"),
+        ("node=3=1", r"stage must be one of 0, 1, 2, 3, 3k, 3d, 3dk; got '3=1'"),
+        ("3=node", r"expected axis=stage, .* got '3=node'"),
+        ("nöde=3", r"expected axis=stage, .* got 'nöde=3'"),
+        ("node[x]=3", r"expected axis=stage, .* got 'node\[x\]=3'"),
+        ("node=", r"stage must be one of .*; got ''"),
+        ("node=4", r"stage must be one of .*; got '4'"),
+        ("node=d3", r"stage must be one of .*; got 'd3': did you mean"),
+        ("node[0]=3", r"the size of node\[0\] must be at least 1"),
+        ("node=3@", r"a wire must name at least one dtype, as in @int8 or @/int4; got '@'"),
+        ("node=3@/", r"a wire must name at least one dtype.*; got '@/'"),
+        ("node=3@int7", r"a wire's dtype must be one of fp32, bf16, fp16, int8, int4; got 'int7': did you mean"),
+        ("node=3@bf16/fp33", r"got 'fp33': did you mean fp32"),
+        ("node=0@int8", r"stage 0 sends no parameters over node, .* for gradients write @/int8"),
+        ("node=3,node=1", r"axis node is given 2 stages: write its parts with sizes, as in node\[4\]=3"),
+        ("node[2]=3,node=1", r"axis node is given 2 stages"),
+        (
+            "node=3,cluster=1,node=1",
+            r"axis node stands in two places; the parts of one axis must be next to each other",
+        ),
+        ("node[*]=3,node[2]=1", r"node\[\*\] is what the other parts of node leave over, so it must be the outermost"),
+        ("node=2,cluster=3d", r"node=2 cannot stand with cluster=3d: .* use cluster=3, or node=1 or 3d"),
+        ("node=3dk,cluster=2", r"cluster=2 cannot stand with node=3dk"),
+        ("node=3k,cluster=3", r"node=3k keeps what cluster=3 does not, .* write cluster=3k, or drop the k of node$"),
+        ("node=3k,cluster=3d", r"node=3k keeps what cluster=3d does not, .* write cluster=3dk"),
+        ("node=3;prefetch", r"expected an option as in ;prefetch=2; got 'prefetch'"),
+        ("node=3;prefech=2", r"got 'prefech=2': did you mean prefetch"),
+        ("node=3;prefetch=1;prefetch=2", r"option prefetch is given twice"),
+        ("node=3;prefetch=-1", r"prefetch must be a whole number of units, as in ;prefetch=2; got '-1'"),
+        ("node=3;prefetch=two", r"prefetch must be a whole number of units.*; got 'two'"),
+        ("node=3;prefetch=65", r"prefetch must be 0 to 64 units; got 65"),
+        ("node=3;overlap=some", r"overlap must be one of all, gather, none; got 'some'"),
+        ("node=3;collective=ring", r"collective must be one of auto, flat, hierarchical, ho_ring; got 'ring'"),
+    ],
+)
+def test_a_wrong_notation_says_what_was_expected(text, message):
+    with pytest.raises(NotationError, match=message):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "message"),
+    [
+        ("hdsp", ("node", "cluster"), r"a strategy is axis=stage terms, .* or a preset; got 'hdsp': did you mean hsdp"),
+        ("hsdp", None, r"preset hsdp needs the names of the mesh's axes; give them, or write axis=stage terms"),
+        ("hsdp", ("node",), r"preset hsdp has 2 levels, the mesh has 1: node"),
+        ("frontier", ("node", "cluster"), r"preset frontier has 3 levels, the mesh has 2: node, cluster"),
+        ("paro:XYZ", ("node", "cluster"), r"got 'paro:XYZ'"),
+    ],
+)
+def test_a_wrong_preset_says_what_was_expected(text, axes, message):
+    with pytest.raises(NotationError, match=message):
+        parse(text, axes)
+
+
+def test_no_axes_at_all():
+    with pytest.raises(NotationError, match="got nothing"):
+        Strategy(axes=())
