@@ -89,7 +89,9 @@ class _Setup:
         constants: Constants,
     ) -> _Setup:
         units, specs = schedule_units(model, workload)
-        compute = ComputeModel(device=cluster.device, constants=constants)
+        stated = workload.param_dtype in dict(cluster.device.peak_flops)
+        dtype = workload.param_dtype if stated else None
+        compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
         return cls(
             model=model,
             cluster=cluster,

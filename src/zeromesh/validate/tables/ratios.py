@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 from zeromesh.cluster import Cluster
@@ -24,6 +25,7 @@ _PARO_MODELS = {"7B": "llama-7b", "65B": "llama-65b"}
 _TRAINABLE = {"full": "all", "partial 1/16 trainable": "0.0625", "PEFT 3/1000 trainable": "0.003"}
 
 
+@cache
 def gpt(layers_by_hidden: str) -> ModelSpec:
     """A GPT of "layers x hidden" with four times hidden in its feed-forward network."""
     layers, hidden = (int(part) for part in layers_by_hidden.split("x"))
@@ -65,6 +67,7 @@ def zeropp_rows() -> Iterator[Row]:
         yield predicted_row(row, [_zeropp_ratio(gigabits, tokens, *choice) for choice in choices])
 
 
+@cache
 def _zeropp_ratio(gigabits: str, tokens: int, shape: str, recomputation: str, overlap: str) -> float:
     cluster = cluster_preset(f"dgx2-v100-{gigabits}g").take(384)
     workload = Workload(
@@ -117,6 +120,7 @@ def _paro_ratio(
     return theirs / ours
 
 
+@cache
 def paro_step_s(
     size: str,
     scenario: str,
@@ -184,6 +188,7 @@ def _frontier_ratio(shape: str, micro_batch: str, accumulation: str, strategy: s
     return baseline / step_s
 
 
+@cache
 def frontier_step_s(shape: str, micro_batch: int, micro_batches: int, strategy: str, gcds: int) -> float:
     """Seconds of one step."""
     seq_len = int(assumed("frontier", "seq_len").value)
