@@ -111,25 +111,43 @@ class Quantiser:
         form: of the wire.
         numel: longest tensor at a time, a multiple of the block; a few 10^5 stay in the cache.
         device: of the tensors.
-        generator: of the noise of stochastic rounding; None for torch's default.
+        generator: of the noise of stochastic rounding.
+        memory: `memory_bytes(form, numel)` bytes; None to allocate them.
 
     Raises:
-        InputError: the length is not a multiple of the block.
+        InputError: the length is not a multiple of the block, or stochastic rounding has no generator.
     """
 
     def __init__(
-        self, form: QuantFormat, numel: int, device: torch.device, generator: torch.Generator | None = None
+        self,
+        form: QuantFormat,
+        numel: int,
+        device: torch.device,
+        generator: torch.Generator | None = None,
+        memory: Tensor | None = None,
     ) -> None:
         if numel % form.block:
             raise InputError(f"a quantiser's length must be a multiple of the block of {form.block}; got {numel}")
         self.form = form
         self.numel = numel
-        self._values = torch.zeros(numel, device=device)
-        self._scratch = torch.zeros(numel, device=device)
-        self._noise = torch.zeros(numel if form.stochastic else 0, dtype=torch.int16, device=device)
-        self._inverse = torch.zeros(numel // form.block, 1, device=device)
-        self._lowest = torch.zeros(numel // form.block, 1, device=device)
+        if form.stochastic and generator is None:
+            raise InputError("stochastic rounding needs a generator of its own: the default one is the model's")
+        if memory is None:
+            memory = torch.zeros(self.memory_bytes(form, numel), dtype=torch.uint8, device=device)
+        blocks = numel // form.block
+        lengths = [numel, numel, blocks, blocks, numel // 2 if form.stochastic else 0]
+        fp32: Tensor = memory[: 4 * sum(lengths)].view(torch.float32)
+        starts = [sum(lengths[:index]) for index in range(len(lengths))]
+        views = [fp32[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        self._values, self._scratch, inverse, lowest, noise = views
+        self._inverse, self._lowest = inverse.view(-1, 1), lowest.view(-1, 1)
+        self._noise = noise.view(torch.int16)
         self._generator = generator
+
+    @staticmethod
+    def memory_bytes(form: QuantFormat, numel: int) -> int:
+        """Bytes of memory for tensors of up to `numel` elements."""
+        return numel * (10 if form.stochastic else 8) + numel // form.block * 8
 
     def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
         """Writes `source` to `message`.
@@ -150,7 +168,8 @@ class Quantiser:
         self._pack(rows, codes)
         if residual is not None:
             rows.mul_(scales)
-            residual.sub_(values[: source.numel()])
+            # After an overflow nothing is owed: a nan would stay for ever.
+            residual.sub_(values[: source.numel()]).nan_to_num_(0.0, 0.0, 0.0)
 
     def dequantise(self, message: Tensor, target: Tensor) -> None:
         """Writes what `message` holds to `target`, rounded once to its dtype."""

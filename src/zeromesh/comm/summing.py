@@ -94,8 +94,8 @@ class Target:
 
     def add_up(self, terms: Sequence[Tensor], part: slice, scratch: SumScratch) -> None:
         """Sums two or more `terms` in order into `out[part]`; one of them may be `out[part]` itself."""
-        out = self.out[part]
-        total, widened = scratch.total[: out.numel()], scratch.widened[: out.numel()]
+        numel = terms[0].numel()
+        total, widened = scratch.total[:numel], scratch.widened[:numel]
         if terms[0].dtype == total.dtype:
             torch.add(terms[0], terms[1], out=total)
             rest = terms[2:]
@@ -104,6 +104,11 @@ class Target:
             rest = terms[1:]
         for term in rest:
             total.add_(term if term.dtype == total.dtype else widened.copy_(term))
+        self.store(total, part, widened)
+
+    def store(self, total: Tensor, part: slice, widened: Tensor) -> None:
+        """Scales a finished sum, which is overwritten, and writes it to `out[part]`."""
+        out = self.out[part]
         if self.scale != 1:
             total.mul_(self.scale)
         if self.accumulate and out.dtype == total.dtype:

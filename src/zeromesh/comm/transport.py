@@ -56,7 +56,7 @@ class Exchange:
         self.operation = operation
         self.process_group = channel.process_group
         self._tag = zlib.crc32(repr((next(channel.numbers), operation, shape)).encode()) & 0x7FFFFFFF
-        self._sends: list[Any] = []
+        self._sends: list[Callable[[], None]] = []
         self._sent_bytes = self._messages = 0
 
     @property
@@ -68,11 +68,15 @@ class Exchange:
         """Begins to receive `tensor`; the returned function waits for it."""
         return self._waiter(self._guard(lambda: self.process_group.recv([tensor], source, self._tag), source), source)
 
-    def post_send(self, tensor: Tensor, target: int) -> None:
-        """Begins to send `tensor`, which must not change before `finish`."""
+    def post_send(self, tensor: Tensor, target: int) -> Callable[[], None]:
+        """Begins to send `tensor`, which must not change before the returned function has waited for it."""
         work = self._guard(lambda: self.process_group.send([tensor], target, self._tag), target)
-        self._sends.append(self._waiter(work, target))
-        self.count(tensor.numel() * tensor.element_size())
+        self.count(bytes_of(tensor))
+        return self._waiter(work, target)
+
+    def before_finish(self, wait: Callable[[], None]) -> None:
+        """Leaves a wait to `finish`."""
+        self._sends.append(wait)
 
     def native(self, call: Callable[[], Any], sent_bytes: int) -> None:
         """Runs a collective of the backend; on a CUDA stream without blocking the host."""
@@ -120,7 +124,7 @@ def send_all(exchange: Exchange, sources: Sequence[Tensor], numel: int) -> None:
     outgoing = [[(peer, piece) for piece in pieces(sources[peer], numel)] for peer in exchange.peers]
     for turn in itertools.zip_longest(*outgoing):
         for peer, piece in filter(None, turn):
-            exchange.post_send(piece, peer)
+            exchange.before_finish(exchange.post_send(piece, peer))
 
 
 def swap(exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor], piece_bytes: int) -> None:

@@ -23,6 +23,10 @@ FORMS = st.builds(
 )
 
 
+def noise(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def there_and_back(form: QuantFormat, source: torch.Tensor, seed: int = 0) -> torch.Tensor:
     quantiser = Quantiser(
         form, form.blocks(max(source.numel(), 1)) * form.block, CPU, torch.Generator().manual_seed(seed)
@@ -138,6 +142,14 @@ def test_tiny_blocks_come_back_as_zeros(tiny):
     assert (there_and_back(QuantFormat(bits=8, block=8), torch.full((8,), tiny)) == 0).all()
 
 
+def test_feedback_is_forgotten_after_an_overflow():
+    form = QuantFormat(bits=8, block=8)
+    quantiser = Quantiser(form, 8, CPU)
+    message, residual = torch.zeros(form.message_bytes(8), dtype=torch.uint8), torch.full((8,), 0.5)
+    quantiser.quantise(torch.full((8,), math.inf), message, residual)
+    assert (residual == 0).all()
+
+
 def test_a_total_is_added_to():
     form = QuantFormat(bits=8, block=8)
     quantiser = Quantiser(form, 16, CPU)
@@ -154,6 +166,7 @@ def test_a_total_is_added_to():
         (lambda: QuantFormat(bits=8, block=100), "multiple of 8 elements, at least 8; got 100"),
         (lambda: QuantFormat(bits=8, scale_dtype=torch.float16), "fp32 or bf16; got torch.float16"),
         (lambda: QuantFormat.of("bf16"), "int8 or int4; got 'bf16'"),
+        (lambda: Quantiser(QuantFormat(bits=8, stochastic=True), 128, CPU), "needs a generator of its own"),
         (lambda: Quantiser(QuantFormat(bits=8), 100, CPU), "multiple of the block of 128; got 100"),
     ],
 )

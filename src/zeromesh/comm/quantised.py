@@ -1,0 +1,305 @@
+"""Collectives over one axis on quantised wires: the shapes of `collectives`, with messages of `quantise`.
+
+Each quantises once, also where several axes follow each other, so k axes are k quantisations of a value and the error
+is within `QuantFormat.error_bound(k)` of the largest value::
+
+    all_gather       own chunk -> message -> all ranks dequantise it, the sender too: replicas are equal to the bit
+    reduce_scatter   chunk i -> message to rank i, which adds up what it got in fp32, in the order of the ranks, and its
+                     own chunk as it is; a ring would quantise n-1 times
+    all_reduce       both, so two quantisations
+
+Chunks travel in pieces: while one is on the wire the next is quantised and the one before dequantised, each in cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeromesh.comm.collectives import even_chunks, uneven_chunks
+from zeromesh.comm.groups import AxisGroup, Channel
+from zeromesh.comm.host import hosted
+from zeromesh.comm.quantise import QuantFormat, Quantiser
+from zeromesh.comm.summing import Target, parts
+from zeromesh.comm.transport import Exchange, bytes_of
+from zeromesh.errors import InputError, InternalError
+
+WINDOW = 2
+"""Pieces in flight: one on the wire while the next is quantised."""
+
+PIECE_NUMEL = 1 << 18
+"""A MiB of fp32: stays in the second-level cache, and the message is long enough to fill a link."""
+
+
+def check_quantisable(dtype: torch.dtype, axis: str) -> None:
+    """Says at construction what an axis cannot do.
+
+    Raises:
+        InputError: values of this dtype cannot go over a quantised wire.
+    """
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InputError(f"axis {axis}: a quantised wire carries fp32, bf16 or fp16 values; got {dtype}")
+
+
+def noise_generator(group: AxisGroup, *, seed: int = 0) -> torch.Generator:
+    """The generator for stochastic rounding over one axis.
+
+    It is seeded by this rank's index on the axis and by nothing else: ranks that hold the same values (those that an
+    earlier collective made equal) have the same index, so they round alike and stay equal.
+    """
+    generator = torch.Generator(group.device_type)
+    return generator.manual_seed(seed * 1_000_003 + group.rank)
+
+
+@hosted
+def quantised_all_gather(
+    region: Tensor,
+    group: AxisGroup,
+    form: QuantFormat,
+    *,
+    workspace: Tensor,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Fills `region` with every rank's chunk, as it came over the wire; the own chunk too.
+
+    Args:
+        region: of n equal chunks; this rank's is filled.
+        form: of the wire, the same on all ranks.
+        workspace: `workspace_bytes(group)` bytes.
+        generator: of stochastic rounding: `noise_generator(group)`, kept from call to call.
+
+    Raises:
+        CommunicationError: a peer died or stalled, or issued something else.
+    """
+    chunks = even_chunks(region, group.size)
+    _all_gather(chunks, _Wire.cut(form, group, workspace, generator), group.gather, "all_gather")
+
+
+@hosted
+def quantised_reduce_scatter(
+    region: Tensor,
+    out: Tensor,
+    group: AxisGroup,
+    form: QuantFormat,
+    *,
+    workspace: Tensor,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    residual: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Sums this rank's chunk of every rank's `region`, times `scale`, into `out`.
+
+    Args:
+        region: of n equal chunks.
+        out: as long as one chunk, in any floating dtype; may be this rank's chunk of `region`.
+        form: of the wire, the same on all ranks.
+        workspace: `workspace_bytes(group)` bytes.
+        scale: factor of the sum.
+        accumulate: add to `out`.
+        residual: error feedback, as long as `region`: what earlier calls lost, added to what is sent.
+        generator: of stochastic rounding.
+
+    Raises:
+        CommunicationError: a peer died or stalled, or issued something else.
+    """
+    chunks = even_chunks(region, group.size)
+    residuals = None if residual is None else even_chunks(residual, group.size)
+    target = Target(out=out, scale=scale, accumulate=accumulate)
+    _reduce_scatter(chunks, residuals, target, _Wire.cut(form, group, workspace, generator), "reduce_scatter")
+
+
+@hosted
+def quantised_all_reduce(
+    tensor: Tensor,
+    group: AxisGroup,
+    form: QuantFormat,
+    *,
+    workspace: Tensor,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Replaces `tensor` by its sum over the group times `scale`, the same bits on every rank.
+
+    Args:
+        tensor: flat, contiguous, of any length.
+        form, workspace, scale, residual, generator: as for `quantised_reduce_scatter`.
+
+    Raises:
+        CommunicationError: a peer died or stalled, or issued something else.
+    """
+    chunks = uneven_chunks(tensor, group.size)
+    residuals = None if residual is None else uneven_chunks(residual, group.size)
+    target = Target(out=chunks[group.rank], scale=scale, accumulate=False)
+    wire = _Wire.cut(form, group, workspace, generator)
+    _reduce_scatter(chunks, residuals, target, wire, "all_reduce")
+    _all_gather(chunks, wire, group.reduce, "all_reduce")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wire:
+    """A workspace cut up for one collective.
+
+    Args:
+        numel: elements of a piece.
+        incoming, outgoing: room for messages, by piece in flight, then by rank.
+        total, widened: for sums of one piece.
+    """
+
+    group: AxisGroup
+    form: QuantFormat
+    quantiser: Quantiser
+    numel: int
+    incoming: Sequence[Sequence[Tensor]]
+    outgoing: Sequence[Sequence[Tensor]]
+    total: Tensor
+    widened: Tensor
+
+    @classmethod
+    def cut(cls, form: QuantFormat, group: AxisGroup, workspace: Tensor, generator: torch.Generator | None) -> _Wire:
+        unit = 8 * form.block  # keeps every view that follows on a multiple of eight bytes
+        each = Quantiser.memory_bytes(form, unit) + 8 * unit + 2 * WINDOW * group.size * form.message_bytes(unit)
+        numel = min(PIECE_NUMEL // unit, workspace.numel() // each) * unit
+        if numel == 0:
+            raise InternalError(
+                f"a quantised collective of {group.size} ranks needs {each} bytes; got {len(workspace)}"
+            )
+        own = Quantiser.memory_bytes(form, numel)
+        memory, messages = workspace[:own], workspace[own + 8 * numel :]
+        total, widened = (workspace[own + i * 4 * numel :][: 4 * numel].view(torch.float32) for i in range(2))
+        length = form.message_bytes(numel)
+        slots = [messages[i * length : (i + 1) * length] for i in range(2 * WINDOW * group.size)]
+        rounds = [slots[i * group.size : (i + 1) * group.size] for i in range(2 * WINDOW)]
+        return cls(
+            group=group,
+            form=form,
+            quantiser=Quantiser(form, numel, workspace.device, generator, memory),
+            numel=numel,
+            incoming=rounds[:WINDOW],
+            outgoing=rounds[WINDOW:],
+            total=total,
+            widened=widened,
+        )
+
+    def exchange(self, channel: Channel, operation: str, chunks: Sequence[Tensor]) -> Exchange:
+        lengths = (chunk.numel() for chunk in chunks)
+        form = self.form
+        shape = (*lengths, self.numel, form.bits, form.block, form.scale_dtype.itemsize)
+        return Exchange(self.group, channel, operation, *shape)
+
+    def room(self, slot: Tensor, piece: Tensor) -> Tensor:
+        """The part of a slot that the message of a piece takes."""
+        return slot[: self.form.message_bytes(piece.numel())]
+
+    def cut_up(self, chunks: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """The pieces of all chunks, round by round; a chunk that ends early has empty ones."""
+        rounds = parts(max(chunk.numel() for chunk in chunks), self.numel)
+        return [[chunk[part] for chunk in chunks] for part in rounds]
+
+
+def _all_gather(chunks: Sequence[Tensor], wire: _Wire, channel: Channel, operation: str) -> None:
+    rank = wire.group.rank
+    exchange = wire.exchange(channel, operation, chunks)
+    rounds = wire.cut_up(chunks)
+
+    def start(index: int) -> Wait:
+        pieces = rounds[index]
+        incoming = [wire.room(slot, piece) for slot, piece in zip(wire.incoming[index % WINDOW], pieces, strict=True)]
+        message = wire.room(wire.outgoing[index % WINDOW][0], pieces[rank])
+
+        def fill() -> Sequence[Tensor]:
+            wire.quantiser.quantise(pieces[rank], message)
+            wire.quantiser.dequantise(message, pieces[rank])
+            return [message] * len(pieces)
+
+        return _swap_messages(exchange, incoming, fill)
+
+    def end(index: int) -> None:
+        for peer in exchange.peers:
+            piece = rounds[index][peer]
+            wire.quantiser.dequantise(wire.room(wire.incoming[index % WINDOW][peer], piece), piece)
+
+    _run(exchange, len(rounds), start, end)
+
+
+def _reduce_scatter(
+    chunks: Sequence[Tensor], residuals: Sequence[Tensor] | None, target: Target, wire: _Wire, operation: str
+) -> None:
+    rank = wire.group.rank
+    exchange = wire.exchange(wire.group.reduce, operation, chunks)
+    rounds = wire.cut_up(chunks)
+    lost = None if residuals is None else wire.cut_up(residuals)
+
+    def start(index: int) -> Wait:
+        pieces, slots = rounds[index], index % WINDOW
+        incoming = [wire.room(slot, pieces[rank]) for slot in wire.incoming[slots]]
+        outgoing = [wire.room(slot, piece) for slot, piece in zip(wire.outgoing[slots], pieces, strict=True)]
+
+        def fill() -> Iterator[Tensor]:
+            for peer, piece in enumerate(pieces):
+                if peer != rank:
+                    wire.quantiser.quantise(piece, outgoing[peer], None if lost is None else lost[index][peer])
+                yield outgoing[peer]
+
+        return _swap_messages(exchange, incoming, fill)
+
+    def end(index: int) -> None:
+        own = rounds[index][rank]
+        total, widened = wire.total[: own.numel()].zero_(), wire.widened[: own.numel()]
+        for peer, slot in enumerate(wire.incoming[index % WINDOW]):
+            if peer == rank:
+                total.add_(widened.copy_(own))
+            else:
+                wire.quantiser.dequantise_add(wire.room(slot, own), total)
+        target.store(total, slice(index * wire.numel, index * wire.numel + own.numel()), widened)
+
+    _run(exchange, len(rounds), start, end)
+
+
+Wait = Callable[[], None]
+
+
+def _run(exchange: Exchange, count: int, start: Callable[[int], Wait], end: Callable[[int], None]) -> None:
+    """Keeps `WINDOW` rounds under way; a round's slots are free again when it has ended."""
+    running: deque[tuple[int, Wait]] = deque()
+
+    def finish_oldest() -> None:
+        index, wait = running.popleft()
+        wait()
+        end(index)
+
+    for index in range(count):
+        if len(running) == WINDOW:
+            finish_oldest()
+        running.append((index, start(index)))
+    while running:
+        finish_oldest()
+    exchange.finish()
+
+
+def _swap_messages(exchange: Exchange, incoming: Sequence[Tensor], fill: Callable[[], Iterable[Tensor]]) -> Wait:
+    """Begins to receive `incoming[i]` from every other rank i and to send it the i-th message of `fill`."""
+    rank = exchange.group.rank
+    if exchange.group.backend != "gloo":
+        nothing = incoming[rank][:0]
+        messages = [nothing if peer == rank else message for peer, message in enumerate(fill())]
+        arriving = [nothing if peer == rank else message for peer, message in enumerate(incoming)]
+        sent = sum(bytes_of(message) for message in messages)
+        exchange.native(lambda: dist.all_to_all(arriving, messages, group=exchange.process_group), sent)
+        return lambda: None
+    waits = [exchange.post_recv(room, peer) for peer, room in enumerate(incoming) if peer != rank and len(room)]
+    for peer, message in enumerate(fill()):
+        if peer != rank and len(message):
+            waits.append(exchange.post_send(message, peer))
+
+    def wait_for_all() -> None:
+        for wait in waits:
+            wait()
+
+    return wait_for_all

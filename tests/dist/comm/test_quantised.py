@@ -1,0 +1,207 @@
+"""Quantised collectives over one, two and three axes: bound, order, bytes, equal replicas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.dist.pool import Pool, kept, on_ranks
+from zeromesh.comm import AxisGroup, Sent, make_groups, workspace_bytes
+from zeromesh.comm.quantise import QuantFormat, Quantiser
+from zeromesh.comm.quantised import (
+    check_quantisable,
+    noise_generator,
+    quantised_all_gather,
+    quantised_all_reduce,
+    quantised_reduce_scatter,
+)
+from zeromesh.errors import InputError, InternalError
+from zeromesh.schedule.transfer import wire_bytes
+from zeromesh.strategy import Layout
+
+SHAPES = {1: (3,), 2: (2, 2), 3: (2, 2, 2)}
+
+
+def grid(shape: tuple[int, ...]) -> dict[str, AxisGroup]:
+    """The groups of a mesh with axes a, b, c; a is innermost."""
+    return kept(_make_grid, shape)
+
+
+def _make_grid(shape: tuple[int, ...]) -> dict[str, AxisGroup]:
+    names = "abc"[: len(shape)]
+    mesh = init_device_mesh("cpu", tuple(reversed(shape)), mesh_dim_names=tuple(reversed(names)))
+    axes = Layout.of(",".join(f"{name}=3" for name in names), list(zip(names, shape, strict=True))).axes
+    return make_groups(mesh, axes)
+
+
+def workspace(group: AxisGroup) -> torch.Tensor:
+    return torch.empty(workspace_bytes(group), dtype=torch.uint8)
+
+
+def values(rank: int, numel: int, seed: int, spread: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    return torch.randn(numel, generator=generator) * torch.exp(spread * torch.randn(numel, generator=generator))
+
+
+def noise(form: QuantFormat, group: AxisGroup) -> torch.Generator | None:
+    return noise_generator(group) if form.stochastic else None
+
+
+def gather(shape, chunk, form, seed):
+    groups = list(grid(shape).values())
+    world = dist.get_world_size()
+    exact = torch.cat([values(rank, chunk, seed, 1.0) for rank in range(world)])
+    full = torch.full_like(exact, float("nan"))
+    held = slice(dist.get_rank() * chunk, (dist.get_rank() + 1) * chunk)
+    full[held] = exact[held]
+    for group in groups:  # ranks grow innermost axis fastest, so each region is contiguous
+        length = held.stop - held.start
+        start = held.start - group.rank * length
+        held = slice(start, start + group.size * length)
+        quantised_all_gather(full[held], group, form, workspace=workspace(group), generator=noise(form, group))
+    assert (full - exact).abs().max() <= form.error_bound(len(groups)) * exact.abs().max()
+    first = full.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, full)
+
+
+def scatter(shape, chunk, form, seed, accumulate):
+    groups = list(grid(shape).values())
+    world, rank = dist.get_world_size(), dist.get_rank()
+    everyone = [values(rank, chunk * world, seed, 1.0) for rank in range(world)]
+    region, start = everyone[rank].clone(), 0
+    for group in reversed(groups):
+        length = region.numel() // group.size
+        start += group.rank * length
+        out = torch.ones(length)
+        last = group is groups[0]
+        quantised_reduce_scatter(
+            region,
+            out,
+            group,
+            form,
+            workspace=workspace(group),
+            scale=1 / group.size,
+            accumulate=accumulate and last,
+            generator=noise(form, group),
+        )
+        region = out
+    exact = torch.stack(everyone).double().mean(0)[start : start + chunk] + (1.0 if accumulate else 0.0)
+    largest = max(tensor.abs().max() for tensor in everyone)
+    bound = form.error_bound(len(groups)) * largest + 1e-6 * largest
+    assert (region - exact).abs().max() <= bound
+
+
+FORMS = st.builds(QuantFormat, bits=st.sampled_from([4, 8]), block=st.sampled_from([16, 128]), stochastic=st.booleans())
+
+
+@pytest.mark.parametrize("num_axes", [1, 2, 3])
+@settings(max_examples=12)
+@given(chunk=st.integers(0, 400), form=FORMS, seed=st.integers(0, 9))
+def test_all_gather_stays_within_the_bound(pool: Pool, num_axes, chunk, form, seed):
+    shape = SHAPES[num_axes]
+    if chunk:
+        pool.run(int(torch.tensor(shape).prod()), gather, shape, chunk, form, seed)
+
+
+@pytest.mark.parametrize("num_axes", [1, 2, 3])
+@settings(max_examples=12)
+@given(chunk=st.integers(1, 400), form=FORMS, seed=st.integers(0, 9), accumulate=st.booleans())
+def test_reduce_scatter_stays_within_the_bound(pool: Pool, num_axes, chunk, form, seed, accumulate):
+    shape = SHAPES[num_axes]
+    pool.run(int(torch.tensor(shape).prod()), scatter, shape, chunk, form, seed, accumulate)
+
+
+def test_regions_of_many_pieces(pool: Pool):
+    pool.run(2, gather, (2,), 900_001, QuantFormat(bits=4), 1)
+    pool.run(2, scatter, (2,), 900_001, QuantFormat(bits=8), 1, True)
+
+
+@on_ranks(3)
+def test_reduce_scatter_sums_dequantised_chunks_in_the_order_of_the_ranks():
+    group, form, chunk = grid((3,))["a"], QuantFormat(bits=8), 300
+    out = torch.zeros(chunk)
+    own = values(group.rank, 3 * chunk, 5, 1.0)
+    quantised_reduce_scatter(own.clone(), out, group, form, workspace=workspace(group), scale=0.5)
+    quantiser, message = Quantiser(form, 384, torch.device("cpu")), torch.zeros(form.message_bytes(chunk)).byte()
+    total = torch.zeros(chunk)
+    for rank in range(3):
+        part = values(rank, 3 * chunk, 5, 1.0)[group.rank * chunk :][:chunk]
+        if rank != group.rank:
+            quantiser.quantise(part, message)
+            quantiser.dequantise(message, part)
+        total += part
+    assert torch.equal(out, total * 0.5)
+
+
+@pytest.mark.parametrize("numel", [1, 3, 250, 1003])
+@on_ranks(3)
+def test_all_reduce_leaves_equal_replicas(numel):
+    group, form = grid((3,))["a"], QuantFormat(bits=8)
+    tensor = values(group.rank, numel, 3, 1.0).bfloat16()
+    everyone = torch.stack([values(rank, numel, 3, 1.0).bfloat16().double() for rank in range(3)])
+    quantised_all_reduce(tensor, group, form, workspace=workspace(group), scale=1 / 3)
+    first = tensor.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, tensor)
+    # Two quantisations, and twice a rounding to bf16.
+    bound = (form.error_bound(2) + 2 * 2**-8) * everyone.abs().max()
+    assert (tensor - everyone.mean(0)).abs().max() <= bound
+
+
+@on_ranks(2)
+def test_error_feedback_makes_up_for_what_was_lost():
+    group, form, chunk = grid((2,))["a"], QuantFormat(bits=4), 200
+    sums = {"with": torch.zeros(chunk), "without": torch.zeros(chunk)}
+    residual = torch.zeros(2 * chunk)
+    region = values(group.rank, 2 * chunk, 8, 0.0)
+    repeats = 30
+    for _ in range(repeats):
+        for name, kept_residual in (("with", residual), ("without", None)):
+            quantised_reduce_scatter(
+                region,
+                sums[name],
+                group,
+                form,
+                workspace=workspace(group),
+                accumulate=True,
+                residual=kept_residual,
+            )
+    exact = repeats * sum(values(rank, 2 * chunk, 8, 0.0)[group.rank * chunk :][:chunk] for rank in range(2))
+    error = {name: (total - exact).abs().max() for name, total in sums.items()}
+    assert error["with"] <= 2 * form.error_bound(1) * values(1 - group.rank, 2 * chunk, 8, 0.0).abs().max()
+    assert error["without"] > 5 * error["with"]
+    own = slice(group.rank * chunk, (group.rank + 1) * chunk)
+    assert (residual[own] == 0).all()  # the own chunk is not quantised
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+@on_ranks(2)
+def test_bytes_sent(wire):
+    group, form = grid((2,))["a"], QuantFormat.of(wire)
+    seen: list[Sent] = []
+    group.record = seen.append
+    region = torch.zeros(600_000)
+    quantised_all_gather(region, group, form, workspace=workspace(group))
+    quantised_reduce_scatter(region, torch.zeros(300_000), group, form, workspace=workspace(group))
+    quantised_all_reduce(region, group, form, workspace=workspace(group))
+    assert {sent.operation for sent in seen} == {"all_gather", "reduce_scatter", "all_reduce"}
+    # Pieces are whole blocks, so a chunk in pieces is as long as one in a single message.
+    assert [sent.sent_bytes for sent in seen] == [wire_bytes(300_000, wire)] * 4
+
+
+@on_ranks(1)
+def test_what_cannot_be_quantised_says_so():
+    with pytest.raises(InputError, match=r"axis node: a quantised wire carries fp32, bf16 or fp16 values; got .*int64"):
+        check_quantisable(torch.int64, "node")
+
+
+@on_ranks(2)
+def test_a_workspace_that_is_too_small_says_so():
+    group = grid((2,))["a"]
+    with pytest.raises(InternalError, match=r"quantised collective of 2 ranks needs \d+ bytes; got 10"):
+        quantised_all_gather(torch.zeros(2), group, QuantFormat(bits=8), workspace=torch.zeros(10).byte())
