@@ -9,9 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeromesh.engine.api import accumulate, clip_grad_norm_, elementwise, refresh, shard, zero_grad
+    from zeromesh.api import plan, shard, simulate
+    from zeromesh.engine.api import accumulate, clip_grad_norm_, elementwise, refresh, zero_grad
     from zeromesh.engine.report import memory_report, traffic_report
     from zeromesh.engine.state import full_state_dict, load_full_state_dict
+    from zeromesh.planner import Workload
     from zeromesh.strategy import Plan, Strategy
 
 __version__ = "0.1.0.dev0"
@@ -19,14 +21,17 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "Plan": "zeromesh.strategy",
     "Strategy": "zeromesh.strategy",
+    "Workload": "zeromesh.planner",
     "accumulate": "zeromesh.engine.api",
     "clip_grad_norm_": "zeromesh.engine.api",
     "elementwise": "zeromesh.engine.api",
     "full_state_dict": "zeromesh.engine.state",
     "load_full_state_dict": "zeromesh.engine.state",
     "memory_report": "zeromesh.engine.report",
+    "plan": "zeromesh.api",
     "refresh": "zeromesh.engine.api",
-    "shard": "zeromesh.engine.api",
+    "shard": "zeromesh.api",
+    "simulate": "zeromesh.api",
     "traffic_report": "zeromesh.engine.report",
     "zero_grad": "zeromesh.engine.api",
 }
@@ -34,14 +39,17 @@ _HOMES = {
 __all__ = [
     "Plan",
     "Strategy",
+    "Workload",
     "accumulate",
     "clip_grad_norm_",
     "elementwise",
     "full_state_dict",
     "load_full_state_dict",
     "memory_report",
+    "plan",
     "refresh",
     "shard",
+    "simulate",
     "traffic_report",
     "zero_grad",
 ]
