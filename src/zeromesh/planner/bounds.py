@@ -268,7 +268,8 @@ class Bounds:
         dropped = block.degree(Stage.THREE, Stage.DEFERRED).astype(np.float64)
         one_tensor = (by_param == by_state) & (work.param_dtype == work.master_dtype)
         master = np.where(one_tensor, 0.0, DTYPE_BYTES[work.master_dtype])
-        kept = np.where((dropped > 1) & (dropped < by_param), width * model.num_params / dropped, 0.0)
+        blocks = sum(unit.count * unit.num_params for unit in model.units if unit.kind is UnitKind.BLOCK)
+        kept = np.where((dropped > 1) & (dropped < by_param), width * blocks / dropped, 0.0)  # others stay gathered
         return np.asarray(
             width * model.num_params / by_param
             + DTYPE_BYTES[work.grad_dtype] * model.num_trainable / by_grad

@@ -2,8 +2,8 @@
 
 Every candidate (layout, micro-batch, recomputation, wires) gets a bound of its step time and memory (`bounds`). Those
 that cannot fit are dropped; the rest are simulated in the order of their bounds until no bound is below the best time
-found: then the best is the optimum. If the budget of simulations ends before, the gap is what the next bound leaves
-open.
+found: then the best is the optimum. With a budget, candidates are estimated from a few blocks and the best of those
+simulated whole; the gap is what the lowest bound of a candidate not simulated whole leaves open.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ Wires = Literal["lossless", "any"]
 ANY_WIRES = ("", "int8/", "/int4", "int8/int4")
 """Wires tried on each level under `any`: those of ZeRO++ (arXiv 2306.10209), each half on its own."""
 
+_MEASURED = 6
+"""Of the candidates that were estimated, the best so many are simulated whole."""
+
 _FRONT_PER_BLOCK = 4
 """Points of the memory-time front that one block, micro-batch and recomputation may propose."""
 
@@ -42,7 +45,7 @@ class Options:
     Args:
         splits: how often a level may be cut.
         wires: `any` also tries quantised wires, which change the numbers that are trained.
-        max_simulations: candidates simulated at most; None: as many as it takes to prove the optimum.
+        max_simulations: candidates estimated at most; None: simulate whole as many as it takes to prove the optimum.
         tolerance: stop once the gap is at most this.
         memory_margin: share of the device's memory to leave free.
         front: points of the memory-time front to simulate.
@@ -192,11 +195,12 @@ def search(
     bound_s = _simulate_in_order(pool, evaluator, options)
     for candidate in _thinned(pool.front, options.front):
         evaluator.estimate(candidate)
-    fitting = [estimate for estimate in evaluator.evaluated if estimate.memory_bytes <= evaluator.limit_bytes]
-    if not fitting:
+    _measure_best(evaluator)
+    ranked = _fitting(evaluator)
+    if not ranked:
         assert pool.smallest is not None
         raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)
-    ranked = sorted(fitting, key=_rank)
+    open_bounds = [estimate.candidate.bound_s for estimate in ranked if not estimate.whole]
     found = Found(
         best=ranked[0],
         ranked=tuple(ranked),
@@ -204,9 +208,26 @@ def search(
         searched=pool.searched,
         pruned_memory=pool.pruned,
         simulated=len(evaluator.evaluated),
-        bound_s=min(bound_s, ranked[0].step_s),
+        bound_s=min(bound_s, ranked[0].step_s, *open_bounds),
     )
     return found, evaluator
+
+
+def _measure_best(evaluator: Evaluator) -> None:
+    """Simulates whole until the best is."""
+    for _ in range(_MEASURED):
+        estimated = [estimate for estimate in _fitting(evaluator) if not estimate.whole]
+        if not estimated:
+            return
+        evaluator.measured(estimated[0].candidate)
+    while (ranked := _fitting(evaluator)) and not ranked[0].whole:
+        evaluator.measured(ranked[0].candidate)
+
+
+def _fitting(evaluator: Evaluator) -> list[Estimate]:
+    """What fits of all that was simulated, best first."""
+    fitting = (estimate for estimate in evaluator.evaluated if estimate.memory_bytes <= evaluator.limit_bytes)
+    return sorted(fitting, key=_rank)
 
 
 def _wires(cluster: Cluster, options: Options) -> Iterator[tuple[str, ...]]:
@@ -275,7 +296,8 @@ def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options) -> f
                 continue
             if options.max_simulations is not None and simulated >= options.max_simulations and best_s < np.inf:
                 return left_s
-            estimate = evaluator.estimate(candidate)
+            exact = options.max_simulations is None
+            estimate = evaluator.measured(candidate) if exact else evaluator.estimate(candidate)
             simulated += 1
             if estimate.memory_bytes <= evaluator.limit_bytes:
                 best_s = min(best_s, estimate.step_s)

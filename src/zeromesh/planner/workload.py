@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from zeromesh import simulate
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation
+from zeromesh.simulate import Workload as FixedWorkload
 
 MAX_MICRO_BATCH = 64
 """Sequences per device and micro-batch beyond which none is tried: products are long since at their best rate."""
@@ -99,9 +99,9 @@ class Workload:
         else:
             yield self.micro_batch, share // self.micro_batch
 
-    def fixed(self, micro_batch: int, recomputation: Recomputation) -> simulate.Workload:
+    def fixed(self, micro_batch: int, recomputation: Recomputation) -> FixedWorkload:
         """The workload with its open choices made."""
-        return simulate.Workload(
+        return FixedWorkload(
             seq_len=self.seq_len,
             global_batch_tokens=self.global_batch_tokens,
             micro_batch=micro_batch,

@@ -1,0 +1,164 @@
+"""The search finds what brute force finds, says how sure it is, and says what to do where nothing fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pure.planner.setups import small_cluster, small_model
+from zeromesh.cluster import find_cluster
+from zeromesh.errors import InputError
+from zeromesh.model import Recomputation, preset
+from zeromesh.planner import NothingFitsError, Options, Workload, plan, search
+from zeromesh.planner.space import Space
+from zeromesh.simulate import simulate
+from zeromesh.strategy import Plan
+
+WORKLOAD = Workload(seq_len=256, global_batch_tokens=256 * 16 * 2)
+
+
+def brute_force(memory_bytes: float, outer_bytes_per_s: float) -> float:
+    """Every layout, micro-batch and recomputation, simulated."""
+    model = small_model()
+    cluster = small_cluster(4, 4, memory_bytes=memory_bytes, outer_bytes_per_s=outer_bytes_per_s)
+    space = Space(cluster.axes, "none")
+    best = float("inf")
+    for block in space.blocks():
+        for row in range(len(block)):
+            strategy = space.strategy([int(column[row]) for column in block.indices])
+            for micro_batch, _ in WORKLOAD.splits(cluster.world):
+                for recomputation in Recomputation:
+                    found = simulate(model, cluster, strategy, WORKLOAD.fixed(micro_batch, recomputation))
+                    if found.fits:
+                        best = min(best, found.step_s)
+    return best
+
+
+@pytest.mark.parametrize(("memory_bytes", "outer_bytes_per_s"), [(8e9, 12e9), (2.0e9, 2e9), (1.9e9, 0.5e9)])
+def test_the_optimum_is_that_of_brute_force(memory_bytes: float, outer_bytes_per_s: float) -> None:
+    cluster = small_cluster(4, 4, memory_bytes=memory_bytes, outer_bytes_per_s=outer_bytes_per_s)
+    options = Options(splits="none", max_simulations=None, front=0)
+    found, _ = search(small_model(), cluster, WORKLOAD, options=options)
+    assert found.best.step_s == pytest.approx(brute_force(memory_bytes, outer_bytes_per_s), rel=1e-9)
+    assert found.gap == 0.0
+    assert found.simulated < found.searched / 2
+
+
+def test_the_gap_is_honest() -> None:
+    """A search that stops early promises no less than what a whole one finds."""
+    cluster = small_cluster(4, 4, memory_bytes=2.0e9, outer_bytes_per_s=2e9)
+    whole, _ = search(small_model(), cluster, WORKLOAD, options=Options(max_simulations=None))
+    for budget in (1, 3, 10):
+        short, _ = search(small_model(), cluster, WORKLOAD, options=Options(max_simulations=budget, front=0))
+        assert short.bound_s <= whole.best.step_s <= short.best.step_s
+        assert short.best.step_s * (1 - short.gap) <= whole.best.step_s * (1 + 1e-12)
+
+
+def test_splits_and_wires_only_help() -> None:
+    cluster = small_cluster(4, 4, memory_bytes=2.0e9, outer_bytes_per_s=1e9)
+    exact = {"max_simulations": None, "front": 0}
+    times = [
+        search(small_model(), cluster, WORKLOAD, options=options)[0].best.step_s
+        for options in (
+            Options(splits="none", **exact),  # type: ignore[arg-type]  # a mapping of mixed values
+            Options(splits="once", **exact),  # type: ignore[arg-type]  # likewise
+            Options(splits="all", **exact),  # type: ignore[arg-type]  # likewise
+            Options(splits="all", wires="any", **exact),  # type: ignore[arg-type]  # likewise
+        )
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0]
+
+
+def test_lossless_never_quantises() -> None:
+    cluster = small_cluster(4, 4, outer_bytes_per_s=0.2e9)
+    lossless, _ = search(small_model(), cluster, WORKLOAD)
+    lossy, _ = search(small_model(), cluster, WORKLOAD, options=Options(wires="any"))
+    assert not any(estimate.candidate.strategy.quantised for estimate in lossless.ranked)
+    assert lossy.best.candidate.strategy.quantised
+
+
+def test_front_is_sorted_and_undominated() -> None:
+    cluster = find_cluster("a800-8x-hdr").take(64)
+    found, _ = search(preset("llama-7b"), cluster, Workload(seq_len=4096, global_batch_tokens=4096 * 64 * 4))
+    front = [(point.memory_bytes, point.step_s) for point in found.front]
+    assert len(front) >= 3
+    assert front == sorted(front)
+    assert [step for _, step in front] == sorted((step for _, step in front), reverse=True)
+    assert found.front[-1].step_s == found.best.step_s
+
+
+def test_given_choices_are_kept() -> None:
+    workload = Workload(
+        seq_len=256, global_batch_tokens=256 * 16 * 4, micro_batch=2, recomputation=Recomputation.SELECTIVE
+    )
+    found, _ = search(small_model(), small_cluster(4, 4), workload)
+    assert {estimate.candidate.micro_batch for estimate in found.ranked} == {2}
+    assert {estimate.candidate.recomputation for estimate in found.ranked} == {Recomputation.SELECTIVE}
+
+
+def test_nothing_fits_says_the_smallest_and_how_many_devices_would_do() -> None:
+    cluster = find_cluster("a800-8x-hdr").take(8)
+    workload = Workload(seq_len=2048, global_batch_tokens=2048 * 8)
+    with pytest.raises(NothingFitsError, match=r"llama-65b fits on 8 x A800.* under no strategy") as error:
+        search(preset("llama-65b"), cluster, workload)
+    assert "GB per device" in str(error.value)
+    devices = int(str(error.value).rpartition("about ")[2].split()[0])
+    enough = find_cluster("a800-8x-hdr").take(devices)
+    found, _ = search(preset("llama-65b"), enough, Workload(seq_len=2048, global_batch_tokens=2048 * devices))
+    assert found.best.memory_bytes <= 0.92 * 80e9
+
+
+def test_nothing_fits_on_any_number_of_devices() -> None:
+    cluster = small_cluster(4, 4, memory_bytes=0.9e9)
+    with pytest.raises(NothingFitsError, match=r"no number of devices would do"):
+        search(small_model(), cluster, WORKLOAD)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "micro_batch", "message"),
+    [
+        (256 * 16 * 4 + 1, None, "no whole number of sequences of 256; the nearest are 16384 and 16640 tokens"),
+        (256 * 24, None, "24 sequences do not divide among 16 devices.*25.0% of all device time.*4096 and 8192 tokens"),
+        (256 * 8, None, "the nearest batches that divide are 4096 tokens"),
+        (
+            256 * 16 * 6,
+            4,
+            "6 sequences a step, which micro-batches of 4 do not divide; the nearest that do are 2 and 3",
+        ),
+    ],
+)
+def test_batches_that_do_not_divide(tokens: int, micro_batch: int | None, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        search(
+            small_model(),
+            small_cluster(4, 4),
+            Workload(seq_len=256, global_batch_tokens=tokens, micro_batch=micro_batch),
+        )
+
+
+def test_a_plan_is_a_value_that_reads_itself() -> None:
+    planned = plan(small_model(), small_cluster(4, 4), WORKLOAD)
+    again = Plan.from_json(planned.plan.to_json())
+    assert again == planned.plan
+    assert again.micro_batch * again.micro_batches == 2
+    assert planned.plan.predicted is not None
+    assert planned.plan.predicted["step_s"] == planned.best.simulation.step_s
+
+
+def test_the_why_agrees_with_the_numbers() -> None:
+    cluster = find_cluster("a800-8x-hdr").take(64)
+    planned = plan(preset("llama-13b"), cluster, Workload(seq_len=4096, global_batch_tokens=4096 * 64 * 4))
+    names = {reason.name for reason in planned.why}
+    assert {"runner-up", "ZeRO-1", "ZeRO-2", "ZeRO-3 / FSDP", "HSDP", "ZeRO++ hpZ", "ZeRO++"} <= names
+    best = planned.best.simulation
+    for reason in planned.why:
+        if reason.outcome == "slower":
+            assert reason.step_s is not None
+            assert reason.step_s >= best.step_s
+            paid = sum(seconds for _, seconds in reason.loses)
+            assert paid == pytest.approx(reason.step_s - best.step_s, abs=0.02 * best.step_s)
+        elif reason.outcome == "excluded" and "does not fit" in reason.text:
+            assert reason.memory_bytes > planned.limit_bytes
+            assert reason.step_s is None
+    zero_1 = next(reason for reason in planned.why if reason.name == "ZeRO-1")
+    assert zero_1.outcome == "excluded"
