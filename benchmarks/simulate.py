@@ -18,7 +18,7 @@ from pathlib import Path
 from zeromesh.cluster import Cluster, preset
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
-from zeromesh.simulate import Workload, simulate
+from zeromesh.simulator import Workload, simulate
 
 GOAL_S = 0.1
 REPEATS = 7

@@ -38,7 +38,7 @@ def plan(
     from zeromesh import planner
     from zeromesh.planner.emit import EMITTERS
     from zeromesh.planner.published import SPACES, search_published
-    from zeromesh.simulate import find_engine
+    from zeromesh.simulator import find_engine
 
     shared.check_choice("--wire", wire, ("lossless", "any"))
     shared.check_choice("--splits", splits, ("none", "once", "all"))

@@ -33,7 +33,7 @@ def simulate(
     """Simulate one training step; micro-batch and recomputation left open are chosen for it."""
     from zeromesh import planner
     from zeromesh.planner.emit import EMITTERS
-    from zeromesh.simulate import find_engine
+    from zeromesh.simulator import find_engine
     from zeromesh.strategy import Layout, Strategy
 
     shared.check_margin(memory_margin)

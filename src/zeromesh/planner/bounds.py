@@ -1,6 +1,6 @@
 """Bounds from below of a layout's step time and memory, for many layouts at once.
 
-Gathers and reductions have a lane each, and a lane is serial (see `zeromesh.simulate.mechanics`). With M micro-batches
+Gathers and reductions have a lane each, and a lane is serial (see `zeromesh.simulator.mechanics`). With M micro-batches
 and C the seconds of all compute, let L_g and L_r be what the two lanes have to carry in a step, B_l what keeps the
 links of level l busy, E_g the gathers that the first computation waits for, E_r the reductions of the unit whose
 gradient comes last: nothing can hide these two. Communication is then under way for at least

@@ -15,7 +15,7 @@ from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.planner.workload import Workload
-from zeromesh.simulate import Mechanics, Simulation, simulate
+from zeromesh.simulator import Mechanics, Simulation, simulate
 from zeromesh.strategy import Strategy
 
 _FEW = 6

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from zeromesh.planner.evaluate import Candidate, Evaluator
 from zeromesh.planner.fixed import choices
 from zeromesh.planner.known import Known, known_strategies
-from zeromesh.simulate import Simulation
+from zeromesh.simulator import Simulation
 
 Outcome = Literal["chosen", "slower", "excluded"]
 

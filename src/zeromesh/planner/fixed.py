@@ -11,7 +11,7 @@ from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Candidate, Choice, Evaluator
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.workload import Workload
-from zeromesh.simulate import DEFAULT_MARGIN, Mechanics
+from zeromesh.simulator import DEFAULT_MARGIN, Mechanics
 from zeromesh.strategy import Layout, Strategy
 
 

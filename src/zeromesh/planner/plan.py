@@ -13,7 +13,7 @@ from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.explain import Reason, explain
 from zeromesh.planner.search import Found, Options, search
 from zeromesh.planner.workload import Workload
-from zeromesh.simulate import Mechanics
+from zeromesh.simulator import Mechanics
 from zeromesh.strategy import Plan
 from zeromesh.trace import Trace
 

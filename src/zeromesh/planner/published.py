@@ -28,9 +28,9 @@ from zeromesh.planner.memory import model_state
 from zeromesh.planner.space import divisors
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule import Role, Schedule
-from zeromesh.simulate import find_engine
-from zeromesh.simulate.chains import Chains
-from zeromesh.simulate.units import schedule_units
+from zeromesh.simulator import find_engine
+from zeromesh.simulator.chains import Chains
+from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Layout
 from zeromesh.strategy.presets import PARO
 

@@ -24,7 +24,7 @@ from zeromesh.planner.bounds import Bounds, Floats
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.space import Integers, Space, Splits
 from zeromesh.planner.workload import Workload
-from zeromesh.simulate import DEFAULT_MARGIN, Mechanics
+from zeromesh.simulator import DEFAULT_MARGIN, Mechanics
 
 Wires = Literal["lossless", "any"]
 

@@ -8,7 +8,7 @@ from math import ceil
 
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation
-from zeromesh.simulate import Workload as FixedWorkload
+from zeromesh.simulator import Workload as FixedWorkload
 
 MAX_MICRO_BATCH = 64
 """Sequences per device and micro-batch beyond which none is tried: products are long since at their best rate."""

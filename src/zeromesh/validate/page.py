@@ -20,7 +20,7 @@ One set of constants predicts every table below. They are fitted on micro-benchm
 for compute efficiency by shape, on the 8-GPU rows of LLM Foundry's 1b, 7b and 30b models (`tools/fit_costs.py`). Those
 rows are marked *fitted* and count for nothing. Everything else only validates. A cluster enters with its own
 description alone, and each table is predicted with the mechanics of the engine it was measured with
-(`zeromesh.simulate.mechanics`). What a source leaves open is listed under assumptions; the range beside a prediction
+(`zeromesh.simulator.mechanics`). What a source leaves open is listed under assumptions; the range beside a prediction
 spans its alternatives.
 """
 

@@ -14,7 +14,7 @@ from zeromesh.planner import Workload
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Candidate, Evaluator
 from zeromesh.planner.space import Space
-from zeromesh.simulate import simulate
+from zeromesh.simulator import simulate
 from zeromesh.strategy import Strategy
 
 MODELS = {

@@ -8,8 +8,8 @@ from tests.pure.planner.setups import small_model
 from zeromesh.model import UnitKind
 from zeromesh.planner import model_state
 from zeromesh.schedule import Schedule
-from zeromesh.simulate import Workload
-from zeromesh.simulate.units import schedule_units
+from zeromesh.simulator import Workload
+from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Layout
 
 MESH = (("node", 8), ("cluster", 128))

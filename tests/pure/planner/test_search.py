@@ -10,7 +10,7 @@ from zeromesh.errors import InputError
 from zeromesh.model import Recomputation, preset
 from zeromesh.planner import NothingFitsError, Options, Workload, plan, search
 from zeromesh.planner.space import Space
-from zeromesh.simulate import simulate
+from zeromesh.simulator import simulate
 from zeromesh.strategy import Plan
 
 WORKLOAD = Workload(seq_len=256, global_batch_tokens=256 * 16 * 2)

@@ -9,7 +9,7 @@ from zeromesh.cluster import preset as cluster_preset
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.model import preset as model_preset
 from zeromesh.model.shape import EAGER, FUSED
-from zeromesh.simulate import ENGINES, Mechanics, Simulation, Workload, simulate
+from zeromesh.simulator import ENGINES, Mechanics, Simulation, Workload, simulate
 from zeromesh.validate.assumptions import assumed
 from zeromesh.validate.row import Row, predicted_row, published
 

@@ -10,7 +10,7 @@ from zeromesh.cost import default_constants
 from zeromesh.model import Recomputation
 from zeromesh.model import preset as model_preset
 from zeromesh.model.shape import EAGER, FUSED
-from zeromesh.simulate import Simulation, Workload, simulate
+from zeromesh.simulator import Simulation, Workload, simulate
 from zeromesh.validate.assumptions import assumed
 from zeromesh.validate.row import Row, predicted_row, published
 

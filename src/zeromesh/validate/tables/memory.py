@@ -11,7 +11,7 @@ from zeromesh.cluster import preset as cluster_preset
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
 from zeromesh.model.shape import EAGER, FUSED
-from zeromesh.simulate import ENGINES, Workload, simulate
+from zeromesh.simulator import ENGINES, Workload, simulate
 from zeromesh.validate.assumptions import assumed
 from zeromesh.validate.row import Row, predicted_row, published
 

@@ -13,7 +13,7 @@ from zeromesh.model import ModelSpec, Recomputation, with_trainable
 from zeromesh.model import preset as model_preset
 from zeromesh.model.presets import preset_shape
 from zeromesh.model.transformer import build
-from zeromesh.simulate import ENGINES, Mechanics, Workload, simulate
+from zeromesh.simulator import ENGINES, Mechanics, Workload, simulate
 from zeromesh.validate.assumptions import assumed
 from zeromesh.validate.row import Row, predicted_row, published
 

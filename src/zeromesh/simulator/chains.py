@@ -1,0 +1,137 @@
+"""The schedule's transfers, with an engine's mechanics, as work for the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
+from math import prod
+
+from zeromesh.cost.collective import Algorithm, CollectiveCost, Operation
+from zeromesh.cost.transfer import TransferModel
+from zeromesh.schedule import Schedule, Transfer, Unit, transfer
+from zeromesh.schedule.transfer import QUANTISED_BITS, wire_bytes
+from zeromesh.simulator.mechanics import Mechanics
+from zeromesh.simulator.network import Work
+from zeromesh.strategy import Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """Builds the chain of each op of each unit; equal units share theirs.
+
+    Args:
+        schedule: whose units and layout.
+        mechanics: of the engine.
+        model: seconds of a transfer.
+    """
+
+    schedule: Schedule
+    mechanics: Mechanics
+    model: TransferModel
+    _built: dict[tuple[object, ...], tuple[Work, ...]] = field(default_factory=dict, repr=False)
+
+    def unshard(self, unit: int, *, from_kept: bool) -> tuple[Work, ...]:
+        """Gathers of the unit's parameters."""
+        return self._get(("unshard", from_kept), unit)
+
+    def refresh(self, unit: int) -> tuple[Work, ...]:
+        """Gathers of its updated parameters."""
+        return self._get(("refresh",), unit)
+
+    def reduce_micro(self, unit: int) -> tuple[Work, ...]:
+        """Reductions after every micro-batch."""
+        return self._get(("reduce_micro",), unit)
+
+    def reduce_boundary(self, unit: int) -> tuple[Work, ...]:
+        """Reductions to the state shard."""
+        return self._get(("reduce_boundary",), unit)
+
+    def _get(self, what: tuple[object, ...], unit: int) -> tuple[Work, ...]:
+        shape = self.schedule.units[unit]
+        key = (*what, shape.buffers)
+        if key not in self._built:
+            self._built[key] = self._build(what, shape)
+        return self._built[key]
+
+    def _build(self, what: tuple[object, ...], unit: Unit) -> tuple[Work, ...]:
+        layout = self.schedule.layout
+        chain: list[Work] = []
+        for buffer in unit.buffers:
+            match what:
+                case ("unshard", bool(from_kept)):
+                    chain += self._works(transfer.unshard(layout, buffer, from_kept=from_kept), "unshard")
+                case ("refresh",):
+                    chain += self._refresh(transfer.refresh(layout, buffer))
+                case ("reduce_micro",):
+                    chain += self._works(transfer.reduce_micro(layout, buffer), "reduce")
+                case ("reduce_boundary",):
+                    chain += self._boundary(transfer.reduce_boundary(layout, buffer))
+        return tuple(chain)
+
+    def _works(self, transfers: Sequence[Transfer], kind: str) -> list[Work]:
+        works: list[Work] = []
+        for (operation, wire), same in groupby(transfers, key=lambda step: (step.operation, step.wire)):
+            steps = list(same)
+            # A quantised reduction is an all-to-all, which goes level by level (qgZ, arXiv 2306.10209): flat, every
+            # rank would send to every other through the node's links.
+            by_level = operation != "all_gather" and wire in QUANTISED_BITS
+            if len(steps) > 1 and self._joint and not by_level:
+                works.append(self._joined([s.axis for s in steps], operation, max(s.numel for s in steps), wire, kind))
+            else:
+                works += [self._single(step, kind) for step in steps]
+        return works
+
+    @property
+    def _joint(self) -> bool:
+        return self.mechanics.joint or self._algorithm != "hierarchical"
+
+    @property
+    def _algorithm(self) -> Algorithm:
+        """Of a group of several axes: an axis-by-axis engine's `auto` is the chain itself."""
+        chosen = self.schedule.layout.strategy.collective
+        if chosen == "auto":
+            return "flat" if self.mechanics.joint else "hierarchical"
+        return chosen
+
+    def _single(self, step: Transfer, kind: str) -> Work:
+        cost = self._with_copies(self.model.cost(step), step.numel, step.wire)
+        return Work(f"{kind} {step.operation}", (step.axis.name,), cost, (float(step.sent_bytes),))
+
+    def _joined(self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, kind: str) -> Work:
+        inner_first = [axis for axis in self.schedule.layout.axes if axis in axes]
+        cost = self._with_copies(self.model.joint(inner_first, operation, numel, wire, self._algorithm), numel, wire)
+        shares = _ring_shares([axis.size for axis in inner_first])
+        sent = tuple(cost.sent_bytes * share for share in shares)
+        return Work(f"{kind} {operation}", tuple(axis.name for axis in inner_first), cost, sent)
+
+    def _with_copies(self, cost: CollectiveCost, numel: int, wire: str) -> CollectiveCost:
+        if not self.mechanics.copies:
+            return cost
+        moved = 2 * self.mechanics.copies * wire_bytes(numel, wire)
+        return replace(cost, seconds=cost.seconds + self.model.compute.memory(moved))
+
+    def _boundary(self, transfers: Sequence[Transfer]) -> list[Work]:
+        if not self.mechanics.owners or not transfers:
+            return self._works(transfers, "reduce")
+        # Every rank gets the whole sum and drops what it does not own.
+        first = transfers[0]
+        return [self._joined([step.axis for step in transfers], "all_reduce", first.numel, first.wire, "reduce")]
+
+    def _refresh(self, transfers: Sequence[Transfer]) -> list[Work]:
+        if not self.mechanics.owners or not transfers:
+            return self._works(transfers, "refresh")
+        axes = [step.axis for step in transfers]
+        whole = self._joined(axes, "broadcast", transfers[-1].numel, transfers[-1].wire, "refresh")
+        # One broadcast per owner and step: with more owners than units, several in each unit's share.
+        per_unit = max(1.0, prod(axis.size for axis in axes) / len(self.schedule.units))
+        latency = whole.cost.seconds - whole.transfer_s
+        return [replace(whole, cost=replace(whole.cost, seconds=whole.cost.seconds + (per_unit - 1) * latency))]
+
+
+def _ring_shares(sizes: Sequence[int]) -> list[float]:
+    """Share of a ring's edges that cross each axis, innermost first: what an average rank sends on it."""
+    members = [prod(sizes[i:]) for i in range(len(sizes) + 1)]
+    edges = [float(here - above) for here, above in pairwise(members)]
+    edges[-1] += 1.0  # the ring closes over the outermost axis
+    return [count / members[0] for count in edges]

@@ -1,0 +1,211 @@
+"""The schedule's back end on a virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from zeromesh.schedule import Op, Reduction
+from zeromesh.simulator.chains import Chains
+from zeromesh.simulator.mechanics import LaneKind, Mechanics
+from zeromesh.simulator.network import Job, Network, Work
+from zeromesh.trace import Event
+
+
+@dataclass(slots=True)
+class Totals:
+    """What has been counted so far; additive over micro-batches."""
+
+    compute_s: float = 0.0
+    exposed_s: Counter[tuple[str, str]] = field(default_factory=Counter)  # (axes, collective)
+    sent_bytes: Counter[str] = field(default_factory=Counter)  # by axis
+
+    def copy(self) -> Totals:
+        return Totals(self.compute_s, Counter(self.exposed_s), Counter(self.sent_bytes))
+
+    def add_difference(self, later: Totals, earlier: Totals, times: int) -> None:
+        """Adds `times` times what happened between two copies."""
+        self.compute_s += times * (later.compute_s - earlier.compute_s)
+        for mine, new, old in (
+            (self.exposed_s, later.exposed_s, earlier.exposed_s),
+            (self.sent_bytes, later.sent_bytes, earlier.sent_bytes),
+        ):
+            for key in new:
+                mine[key] += times * (new[key] - old[key])  # type: ignore[index]  # same counter thrice
+
+
+class ClockBackend:
+    """Carries out ops by letting a virtual clock run. Ticket: the job.
+
+    Args:
+        chains: what each op of each unit sends.
+        mechanics: of the engine.
+        contention: of compute with communication.
+        unit_names: for the trace.
+        record: keep events.
+    """
+
+    def __init__(
+        self, chains: Chains, mechanics: Mechanics, contention: float, unit_names: tuple[str, ...], *, record: bool
+    ) -> None:
+        self.chains = chains
+        self.mechanics = mechanics
+        self.unit_names = unit_names
+        self.record = record
+        self.network = Network(contention, self._finished)
+        self.totals = Totals()
+        self.events: list[Event] = []
+        self.micro_batch = -1
+        self._refreshing: dict[int, Job] = {}
+        self._reducing: dict[int, Job] = {}
+        self._deferred: list[Job] = []
+        self._watch: tuple[str, float] | None = None
+        self._seen_exposed_s = 0.0
+
+    @property
+    def now_s(self) -> float:
+        return self.network.now_s
+
+    # ---- schedule.Backend
+
+    def refresh(self, unit: int) -> Job | None:
+        job = self._submit("refresh", unit, self.chains.refresh(unit), None)
+        if job is not None:
+            self._refreshing[unit] = job
+        return job
+
+    def unshard(self, unit: int, *, from_kept: bool) -> Job | None:
+        after = self._refreshing.get(unit)
+        job = self._submit("unshard", unit, self.chains.unshard(unit, from_kept=from_kept), after)
+        if job is not None and not self.mechanics.overlap_gather:
+            self._let_end(job)
+        return job
+
+    def reduce(self, unit: int, reduction: Reduction) -> Job | None:
+        after = self._reducing.get(unit)
+        micro = self.chains.reduce_micro(unit)
+        boundary = self.chains.reduce_boundary(unit) if reduction.boundary else ()
+        if boundary and not self.mechanics.overlap_boundary:
+            return self._defer(unit, micro, boundary, after)
+        job = self._submit("reduce", unit, micro + boundary, after)
+        if job is None:
+            return None
+        self._reducing[unit] = job
+        if not self.mechanics.overlap_reduce and not boundary:
+            self._let_end(job)
+        return job
+
+    def wait(self, ticket: Job, op: Op) -> None:
+        self._let_end(ticket)
+
+    def use(self, unit: int) -> None:
+        """There is no model."""
+
+    def unuse(self, unit: int) -> None:
+        """There is no model."""
+
+    def grads_discarded(self, unit: int) -> bool:
+        return True
+
+    # ---- the driver's side
+
+    def compute(self, name: str, unit: int, seconds: float) -> None:
+        """Lets the device compute."""
+        start = self.now_s
+        self.network.compute(seconds)
+        self.totals.compute_s += self.now_s - start
+        if self.record and self.now_s > start:
+            self._event(name, "compute", "compute", start, unit)
+
+    def end_micro_batch(self) -> None:
+        """Reductions that the engine does not hide under the backward are carried out now."""
+        self._submit_deferred()
+
+    def drain(self) -> None:
+        """Waits for everything in flight."""
+        self._submit_deferred()
+        for queue in list(self.network.lanes.values()):
+            while queue:
+                self._let_end(queue[0])
+
+    # ---- inside
+
+    def _submit(self, kind: LaneKind, unit: int, chain: tuple[Work, ...], after: Job | None) -> Job | None:
+        if not chain:
+            return None
+        job = Job(
+            chain, self.now_s, unit, self.micro_batch, kind, None if after and after.done_s is not None else after
+        )
+        for work in chain:
+            for axis, size in zip(work.axes, work.sent_bytes, strict=True):
+                self.totals.sent_bytes[axis] += size  # type: ignore[assignment]  # counters of bytes are floats here
+        return self.network.submit(job, self.mechanics.lane(kind))
+
+    def _defer(self, unit: int, micro: tuple[Work, ...], boundary: tuple[Work, ...], after: Job | None) -> Job:
+        first = self._submit("reduce", unit, micro, after)
+        job = Job(boundary, self.now_s, unit, self.micro_batch, "reduce", first)
+        self._deferred.append(job)
+        self._reducing[unit] = job
+        return job
+
+    def _submit_deferred(self) -> None:
+        for job in self._deferred:
+            job.ready_s = self.now_s
+            for work in job.chain:
+                for axis, size in zip(work.axes, work.sent_bytes, strict=True):
+                    self.totals.sent_bytes[axis] += size  # type: ignore[assignment]  # as in _submit
+            self.network.submit(job, self.mechanics.lane("reduce"))
+        self._deferred.clear()
+
+    def _let_end(self, job: Job) -> None:
+        if not job.lane:
+            self._submit_deferred()
+        if job.done_s is not None:
+            return
+        start = self.now_s
+        self._watch, self._seen_exposed_s = (job.lane, start), 0.0
+        self.network.wait_for(job)
+        self._watch = None
+        waited = self.now_s - start
+        # What the lane's own transfers do not account for was spent waiting for another lane.
+        self._expose(job.chain[-1], waited - self._seen_exposed_s)
+        if self.record and waited > 0:
+            self._event(f"wait for {job.kind}", "wait", "compute", start, job.unit)
+
+    def _expose(self, work: Work, seconds: float) -> None:
+        if seconds > 1e-12:
+            self.totals.exposed_s["+".join(work.axes), work.name] += seconds  # type: ignore[assignment]  # seconds
+
+    def _finished(self, job: Job, work: Work, start: float, end: float) -> None:
+        if self._watch is not None and self._watch[0] == job.lane:
+            overlap = end - max(start, self._watch[1])
+            self._seen_exposed_s += overlap
+            self._expose(work, overlap)
+        if self.record:
+            axis = "+".join(work.axes)
+            self.events.append(
+                Event(
+                    name=work.name,
+                    kind="communicate",
+                    resource=f"{job.lane}/{axis}",
+                    start_s=start,
+                    end_s=end,
+                    unit=self.unit_names[job.unit],
+                    micro_batch=job.micro_batch,
+                    axis=axis,
+                    sent_bytes=sum(work.sent_bytes),
+                )
+            )
+
+    def _event(self, name: str, kind: str, resource: str, start: float, unit: int) -> None:
+        self.events.append(
+            Event(
+                name=name,
+                kind=kind,  # type: ignore[arg-type]  # one of trace.Kind
+                resource=resource,
+                start_s=start,
+                end_s=self.now_s,
+                unit=self.unit_names[unit] if unit >= 0 else None,
+                micro_batch=self.micro_batch,
+            )
+        )

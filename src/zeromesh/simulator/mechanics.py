@@ -1,0 +1,88 @@
+"""How an engine carries out the schedule's transfers, as data: ours, and those that published tables come from.
+
+[Note: Engines] Each is the same schedule with other mechanics, from its paper or code:
+
+- zeromesh: one collective per axis, level by level; gathers and reductions on a lane each (DESIGN of the engine).
+- fsdp (torch.distributed.fsdp, FullyShardedDataParallel and fully_shard): a wrapped block is gathered and reduced over
+  its whole shard group at once; both share one communicator, so they queue in the order of issue; a copy into and out
+  of the flat buffer each way. On two axes the gradients' all-reduce between groups runs under the backward.
+- deepspeed (ZeRO, ZeRO++): over the whole group, on one communicator; parameters are gathered module by module with a
+  prefetch of 5e7 elements, less than one product of a large model, so compute waits for gathers (DeepSpeed#1174); the
+  gather of updated parameters at the end of a step is not hidden (#3338, #6876), reductions are (#6876). Quantised
+  wires: flat gathers, hierarchical all-to-all for gradients (arXiv 2306.10209).
+- amsp (arXiv 2311.00257, InternEvo): whole tensors belong to ranks, so gradients are all-reduced over all axes that
+  replicate parameters and dropped where not owned, and updated parameters are broadcast, once per owner, under the
+  next forward; each kind of communication has its own communicators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zeromesh.errors import ConfigError, nearest
+
+#: Kinds of work that lanes carry out: gathers of updated parameters, of parameters for compute, and reductions.
+LaneKind = Literal["refresh", "unshard", "reduce"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mechanics:
+    """See [Note: Engines].
+
+    Args:
+        name: as `--engine` spells it.
+        joint: neighbouring collectives of one kind over several axes are one flat collective over their joint group.
+        owners: whole tensors belong to ranks: reductions to the state shard are all-reduces, refreshes broadcasts.
+        lanes: (kind, lane): which queue each kind of work waits in.
+        copies: full-size copies beside each gather and each reduction.
+        step_bytes: that the optimizer's step needs for a moment, per element of the state shard; a fused one: none.
+        overlap_gather: False: the device stands still for every gather.
+        overlap_reduce: False: it stands still for every reduction of a micro-batch.
+        overlap_boundary: False: gradients are reduced to the state shard after the backward, not under it.
+        overlap_refresh: False: updated parameters are gathered before the next forward starts.
+    """
+
+    name: str
+    joint: bool = False
+    owners: bool = False
+    lanes: tuple[tuple[LaneKind, str], ...] = (("refresh", "gather"), ("unshard", "gather"), ("reduce", "reduce"))
+    copies: int = 0
+    step_bytes: float = 0.0
+    overlap_gather: bool = True
+    overlap_reduce: bool = True
+    overlap_boundary: bool = True
+    overlap_refresh: bool = True
+
+    def lane(self, kind: LaneKind) -> str:
+        """The queue that work of `kind` waits in."""
+        return dict(self.lanes)[kind]
+
+
+_ONE_COMMUNICATOR: tuple[tuple[LaneKind, str], ...] = (("refresh", "all"), ("unshard", "all"), ("reduce", "all"))
+_EACH_ITS_OWN: tuple[tuple[LaneKind, str], ...] = (("refresh", "refresh"), ("unshard", "gather"), ("reduce", "reduce"))
+
+ENGINES: dict[str, Mechanics] = {
+    "zeromesh": Mechanics(name="zeromesh"),
+    "fsdp": Mechanics(name="fsdp", joint=True, lanes=_ONE_COMMUNICATOR, copies=1),
+    "deepspeed": Mechanics(
+        name="deepspeed",
+        joint=True,
+        lanes=_ONE_COMMUNICATOR,
+        copies=1,
+        overlap_gather=False,
+        overlap_refresh=False,
+    ),
+    "amsp": Mechanics(name="amsp", joint=True, owners=True, lanes=_EACH_ITS_OWN),
+}
+
+
+def find_engine(name: str) -> Mechanics:
+    """The engine that `--engine` names.
+
+    Raises:
+        ConfigError: there is none; the message names the nearest.
+    """
+    if name not in ENGINES:
+        raise ConfigError(f"unknown engine {name!r}; {nearest(name, ENGINES)}")
+    return ENGINES[name]

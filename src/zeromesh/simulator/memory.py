@@ -1,0 +1,109 @@
+"""Device memory over a step: what is allocated once, and activations as they come and go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zeromesh.cost.constants import Constants
+from zeromesh.cost.memory import Overhead
+from zeromesh.model import Recomputation, UnitSpec
+from zeromesh.schedule import ITEM_BYTES, Schedule
+
+_MOMENTS = 2  # AdamW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBytes:
+    """Peak memory of one device, by what it holds; `overhead` is context, communicators and allocator."""
+
+    params: float
+    grads: float
+    optimizer: float
+    buffers: float
+    activations: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        return self.params + self.grads + self.optimizer + self.buffers + self.activations + self.overhead
+
+    def as_dict(self) -> dict[str, float]:
+        """By name, the total last."""
+        names = ("params", "grads", "optimizer", "buffers", "activations", "overhead", "total")
+        return {name: getattr(self, name) for name in names}
+
+
+def optimizer_bytes(schedule: Schedule) -> float:
+    """The master copy, where it is not the compute copy, and two moments of its size, on one device."""
+    layout = schedule.layout
+    states = 0.0
+    for unit in schedule.units:
+        for buffer in unit.buffers:
+            if buffer.master_dtype is not None:
+                shard = layout.padded(buffer.numel) // layout.degree(layout.significant)
+                states += _MOMENTS * shard * ITEM_BYTES[buffer.master_dtype]
+    return schedule.memory.master_bytes + states
+
+
+def step_bytes(schedule: Schedule, per_element: float) -> float:
+    """What the optimizer's step needs for a moment, when no activation is alive."""
+    layout = schedule.layout
+    trainable = sum(layout.padded(b.numel) for unit in schedule.units for b in unit.buffers if b.trainable)
+    return per_element * trainable / layout.degree(layout.significant)
+
+
+def memory_bytes(schedule: Schedule, constants: Constants, activations: float, communicators: int) -> MemoryBytes:
+    """Everything on one device at the peak; `activations` is what comes and goes, at its most."""
+    overhead = Overhead.of(constants, communicators=communicators, dynamic_bytes=activations)
+    return MemoryBytes(
+        params=float(schedule.memory.params_bytes),
+        grads=float(schedule.memory.grads_bytes),
+        optimizer=optimizer_bytes(schedule),
+        buffers=float(schedule.memory.buffers_bytes),
+        activations=activations,
+        overhead=overhead.total_bytes,
+    )
+
+
+@dataclass(slots=True)
+class Activations:
+    """Bytes of activations at each moment of a micro-batch.
+
+    A unit's forward leaves what it saves. Its backward holds that, what was recomputed, its working memory and the
+    gradient of its largest weight, which autograd makes before it is added to where gradients are collected; then all
+    of it goes.
+    """
+
+    specs: tuple[UnitSpec, ...]
+    tokens: int
+    seq_len: int
+    recomputation: Recomputation
+    item_bytes: int
+    now: float = 0.0
+    peak: float = 0.0
+    record: bool = False
+    changes: list[tuple[float, float]] = field(default_factory=list)
+
+    def forward(self, unit: int, at_s: float) -> None:
+        """The unit's forward has ended."""
+        self._set(self.now + self._saved(unit), at_s)
+
+    def enter_backward(self, unit: int, at_s: float) -> None:
+        """The unit's backward (or the recomputation before it) starts."""
+        spec = self.specs[unit]
+        extra = self.tokens * spec.backward_peak_bytes(self.seq_len, self.recomputation) - self._saved(unit)
+        largest = max((t.num_elements for t in spec.tensors if t.trainable), default=0) * self.item_bytes
+        self._set(self.now + extra + largest, at_s)
+
+    def leave_backward(self, unit: int, before: float, at_s: float) -> None:
+        """The unit's backward has ended; `before` is what `now` was when it was entered."""
+        self._set(before - self._saved(unit), at_s)
+
+    def _saved(self, unit: int) -> float:
+        return self.tokens * self.specs[unit].saved_bytes(self.seq_len, self.recomputation)
+
+    def _set(self, value: float, at_s: float) -> None:
+        self.now = value
+        self.peak = max(self.peak, value)
+        if self.record:
+            self.changes.append((at_s, value))

@@ -1,0 +1,192 @@
+"""Lanes of communication that share the links of a hierarchy, on a virtual clock.
+
+A lane carries out its jobs in the order of issue, one at a time. A job is latency, then a transfer that keeps each
+level's links busy for a known time if it is alone. Jobs of different lanes run at once; where together they ask for
+more of a level's links than there is, they slow down in proportion. Compute slows down while any job runs
+(`contention`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+
+from zeromesh.cost import CollectiveCost
+from zeromesh.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One collective: what it is for the trace, and what it costs alone."""
+
+    name: str
+    axes: tuple[str, ...]
+    cost: CollectiveCost
+    sent_bytes: tuple[float, ...]  # by axis
+    transfer_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transfer_s", max((seconds for _, seconds in self.cost.busy), default=0.0))
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A chain of collectives in a lane; also the ticket that the interpreter waits for.
+
+    Args:
+        chain: carried out one after another.
+        ready_s: not before.
+        after: a job that must have ended first.
+        unit, micro_batch: for the trace.
+    """
+
+    chain: tuple[Work, ...]
+    ready_s: float
+    unit: int
+    micro_batch: int
+    kind: str
+    after: Job | None = None
+    lane: str = ""
+    position: int = 0
+    latency_left: float = 0.0
+    share_left: float = 1.0
+    started_s: float = 0.0
+    begun: bool = False
+    done_s: float | None = None
+
+
+@dataclass(slots=True)
+class Network:
+    """All lanes, and the time to which they have been simulated.
+
+    Args:
+        contention: seconds that a second of compute takes while a job runs.
+        finished: called with (job, work, start, end) when a collective ends.
+    """
+
+    contention: float
+    finished: Callable[[Job, Work, float, float], None]
+    now_s: float = 0.0
+    lanes: dict[str, deque[Job]] = field(default_factory=dict)
+
+    def submit(self, job: Job, lane: str) -> Job:
+        """Queues `job`; an empty chain ends when it could start."""
+        job.lane = lane
+        self.lanes.setdefault(lane, deque()).append(job)
+        return job
+
+    def compute(self, seconds: float) -> None:
+        """Lets `seconds` of undisturbed compute pass: longer where jobs run meanwhile."""
+        left = seconds
+        while left > 0:
+            active = self._active()
+            slow = self.contention if active else 1.0
+            step = self._next_event(active)
+            if left * slow <= step:
+                self._advance(active, left * slow)
+                return
+            self._advance(active, step)
+            left -= step / slow
+
+    def wait_for(self, job: Job) -> None:
+        """Lets time pass until `job` has ended."""
+        while job.done_s is None:
+            active = self._active()
+            step = self._next_event(active)
+            if step == inf:
+                raise InternalError(f"{job.kind} of unit {job.unit} waits for something that never ends")
+            self._advance(active, step)
+
+    def signature(self) -> tuple[object, ...]:
+        """What is in flight, relative to now: equal signatures have equal futures."""
+        return tuple(
+            (lane, tuple((job.unit, job.kind, job.position, round(job.share_left, 9)) for job in queue))
+            for lane, queue in sorted(self.lanes.items())
+            if queue
+        )
+
+    # ---- one event at a time
+
+    def _active(self) -> list[Job]:
+        """The head of each lane that may run now; heads with nothing to do are ended on the way."""
+        active = []
+        for queue in self.lanes.values():
+            while queue:
+                head = queue[0]
+                if head.ready_s > self.now_s or (head.after is not None and head.after.done_s is None):
+                    break
+                if head.position == len(head.chain):
+                    head.done_s = self.now_s
+                    queue.popleft()
+                    continue
+                self._begin(head)
+                active.append(head)
+                break
+        return active
+
+    def _begin(self, job: Job) -> None:
+        if not job.begun:
+            work = job.chain[job.position]
+            job.begun, job.started_s, job.share_left = True, self.now_s, 1.0
+            job.latency_left = work.cost.seconds - work.transfer_s
+
+    def _next_event(self, active: list[Job]) -> float:
+        """Seconds until a latency or transfer ends or a waiting job becomes ready."""
+        load = _load(active) if len(active) > 1 else None
+        step = inf
+        for job in active:
+            if job.latency_left > 0:
+                step = min(step, job.latency_left)
+            else:
+                step = min(step, job.share_left * _seconds_under(load, job))
+        for queue in self.lanes.values():
+            if queue and queue[0].ready_s > self.now_s:
+                step = min(step, queue[0].ready_s - self.now_s)
+        return step
+
+    def _advance(self, active: list[Job], step: float) -> None:
+        load = _load(active) if len(active) > 1 else None
+        self.now_s += step
+        for job in active:
+            if job.latency_left > 0:
+                job.latency_left -= step
+                if job.latency_left <= 1e-15:
+                    job.latency_left = 0.0
+                    if job.chain[job.position].transfer_s == 0.0:
+                        self._finish(job)
+                continue
+            total = _seconds_under(load, job)
+            job.share_left -= step / total if total > 0 else 1.0
+            if job.share_left <= 1e-12:
+                self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        self.finished(job, job.chain[job.position], job.started_s, self.now_s)
+        job.position += 1
+        job.begun = False
+        if job.position == len(job.chain):
+            job.done_s = self.now_s
+            self.lanes[job.lane].popleft()
+
+
+def _load(active: list[Job]) -> dict[int, float]:
+    """By level: the share of its links that the running transfers ask for, above 1 where they must slow down."""
+    load: dict[int, float] = {}
+    for job in active:
+        if job.latency_left <= 0:
+            work = job.chain[job.position]
+            alone = work.transfer_s
+            for level, busy in work.cost.busy:
+                load[level] = load.get(level, 0.0) + (busy / alone if alone else 0.0)
+    return load
+
+
+def _seconds_under(load: dict[int, float] | None, job: Job) -> float:
+    """Seconds of the job's whole transfer under `load`; None: it is alone."""
+    work = job.chain[job.position]
+    if load is None:
+        return work.transfer_s
+    slow = max((load.get(level, 0.0) for level, _ in work.cost.busy), default=1.0)
+    return work.transfer_s * max(1.0, slow)

@@ -1,0 +1,87 @@
+"""What a simulation answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zeromesh.simulator.memory import MemoryBytes
+from zeromesh.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisTraffic:
+    """One axis of the layout; bytes that an average device sends on it in one step."""
+
+    axis: str
+    size: int
+    stage: str
+    bytes_sent_per_device: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """One step, simulated.
+
+    Args:
+        strategy: in normal form.
+        engine: whose mechanics.
+        world: devices.
+        micro_batches: of one step on one device.
+        step_s: from one optimizer step to the next.
+        tokens_per_s_per_device: throughput.
+        mfu: model FLOPs over the peak.
+        compute_s: of the step, its slow-down under communication included.
+        exposed_comm_s: that the device stands still for communication.
+        exposed: (axes, collective, seconds), longest first.
+        memory: at the peak.
+        memory_limit_bytes: of the device, the margin off.
+        axes: traffic by axis.
+        trace: events of the step, where asked for.
+    """
+
+    strategy: str
+    engine: str
+    world: int
+    micro_batches: int
+    step_s: float
+    tokens_per_s_per_device: float
+    mfu: float
+    compute_s: float
+    exposed_comm_s: float
+    exposed: tuple[tuple[str, str, float], ...]
+    memory: MemoryBytes
+    memory_limit_bytes: float
+    axes: tuple[AxisTraffic, ...]
+    trace: Trace | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak stays within the device's memory less the margin."""
+        return self.memory.total <= self.memory_limit_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `zeromesh simulate --json` prints."""
+        return {
+            "strategy": self.strategy,
+            "engine": self.engine,
+            "world": self.world,
+            "micro_batches": self.micro_batches,
+            "step_s": self.step_s,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "mfu": self.mfu,
+            "compute_s": self.compute_s,
+            "exposed_comm_s": self.exposed_comm_s,
+            "exposed": [{"axis": axis, "collective": name, "seconds": s} for axis, name, s in self.exposed],
+            "memory_bytes": self.memory.as_dict(),
+            "fits": self.fits,
+            "axes": [
+                {
+                    "axis": axis.axis,
+                    "size": axis.size,
+                    "stage": axis.stage,
+                    "bytes_sent_per_device": axis.bytes_sent_per_device,
+                }
+                for axis in self.axes
+            ],
+        }

@@ -1,0 +1,256 @@
+"""Simulates one training step: the engine's schedule, driven point by point on a virtual clock.
+
+Micro-batches repeat: once what is in flight at the end of one is what was in flight at the end of the one before, all
+that follow are alike, and only the last is simulated again (it reduces to the state shard). This is exact: equal
+states have equal futures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeromesh.cluster import Cluster
+from zeromesh.cost.compute import ComputeModel, UnitSeconds
+from zeromesh.cost.constants import Constants, default_constants
+from zeromesh.cost.transfer import TransferModel
+from zeromesh.model import ModelSpec, Recomputation, UnitSpec
+from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule
+from zeromesh.schedule.step import Phase, run_micro_batch
+from zeromesh.simulator.chains import Chains
+from zeromesh.simulator.clock import ClockBackend, Totals
+from zeromesh.simulator.mechanics import Mechanics, find_engine
+from zeromesh.simulator.memory import Activations, memory_bytes, step_bytes
+from zeromesh.simulator.network import Job
+from zeromesh.simulator.result import AxisTraffic, Simulation
+from zeromesh.simulator.units import schedule_units
+from zeromesh.simulator.workload import Workload
+from zeromesh.strategy import Layout, Strategy
+from zeromesh.trace import Trace
+
+DEFAULT_MARGIN = 0.08
+
+
+def simulate(
+    model: ModelSpec,
+    cluster: Cluster,
+    strategy: Strategy | str,
+    workload: Workload,
+    *,
+    engine: str | Mechanics = "zeromesh",
+    constants: Constants | None = None,
+    memory_margin: float = DEFAULT_MARGIN,
+    record: bool = False,
+) -> Simulation:
+    """Simulates one step in steady state.
+
+    Args:
+        model: its units.
+        cluster: cut to the world in use (`Cluster.take`); its levels are the mesh axes.
+        strategy: on the cluster's levels.
+        workload: the batch, recomputation and dtypes.
+        engine: a name of `ENGINES`, or mechanics of one's own.
+        constants: of the cost model; None for the shipped ones.
+        memory_margin: share of the device's memory to leave free.
+        record: simulate every micro-batch and keep a `Trace`.
+
+    Returns:
+        Step time, traffic, exposed communication and memory.
+
+    Raises:
+        MeshError: the strategy does not fit the cluster's levels.
+        ConfigError: unknown engine, or a batch that does not divide.
+    """
+    setup = _Setup.of(model, cluster, strategy, workload, engine, constants or default_constants())
+    step = _Step(setup, record)
+    totals = step.run()
+    return _result(setup, step, totals, memory_margin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setup:
+    model: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    mechanics: Mechanics
+    constants: Constants
+    compute: ComputeModel
+    transfers: TransferModel
+    schedule: Schedule
+    specs: tuple[UnitSpec, ...]
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelSpec,
+        cluster: Cluster,
+        strategy: Strategy | str,
+        workload: Workload,
+        engine: str | Mechanics,
+        constants: Constants,
+    ) -> _Setup:
+        units, specs = schedule_units(model, workload)
+        stated = workload.param_dtype in dict(cluster.device.peak_flops)
+        dtype = workload.param_dtype if stated else None
+        compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
+        return cls(
+            model=model,
+            cluster=cluster,
+            workload=workload,
+            mechanics=find_engine(engine) if isinstance(engine, str) else engine,
+            constants=constants,
+            compute=compute,
+            transfers=TransferModel(cluster, constants, compute),
+            schedule=Schedule.of(Layout.of(strategy, cluster.axes), units),
+            specs=specs,
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        return self.workload.micro_batches(self.cluster.world)
+
+    def unit_seconds(self) -> list[UnitSeconds]:
+        workload = self.workload
+        by_spec = {
+            id(spec): self.compute.unit(
+                spec,
+                tokens=workload.micro_batch_tokens,
+                seq_len=workload.seq_len,
+                recomputation=workload.recomputation,
+            )
+            for spec in {id(spec): spec for spec in self.specs}.values()
+        }
+        return [by_spec[id(spec)] for spec in self.specs]
+
+    def optimizer_seconds(self) -> float:
+        layout = self.schedule.layout
+        trainable = sum(b.numel for unit in self.schedule.units for b in unit.buffers if b.trainable)
+        return self.compute.optimizer(trainable / layout.degree(layout.significant))
+
+
+class _Step:
+    """One step from one optimizer step to the next; in between nothing but updated parameters is in flight."""
+
+    def __init__(self, setup: _Setup, record: bool) -> None:
+        self.setup, self.record = setup, record
+        workload = setup.workload
+        self.backend = ClockBackend(
+            Chains(setup.schedule, setup.mechanics, setup.transfers),
+            setup.mechanics,
+            setup.constants.contention,
+            tuple(unit.name for unit in setup.schedule.units),
+            record=record,
+        )
+        self.interpreter: Interpreter[Job] = Interpreter(schedule=setup.schedule, backend=self.backend)
+        self.activations = Activations(
+            setup.specs,
+            workload.micro_batch_tokens,
+            workload.seq_len,
+            workload.recomputation,
+            ITEM_BYTES[workload.param_dtype],
+            record=record,
+        )
+        self.seconds = setup.unit_seconds()
+        self.step_s = 0.0
+        self._entered: dict[int, float] = {}
+
+    def run(self) -> Totals:
+        """Runs the step; the clock ends at `step_s` less what was skipped."""
+        self._updated()
+        skipped_s, skipped = self._micro_batches()
+        self.backend.compute("optimizer", -1, self.setup.optimizer_seconds())
+        self.step_s = self.backend.now_s + skipped_s
+        totals = self.backend.totals
+        for later, earlier, times in skipped:
+            totals.add_difference(later, earlier, times)
+        return totals
+
+    def _updated(self) -> None:
+        self.interpreter.stepped(range(len(self.setup.schedule.units)))
+        if not self.setup.mechanics.overlap_refresh:
+            self.backend.drain()
+
+    def _micro_batches(self) -> tuple[float, list[tuple[Totals, Totals, int]]]:
+        """Runs them all, or skips those that are alike; returns the seconds and totals of what was skipped."""
+        count = self.setup.micro_batches
+        before: tuple[object, ...] | None = None
+        done = 0
+        while done < count - 1:
+            start_s, start = self.backend.now_s, self.backend.totals.copy()
+            self._micro_batch(done, last=False)
+            done += 1
+            after = self.backend.network.signature()
+            if after == before and not self.record:
+                alike = count - 1 - done
+                skipped = (self.backend.totals.copy(), start, alike)
+                duration = self.backend.now_s - start_s
+                self._micro_batch(count - 1, last=True)
+                return alike * duration, [skipped]
+            before = after
+        self._micro_batch(count - 1, last=True)
+        return 0.0, []
+
+    def _micro_batch(self, index: int, *, last: bool) -> None:
+        self.backend.micro_batch = index
+        recompute = self.setup.workload.recomputation is not Recomputation.NONE
+        run_micro_batch(self.interpreter, last=last, compute=self._compute, recompute=recompute)
+        self.backend.end_micro_batch()
+        if last:
+            self.backend.drain()
+        self.backend.micro_batch = -1
+
+    def _compute(self, phase: Phase, unit: int) -> None:
+        backend, activations, seconds = self.backend, self.activations, self.seconds[unit]
+        if phase == "forward":
+            backend.compute("forward", unit, seconds.forward)
+            activations.forward(unit, backend.now_s)
+            return
+        if unit not in self._entered:
+            self._entered[unit] = activations.now
+            activations.enter_backward(unit, backend.now_s)
+        if phase == "recompute":
+            backend.compute("recompute", unit, seconds.recompute)
+            return
+        backend.compute("backward", unit, seconds.backward)
+        activations.leave_backward(unit, self._entered.pop(unit), backend.now_s)
+
+
+def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) -> Simulation:
+    workload, cluster, layout = setup.workload, setup.cluster, setup.schedule.layout
+    tokens_per_s = workload.global_batch_tokens / step.step_s / cluster.world
+    lanes = {(lane, axis) for _, lane in setup.mechanics.lanes for axis in layout.axes if axis.size > 1}
+    dynamic = max(step.activations.peak, step_bytes(setup.schedule, setup.mechanics.step_bytes))
+    memory = memory_bytes(setup.schedule, setup.constants, dynamic, len(lanes))
+    exposed = sorted(((axes, name, s) for (axes, name), s in totals.exposed_s.items()), key=lambda item: -item[2])
+    return Simulation(
+        strategy=str(layout.strategy),
+        engine=setup.mechanics.name,
+        world=cluster.world,
+        micro_batches=setup.micro_batches,
+        step_s=step.step_s,
+        tokens_per_s_per_device=tokens_per_s,
+        mfu=tokens_per_s * setup.model.model_flops_per_token(workload.seq_len) / cluster.device.peak(),
+        compute_s=totals.compute_s,
+        exposed_comm_s=sum(s for _, _, s in exposed),
+        exposed=tuple(exposed),
+        memory=memory,
+        memory_limit_bytes=cluster.device.memory_bytes * (1 - memory_margin),
+        axes=tuple(
+            AxisTraffic(
+                axis=axis.name,
+                size=axis.size,
+                stage=axis.stage.value,
+                bytes_sent_per_device=totals.sent_bytes[axis.name],
+            )
+            for axis in layout.axes
+        ),
+        trace=_trace(setup, step, memory.total - memory.activations) if step.record else None,
+    )
+
+
+def _trace(setup: _Setup, step: _Step, static_bytes: float) -> Trace:
+    layout = setup.schedule.layout
+    return Trace(
+        label=f"{setup.model.name} {layout.strategy} on {setup.cluster.name} ({setup.mechanics.name}, simulated)",
+        events=tuple(sorted(step.backend.events, key=lambda event: (event.start_s, event.resource))),
+        memory=tuple((at, size + static_bytes) for at, size in [(0.0, 0.0), *step.activations.changes]),
+    )

@@ -1,0 +1,40 @@
+"""A model's units as the schedule wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zeromesh.model import ModelSpec, UnitKind, UnitSpec
+from zeromesh.schedule import FlatBuffer, Role, Unit
+from zeromesh.simulator.workload import Workload
+
+
+def schedule_units(model: ModelSpec, workload: Workload) -> tuple[tuple[Unit, ...], tuple[UnitSpec, ...]]:
+    """The units that the engine would cut `model` into, root first, each with its description."""
+    pairs = sorted(_pairs(model, workload), key=lambda pair: pair[1].kind is not UnitKind.ROOT)
+    return tuple(unit for unit, _ in pairs), tuple(spec for _, spec in pairs)
+
+
+def _pairs(model: ModelSpec, workload: Workload) -> Iterator[tuple[Unit, UnitSpec]]:
+    for spec in model.units:
+        role = Role.BLOCK if spec.kind is UnitKind.BLOCK else Role.RESIDENT
+        buffers = _buffers(spec, workload)
+        for index in range(spec.count):
+            name = f"{spec.name.removesuffix('.0')}.{index}" if spec.count > 1 else spec.name
+            yield Unit(name=name, role=role, buffers=buffers), spec
+
+
+def _buffers(spec: UnitSpec, workload: Workload) -> tuple[FlatBuffer, ...]:
+    reduce = workload.reduce_dtype or workload.param_dtype
+    sizes = ((spec.num_trainable, workload.master_dtype), (spec.num_frozen, None))
+    return tuple(
+        FlatBuffer(
+            numel=numel,
+            param_dtype=workload.param_dtype,
+            master_dtype=master,
+            grad_dtype=workload.grad_dtype,
+            reduce_dtype=reduce,
+        )
+        for numel, master in sizes
+        if numel
+    )

@@ -1,0 +1,62 @@
+"""What is trained per step, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeromesh.errors import ConfigError
+from zeromesh.model import Recomputation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One training step.
+
+    Args:
+        seq_len: tokens in a sequence.
+        global_batch_tokens: tokens in a step, all devices together.
+        micro_batch: sequences that a device computes at once.
+        recomputation: which activations of the blocks are computed again.
+        param_dtype: of compute, and of parameters on the wire.
+        reduce_dtype: of gradients on the wire; None is `param_dtype`.
+        grad_dtype: of the accumulated gradient.
+        master_dtype: of the optimizer's copy.
+    """
+
+    seq_len: int
+    global_batch_tokens: int
+    micro_batch: int = 1
+    recomputation: Recomputation = Recomputation.NONE
+    param_dtype: str = "bf16"
+    reduce_dtype: str | None = None
+    grad_dtype: str = "fp32"
+    master_dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "global_batch_tokens", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens that a device computes at once."""
+        return self.seq_len * self.micro_batch
+
+    def micro_batches(self, world: int) -> int:
+        """Micro-batches of one step on each of `world` devices.
+
+        Raises:
+            ConfigError: the batch does not divide; says what uneven shares would cost, and the nearest that divide.
+        """
+        at_once = self.micro_batch_tokens * world
+        count, rest = divmod(self.global_batch_tokens, at_once)
+        if rest == 0:
+            return count
+        idle = 1 - self.global_batch_tokens / ((count + 1) * at_once)
+        nearest = " or ".join(str(n * at_once) for n in (count, count + 1) if n)
+        raise ConfigError(
+            f"a global batch of {self.global_batch_tokens} tokens does not divide over {world} devices with "
+            f"{self.micro_batch} sequence(s) of {self.seq_len} tokens each ({at_once} tokens at once): with uneven "
+            f"shares a step would last {count + 1} micro-batches and the devices idle {idle:.0%} of it; "
+            f"the nearest that divides is {nearest}"
+        )

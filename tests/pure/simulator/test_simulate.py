@@ -1,0 +1,210 @@
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeromesh.cluster import Cluster, Device, Level, preset
+from zeromesh.errors import ConfigError
+from zeromesh.model import Recomputation
+from zeromesh.model import preset as model_preset
+from zeromesh.schedule import Schedule
+from zeromesh.schedule.step import sent_bytes_per_axis
+from zeromesh.simulator import ENGINES, Workload, simulate
+from zeromesh.simulator.units import schedule_units
+from zeromesh.strategy import Layout
+
+GPT2 = model_preset("gpt2")
+LLAMA = model_preset("llama-7b")
+A800 = preset("a800-8x-hdr")
+STRATEGIES = [
+    "node=0,cluster=0",
+    "node=1,cluster=0",
+    "node=2,cluster=2",
+    "node=3,cluster=3",
+    "node=3,cluster=1",
+    "node=3,cluster=3k",
+    "node=3d,cluster=1",
+    "node[4]=3,node[2]=1,cluster=0",
+    "node=3@int8/int4,cluster=3k@int8/int4",
+]
+
+
+def work(micro_batches: int = 2, world: int = 16, seq_len: int = 512, **fields) -> Workload:
+    return Workload(seq_len=seq_len, global_batch_tokens=seq_len * world * micro_batches, **fields)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("recomputation", [Recomputation.NONE, Recomputation.FULL])
+def test_bytes_on_every_axis_are_the_schedules(strategy, recomputation):
+    """The schedule's own count is tested against the table of the notation; the simulator must not drop or repeat."""
+    cluster, workload = A800.take(16), work(3, recomputation=recomputation)
+    simulated = simulate(GPT2, cluster, strategy, workload)
+    schedule = Schedule.of(Layout.of(strategy, cluster.axes), schedule_units(GPT2, workload)[0])
+    expected = sent_bytes_per_axis(schedule, micro_batches=3, recompute=recomputation is Recomputation.FULL)
+    assert {a.axis: a.bytes_sent_per_device for a in simulated.axes} == pytest.approx(expected)
+
+
+def test_bytes_of_the_documented_example():
+    """2 x 2, F = 8 MB for parameters and gradients, 3 micro-batches, node=3,cluster=1: node 36 MB, cluster 4 MB."""
+    level = {"bandwidth_bytes_per_s": 1e9, "latency_s": 0.0}
+    device = Device(name="d", memory_bytes=1e12, peak_flops={"bf16": 1e12})
+    levels = (Level(name="node", size=2, **level), Level(name="cluster", size=2, **level))
+    cluster = Cluster(name="c", device=device, levels=levels)
+    block = next(unit for unit in LLAMA.units if unit.name.startswith("model.layers"))
+    tensor = replace(block.tensors[0], name="weight", shape=(4_000_000,))
+    alone = replace(LLAMA, units=(LLAMA.units[0], *(replace(block, tensors=(tensor,), count=4),)))
+    sent = {a.axis: a.bytes_sent_per_device for a in simulate(alone, cluster, "node=3,cluster=1", work(3, 4)).axes}
+    root = 4096 * 2 / 2  # the last norm: 4096 elements of bf16, half of them sent; it stays gathered
+    # Four blocks with two slots: the last two are still in their slots when the backward starts.
+    assert sent["node"] - root * (3 + 3) == pytest.approx(4e6 * (4 * 3 * 3 - 2 * 3))
+    assert sent["cluster"] - 2 * root / 2 == pytest.approx(4 * 4e6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_skipping_equal_micro_batches_is_exact(strategy, engine):
+    cluster, workload = A800.take(16), work(7)
+    skipped = simulate(GPT2, cluster, strategy, workload, engine=engine)
+    whole = simulate(GPT2, cluster, strategy, workload, engine=engine, record=True)
+    assert skipped.step_s == pytest.approx(whole.step_s, rel=1e-9)
+    assert skipped.exposed_comm_s == pytest.approx(whole.exposed_comm_s, abs=1e-9)
+    assert [a.bytes_sent_per_device for a in skipped.axes] == pytest.approx(
+        [a.bytes_sent_per_device for a in whole.axes]
+    )
+    assert skipped.memory == whole.memory
+
+
+def test_a_step_is_compute_and_what_is_exposed():
+    result = simulate(LLAMA, A800.take(64), "node=3,cluster=1", work(2, 64, 4096))
+    assert result.compute_s + result.exposed_comm_s == pytest.approx(result.step_s)
+    assert 0.3 < result.mfu < 0.7
+    assert result.tokens_per_s_per_device == pytest.approx(2 * 4096 / result.step_s)
+
+
+def test_the_same_input_gives_the_same_answer():
+    first, second = (simulate(GPT2, A800.take(16), "node=3,cluster=1", work(), record=True) for _ in range(2))
+    assert first == second
+
+
+def test_one_device_communicates_nothing():
+    result = simulate(GPT2, A800.take(1), "node=3,cluster=1", work(2, 1))
+    assert result.exposed_comm_s == 0
+    assert all(axis.bytes_sent_per_device == 0 for axis in result.axes)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_less_overlap_never_helps(strategy):
+    cluster, workload = A800.take(16), work()
+    steps = [simulate(GPT2, cluster, f"{strategy};overlap={o}", workload).step_s for o in ("all", "gather", "none")]
+    # Contention ends with the overlap, so the device may compute faster, never finish sooner than with its waits.
+    assert steps[0] <= steps[1] * (1 + 1e-9) <= steps[2] * (1 + 2e-9)
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(STRATEGIES),
+    st.sampled_from(sorted(ENGINES)),
+    st.integers(0, 1),
+    st.floats(1.1, 20),
+    st.integers(1, 3),
+)
+def test_more_bandwidth_never_slows_a_step(strategy, engine, index, factor, micro_batches):
+    cluster, workload = A800.take(16), work(micro_batches)
+    level = cluster.levels[index]
+    faster = replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * factor)
+    levels = tuple(faster if i == index else lv for i, lv in enumerate(cluster.levels))
+    before = simulate(GPT2, cluster, strategy, workload, engine=engine).step_s
+    assert simulate(GPT2, replace(cluster, levels=levels), strategy, workload, engine=engine).step_s <= before * 1.001
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "state_gb"),
+    [
+        ("llama-7b", "node=0,cluster=0", 107.8),
+        ("llama-7b", "node=1,cluster=0", 37.06),
+        ("llama-7b", "node=3,cluster=0", 13.48),
+        ("llama-13b", "node[4]=3,node[2]=1,cluster=0", 32.54),
+        ("llama-7b", "node=3,cluster[4]=1,cluster[*]=0", 5.90),
+        ("llama-7b", "node=3,cluster[4]=3,cluster[*]=0", 3.37),
+        ("llama-7b", "node=2,cluster[4]=1,cluster[*]=0", 17.69),
+        ("llama-7b", "node=3d,cluster[4]=1,cluster[*]=0", 17.69),
+        ("llama-65b", "node=3,cluster[4]=1,cluster[*]=0", 57.13),
+        ("llama-65b", "node=3,cluster=0", 130.6),
+    ],
+)
+def test_model_state_is_the_papers_formula(model, strategy, state_gb):
+    """(2/s_p + 2/s_g + 12/s_os) * parameters with bf16 gradients: papers' table, to the last digit shown."""
+    workload = work(1, 64, 512, grad_dtype="bf16")
+    memory = simulate(model_preset(model), A800.take(64), strategy, workload).memory
+    digits = 10 ** -len(str(state_gb).split(".")[1])
+    state = memory.params + memory.grads + memory.optimizer
+    assert state / 1e9 == pytest.approx(state_gb, abs=0.5 * digits * 1.05)
+
+
+def test_recomputation_trades_memory_for_time():
+    results = {
+        r: simulate(LLAMA, A800.take(16), "node=3,cluster=1", work(1, 16, 2048, recomputation=r)) for r in Recomputation
+    }
+    none, selective, full = (results[r] for r in Recomputation)
+    assert none.memory.activations > selective.memory.activations > full.memory.activations
+    assert none.step_s < selective.step_s < full.step_s
+    assert none.mfu > full.mfu
+
+
+def test_what_fits_depends_on_the_margin():
+    workload = work(1, 16, 2048)
+    memory = simulate(LLAMA, A800.take(16), "node=3,cluster=1", workload).memory
+    margin = 1 - memory.total / 80e9
+    for delta, fits in ((-0.01, True), (0.01, False)):
+        result = simulate(LLAMA, A800.take(16), "node=3,cluster=1", workload, memory_margin=margin + delta)
+        assert result.fits is fits
+
+
+def test_the_trace_holds_the_step():
+    result = simulate(GPT2, A800.take(16), "node=3,cluster=1", work(2), record=True)
+    trace = result.trace
+    assert trace is not None
+    assert trace.seconds(kind="compute") == pytest.approx(result.compute_s)
+    assert trace.seconds(kind="wait") == pytest.approx(result.exposed_comm_s)
+    for axis in result.axes:
+        assert trace.sent_bytes(axis=axis.axis) == pytest.approx(axis.bytes_sent_per_device)
+    static = result.memory.total - result.memory.activations
+    assert max(size for _, size in trace.memory) == pytest.approx(static + result.memory.activations)
+    assert trace.memory[-1][1] == pytest.approx(static)
+
+
+def test_a_lane_does_one_thing_at_a_time():
+    trace = simulate(LLAMA, A800.take(64), "node=3,cluster=3", work(2, 64), record=True).trace
+    assert trace is not None
+    lanes: dict[str, list[tuple[float, float]]] = {}
+    for event in trace.events:
+        if event.kind == "communicate":
+            lanes.setdefault(event.resource.split("/")[0], []).append((event.start_s, event.end_s))
+    assert set(lanes) == {"gather", "reduce"}
+    for intervals in lanes.values():
+        intervals.sort()
+        assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(intervals))
+
+
+def test_the_json_has_the_documented_keys():
+    data = simulate(GPT2, A800.take(16), "node=3,cluster=1", work(2)).to_json()
+    documented = {"strategy", "engine", "world", "micro_batches", "step_s", "tokens_per_s_per_device", "mfu"}
+    documented |= {"compute_s", "exposed_comm_s", "memory_bytes", "fits", "axes"}
+    assert documented <= set(data)
+    assert {"params", "grads", "optimizer", "buffers", "activations", "total"} <= set(data["memory_bytes"])
+    assert set(data["axes"][0]) == {"axis", "size", "stage", "bytes_sent_per_device"}
+    assert sum(v for k, v in data["memory_bytes"].items() if k != "total") == pytest.approx(
+        data["memory_bytes"]["total"]
+    )
+
+
+def test_a_batch_that_does_not_divide_says_what_it_costs():
+    workload = Workload(seq_len=512, global_batch_tokens=512 * 40)
+    with pytest.raises(ConfigError, match=r"would last 3 micro-batches and the devices idle 17% .* 16384 or 24576"):
+        simulate(GPT2, A800.take(16), "node=3,cluster=1", workload)
+    with pytest.raises(ConfigError, match="micro_batch must be at least 1"):
+        Workload(seq_len=512, global_batch_tokens=512, micro_batch=0)
+    with pytest.raises(ConfigError, match="unknown engine 'fdsp'; did you mean fsdp"):
+        simulate(GPT2, A800.take(16), "node=3,cluster=1", work(), engine="fdsp")
