@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -85,7 +86,19 @@ def shard(
     engine = build_engine(model, mesh, layout, find_units(model, units, resident), precision, init)
     watch_optimizers()
     object.__setattr__(model, ENGINE, engine)
+    object.__setattr__(model, "zero_grad", _zero_grad_of(weakref.ref(model)))
     return model
+
+
+def _zero_grad_of(reference: weakref.ref[nn.Module]) -> Callable[..., None]:
+    """The model's own `zero_grad`; torch's would know nothing of sums that `.grad` does not show yet."""
+
+    def forget_grads(set_to_none: bool = True) -> None:
+        model = reference()
+        if model is not None:
+            engine_of(model).discard_grads(set_to_none=set_to_none)
+
+    return forget_grads
 
 
 def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan) -> Layout:

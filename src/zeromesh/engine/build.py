@@ -17,13 +17,12 @@ from zeromesh.engine.clip import slice_norms
 from zeromesh.engine.engine import Control, Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install
-from zeromesh.engine.units import DTYPES, ModuleUnit, Precision
+from zeromesh.engine.materialise import Init, Materialiser
+from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.schedule import Schedule, Unit
 from zeromesh.schedule.memory import SlotPlan, aligned
 from zeromesh.strategy import Layout
-
-Init = Callable[[nn.Module], None]
 
 
 def mesh_axes(mesh: DeviceMesh | None, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -132,19 +131,23 @@ def _fill_shards(
     init: Init | None,
 ) -> list[UnitShards]:
     """Unit by unit, so that at most one unit is whole on any rank beside what the model already held."""
-    owners = {id(module._parameters): module for module in model.modules()}
-    initialise = init or _default_init(model)
+    materialiser = Materialiser(model, modules, device, init, control.rank == 0)
+    inside = modules_by_unit(model, modules)
     shards = []
     for module, unit in zip(modules, units, strict=True):
         buffers = []
-        _materialise(module, owners, device, initialise, control)
+        materialiser.unit(module, inside[module.name])
         for spec, infos in zip(unit.buffers, module.groups.values(), strict=True):
             buffer = FlatShards.allocate(unit, spec, infos, layout, coordinates, device)
             buffer.fill(_values(buffer, control))
             buffers.append(buffer)
             _retire(buffer, unit.name)
         shards.append(UnitShards(name=unit.name, buffers=buffers))
-    _sync_buffers(model, device, initialise, control)
+    materialiser.rest()
+    message = control.say(materialiser.error)
+    if message:
+        raise ModelError(message)
+    _sync_buffers(model, device, control)
     return shards
 
 
@@ -171,53 +174,19 @@ def _retire(buffer: FlatShards, unit: str) -> None:
                 param.data = torch.empty(0, dtype=param.dtype, device=param.device)
 
 
-def _materialise(
-    module: ModuleUnit, owners: dict[int, nn.Module], device: torch.device, initialise: Init, control: Control
-) -> None:
-    """Gives parameters on the meta device memory, and on the first rank values, a unit at a time."""
-    fresh: dict[nn.Module, str] = {}
-    for info in (info for infos in module.groups.values() for info in infos if info.param.is_meta):
-        param = nn.Parameter(torch.empty_like(info.param, device=device), requires_grad=info.param.requires_grad)
-        for params, key in info.sites:
-            params[key] = param
-            fresh[owners[id(params)]] = info.name
-    if control.rank == 0:
-        _initialise(fresh, initialise)
-
-
-def _initialise(fresh: dict[nn.Module, str], initialise: Init) -> None:
-    for module, name in fresh.items():
-        try:
-            with torch.no_grad():
-                initialise(module)
-        except AttributeError as error:
-            raise ModelError(
-                f"{name} is on the meta device and {type(module).__name__} has no reset_parameters(); "
-                f"pass init=..., a function that initialises the parameters of one module in place"
-            ) from error
-
-
-def _default_init(model: nn.Module) -> Init:
-    """Hugging Face's own rule where there is one, else the module's."""
-    whole: Init | None = getattr(model, "_init_weights", None)
-    return whole or (lambda module: module.reset_parameters())  # type: ignore[operator]  # missing: caught by the caller
-
-
-def _sync_buffers(model: nn.Module, device: torch.device, initialise: Init, control: Control) -> None:
-    fresh: dict[nn.Module, str] = {}
-    for name, module in model.named_modules():
+def _sync_buffers(model: nn.Module, device: torch.device, control: Control) -> None:
+    """The first rank's buffers, and frozen parameters of dtypes that are not sharded, to all."""
+    for module in model.modules():
         for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=device)
-                fresh[module] = f"{name}.{key}"
-            elif buffer is not None:
+            if buffer is not None:
                 module._buffers[key] = buffer.to(device)
-    _initialise(fresh, initialise)
-    for buffer in model.buffers():
-        if buffer.numel():
-            contiguous = buffer.contiguous()
-            control.broadcast(contiguous)
-            buffer.copy_(contiguous)
+    unsharded = [param.data for param in model.parameters() if not hasattr(param, "_zeromesh_retired")]
+    for tensor in (*model.buffers(), *unsharded):
+        if tensor.numel():
+            contiguous = tensor.contiguous()
+            # As bytes: gloo knows fewer dtypes than torch.
+            control.broadcast(contiguous.view(-1).view(torch.uint8))
+            tensor.copy_(contiguous)
 
 
 def _bind_slots(schedule: Schedule, shards: Sequence[UnitShards], device: torch.device) -> None:

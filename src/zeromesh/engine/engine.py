@@ -268,14 +268,17 @@ class Engine:
                     # As in plain torch, a gradient that was zeroed and not dropped stays, of zeros if it is not used.
                     param.grad = grad if next(left) or param.grad is not None else None
 
-    def discard_grads(self) -> None:
+    def discard_grads(self, *, set_to_none: bool = True) -> None:
         """Forgets all gradients, partial sums included."""
         self.interpreter.discard_grads()
         self._weights, self._total_weight, self.backend.final_scale = None, None, None
         for unit in self.backend.units:
             unit.forget()
         for param in self.optimizer_params():
-            param.grad = None
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
 
     # ---- optimizers
 

@@ -32,7 +32,9 @@ def install(engine: Engine, unit: int, module: nn.Module, cast: torch.dtype | No
         return None if cast is None else (_cast(args, cast), _cast(kwargs, cast))
 
     def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        _alive(reference).post_forward(unit, tensors_of(outputs))
+        engine = reference()
+        if engine is not None:  # else `pre_forward` has said so
+            engine.post_forward(unit, tensors_of(outputs))
 
     # What a compiled caller traces must not enter the engine: the hooks run as Python, between graphs.
     for hook in (pre_forward, post_forward):

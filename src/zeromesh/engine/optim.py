@@ -6,6 +6,7 @@ first step, unless the user has vouched for it with `zm.elementwise(optimizer)`.
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.param import ShardedGrad, ShardedParameter
 from zeromesh.errors import OptimizerError
 
 ELEMENTWISE = frozenset(
@@ -46,8 +47,16 @@ def elementwise(optimizer: Optimizer) -> Optimizer:
 def watch_optimizers() -> None:
     """Installs the hooks, once per process."""
     if not _installed:
+        _allow_foreach()
         _installed.append(register_optimizer_step_pre_hook(_before_step))
         _installed.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _allow_foreach() -> None:
+    """Torch chooses its foreach implementations, on CUDA, for listed types only; DTensor is listed the same way."""
+    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        types = getattr(importlib.import_module(name), "_foreach_supported_types", [])
+        types.extend(kind for kind in (ShardedParameter, ShardedGrad) if kind not in types)
 
 
 def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:

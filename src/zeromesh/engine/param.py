@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.errors import OptimizerError
+from zeromesh.errors import ModelError, OptimizerError
 
 NormOf = Callable[[Sequence[Tensor], float], list[Tensor]]
 """Norms over all ranks of the tensors that the given local slices belong to, one 0-d tensor each."""
@@ -91,6 +91,8 @@ class _Slice(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
+        if func in _GUARDED:
+            _GUARDED[func](*args, **(kwargs or {}))
         if name in ("__get__", "__set__"):  # attributes: most calls of a step by far
             with torch._C.DisableTorchFunctionSubclass():
                 return _plain(func(*args))
@@ -103,7 +105,7 @@ class _Slice(torch.Tensor):
             result = func(*args, **kwargs)
             if name in _UNSCALE:
                 _agree_on_found_inf(args)
-            if name.endswith("_") and not name.endswith("__"):
+            if name.endswith("_") and (name.startswith("__i") or not name.endswith("__")):
                 _note_zeroed(args[0], name in _ZERO)
         return _plain(result) if name in ("detach", "clone", "to") else result
 
@@ -179,3 +181,34 @@ def _note_zeroed(target: Any, zeroed: bool) -> None:
     for tensor in target if isinstance(target, list | tuple) else (target,):
         if isinstance(tensor, _Slice):
             tensor.zeroed = zeroed
+
+
+def _keep_trainable(target: Any, value: bool = True) -> None:
+    """Whether a parameter is trained decided its buffers and its place in them."""
+    if isinstance(target, ShardedParameter) and bool(value) != target.requires_grad:
+        was, now = ("trainable", "freeze") if target.requires_grad else ("frozen", "unfreeze")
+        raise ModelError(f"{target.full_name} was {was} when zm.shard was called: {now} it before zm.shard")
+
+
+def _keep_memory(target: Any, value: Tensor) -> None:
+    """A slice is a view of the master: other memory would not be gathered."""
+    if not isinstance(target, _Slice):
+        return
+    old = target.local
+    new = value.local if isinstance(value, _Slice) else value
+    if (old.dtype, old.device, old.data_ptr(), old.shape) != (new.dtype, new.device, new.data_ptr(), new.shape):
+        raise ModelError(
+            f"{target.full_name} is a view of this rank's shard ({old.dtype} on {old.device}), so it can be neither "
+            f"moved nor cast (to {new.dtype} on {new.device}) nor replaced: move and cast the model before zm.shard, "
+            f"choose dtypes by param_dtype= and master_dtype=, and write values by `.local.copy_` and zm.refresh(model)"
+        )
+
+
+# By torch's function, since most attributes are set all the time and these never.
+_GUARDED: dict[Any, Callable[..., None]] = {
+    torch.Tensor.requires_grad.__set__: _keep_trainable,  # type: ignore[attr-defined]  # a getset_descriptor
+    torch.Tensor.requires_grad_: _keep_trainable,
+    torch.Tensor.data.__set__: _keep_memory,  # type: ignore[attr-defined]  # a getset_descriptor
+    # `nn.Module.to` asks this, and would put a plain parameter in the slice's place where the answer is no.
+    torch._has_compatible_shallow_copy_type: _keep_memory,
+}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.units import DTYPE_NAMES, clean_name
 from zeromesh.errors import ModelError, nearest
 
 
@@ -60,13 +61,13 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that belong to a state dict, by name."""
-    from zeromesh.engine.units import clean_name
-
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield clean_name(f"{prefix}.{key}" if prefix else key), buffer
+    """What is whole on every rank and belongs to a state dict, by name: buffers, frozen parameters of other dtypes."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        whole = {key: p.data for key, p in module._parameters.items() if p is not None and p.dtype not in DTYPE_NAMES}
+        kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        for key, held in (whole | kept).items():
+            if held is not None:
+                yield clean_name(f"{prefix}.{key}" if prefix else key), held
 
 
 def _buffers(engine: Engine) -> Iterator[FlatShards]:

@@ -123,6 +123,16 @@ def find_units(model: nn.Module, classes: UnitClasses | None = None, resident: S
     return [unit for unit in units.values() if unit.groups or unit.module is model]
 
 
+def modules_by_unit(model: nn.Module, units: Sequence[ModuleUnit]) -> dict[str, list[nn.Module]]:
+    """Every module under the name of the innermost unit that holds it; one registered in several, under each."""
+    names = {clean_name(name): module for name, module in model.named_modules()}
+    found: dict[str, list[nn.Module]] = {unit.name: [] for unit in units}
+    by_module = {names[unit.name]: unit for unit in units}
+    for module, _, home in _walk(model, model, by_module):
+        found[by_module[home].name].append(module)
+    return found
+
+
 def clean_name(name: str) -> str:
     """A qualified name without the parts that compile and checkpoint wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

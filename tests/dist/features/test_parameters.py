@@ -77,7 +77,9 @@ def with_lora() -> Net:
     return model
 
 
-@pytest.mark.parametrize("strategy", ["node=3d,cluster=3d", "node=3d,cluster=1", "node=3,cluster=1", "node=3,cluster=3k"])
+@pytest.mark.parametrize(
+    "strategy", ["node=3d,cluster=3d", "node=3d,cluster=1", "node=3,cluster=1", "node=3,cluster=3k"]
+)
 @on_ranks(4)
 def test_lora(strategy):
     pair = check(with_lora(), strategy)

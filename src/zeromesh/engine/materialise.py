@@ -1,0 +1,110 @@
+"""Gives parameters and buffers on the meta device memory, a unit at a time, and on the first rank values.
+
+What is fresh holds NaN until its initialisation has run, so that one that forgets a tensor is noticed. The first rank
+keeps its errors until all ranks can hear of them: the others wait for its values meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.engine.units import ModuleUnit, clean_name
+
+Init = Callable[[nn.Module], None]
+
+
+class Materialiser:
+    """Materialises the parts of one model in turn.
+
+    Args:
+        model: any of it may be on the meta device.
+        units: its units; each module belongs to the innermost around it.
+        device: where tensors are made.
+        init: initialises one module's own parameters and buffers in place. Default: Hugging Face's `_init_weights` of
+            the nearest model around the module, else the module's `reset_parameters`.
+        first: whether this rank is the one whose values count.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Iterable[ModuleUnit], device: torch.device, init: Init | None, first: bool
+    ) -> None:
+        self.device, self.first = device, first
+        self.error = ""
+        self._init = init
+        self._names = {module: clean_name(name) for name, module in model.named_modules()}
+        self._rules: dict[nn.Module, Init | None] = {}
+        self._owners = {id(module._parameters): module for module in self._names}
+        self._infos = {id(i.param): i for u in units for infos in u.groups.values() for i in infos}
+        self._done: set[nn.Module] = set()
+        self._order = list(self._postorder(model, None))
+
+    def _postorder(self, module: nn.Module, rule: Init | None) -> Iterator[nn.Module]:
+        """Inner modules first, as Hugging Face does: outer ones then adapt their inner ones' values."""
+        if module in self._rules:
+            return
+        rule = getattr(module, "_init_weights", rule)
+        self._rules[module] = rule
+        for child in module.children():
+            yield from self._postorder(child, rule)
+        yield module
+
+    def unit(self, unit: ModuleUnit, inside: Iterable[nn.Module]) -> None:
+        """The parameters of `unit`, with all else that the modules `inside` it and those that share them hold."""
+        infos = [info for group in unit.groups.values() for info in group]
+        sharing = {self._owners[id(params)] for info in infos for params, _ in info.sites}
+        self._run({*inside, *sharing})
+
+    def rest(self) -> None:
+        """Whatever no unit holds."""
+        self._run(set(self._order))
+
+    def _run(self, wanted: set[nn.Module]) -> None:
+        modules = [module for module in self._order if module in wanted and module not in self._done]
+        self._done.update(modules)
+        fresh = {module: list(self._fresh(module)) for module in modules}
+        if self.first and any(fresh.values()) and not self.error:
+            self.error = self._initialise(fresh)
+
+    def _fresh(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for key, param in list(module._parameters.items()):
+            if param is not None and param.is_meta:
+                made = nn.Parameter(self._empty(param), requires_grad=param.requires_grad)
+                info = self._infos.get(id(param))
+                for params, name in info.sites if info else ((module._parameters, key),):
+                    params[name] = made
+                yield key, made
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                made_buffer = module._buffers[key] = self._empty(buffer)
+                yield key, made_buffer
+
+    def _empty(self, meta: Tensor) -> Tensor:
+        empty = torch.empty_like(meta, device=self.device)
+        return empty.detach().fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
+
+    def _initialise(self, fresh: dict[nn.Module, list[tuple[str, Tensor]]]) -> str:
+        for module, tensors in fresh.items():
+            rule = self._init or self._rules[module]
+            if not tensors and (self._init or not rule):
+                continue
+            if rule is None and not hasattr(module, "reset_parameters"):
+                return (
+                    f"{self._label(module, tensors)} is on the meta device and {type(module).__name__} has no "
+                    f"reset_parameters(); pass init=..., a function that initialises one module in place"
+                )
+            with torch.no_grad():
+                rule(module) if rule else module.reset_parameters()  # type: ignore[operator]  # tested above
+        for module, tensors in fresh.items():
+            for tensor in tensors:
+                if tensor[1].is_floating_point() and bool(tensor[1].isnan().any()):
+                    return (
+                        f"{self._label(module, [tensor])} was on the meta device and its initialisation left NaN in "
+                        f"it: pass init=..., a function that initialises one module's own parameters and buffers"
+                    )
+        return ""
+
+    def _label(self, module: nn.Module, tensors: list[tuple[str, Tensor]]) -> str:
+        return ".".join(part for part in (self._names[module], tensors[0][0]) if part)

@@ -1,0 +1,329 @@
+"""Where the values of a model come from: the meta device, the first rank alone, whole state dicts, changes by hand."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeromesh as zm
+from tests.dist.features.parity import (
+    DEFERRED,
+    STRATEGIES,
+    Block,
+    Net,
+    Pair,
+    adamw,
+    close,
+    mesh_2x2,
+    net,
+    next_token_loss,
+    same_params,
+    same_state,
+    tokens,
+)
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+from zeromesh.errors import ModelError
+
+ALL = (*STRATEGIES, DEFERRED)
+MODES = pytest.mark.parametrize("strategy", ALL)
+
+
+# ---- meta device
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    return model.to("meta")
+
+
+def ordered_init(calls: list[str]) -> Any:
+    """Values that depend on the module's kind alone, so that the order of initialisation does not matter."""
+
+    def init(module: nn.Module) -> None:
+        calls.append(type(module).__name__)
+        for name, param in module.named_parameters(recurse=False):
+            assert not param.is_meta
+            generator = torch.Generator().manual_seed(param.numel() + len(name))
+            param.copy_(torch.randn(param.shape, generator=generator, dtype=param.dtype))
+
+    return init
+
+
+@MODES
+@on_ranks(4)
+def test_meta_model_gets_its_values_on_the_first_rank(strategy):
+    expected, calls = net(), []
+    for module in expected.modules():
+        with torch.no_grad():
+            ordered_init([])(module)
+    model = zm.shard(on_meta(net()), mesh_2x2(), strategy, init=ordered_init(calls))
+    # Embedding, final norm and head; in each block two linear layers, a norm and the block's own gain.
+    assert len(calls) == (0 if dist.get_rank() else 3 + 3 * 4)
+    same_state(model, expected)
+    assert next_token_loss(model, tokens(0, 0, 0)).item() == pytest.approx(
+        next_token_loss(expected, tokens(0, 0, 0)).item()
+    )
+
+
+@on_ranks(4)
+def test_no_rank_ever_holds_the_whole_meta_model():
+    model = on_meta(net(num_blocks=8, dim=8))
+    largest = max(sum(p.nbytes for p in block.parameters()) for block in model.blocks)
+    held: list[int] = []
+
+    def init(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            param.fill_(0.5)
+        live = [o for o in gc.get_objects() if type(o) is nn.Parameter and not o.is_meta and o.dtype == torch.float64]
+        held.append(sum({o.untyped_storage().data_ptr(): o.untyped_storage().nbytes() for o in live}.values()))
+
+    gc.collect()
+    zm.shard(model, mesh_2x2(), "node=3,cluster=3", init=init)
+    # One unit whole (root, head and embedding are smaller than a block). What is sharded holds no `nn.Parameter` of
+    # plain type before the slots are bound.
+    assert dist.get_rank() or max(held) <= largest
+
+
+class Scaled(nn.Module):
+    """A parameter of its own around a linear layer, and a buffer that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.empty(4))
+        self.register_buffer("table", torch.empty(4), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 2.0)
+        self.table.copy_(torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale + self.table
+
+
+class Shared(nn.Module):
+    """Linear layers of two blocks share a weight but not their biases, so that it lies in another unit than they."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.blocks[2].inner.weight = self.blocks[0].inner.weight
+
+
+@on_ranks(4)
+def test_modules_initialise_themselves():
+    with torch.device("meta"):
+        model = Shared()
+    zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+    state = zm.full_state_dict(model)
+    assert all(block.table.tolist() == [0, 1, 2, 3] for block in model.blocks)
+    if dist.get_rank() == 0:
+        assert state["blocks.1.scale"].tolist() == [2, 2, 2, 2]
+        assert state["norm.running_var"].tolist() == [1, 1, 1, 1]
+        assert state["blocks.0.inner.weight"].equal(state["blocks.2.inner.weight"])
+        for name in ("blocks.0.inner.weight", "blocks.0.inner.bias", "blocks.2.inner.bias"):
+            assert 0 < state[name].abs().max() <= 0.5  # uniform up to 1/sqrt(4)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3))
+
+
+class Forgetful(Bare):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight[:2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Bare, r"weight is on the meta device and Bare has no reset_parameters"),
+        (Forgetful, r"weight.*left NaN in it.*init="),
+    ],
+)
+@on_ranks(4)
+def test_values_that_nobody_gives_are_an_error_on_every_rank(kind, message):
+    with torch.device("meta"):
+        model = nn.Sequential(kind(), kind())
+    with pytest.raises(ModelError, match=message):
+        zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
+@on_ranks(4, timeout_s=50)
+def test_hugging_face_on_the_meta_device(kind):
+    from tests.dist.features.test_huggingface import build
+
+    expected = build(kind).float()
+    with torch.device("meta"):
+        model = build(kind).float()
+    model.train(expected.training)
+    torch.manual_seed(1)
+    zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+    for (name, held), (_, value) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
+        close(held, value, name)
+    state = zm.full_state_dict(model)
+    for name, value in expected.state_dict().items() if dist.get_rank() == 0 else ():
+        spread = value.std(correction=0).item()
+        assert state[name].std(correction=0).item() == pytest.approx(spread, rel=0.5, abs=1e-9), name
+
+
+# ---- the first rank's values
+
+
+@pytest.mark.parametrize("others", ["meta", "random"])
+@MODES
+@on_ranks(4)
+def test_weights_on_the_first_rank_only(strategy, others):
+    expected = net()
+    model = net()
+    if dist.get_rank():
+        if others == "meta":
+            on_meta(model)
+        else:
+            torch.manual_seed(dist.get_rank())
+            model = Net().double()
+    zm.shard(model, mesh_2x2(), strategy)
+    same_params(model, expected)
+    same_state(model, expected)
+
+
+@on_ranks(4)
+def test_buffers_are_the_first_rank_s():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    rank = dist.get_rank()
+    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
+        model.register_buffer(f"of_{dtype}".replace(".", "_"), torch.arange(6).view(2, 3).t().to(dtype) + rank)
+    zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
+        assert getattr(model, f"of_{dtype}".replace(".", "_")).equal(torch.arange(6).view(2, 3).t().to(dtype))
+
+
+# ---- state
+
+
+@MODES
+@on_ranks(4)
+def test_whole_state_goes_in_and_out(strategy):
+    pair = Pair(base=net(), strategy=strategy)
+    torch.manual_seed(5)
+    other = Net().double()
+    zm.load_full_state_dict(pair.model, other.state_dict() if dist.get_rank() == 0 else {})
+    same_state(pair.model, other)
+    pair.plain.load_state_dict(other.state_dict())
+    pair.train(steps=2)
+
+
+@on_ranks(4)
+def test_a_state_that_does_not_fit_changes_nothing():
+    model = zm.shard(net(), mesh_2x2(), "node=3,cluster=1")
+    good = net().state_dict()
+    for change, message in (
+        ({"extra": torch.ones(1)}, r"no parameter or buffer 'extra'"),
+        ({"head.bias": torch.ones(3)}, r"head\.bias must have shape \(11,\); the state's has \(3,\)"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            zm.load_full_state_dict(model, {k: v * 2 for k, v in good.items()} | change)
+    with pytest.raises(ModelError, match=r"has no 'norm\.weight'"):
+        zm.load_full_state_dict(model, {k: v * 2 for k, v in good.items() if k != "norm.weight"})
+    same_params(model, net())
+
+
+@MODES
+@on_ranks(4)
+def test_a_change_by_hand_and_refresh(strategy):
+    """An average of the weights over steps, evaluated in place of the weights and taken back."""
+    pair = Pair(base=net(), strategy=strategy)
+    average = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
+    local = {n: p.local.clone() for n, p in pair.model.named_parameters()}
+
+    def evaluate(step: int) -> None:
+        for name, p in pair.plain.named_parameters():
+            average[name].lerp_(p.detach(), 0.3)
+        for name, p in pair.model.named_parameters():
+            local[name].lerp_(p.local, 0.3)
+        kept = {n: p.local.clone() for n, p in pair.model.named_parameters()}
+        with torch.no_grad():
+            for name, p in pair.model.named_parameters():
+                p.copy_(local[name])
+            zm.refresh(pair.model)
+            reference = copy.deepcopy(pair.plain)
+            reference.load_state_dict(average)
+            batch = tokens(step, 0, dist.get_rank())
+            close(pair.model(batch), reference(batch), "averaged model's output")
+            for name, p in pair.model.named_parameters():
+                p.local.copy_(kept[name])
+            zm.refresh(pair.model)
+            close(pair.model(batch), pair.plain(batch), "model's output afterwards")
+
+    pair.train(after_step=evaluate)
+
+
+# ---- the end
+
+
+@MODES
+@on_ranks(4)
+def test_deleting_the_model_frees_everything(strategy):
+    model = zm.shard(net(), mesh_2x2(), strategy)
+    optimizer = adamw(model.parameters())
+    for step in range(2):
+        next_token_loss(model, tokens(step, 0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = engine_of(model)
+    engine.interpreter.quiesce()  # what is in flight holds what it writes until it has ended
+    shards = [t for unit in engine.units for b in unit.buffers for t in (*b.tensors().values(), b.full, b.waiting)]
+    storages = [weakref.ref(t.untyped_storage()) for t in shards if t is not None]
+    watched = [weakref.ref(model), weakref.ref(engine), weakref.ref(engine.backend.gathers)]
+    watched += [weakref.ref(block) for block in model.blocks]
+    gc.collect()
+    gc.disable()  # reference counts alone must do it
+    try:
+        del model, optimizer, engine, shards
+        assert [w() for w in watched] == [None] * len(watched)
+        assert not any(s() is not None for s in storages)
+    finally:
+        gc.enable()
+
+
+@on_ranks(4)
+def test_moving_a_sharded_model():
+    model = zm.shard(net().float(), mesh_2x2(), "node=3,cluster=1", param_dtype=torch.bfloat16)
+    before = zm.full_state_dict(model)
+    assert model.to("cpu") is model and model.float() is model
+    for move in (
+        lambda: model.half(),
+        lambda: model.double(),
+        lambda: model.to("meta"),
+        lambda: model.to_empty(device="cpu"),
+    ):
+        with pytest.raises(ModelError, match=r"view of this rank's shard \(torch\.float32 on cpu\).*before zm\.shard"):
+            move()
+    after = zm.full_state_dict(model)
+    assert all(after[name].equal(value) for name, value in before.items())
+    with pytest.raises(ModelError, match=r"already"):
+        zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+    with pytest.raises(ModelError, match=r"cannot be copied"):
+        copy.deepcopy(model)
+
+
+@on_ranks(4)
+def test_a_block_of_a_deleted_model_says_so():
+    model: Any = zm.shard(net(), mesh_2x2(), "node=3,cluster=1")
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    del model
+    with pytest.raises(ModelError, match=r"has been deleted"):
+        block(torch.ones(2, 5).double())
