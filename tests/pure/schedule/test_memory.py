@@ -1,0 +1,166 @@
+"""Every buffer in bytes: the published model-state table, DESIGN "Memory per device", and the slots."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.schedule.test_transfers import MESH, buffer, stack
+from tests.pure.strategy.mixes import NAMES, mixes, notation
+from zeromesh.errors import InternalError
+from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
+from zeromesh.schedule.memory import ALIGN_BYTES, REDUCE_SLOTS, aligned
+from zeromesh.strategy import Layout
+
+PSI = {"7B": 6.738e9, "13B": 13.016e9, "30B": 27.57e9, "65B": 65.286e9}
+
+# Model-state GB of (2/s_p + 2/s_g + 12/s_os)*Psi, as published for 7B, 13B, 30B, 65B; 8 devices a node.
+TABLE = [
+    ("node=0", [8], "107.8 208.3 441.1 1044.6"),
+    ("node=1", [8], "37.06 71.59 151.6 359.1"),
+    ("node[4]=3,node[2]=1", [8], "16.84 32.54 68.92 163.2"),
+    ("node=3", [8], "13.48 26.03 55.14 130.6"),
+    ("node=3,cluster=1", [8, 4], "5.90 11.39 24.12 57.13"),
+    ("node=3,cluster=3", [8, 4], "3.37 6.51 13.79 32.64"),
+    ("node=2,cluster=1", [8, 4], "17.69 34.17 72.37 171.4"),
+    ("node=3d,cluster=1", [8, 4], "17.69 34.17 72.37 171.4"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "sizes", "published"), TABLE)
+def test_the_published_table(strategy, sizes, published):
+    layout = Layout.of(strategy, list(zip(NAMES, sizes, strict=False)))
+    for psi, gigabytes in zip(PSI.values(), published.split(), strict=True):
+        plan = Schedule.of(layout, stack(int(psi), blocks=1, grad_dtype="bf16")).memory
+        moments = 2 * plan.master_bytes  # Adam's two, as long as the fp32 master
+        total = plan.params_bytes + plan.grads_bytes + plan.master_bytes + moments
+        last_digit = 10.0 ** -len(gigabytes.partition(".")[2])
+        assert total / 1e9 == pytest.approx(float(gigabytes), abs=0.51 * last_digit)
+
+
+@pytest.mark.parametrize("mix", mixes(3, kept=True)[::3])
+def test_the_formula_of_every_term(mix):
+    """DESIGN "Memory per device" with Psi divisible by everything: bf16 compute, fp32 gradients, fp32 master."""
+    sizes = [size for _, size in MESH]
+
+    def degree(*stages: str) -> int:
+        return prod(size for stage, size in zip(mix, sizes, strict=True) if stage.rstrip("k") in stages)
+
+    psi, blocks = 1440, 3
+    layout = Layout.of(notation(mix), MESH)
+    plan = Schedule.of(layout, stack(psi, blocks)).memory
+    assert plan.params_bytes == 2 * psi * blocks / degree("3", "3d")
+    assert plan.grads_bytes == 4 * psi * blocks / degree("3", "2")
+    assert plan.master_bytes == 4 * psi * blocks / degree("3", "3d", "2", "1")
+    kept = [copy.kept for unit in plan.persistent for copy in unit]
+    not_kept = prod(size for stage, size in zip(mix, sizes, strict=True) if stage in ("3", "3d"))
+    if any("k" in stage for stage in mix) and not_kept > 1:
+        assert kept == [2 * psi // not_kept] * blocks
+    else:
+        assert kept == [0] * blocks  # where everything is kept, the slot is the copy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "param", "master", "merged"),
+    [
+        ("node=3", "fp32", "fp32", True),
+        ("node=0", "fp32", "fp32", True),
+        ("node=3d", "fp32", "fp32", True),
+        ("node=1", "fp32", "fp32", False),
+        ("node=2", "fp32", "fp32", False),
+        ("node=3", "bf16", "fp32", False),
+        ("node=3", "fp64", "fp64", True),
+    ],
+)
+def test_master_and_compute_copy_are_one_tensor_where_both_coincide(strategy, param, master, merged):
+    layout = Layout.of(strategy, [("node", 4)])
+    units = stack(64, 1, param_dtype=param, master_dtype=master)
+    assert (Schedule.of(layout, units).memory.master_bytes == 0) == merged
+
+
+def test_frozen_parameters_have_neither_gradient_nor_states():
+    plan = Schedule.of(Layout.of("node=3", [("node", 4)]), stack(64, 2, master_dtype=None)).memory
+    assert (plan.params_bytes, plan.grads_bytes, plan.master_bytes) == (2 * 2 * 64 // 4, 0, 0)
+    assert plan.reduce.slot_bytes == ()
+
+
+def mixed_units(sizes: list[int], residents: list[int]) -> list[Unit]:
+    return [
+        Unit(name="", role=Role.RESIDENT, buffers=(buffer(8),)),
+        *(Unit(name=f"r{i}", role=Role.RESIDENT, buffers=(buffer(n),)) for i, n in enumerate(residents)),
+        *(Unit(name=f"b{i}", role=Role.BLOCK, buffers=(buffer(n),)) for i, n in enumerate(sizes)),
+    ]
+
+
+@given(
+    st.sampled_from([notation(mix) for mix in mixes(2, kept=True)]),
+    st.lists(st.integers(0, 500), min_size=0, max_size=6),
+    st.lists(st.integers(1, 500), max_size=2),
+    st.integers(0, 4),
+)
+def test_slots(strategy, sizes, residents, prefetch):
+    layout = Layout.of(f"{strategy};prefetch={prefetch}", MESH[:2])
+    schedule = Schedule.of(layout, mixed_units(sizes, residents))
+    for plan, shared, bytes_each in (
+        (schedule.memory.gather, prefetch + 1, 2),
+        (schedule.memory.reduce, REDUCE_SLOTS, 2),
+    ):
+        axes = layout.param_axes if plan is schedule.memory.gather else layout.grad_axes
+        if layout.degree(axes) == 1:
+            assert plan.total_bytes == 0 and set(plan.slot_of) == {None}
+            continue
+        own = {i for i, unit in enumerate(schedule.units) if unit.role is Role.RESIDENT}
+        if plan is schedule.memory.gather and all(axis.stage.kept for axis in axes):
+            own = set(range(len(schedule.units)))  # a fully kept unit's copy is its slot
+        users = {slot: [i for i, s in enumerate(plan.slot_of) if s == slot] for slot in range(len(plan.slot_bytes))}
+        assert all(users.values()), "a slot that no unit uses"
+        sharing = [i for i, unit in enumerate(schedule.units) if i not in own and unit.buffers[0].numel]
+        assert len({plan.slot_of[i] for i in sharing}) == min(shared, len(sharing))
+        for slot, units in users.items():
+            needs = [aligned(layout.padded(schedule.units[i].buffers[0].numel) * bytes_each) for i in units]
+            if set(units) & own:
+                assert len(units) == 1 and plan.slot_bytes[slot] == needs[0]
+            else:
+                whole = [aligned(layout.padded(schedule.units[i].buffers[0].numel) * bytes_each) for i in sharing]
+                assert plan.slot_bytes[slot] == max(whole)
+        # Neighbours never share: the next unit is gathered while this one computes.
+        if shared > 1:
+            assert all(plan.slot_of[a] != plan.slot_of[b] for a, b in zip(sharing, sharing[1:], strict=False))
+
+
+def test_slots_stay_where_they_are_when_the_order_shows():
+    schedule = Schedule.of(Layout.of("node=3", [("node", 2)]), stack(64, 4))
+    assert schedule.reordered([0, 4, 2, 1, 3]).memory is schedule.memory
+
+
+@given(st.integers(0, 10_000))
+def test_aligned(count):
+    assert aligned(count) % ALIGN_BYTES == 0 and count <= aligned(count) < count + ALIGN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gather", "reduce"),
+    [
+        ("node=3,cluster=1", 0, 64 // 2 * 2),  # the boundary's cast of the fp32 shard to a bf16 wire
+        ("node=3,cluster=3", 0, 0),
+        ("node=3@fp32/,cluster=1", 64 * 4, 64 // 2 * 2),  # and a gather on an fp32 wire of a bf16 copy
+    ],
+)
+def test_staging(strategy, gather, reduce):
+    plan = Schedule.of(Layout.of(strategy, [("node", 2), ("cluster", 2)]), stack(64, 2)).memory
+    assert (plan.gather_staging, plan.reduce_staging) == (gather, reduce)
+
+
+def test_all_buffers_are_added_up():
+    layout = Layout.of("node=3,cluster=3k", [("node", 2), ("cluster", 2)])
+    plan = Schedule.of(layout, stack(64, 3), workspace_bytes=1000).memory
+    # 2 gather slots and 2 reduce slots of a block, 3 kept copies of half a block, the workspace.
+    assert plan.buffers_bytes == 2 * 128 + 2 * 128 + 3 * 64 + 1000
+
+
+def test_a_dtype_that_cannot_be():
+    with pytest.raises(InternalError, match=r"dtype must be one of fp64, fp32, bf16, fp16; got 'int8'"):
+        FlatBuffer(numel=1, param_dtype="int8", master_dtype="fp32")

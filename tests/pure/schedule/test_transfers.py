@@ -1,0 +1,199 @@
+"""Bytes on every axis: DESIGN's worked example, its table of stages, and a closed formula for every mix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+
+import pytest
+
+from tests.pure.strategy.mixes import NAMES, mixes, notation
+from zeromesh.schedule import FlatBuffer, Role, Schedule, Transfer, Unit, sent_bytes_per_axis, step_transfers
+from zeromesh.schedule.transfer import reduce_boundary, reduce_micro, refresh, unshard, wire_bytes
+from zeromesh.strategy import Axis, Layout, Stage, Wire
+
+MESH = (("node", 2), ("cluster", 3), ("region", 2))
+
+
+def buffer(numel: int, **changes) -> FlatBuffer:
+    fields = {"param_dtype": "bf16", "master_dtype": "fp32", "reduce_dtype": "bf16"} | changes
+    return FlatBuffer(numel=numel, **fields)
+
+
+def stack(numel: int, blocks: int, **changes) -> list[Unit]:
+    """A root without parameters around equal blocks."""
+    block = (buffer(numel, **changes),)
+    return [
+        Unit(name="", role=Role.RESIDENT, buffers=()),
+        *(Unit(name=f"blocks.{index}", role=Role.BLOCK, buffers=block) for index in range(blocks)),
+    ]
+
+
+def sent(schedule: Schedule, unit: int, micro_batches: int, **options) -> dict[tuple[str, str], int]:
+    """Bytes of one unit by (axis, P or G)."""
+    total: Counter[tuple[str, str]] = Counter()
+    for index, step in step_transfers(schedule, micro_batches=micro_batches, **options):
+        if index == unit:
+            total[step.axis.name, "P" if step.operation == "all_gather" else "G"] += step.sent_bytes
+    return dict(total)
+
+
+F_NUMEL = 4_000_000
+"""8 MB in bf16, for P and for G."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        # node 2*3*4 + 3*4 = 36 MB, cluster 2 + 2 = 4 MB
+        (
+            "node=3,cluster=1",
+            {
+                ("node", "P"): 24_000_000,
+                ("node", "G"): 12_000_000,
+                ("cluster", "P"): 2_000_000,
+                ("cluster", "G"): 2_000_000,
+            },
+        ),
+        # P gathers 24 (node) + 12 (cluster), G 12 + 6
+        (
+            "node=3,cluster=3",
+            {
+                ("node", "P"): 24_000_000,
+                ("cluster", "P"): 12_000_000,
+                ("node", "G"): 12_000_000,
+                ("cluster", "G"): 6_000_000,
+            },
+        ),
+    ],
+)
+def test_the_worked_example(strategy, expected):
+    layout = Layout.of(f"{strategy};prefetch=0", [("node", 2), ("cluster", 2)])
+    schedule = Schedule.of(layout, stack(F_NUMEL, blocks=3))
+    assert sent(schedule, 1, micro_batches=3) == expected
+    # What is still in its slot where forward turns into backward needs one gather, not two.
+    last = {key: size // (2 if key == ("node", "P") or strategy.endswith("=3") and key[1] == "P" else 1)
+            for key, size in expected.items()}  # fmt: skip
+    assert sent(schedule, 3, micro_batches=3) == last
+    # A recomputed segment no longer than the slots needs no third.
+    assert sent(schedule, 1, micro_batches=3, recompute=True) == expected
+
+
+def closed_formula(mix: tuple[str, ...], numel: int, blocks: int, micro_batches: int) -> dict[str, int]:
+    """Bytes of a step on each axis, from DESIGN "The notation" and "Bytes" alone; 2-byte wires, no prefetch, so that
+    one block, the last, stays in the slot from forward to backward."""
+    sizes = dict(zip(NAMES, (size for _, size in MESH), strict=True))
+    stage = dict(zip(NAMES, mix, strict=False))
+    rank = {"3": 0, "3k": 0, "2": 1, "3d": 1, "3dk": 1, "1": 2}
+    order = sorted((axis for axis in stage if stage[axis] != "0"), key=lambda axis: rank[stage[axis]])
+    sharded = prod(sizes[axis] for axis in order)
+    padded = -(-numel // sharded) * sharded
+    param_axes = [axis for axis in order if stage[axis].startswith("3")]
+    all_kept = all(stage[axis].endswith("k") for axis in param_axes)
+    total = {}
+    for axis in stage:
+        above = order[: order.index(axis)] if axis in order else order
+        share = (sizes[axis] - 1) * 2 * padded // prod(sizes[above_axis] for above_axis in above) // sizes[axis]
+        forward = blocks * micro_batches
+        backward = 0 if all_kept or stage[axis].endswith("k") else (blocks - 1) * micro_batches
+        uses = {
+            "0": 2 * blocks,
+            "1": 2 * blocks,
+            "2": forward + blocks,
+            "3": forward + backward + forward,
+            "3d": forward + backward + blocks,
+        }
+        total[axis] = uses[stage[axis].rstrip("k")] * share
+    return total
+
+
+@pytest.mark.parametrize(("axes", "number"), [(1, 7), (2, 41), (3, 218)])
+def test_every_mix_against_the_closed_formula(axes, number):
+    assert len(mixes(axes, kept=True)) == number
+    for mix in mixes(axes, kept=True):
+        layout = Layout.of(f"{notation(mix)};prefetch=0", MESH[:axes])
+        for numel, blocks, micro_batches in ((1440, 4, 3), (1000, 2, 1)):
+            padded = layout.padded(numel)
+            if padded % 12:
+                continue  # an all-reduce of uneven chunks sends whole elements
+            schedule = Schedule.of(layout, stack(numel, blocks))
+            expected = closed_formula(mix, numel, blocks, micro_batches)
+            assert sent_bytes_per_axis(schedule, micro_batches=micro_batches) == expected, mix
+
+
+@pytest.mark.parametrize(
+    ("stage", "every_micro_batch", "every_step"),
+    [
+        ("0", [], ["all_reduce"]),
+        ("1", [], ["reduce_scatter", "all_gather"]),
+        ("2", ["reduce_scatter"], ["all_gather"]),
+        ("3", ["all_gather", "all_gather", "reduce_scatter"], []),
+        ("3d", ["all_gather", "all_gather"], ["reduce_scatter"]),
+        ("3k", ["all_gather", "reduce_scatter"], []),
+        ("3dk", ["all_gather"], ["reduce_scatter"]),
+    ],
+)
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+def test_the_table_of_stages(stage, every_micro_batch, every_step, micro_batches):
+    schedule = Schedule.of(Layout.of(f"node={stage};prefetch=0", [("node", 4)]), stack(64, blocks=2))
+    seen = Counter(step.operation for unit, step in step_transfers(schedule, micro_batches=micro_batches) if unit == 1)
+    assert seen == Counter(every_micro_batch * micro_batches + every_step)
+
+
+@pytest.mark.parametrize("mix", mixes(3, kept=True)[::7])
+def test_chains_grow_and_shrink_one_region(mix):
+    """A gather's region is the next one's chunk; a reduction's chunk is the next one's region; least significant axis
+    first in gathers, most significant first in reductions."""
+    layout = Layout.of(notation(mix), MESH)
+    flat = buffer(1440)
+    order = [axis.name for axis in layout.significant]
+    for chain in (unshard(layout, flat), refresh(layout, flat)):
+        assert [step.axis.name for step in chain] == [n for n in reversed(order) if n in {s.axis.name for s in chain}]
+        for one, following in zip(chain, chain[1:], strict=False):
+            assert one.numel == following.numel // following.axis.size
+    reductions = [*reduce_micro(layout, flat), *reduce_boundary(layout, flat)]
+    scatters = [step for step in reductions if step.operation == "reduce_scatter"]
+    assert [step.axis.name for step in scatters] == order
+    for one, following in zip(reductions, reductions[1:], strict=False):
+        size = 1 if one.operation == "all_reduce" else one.axis.size
+        assert one.numel // size == following.numel
+    # Together they touch every axis: parameters to all, gradients from all.
+    gathered = {step.axis.name for step in [*unshard(layout, flat), *refresh(layout, flat)]}
+    assert gathered == set(order) and {step.axis.name for step in reductions} == {axis.name for axis in layout.axes}
+
+
+def test_a_kept_copy_is_gathered_over_the_other_axes_alone():
+    layout = Layout.of("node=3,cluster=3k", [("node", 2), ("cluster", 2)])
+    assert [step.axis.name for step in unshard(layout, buffer(8))] == ["cluster", "node"]
+    assert [step.axis.name for step in unshard(layout, buffer(8), from_kept=True)] == ["node"]
+
+
+def test_axes_of_one_rank_and_frozen_parameters_send_nothing():
+    layout = Layout.of("node=1,cluster=3", [("node", 1), ("cluster", 2)])
+    assert [step.axis.name for step in [*unshard(layout, buffer(8)), *refresh(layout, buffer(8))]] == ["cluster"]
+    frozen = buffer(8, master_dtype=None)
+    assert unshard(layout, frozen)
+    assert not refresh(layout, frozen) and not reduce_micro(layout, frozen) and not reduce_boundary(layout, frozen)
+
+
+@pytest.mark.parametrize(
+    ("wire", "numel", "expected"),
+    [("fp64", 10, 80), ("fp32", 10, 40), ("bf16", 10, 20), ("int8", 256, 2 * (128 + 4)), ("int4", 129, 2 * (64 + 4))],
+)
+def test_bytes_on_a_wire(wire, numel, expected):
+    assert wire_bytes(numel, wire) == expected
+
+
+def test_a_wire_named_in_the_strategy_is_used():
+    layout = Layout.of("node=3@fp32/bf16,cluster=1", [("node", 2), ("cluster", 2)])
+    flat = buffer(8, reduce_dtype="fp32")
+    assert [(s.axis.name, s.wire) for s in unshard(layout, flat)] == [("node", "fp32")]
+    assert [(s.axis.name, s.wire) for s in refresh(layout, flat)] == [("cluster", "bf16")]
+    assert [(s.axis.name, s.wire) for s in reduce_micro(layout, flat)] == [("node", "bf16")]
+    assert [(s.axis.name, s.wire) for s in reduce_boundary(layout, flat)] == [("cluster", "fp32")]
+
+
+def test_bytes_of_one_collective():
+    axis = Axis(name="a", mesh_axis="a", size=4, stride=1, stage=Stage.THREE, wire=Wire())
+    for operation, expected in (("all_gather", 3 * 2 * 2), ("reduce_scatter", 12), ("all_reduce", 24)):
+        assert Transfer(operation=operation, axis=axis, numel=8, wire="bf16").sent_bytes == expected
