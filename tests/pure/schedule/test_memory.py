@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 
 import pytest
@@ -128,7 +129,7 @@ def test_slots(strategy, sizes, residents, prefetch):
                 assert plan.slot_bytes[slot] == max(whole)
         # Neighbours never share: the next unit is gathered while this one computes.
         if shared > 1:
-            assert all(plan.slot_of[a] != plan.slot_of[b] for a, b in zip(sharing, sharing[1:], strict=False))
+            assert all(plan.slot_of[a] != plan.slot_of[b] for a, b in itertools.pairwise(sharing))
 
 
 def test_slots_stay_where_they_are_when_the_order_shows():

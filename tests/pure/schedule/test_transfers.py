@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from math import prod
 
@@ -72,7 +73,7 @@ def test_the_worked_example(strategy, expected):
     schedule = Schedule.of(layout, stack(F_NUMEL, blocks=3))
     assert sent(schedule, 1, micro_batches=3) == expected
     # What is still in its slot where forward turns into backward needs one gather, not two.
-    last = {key: size // (2 if key == ("node", "P") or strategy.endswith("=3") and key[1] == "P" else 1)
+    last = {key: size // (2 if key == ("node", "P") or (strategy.endswith("=3") and key[1] == "P") else 1)
             for key, size in expected.items()}  # fmt: skip
     assert sent(schedule, 3, micro_batches=3) == last
     # A recomputed segment no longer than the slots needs no third.
@@ -149,12 +150,12 @@ def test_chains_grow_and_shrink_one_region(mix):
     order = [axis.name for axis in layout.significant]
     for chain in (unshard(layout, flat), refresh(layout, flat)):
         assert [step.axis.name for step in chain] == [n for n in reversed(order) if n in {s.axis.name for s in chain}]
-        for one, following in zip(chain, chain[1:], strict=False):
+        for one, following in itertools.pairwise(chain):
             assert one.numel == following.numel // following.axis.size
     reductions = [*reduce_micro(layout, flat), *reduce_boundary(layout, flat)]
     scatters = [step for step in reductions if step.operation == "reduce_scatter"]
     assert [step.axis.name for step in scatters] == order
-    for one, following in zip(reductions, reductions[1:], strict=False):
+    for one, following in itertools.pairwise(reductions):
         size = 1 if one.operation == "all_reduce" else one.axis.size
         assert one.numel // size == following.numel
     # Together they touch every axis: parameters to all, gradients from all.

@@ -1,0 +1,261 @@
+"""A back end that checks every law of the interpreter, and random training scripts to run it with.
+
+Jobs of a lane run in the order of issue, but as late or as early as the draw says: at latest when somebody waits. So a
+missing wait is seen as a value that is not there yet, and a slot reused too early as one that is gone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from zeromesh.schedule import Interpreter, Op, Reduction, Role, Schedule, Target
+
+ROOT = 0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    run: Callable[[], None]
+    done: bool = False
+
+
+@dataclass(slots=True)
+class Lane:
+    """One queue of jobs."""
+
+    eager: Iterator[bool]
+    jobs: list[Job] = field(default_factory=list)
+
+    def submit(self, run: Callable[[], None]) -> Job:
+        job = Job(run)
+        self.jobs.append(job)
+        if next(self.eager):
+            self.finish(job)
+        return job
+
+    def finish(self, job: Job) -> None:
+        while not job.done:
+            first = self.jobs.pop(0)
+            first.run()
+            first.done = True
+
+
+Contribution = tuple[int, int, int]
+"""(step, micro-batch, unit): one backward's gradient of one unit."""
+
+
+@dataclass(slots=True)
+class Checked:
+    """Runs ops on names of values instead of values, and asserts that each is the right one."""
+
+    schedule: Schedule
+    eager: Iterator[bool]
+    gathers: Lane = field(init=False)
+    reductions: Lane = field(init=False)
+    master: list[int] = field(init=False)
+    params: list[int] = field(init=False)
+    kept: list[int] = field(init=False)
+    gathered: dict[int, tuple[int, int]] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
+    waiting: dict[int, tuple[int, Counter[Contribution]]] = field(default_factory=dict)
+    accumulated: list[Counter[Contribution]] = field(init=False)
+    reduced: list[Counter[Contribution]] = field(init=False)
+    leaves: list[Counter[Contribution]] = field(init=False)
+    discarded: bool = False
+    sent: list[tuple[int, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        count = len(self.schedule.units)
+        self.gathers, self.reductions = Lane(self.eager), Lane(self.eager)
+        self.master, self.params, self.kept = [1] * count, [1] * count, [0] * count
+        self.accumulated, self.reduced, self.leaves = ([Counter() for _ in range(count)] for _ in range(3))
+
+    # ---- schedule.Backend
+
+    def refresh(self, unit: int) -> Job:
+        def run() -> None:
+            self.params[unit] = self.master[unit]
+
+        return self.gathers.submit(run)
+
+    def unshard(self, unit: int, *, from_kept: bool) -> Job:
+        slot = self.schedule.memory.gather.slot_of[unit]
+        assert slot is not None
+
+        def run() -> None:
+            others = [other for other in self.used if self.schedule.memory.gather.slot_of[other] == slot]
+            assert others in ([], [unit]), f"{unit} is gathered into the slot that {others} use"
+            source = self.kept[unit] if from_kept else self.params[unit]
+            self.gathered[slot] = (unit, source)
+            if not from_kept:
+                self.kept[unit] = source
+
+        return self.gathers.submit(run)
+
+    def reduce(self, unit: int, reduction: Reduction) -> Job | None:
+        slot = self.schedule.memory.reduce.slot_of[unit]
+        assert (reduction.target is Target.SLOT) == (slot is not None)
+        leftovers, self.leaves[unit] = self.leaves[unit], Counter()
+        if slot is not None:
+            owner, before = self.waiting.get(slot, (unit, Counter()))
+            self.waiting[slot] = (unit, before + leftovers if owner == unit else leftovers)
+        elif reduction.target is Target.ACCUMULATOR:
+            self.accumulated[unit] += leftovers
+        apart = leftovers
+        communicates = reduction.boundary or self.schedule.layout.degree(self.schedule.layout.grad_axes) > 1
+        if communicates:
+            self.sent.append((unit, reduction.boundary))
+
+        def run() -> None:
+            terms = apart
+            if slot is not None:
+                owner, terms = self.waiting.pop(slot)
+                assert owner == unit, f"the reduction of {unit} finds the gradients of {owner} in its slot"
+            if reduction.add:
+                self.reduced[unit] += terms
+                return
+            if slot is not None:
+                self.accumulated[unit] = (self.accumulated[unit] if reduction.accumulate else Counter()) + terms
+            if reduction.boundary:
+                self.reduced[unit], self.accumulated[unit] = self.accumulated[unit], Counter()
+
+        return self.reductions.submit(run)
+
+    def wait(self, ticket: Job, op: Op) -> None:
+        lane = self.gathers if ticket in self.gathers.jobs else self.reductions
+        lane.finish(ticket)
+
+    def use(self, unit: int) -> None:
+        self.used.add(unit)
+        self.require_valid(unit)
+
+    def unuse(self, unit: int) -> None:
+        self.used.discard(unit)
+
+    def grads_discarded(self, unit: int) -> bool:
+        if self.discarded:
+            self.reduced[unit] = Counter()
+        return self.discarded
+
+    # ---- what computation sees
+
+    def require_valid(self, unit: int) -> None:
+        """The unit may compute: the newest parameters are there."""
+        assert unit in self.used, f"{unit} computes without its parameters"
+        slot = self.schedule.memory.gather.slot_of[unit]
+        held = (unit, self.params[unit]) if slot is None else self.gathered.get(slot)
+        assert held == (unit, self.master[unit]), f"{unit} computes with {held}, its master is {self.master[unit]}"
+
+    def compute_grads(self, interpreter: Interpreter[Job], unit: int, contribution: Contribution) -> None:
+        """Autograd has computed the gradients of a unit: they go where the interpreter says."""
+        self.leaves[unit][contribution] += 1
+        target = interpreter.begin_grads(unit)
+        if target is Target.WAIT:
+            return
+        moved, self.leaves[unit] = self.leaves[unit], Counter()
+        slot = self.schedule.memory.reduce.slot_of[unit]
+        if target is Target.SLOT:
+            assert slot is not None
+            owner, before = self.waiting.get(slot, (unit, Counter()))
+            assert owner == unit, f"{unit} writes gradients over those of {owner}"
+            self.waiting[slot] = (unit, before + moved)
+        elif target is Target.ACCUMULATOR:
+            self.accumulated[unit] += moved
+        else:
+            self.leaves[unit] = moved  # a temporary of its own, until its reduction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One forward, perhaps with a backward.
+
+    Args:
+        calls: units in the order in which they are called, root aside; one may stand twice.
+        backward: whether a backward follows.
+        recompute: whether the backward repeats each block's forward.
+        unused: units of which some parameters get no gradient, so that their end is never seen.
+    """
+
+    calls: tuple[int, ...]
+    backward: bool = True
+    recompute: bool = False
+    unused: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class Script:
+    """Drives an interpreter over a checked back end through passes and steps, as autograd would."""
+
+    interpreter: Interpreter[Job]
+    backend: Checked
+    step: int = 0
+    micro: int = 0
+    expected: list[Counter[Contribution]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expected = [Counter() for _ in self.backend.schedule.units]
+
+    def run(self, one: Pass, *, last: bool) -> None:
+        self.interpreter.last = last
+        self.forward(one)
+        if one.backward:
+            self.backward(one)
+            self.backend.discarded = False
+            if last:
+                for unit, shape in enumerate(self.backend.schedule.units):
+                    if shape.trainable:
+                        assert self.backend.reduced[unit] == self.expected[unit], f"gradient of {unit}"
+        self.micro += 1
+
+    def forward(self, one: Pass) -> None:
+        interpreter = self.interpreter
+        interpreter.pre_forward(ROOT)
+        for unit in one.calls:
+            interpreter.pre_forward(unit)
+            self.backend.require_valid(unit)
+            self.backend.require_valid(ROOT)
+            interpreter.post_forward(unit, backward=one.backward)
+        interpreter.post_forward(ROOT, backward=one.backward)
+        interpreter.end_forward(backward=one.backward)
+
+    def backward(self, one: Pass) -> None:
+        interpreter, backend = self.interpreter, self.backend
+        interpreter.pre_backward(ROOT)
+        backend.require_valid(ROOT)
+        left = Counter(one.calls)
+        for unit in reversed(one.calls):
+            left[unit] -= 1
+            interpreter.pre_backward(unit)
+            shape = backend.schedule.units[unit]
+            if one.recompute and shape.role is Role.BLOCK:
+                interpreter.pre_forward(unit)
+                backend.require_valid(unit)
+                interpreter.post_forward(unit, backward=False)
+            backend.require_valid(unit)
+            if left[unit]:
+                continue
+            if shape.trainable:
+                self.grads(unit)
+            if shape.trainable and unit not in one.unused:
+                interpreter.post_backward(unit)
+        self.grads(ROOT)
+        interpreter.end_backward()
+
+    def grads(self, unit: int) -> None:
+        contribution = (self.step, self.micro, unit)
+        self.expected[unit][contribution] += 1
+        self.backend.compute_grads(self.interpreter, unit, contribution)
+
+    def optimize(self, units: set[int], *, zero: bool) -> None:
+        """The optimizer changes the masters of `units`, as the engine's hooks report it."""
+        self.interpreter.quiesce()
+        for unit in units:
+            self.backend.master[unit] += 1
+        self.interpreter.stepped(units)
+        if zero:
+            self.backend.discarded = True
+            for expected in self.expected:
+                expected.clear()
+        self.step += 1

@@ -1,0 +1,212 @@
+"""The interpreter's laws over random programs of points, and the program itself as golden text."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.pure.schedule.program_laws import Checked, Lane, Pass, Script
+from tests.pure.schedule.test_transfers import buffer, stack
+from tests.pure.strategy.mixes import mixes, notation
+from zeromesh.errors import InternalError
+from zeromesh.schedule import FlatBuffer, Interpreter, Role, Schedule, Target, Unit
+from zeromesh.strategy import Layout
+
+MESH = (("node", 2), ("cluster", 2))
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def units(blocks: int, frozen: frozenset[int]) -> list[Unit]:
+    """Root, embedding, blocks of unequal sizes, some frozen."""
+
+    def flat(index: int) -> tuple[FlatBuffer, ...]:
+        return (buffer(8 * (index + 1), master_dtype=None if index in frozen else "fp32"),)
+
+    return [
+        Unit(name="", role=Role.RESIDENT, buffers=flat(0)),
+        Unit(name="embed", role=Role.RESIDENT, buffers=flat(1)),
+        *(Unit(name=f"blocks.{i}", role=Role.BLOCK, buffers=flat(i + 2)) for i in range(blocks)),
+    ]
+
+
+STRATEGIES = [notation(mix) for mix in mixes(2, kept=True)]
+
+
+@st.composite
+def schedules(draw):
+    strategy = draw(st.sampled_from(STRATEGIES))
+    prefetch = draw(st.integers(0, 3))
+    overlap = draw(st.sampled_from(["all", "all", "gather", "none"]))
+    frozen = frozenset(draw(st.sets(st.integers(1, 6), max_size=2)))
+    layout = Layout.of(f"{strategy};prefetch={prefetch};overlap={overlap}", MESH)
+    return Schedule.of(layout, units(draw(st.integers(1, 5)), frozen))
+
+
+@st.composite
+def passes(draw, schedule):
+    """Mostly every unit in order; sometimes one twice, out of order, left out, or with parameters that are not used."""
+    inner = list(range(1, len(schedule.units)))
+    kind = draw(st.sampled_from(["all", "all", "some", "shuffled", "twice"]))
+    if kind == "some":
+        inner = [unit for unit in inner if draw(st.booleans())]
+    elif kind == "shuffled":
+        inner = draw(st.permutations(inner))
+    elif kind == "twice":
+        inner = inner + [draw(st.sampled_from(inner))]
+    return Pass(
+        calls=tuple(inner),
+        backward=draw(st.integers(0, 4)) > 0,
+        recompute=draw(st.booleans()),
+        unused=frozenset(unit for unit in set(inner) if draw(st.integers(0, 5)) == 0),
+    )
+
+
+def script(schedule, eager) -> Script:
+    backend = Checked(schedule, eager)
+    return Script(Interpreter(schedule=schedule, backend=backend), backend)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_laws_of_random_programs(data):
+    """Each unit computes with its newest parameters, no slot in use is gathered into, and each gradient reaches the
+    optimizer exactly once, whatever the order of calls and however late the lanes."""
+    schedule = data.draw(schedules())
+    draws = data.draw(st.lists(st.booleans(), min_size=1, max_size=40))
+    run = script(schedule, itertools.cycle(draws))
+    for _ in range(data.draw(st.integers(1, 3))):
+        for index in range(micro_batches := data.draw(st.integers(1, 3))):
+            run.run(data.draw(passes(schedule)), last=index == micro_batches - 1 or data.draw(st.booleans()))
+        everyone = set(range(len(schedule.units)))
+        changed = everyone if data.draw(st.booleans()) else {unit for unit in everyone if data.draw(st.booleans())}
+        trainable = {unit for unit in changed if schedule.units[unit].trainable}
+        if not any(counter for counter in run.backend.accumulated):
+            run.optimize(trainable, zero=data.draw(st.booleans()))
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_ranks_with_different_units_in_use_reduce_in_the_same_order(data):
+    """Where no parameters are sharded, ranks may call different units; their reductions must still pair up."""
+    text = data.draw(st.sampled_from([text for text in STRATEGIES if "3" not in text]))
+    schedule = Schedule.of(Layout.of(text, MESH), units(4, frozenset()))
+    runs = [script(schedule, itertools.cycle([data.draw(st.booleans())])) for _ in range(2)]
+    for _ in range(2):
+        for last in (False, True):
+            for run in runs:
+                one = data.draw(passes(schedule))
+                run.run(Pass(calls=one.calls, recompute=one.recompute, unused=one.unused), last=last)
+        assert runs[0].backend.sent == runs[1].backend.sent
+        for run in runs:
+            run.optimize(set(range(len(schedule.units))), zero=True)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_ranks_that_differ_in_timing_alone_issue_the_same(data):
+    """What is issued depends on points, never on which wait took how long."""
+    schedule = data.draw(schedules())
+    drawn = [one for one in (data.draw(passes(schedule)) for _ in range(3)) if one.backward]
+    assume(drawn)
+    seen = []
+    for eager in (True, False):
+        run = script(schedule, itertools.repeat(eager))
+        for index, one in enumerate(drawn):
+            run.run(one, last=index == len(drawn) - 1)
+        seen.append((run.backend.sent, run.interpreter.digest))
+    assert seen[0] == seen[1]
+
+
+def test_the_order_is_learned_between_steps():
+    schedule = Schedule.of(Layout.of("node=3,cluster=1", MESH), units(4, frozenset()))
+    run = script(schedule, itertools.repeat(False))
+    order = (5, 2, 4, 3, 1)
+    run.run(Pass(calls=order), last=True)
+    run.interpreter.adopt([0, *order])
+    run.optimize(set(range(6)), zero=True)
+    run.run(Pass(calls=order), last=True)
+    assert run.interpreter.schedule.order == (0, *order)
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=3k", "node=2,cluster=0"])
+def test_an_aborted_backward_leaves_nothing_in_use(strategy):
+    schedule = Schedule.of(Layout.of(strategy, MESH), units(3, frozenset()))
+    run = script(schedule, itertools.repeat(False))
+    run.forward(Pass(calls=(1, 2, 3, 4)))
+    run.interpreter.pre_backward(0)
+    run.interpreter.pre_backward(4)
+    run.interpreter.abort()
+    assert not run.backend.used and not run.interpreter.in_backward
+    run.backend.gathers.jobs.clear()
+
+
+def test_a_change_in_the_middle_of_a_backward_is_refused():
+    run = script(Schedule.of(Layout.of("node=3,cluster=1", MESH), units(3, frozenset())), itertools.repeat(True))
+    run.forward(Pass(calls=(1, 2, 3, 4)))
+    run.interpreter.pre_backward(0)
+    run.interpreter.pre_backward(4)
+    with pytest.raises(InternalError, match=r"unit 'blocks\.2' changed while its backward runs"):
+        run.interpreter.stepped([4])
+
+
+# Each law must be able to fail: the interpreter with one of its precautions taken out.
+
+
+def ignoring_use(self, owner, unit, prefetch):
+    self.states[owner].full = 0
+    return True
+
+
+def never_waiting(self, state, kind, op):
+    setattr(state, kind, None)
+
+
+def never_raising_the_generation(self, unit):
+    pass
+
+
+def taking_any_reduce_slot(self, unit):
+    slot = self.schedule.memory.reduce.slot_of[unit]
+    self.reduce_slots.owner[slot] = unit
+    return Target.SLOT
+
+
+@pytest.mark.parametrize(
+    ("method", "broken", "eager"),
+    [
+        ("_evict", ignoring_use, True),
+        ("_settle", never_waiting, False),
+        ("invalidate", never_raising_the_generation, False),
+        ("_acquire", taking_any_reduce_slot, False),
+    ],
+)
+def test_a_broken_interpreter_breaks_a_law(monkeypatch, method, broken, eager):
+    # In the order of registration no prefetch wants a slot in use; here units 2 and 6, neighbours, share one.
+    schedule = Schedule.of(Layout.of("node=3,cluster=1;prefetch=3", MESH), units(5, frozenset()))
+    schedule = schedule.reordered([0, 1, 2, 6, 3, 4, 5])
+    monkeypatch.setattr(Interpreter, method, broken)
+    run = script(schedule, itertools.repeat(eager))
+    with pytest.raises(AssertionError):
+        for _ in range(2):
+            run.run(Pass(calls=(1, 2, 6, 3, 4, 5)), last=False)
+            run.run(Pass(calls=(1, 2, 6, 3, 4, 5)), last=True)
+            run.optimize(set(range(7)), zero=True)
+
+
+def test_lanes_run_in_the_order_of_issue():
+    lane, seen = Lane(itertools.repeat(False)), []
+    jobs = [lane.submit(lambda index=index: seen.append(index)) for index in range(3)]
+    lane.finish(jobs[1])
+    assert seen == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["node=3,cluster=1", "node=1,cluster=3k;prefetch=2", "node=2,cluster=0;overlap=none"])
+def test_the_program_as_text(name):
+    """To accept a change on purpose, write the text printed below into the file."""
+    text = Schedule.of(Layout.of(name, MESH), stack(16, blocks=3)).describe() + "\n"
+    path = GOLDEN / f"{name.replace(';', ' ')}.txt"
+    assert path.read_text() == text, f"{path.name} should be:\n{text}"
