@@ -1,0 +1,236 @@
+"""The page: its HTML against a golden file, and what a real browser makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from pathlib import Path
+
+import pytest
+
+from tests.pure.planner.setups import small_cluster, small_model
+from zeromesh.planner import Planned, Workload, plan
+from zeromesh.report import plan_page
+from zeromesh.report.page import (
+    Bar,
+    Fact,
+    FrontChart,
+    MemoryChart,
+    Page,
+    Point,
+    Remark,
+    Row,
+    Segment,
+    Span,
+    Table,
+    Tick,
+    Timeline,
+)
+
+GOLDEN = Path(__file__).with_name("golden.html")
+
+
+def small_page() -> Page:
+    """One of everything, with text that has to be escaped."""
+    return Page(
+        title="model <a> & b",
+        subtitle="4 node x 2 cluster",
+        facts=(Fact(label="step time", value="1.5 s", key="step_s"),),
+        memory=MemoryChart(
+            kinds=("params", "grads"),
+            bars=(
+                Bar(
+                    label="node=3,cluster=0",
+                    total_bytes=3e9,
+                    total="3 GB",
+                    segments=(
+                        Segment(kind="params", left=0.0, width=25.0, label="params: 2 GB", value_bytes=2e9),
+                        Segment(kind="grads", left=25.0, width=12.5, label="grads: 1 GB", value_bytes=1e9),
+                    ),
+                ),
+            ),
+            limit=92.0,
+            limit_label="7.36 GB usable of 8 GB",
+            limit_bytes=7.36e9,
+        ),
+        front=FrontChart(
+            points=(
+                Point(x=20.0, y=10.0, label="small", step_s=2.0, memory_bytes=1e9),
+                Point(x=60.0, y=90.0, label="fast", step_s=1.5, memory_bytes=3e9, best=True),
+            ),
+            x_ticks=(Tick(at=0.0, label="0 B"),),
+            y_ticks=(Tick(at=50.0, label="1.75 s"),),
+            limit=92.0,
+        ),
+        timeline=Timeline(
+            rows=(Row(name="compute", busy="90%", spans=(Span(kind="compute", left=0, width=90, label="forward"),)),),
+            ticks=(Tick(at=0.0, label="0 s"),),
+            caption="1.5 s",
+        ),
+        candidates=Table(heads=("strategy", "step"), rows=(("node=3,cluster=0", "1.5 s"),)),
+        traffic=Table(heads=("axis", "sent"), rows=(("node", "1 GB"),)),
+        why=(Remark(name="ZeRO-1", strategy="node=1,cluster=1", outcome="excluded", text="does not fit"),),
+        notes=("a note",),
+    )
+
+
+def test_html_equals_the_golden_file() -> None:
+    """`UPDATE_GOLDEN=1 pytest` writes it anew; look at the difference before committing."""
+    html = small_page().to_html()
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.write_text(html)
+    assert html == GOLDEN.read_text()
+
+
+def test_text_is_escaped() -> None:
+    html = small_page().to_html()
+    assert "model &lt;a&gt; &amp; b" in html
+    assert "<a>" not in html
+
+
+@pytest.fixture(scope="module")
+def planned() -> Planned:
+    cluster = small_cluster(4, 4, memory_bytes=2.2e9, outer_bytes_per_s=2e9)
+    return plan(small_model(), cluster, Workload(seq_len=256, global_batch_tokens=256 * 16 * 4), trace=True)
+
+
+def test_the_page_needs_no_network(planned: Planned) -> None:
+    html = plan_page(planned)
+    assert not re.search(r"https?://|<script|<link|@import|url\(", html)
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    found = next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
+    if found is None:
+        pytest.skip("no chromium or chrome on this machine")
+    return found
+
+
+def run_browser(browser: str, page: Path, profile: Path, *arguments: str) -> str:
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-extensions",
+        "--no-first-run",
+        "--hide-scrollbars",
+        f"--user-data-dir={profile}",
+        *arguments,
+        page.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=True)
+    return done.stdout
+
+
+def test_a_browser_shows_the_plan(browser: str, planned: Planned, tmp_path: Path) -> None:
+    """Values are read from the page as the browser has parsed it."""
+    page = tmp_path / "plan.html"
+    page.write_text(plan_page(planned))
+    dom = run_browser(browser, page, tmp_path / "profile", "--dump-dom")
+    best = planned.best.simulation
+    assert f'data-key="strategy"><b>{best.strategy}</b>' in dom
+    totals = [float(value) for value in re.findall(r'data-total-bytes="([\d.e+]+)"', dom)]
+    assert totals == [choice.simulation.memory.total for choice in planned.candidates]
+    steps = [float(value) for value in re.findall(r'data-step-s="([\d.e+-]+)"', dom)]
+    assert steps == [point.step_s for point in planned.front]
+    assert 'data-resource="compute"' in dom
+    for reason in planned.why:
+        assert reason.strategy in dom
+    rows = re.findall(r"<tr>", dom)
+    assert len(rows) == 2 + len(planned.candidates) + len(best.axes)
+
+
+def test_a_screenshot_has_bars_points_and_lanes(browser: str, planned: Planned, tmp_path: Path) -> None:
+    """The colours of memory, of the front's best point and of both kinds of work are on the screen, at sizes that bars
+    and lanes have: a page whose style is broken shows none of them."""
+    page, image = tmp_path / "plan.html", tmp_path / "plan.png"
+    page.write_text(plan_page(planned))
+    run_browser(
+        browser,
+        page,
+        tmp_path / "profile",
+        f"--screenshot={image}",
+        "--window-size=760,1400",
+        "--force-prefers-color-scheme=light",
+    )
+    width, height, pixels = read_png(image.read_bytes())
+    assert (width, height) == (760, 1400)
+    counts = {colour: pixels.count(colour) for colour in (ACTIVATIONS, COMPUTE, COMMUNICATE, BEST)}
+    assert counts[ACTIVATIONS] > 5000, counts  # bars are 22 pixels high
+    assert counts[COMPUTE] > 2000, counts
+    assert counts[COMMUNICATE] > 500, counts
+    assert 50 < counts[BEST] < 1000, counts  # a disc of 14 pixels
+    background = pixels.count(b"\xff\xff\xff")
+    assert background > 0.5 * width * height
+
+
+ACTIVATIONS, COMPUTE, COMMUNICATE, BEST = (bytes.fromhex(colour) for colour in ("d1605e", "2f6fb7", "e08a2b", "2e7d4f"))
+
+
+class Pixels:
+    """RGB pixels that can be counted."""
+
+    def __init__(self, data: bytes) -> None:
+        self._pixels = [data[i : i + 3] for i in range(0, len(data), 3)]
+
+    def count(self, colour: bytes) -> int:
+        return self._pixels.count(colour)
+
+
+def read_png(data: bytes) -> tuple[int, int, Pixels]:
+    """An 8-bit RGB or RGBA image, as browsers write them (PNG specification, sections 5 and 9)."""
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height, depth, colour = struct.unpack(">IIBB", data[16:26])
+    assert depth == 8
+    channels = {2: 3, 6: 4}[colour]
+    at, compressed = 8, b""
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        if data[at + 4 : at + 8] == b"IDAT":
+            compressed += data[at + 8 : at + 8 + length]
+        at += 12 + length
+    raw, stride = zlib.decompress(compressed), width * channels
+    rows, above = [], bytearray(stride)
+    for y in range(height):
+        start = y * (stride + 1)
+        above = unfilter(raw[start], bytearray(raw[start + 1 : start + 1 + stride]), above, channels)
+        rows.append(bytes(above))
+    whole = b"".join(rows)
+    if channels == 4:
+        whole = b"".join(whole[i : i + 3] for i in range(0, len(whole), 4))
+    return width, height, Pixels(whole)
+
+
+def unfilter(kind: int, line: bytearray, above: bytearray, channels: int) -> bytearray:
+    for i in range(len(line)):
+        left = line[i - channels] if i >= channels else 0
+        corner = above[i - channels] if i >= channels else 0
+        if kind == 1:
+            line[i] = (line[i] + left) & 255
+        elif kind == 2:
+            line[i] = (line[i] + above[i]) & 255
+        elif kind == 3:
+            line[i] = (line[i] + (left + above[i]) // 2) & 255
+        elif kind == 4:
+            guess = left + above[i] - corner
+            nearest = min((left, above[i], corner), key=lambda value: abs(guess - value))
+            line[i] = (line[i] + nearest) & 255
+    return line
+
+
+def test_numbers_of_the_json_are_those_of_the_page(planned: Planned) -> None:
+    answer = json.loads(json.dumps(planned.to_json()))
+    assert answer["best"]["strategy"] == planned.best.simulation.strategy
+    assert {"best", "candidates", "searched", "seconds", "why"} <= set(answer)
+    assert answer["candidates"][0] == answer["best"]
+    assert set(answer["best"]["memory_bytes"]) >= {"params", "grads", "optimizer", "buffers", "activations", "total"}
