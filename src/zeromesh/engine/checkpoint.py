@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -193,14 +194,9 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits, unlocks the directory and frees the copies."""
-        try:
-            if self._saver:
-                self._saver.close()
-        finally:
-            self._saver = None
-            if self._peers.group is not None:
-                dist.destroy_process_group(self._peers.group)
-                self._peers = Peers()
+        saver, self._saver = self._saver, None
+        if saver:
+            saver.close()
 
     def __enter__(self) -> Self:
         return self
@@ -212,13 +208,22 @@ class Checkpoints:
 
 
 def _peers(engine: Engine) -> Peers:
-    """All ranks of the mesh in a group of their own: a background thread talks on it, beside the training's."""
+    """All ranks of the mesh in a group of their own: a background thread talks on it, beside the training's.
+
+    One for each engine, and never destroyed before the default group: torch names such groups by their ranks and the
+    number of groups alive, and would find the addresses of a destroyed one in the store.
+    """
     control = engine.control
     if control.group is None:
         return Peers()
-    ranks = dist.get_process_group_ranks(control.group)
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return Peers(group=group, rank=control.rank, size=control.size)
+    if engine not in _groups:
+        ranks = dist.get_process_group_ranks(control.group)
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _groups[engine] = Peers(group=group, rank=control.rank, size=control.size)
+    return _groups[engine]
+
+
+_groups: weakref.WeakKeyDictionary[Engine, Peers] = weakref.WeakKeyDictionary()
 
 
 def _about(engine: Engine) -> dict[str, Any]:

@@ -128,11 +128,13 @@ class CheckpointConfig(Section):
     Args:
         every: steps between checkpoints; 0 never saves.
         keep: newest checkpoints to keep.
+        keep_every: checkpoints of steps that this divides are kept for good; 0 keeps none.
         resume: "auto" takes the newest complete one in the run's directory, "never" starts anew, a path takes that one.
     """
 
     every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, gt=0)
+    keep_every: int = Field(default=0, ge=0)
     resume: str = "auto"
 
 
@@ -227,7 +229,7 @@ def _is_path(key: str, value: str) -> bool:
     return (
         key in ("run.directory", "model.config", "data.files")
         or (key == "data.tokenizer" and value.endswith(".json"))
-        or (key == "checkpoint.resume" and value not in ("auto", "never"))
+        or (key == "checkpoint.resume" and value not in ("auto", "never") and "://" not in value)
     )
 
 

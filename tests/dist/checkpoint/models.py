@@ -36,7 +36,8 @@ class Odd(nn.Module):
         for block in self.blocks:
             hidden = torch.tanh(block(hidden)) * self.scale
         hidden = self.norm(hidden) + self.kernel(hidden[:, None, None].expand(-1, 1, 3, -1)).mean() + self.frozen.mean()
-        return self.head(hidden + self.none.sum())
+        logits: Tensor = self.head(hidden + self.none.sum())
+        return logits
 
 
 def make(mesh: Mesh, strategy: str, seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
