@@ -59,6 +59,7 @@ import torch
 import torch.distributed as dist
 
 MAX_WORLD = 12
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "hypothesis", "pytest", "zeromesh.comm", __name__]
 GRACE_S = 3.0
 """How long the other ranks may take to notice that one has failed."""
 
@@ -102,7 +103,7 @@ class Pool:
         self._context = get_context("forkserver")
         # Imported once, by the server from which workers are forked. The first optimizer imports torch._dynamo, which
         # takes seconds on each of them.
-        self._context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.device_mesh", __name__])
+        self._context.set_forkserver_preload(PRELOAD)
         self._workers: list[_Worker] = []
         self._directory = Path(tempfile.mkdtemp(prefix="zeromesh-pool-"))
         self._numbers = itertools.count()

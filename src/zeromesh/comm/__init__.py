@@ -3,15 +3,41 @@
 from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter, workspace_bytes
 from zeromesh.comm.groups import AxisGroup, Sent, make_groups
 from zeromesh.comm.lane import Lane, Ticket
+from zeromesh.comm.quantise import QuantFormat
+from zeromesh.comm.quantised import (
+    check_quantisable,
+    noise_generator,
+    quantised_all_gather,
+    quantised_all_reduce,
+    quantised_reduce_scatter,
+)
+from zeromesh.comm.two_level import (
+    check_ho_ring,
+    hierarchical_all_gather,
+    hierarchical_reduce_scatter,
+    ho_ring_all_gather,
+    ho_ring_reduce_scatter,
+)
 
 __all__ = [
     "AxisGroup",
     "Lane",
+    "QuantFormat",
     "Sent",
     "Ticket",
     "all_gather",
     "all_reduce",
+    "check_ho_ring",
+    "check_quantisable",
+    "hierarchical_all_gather",
+    "hierarchical_reduce_scatter",
+    "ho_ring_all_gather",
+    "ho_ring_reduce_scatter",
     "make_groups",
+    "noise_generator",
+    "quantised_all_gather",
+    "quantised_all_reduce",
+    "quantised_reduce_scatter",
     "reduce_scatter",
     "workspace_bytes",
 ]

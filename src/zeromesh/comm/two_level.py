@@ -1,0 +1,258 @@
+"""Gathers and reductions over two axes: one level after the other, or overlapped slice by slice (HO-Ring).
+
+[Note: Two levels] The region is m * g equal shards, m = size of the `major` axis, g = size of the `minor` one; shard
+i * g + t belongs to the rank with index i on major and t on minor, as two axes of a layout lie in a flat buffer. A
+gather goes over minor first, a reduction over major first; where minor is the slow axis it carries (g-1)/g of a chunk
+instead of (mg-1)/(mg) of the region::
+
+    m = g = 2             gather                              reduce-scatter
+    rank (major, minor)   minor: (0,0)-(0,1), (1,0)-(1,1)     major: (0,0)-(1,0), (0,1)-(1,1)
+    shards a b | c d      then major: (0,0)-(1,0), ...        then minor
+
+`hierarchical_*` does these as two collectives. `ho_ring_*` (PaRO, arXiv 2310.06003) overlaps them: in a gather, as soon
+as the ring over minor delivers a piece, it is sent on along that ring and to all ranks of major; in a reduction, as
+soon as a piece is summed over major, it is on its way over minor. Both ways give the same bits. Its time is that of
+the slower level plus one piece of the other, instead of the sum of both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zeromesh.comm.collectives import all_gather, even_chunks, reduce_scatter
+from zeromesh.comm.groups import AxisGroup, Channel
+from zeromesh.comm.host import hosted
+from zeromesh.comm.summing import SumScratch, Target, parts, sum_dtype
+from zeromesh.comm.transport import Exchange, pieces
+from zeromesh.errors import InputError
+
+SLICE_BYTES = 1 << 18
+"""What one level delivers before the other starts on it: the first and the last slice are not overlapped."""
+
+WINDOW = 2
+"""Rounds of a reduction in flight: one is summed while the next is on the wire."""
+
+
+def check_ho_ring(group: AxisGroup) -> None:
+    """Says at construction where the overlapped form does not exist.
+
+    Raises:
+        InputError: the backend is not gloo.
+    """
+    if group.backend != "gloo":
+        raise InputError(
+            f"collective=ho_ring is built on gloo's sends and receives; axis {group.name} runs on {group.backend}: "
+            f"use collective=hierarchical"
+        )
+
+
+def hierarchical_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup) -> None:
+    """Fills `region` over minor, then over major.
+
+    Args:
+        region: [Note: Two levels]; this rank's shard is filled.
+
+    Raises:
+        CommunicationError: a peer died or stalled, or issued something else.
+    """
+    all_gather(even_chunks(region, major.size)[major.rank], minor)
+    all_gather(region, major)
+
+
+def hierarchical_reduce_scatter(
+    region: Tensor,
+    out: Tensor,
+    major: AxisGroup,
+    minor: AxisGroup,
+    *,
+    workspace: Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
+    accumulate: bool = False,
+) -> None:
+    """Sums this rank's shard of every rank's `region` into `out`, over major, then over minor.
+
+    Args:
+        region: [Note: Two levels]; its part of this rank's index on major is overwritten.
+        out: as long as one shard; may be this rank's shard of `region`.
+        workspace: `workspace_bytes` bytes.
+        scales: factors of the sum over major and of that over minor.
+        accumulate: add to `out`.
+
+    Raises:
+        CommunicationError: a peer died or stalled, or issued something else.
+    """
+    part = even_chunks(region, major.size)[major.rank]
+    reduce_scatter(region, part, major, workspace=workspace, scale=scales[0])
+    reduce_scatter(part, out, minor, workspace=workspace, scale=scales[1], accumulate=accumulate)
+
+
+@hosted
+def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup) -> None:
+    """`hierarchical_all_gather` with both levels at work at once.
+
+    Raises:
+        CommunicationError: a peer died or stalled, or issued something else.
+        InputError: the backend is not gloo.
+    """
+    grid = _Grid.of(region, major, minor, "all_gather")
+    numel = SLICE_BYTES // region.element_size()
+    size, own = minor.size, minor.rank
+    # Shards reach this rank along the ring in this order, its own first; the same on all ranks of its major axis.
+    order = [grid.shards[major.rank][(own - step) % size] for step in range(size)]
+    ring = [(piece, grid.minor.post_recv(piece, (own - 1) % size)) for t in order[1:] for piece in pieces(t, numel)]
+    spread = [grid.major.post_recv(piece, peer) for peer, piece in _from_major(grid, numel)]
+    last = len(ring) - len(pieces(order[0], numel))
+
+    def pass_on(piece: Tensor, *, along_ring: bool) -> None:
+        if along_ring:
+            grid.minor.before_finish(grid.minor.post_send(piece, (own + 1) % size))
+        for peer in grid.major.peers:
+            grid.major.before_finish(grid.major.post_send(piece, peer))
+
+    for piece in pieces(order[0], numel):
+        pass_on(piece, along_ring=True)
+    for index, (piece, wait) in enumerate(ring):
+        wait()
+        pass_on(piece, along_ring=index < last)
+    for wait in spread:
+        wait()
+    grid.finish()
+
+
+def _from_major(grid: _Grid, numel: int) -> Iterator[tuple[int, Tensor]]:
+    size, own = len(grid.shards[0]), grid.minor.group.rank
+    for step in range(size):
+        columns = [pieces(row[(own - step) % size], numel) for row in grid.shards]
+        for index in range(len(columns[0])):
+            yield from ((peer, columns[peer][index]) for peer in grid.major.peers)
+
+
+@hosted
+def ho_ring_reduce_scatter(
+    region: Tensor,
+    out: Tensor,
+    major: AxisGroup,
+    minor: AxisGroup,
+    *,
+    workspace: Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
+    accumulate: bool = False,
+) -> None:
+    """`hierarchical_reduce_scatter` with both levels at work at once.
+
+    Raises:
+        CommunicationError: a peer died or stalled, or issued something else.
+        InputError: the backend is not gloo.
+    """
+    grid = _Grid.of(region, major, minor, "reduce_scatter")
+    terms = WINDOW * (minor.size * (major.size - 1) + minor.size - 1)
+    wide = sum_dtype(region.dtype, out.dtype)
+    scratch = SumScratch.cut(workspace, region.dtype, wide, terms=terms, longest=SLICE_BYTES)
+    rounds = _Rounds(grid=grid, scratch=scratch, scale=scales[0], sums=list(grid.shards[major.rank]))
+    target = Target(out=out, scale=scales[1], accumulate=accumulate)
+    for part in rounds.parts[:WINDOW]:
+        rounds.post(part)
+    rounds.send_over_major()
+    for index, _ in enumerate(rounds.parts):
+        rounds.sum_over_major()
+        if index > 0:  # one round behind, so that its messages had a round's time to arrive
+            rounds.sum_over_minor(target)
+    if rounds.parts:
+        rounds.sum_over_minor(target)
+    grid.finish()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grid:
+    """A region's shards by (index on major, index on minor), and one exchange for each axis."""
+
+    shards: Sequence[Sequence[Tensor]]
+    major: Exchange
+    minor: Exchange
+
+    @classmethod
+    def of(cls, region: Tensor, major: AxisGroup, minor: AxisGroup, operation: str) -> _Grid:
+        def exchange(group: AxisGroup) -> Exchange:
+            check_ho_ring(group)
+            channel: Channel = group.gather if operation == "all_gather" else group.reduce
+            return Exchange(group, channel, operation, region.numel(), region.element_size(), major.size, minor.size)
+
+        flat = even_chunks(region, major.size * minor.size)
+        rows = [flat[row * minor.size : (row + 1) * minor.size] for row in range(major.size)]
+        return cls(shards=rows, major=exchange(major), minor=exchange(minor))
+
+    def finish(self) -> None:
+        self.major.finish()
+        self.minor.finish()
+
+
+Wait = Callable[[], None]
+
+
+class _Rounds:
+    """The rounds of an overlapped reduction: each takes one part of every shard over both axes."""
+
+    def __init__(self, *, grid: _Grid, scratch: SumScratch, scale: float, sums: Sequence[Tensor]) -> None:
+        self.grid = grid
+        self.scratch = scratch
+        self.scale = scale
+        self.sums = sums
+        self.parts = parts(sums[0].numel(), scratch.numel)
+        own, size = grid.minor.group.rank, len(sums)
+        # This rank's own shard last: what others wait for leaves first.
+        self._order = [(own + step) % size for step in range(1, size + 1)]
+        self._posted: deque[tuple[slice, dict[tuple[int, int], tuple[Tensor, Wait]]]] = deque()
+        self._arriving: deque[tuple[slice, dict[int, tuple[Tensor, Wait]]]] = deque()
+        self._count = 0
+
+    def post(self, part: slice) -> None:
+        """Posts all receives of one round."""
+        per_round = len(self.scratch.terms) // WINDOW
+        slots = iter(self.scratch.terms[self._count % WINDOW * per_round :][:per_round])
+        self._count += 1
+        length = part.stop - part.start
+
+        def receive(exchange: Exchange, peer: int) -> tuple[Tensor, Wait]:
+            slot = next(slots)[:length]
+            return slot, exchange.post_recv(slot, peer)
+
+        grid = self.grid
+        over_major = {(peer, t): receive(grid.major, peer) for t in self._order for peer in grid.major.peers}
+        over_minor = {peer: receive(grid.minor, peer) for peer in grid.minor.peers}
+        self._posted.append((part, over_major))
+        self._arriving.append((part, over_minor))
+
+    def send_over_major(self) -> None:
+        for part in self.parts:
+            for t in self._order:
+                for peer in self.grid.major.peers:
+                    shard = self.grid.shards[peer][t][part]
+                    self.grid.major.before_finish(self.grid.major.post_send(shard, peer))
+
+    def sum_over_major(self) -> None:
+        """Sums the oldest posted round over major, shard by shard, and sends each sum on over minor."""
+        part, received = self._posted.popleft()
+        own, size = self.grid.major.group.rank, self.grid.major.group.size
+        for t in self._order:
+            for peer in self.grid.major.peers:
+                received[peer, t][1]()
+            mine = self.sums[t]
+            terms = [mine[part] if peer == own else received[peer, t][0] for peer in range(size)]
+            Target(out=mine, scale=self.scale, accumulate=False).add_up(terms, part, self.scratch)
+            if t != self.grid.minor.group.rank:
+                self.grid.minor.before_finish(self.grid.minor.post_send(mine[part], t))
+
+    def sum_over_minor(self, target: Target) -> None:
+        """Sums the oldest round that is not finished over minor, into its part of the result; its slots are free."""
+        part, received = self._arriving.popleft()
+        own = self.grid.minor.group.rank
+        for _, wait in received.values():
+            wait()
+        terms = [self.sums[t][part] if t == own else received[t][0] for t in range(len(self.sums))]
+        target.add_up(terms, part, self.scratch)
+        if self._count < len(self.parts):
+            self.post(self.parts[self._count])

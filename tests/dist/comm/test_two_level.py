@@ -1,0 +1,153 @@
+"""Two levels: overlapped equals blocking to the bit, both equal the exact result, and each axis carries its bytes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.dist.pool import Pool, RanksFailed, kept
+from zeromesh.comm import AxisGroup, Sent, make_groups, workspace_bytes
+from zeromesh.comm.two_level import (
+    check_ho_ring,
+    hierarchical_all_gather,
+    hierarchical_reduce_scatter,
+    ho_ring_all_gather,
+    ho_ring_reduce_scatter,
+)
+from zeromesh.errors import InputError
+from zeromesh.strategy import Layout
+
+SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2)]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def levels(major: int, minor: int, timeout_s: float | None = None) -> tuple[AxisGroup, AxisGroup]:
+    """Groups of a node of `major` ranks, of which there are `minor`."""
+    mesh = init_device_mesh("cpu", (minor, major), mesh_dim_names=("cluster", "node"))
+    groups = make_groups(
+        mesh, Layout.of("node=3,cluster=3", [("node", major), ("cluster", minor)]).axes, timeout_s=timeout_s
+    )
+    return groups["node"], groups["cluster"]
+
+
+def values(rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed * 1000 + rank)).to(dtype)
+
+
+def shard_of(rank: int, major: int, minor: int) -> int:
+    node, cluster = rank % major, rank // major
+    return node * minor + cluster
+
+
+def gather(shape, shard, dtype, seed):
+    major, minor = kept(levels, *shape)
+    seen: list[Sent] = []
+    major.record = minor.record = seen.append
+    world, own = dist.get_world_size(), shard_of(dist.get_rank(), *shape)
+    exact = torch.empty(world * shard, dtype=DTYPES[dtype])
+    for rank in range(world):
+        index = shard_of(rank, *shape)
+        exact[index * shard : (index + 1) * shard] = values(rank, shard, DTYPES[dtype], seed)
+    for collective in (hierarchical_all_gather, ho_ring_all_gather):
+        region = torch.full_like(exact, float("nan"))
+        region[own * shard : (own + 1) * shard] = exact[own * shard : (own + 1) * shard]
+        seen.clear()
+        collective(region, major, minor)
+        assert torch.equal(region, exact)
+        item = exact.element_size()
+        expected = {
+            "cluster": (minor.size - 1) * shard * item,
+            "node": (major.size - 1) * minor.size * shard * item,
+        }
+        assert {sent.axis: sent.sent_bytes for sent in seen} == expected
+        assert {sent.operation for sent in seen} == {"all_gather"}
+
+
+def scatter(shape, shard, wire, out, seed, scales, accumulate):
+    major, minor = kept(levels, *shape)
+    seen: list[Sent] = []
+    major.record = minor.record = seen.append
+    world, own = dist.get_world_size(), shard_of(dist.get_rank(), *shape)
+    workspace = torch.empty(workspace_bytes(major), dtype=torch.uint8)
+    results = []
+    for collective in (hierarchical_reduce_scatter, ho_ring_reduce_scatter):
+        region = values(dist.get_rank(), world * shard, DTYPES[wire], seed)
+        result = torch.ones(shard, dtype=DTYPES[out])
+        seen.clear()
+        collective(region, result, major, minor, workspace=workspace, scales=scales, accumulate=accumulate)
+        results.append(result)
+        item = region.element_size()
+        expected = {
+            "node": (major.size - 1) * minor.size * shard * item,
+            "cluster": (minor.size - 1) * shard * item,
+        }
+        assert {sent.axis: sent.sent_bytes for sent in seen} == expected
+    assert torch.equal(results[0], results[1])
+    exact = torch.stack([values(rank, world * shard, DTYPES[wire], seed).double() for rank in range(world)]).sum(0)
+    exact = exact[own * shard : (own + 1) * shard] * scales[0] * scales[1] + (1.0 if accumulate else 0.0)
+    # Sums of up to 8 terms of size 4, rounded to the wire between the levels and to the result after them.
+    eps = max(torch.finfo(DTYPES[wire]).eps, torch.finfo(DTYPES[out]).eps)
+    torch.testing.assert_close(results[1].double(), exact, rtol=2 * eps, atol=32 * eps)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@settings(max_examples=8)
+@given(shard=st.integers(0, 90), dtype=st.sampled_from(sorted(DTYPES)), seed=st.integers(0, 9))
+def test_all_gather(pool: Pool, shape, shard, dtype, seed):
+    pool.run(shape[0] * shape[1], gather, shape, shard, dtype, seed)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@settings(max_examples=10)
+@given(
+    shard=st.integers(0, 90),
+    wire=st.sampled_from(sorted(DTYPES)),
+    out=st.sampled_from(sorted(DTYPES)),
+    seed=st.integers(0, 9),
+    scales=st.sampled_from([(1.0, 1.0), (0.5, 1 / 3)]),
+    accumulate=st.booleans(),
+)
+def test_reduce_scatter(pool: Pool, shape, shard, wire, out, seed, scales, accumulate):
+    pool.run(shape[0] * shape[1], scatter, shape, shard, wire, out, seed, scales, accumulate)
+
+
+def test_regions_of_many_slices(pool: Pool):
+    for shape in ((2, 2), (2, 3)):
+        world = shape[0] * shape[1]
+        pool.run(world, gather, shape, 150_001, "fp32", 1)
+        pool.run(world, scatter, shape, 150_001, "fp32", "fp32", 1, (0.5, 0.5), True)
+        pool.run(world, scatter, shape, 300_001, "bf16", "fp32", 1, (0.5, 0.5), False)
+
+
+def die_in_the_ring():
+    major, minor = levels(2, 2, timeout_s=2.0)
+    region = torch.zeros(4_000_000)
+    ho_ring_all_gather(region[:400], major, minor)
+    if dist.get_rank() == 3:
+        os._exit(1)
+    ho_ring_all_gather(region, major, minor)
+
+
+def test_a_peer_that_dies_in_the_ring_is_named(pool: Pool):
+    with pytest.raises(RanksFailed, match=r"all_gather over axis (node|cluster) failed on rank \d with rank 3"):
+        pool.run(4, die_in_the_ring)
+
+
+def refuse():
+    major, _ = kept(levels, 2, 1) if dist.get_world_size() == 2 else kept(levels, 2, 2)
+    major.backend = "nccl"
+    try:
+        with pytest.raises(InputError, match="axis node runs on nccl: use collective=hierarchical"):
+            check_ho_ring(major)
+    finally:
+        major.backend = "gloo"
+
+
+def test_other_backends_are_refused(pool: Pool):
+    pool.run(4, refuse)
