@@ -140,8 +140,9 @@ class Engine:
 
     def post_forward(self, unit: int, outputs: Iterable[Tensor]) -> None:
         """After a unit's forward; makes its outputs' gradients call `pre_backward`."""
-        recomputed = self.interpreter.in_backward
-        tensors = [t for t in outputs if t.requires_grad] if torch.is_grad_enabled() and not recomputed else []
+        # Of a recomputation too: reentrant checkpointing runs a backward of its own from there, and a segment longer
+        # than the slots then has to gather its first units again. (Otherwise these hooks are never reached.)
+        tensors = [t for t in outputs if t.requires_grad] if torch.is_grad_enabled() else []
         if tensors:
             hook = _OutputHook(weakref.ref(self), unit)
             for tensor in tensors:
