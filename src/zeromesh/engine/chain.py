@@ -2,7 +2,10 @@
 
 A chain is a transfer list of the schedule bound to tensors. Gathers grow a region inside its destination, from the
 least significant axis to the most; reductions shrink one, the other way. Where a wire's dtype is not the buffer's, the
-region passes through staging memory.
+region passes through staging memory; quantised wires take it as it is, by pieces.
+
+Parameters are quantised to the nearest code: every rank holds the same copy, and its error does not add up. Gradients
+are rounded stochastically: their errors add up over steps, and so must have mean zero.
 """
 
 from __future__ import annotations
@@ -14,6 +17,14 @@ import torch
 from torch import Tensor
 
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter
+from zeromesh.comm.quantise import QuantFormat
+from zeromesh.comm.quantised import (
+    check_quantisable,
+    noise_generator,
+    quantised_all_gather,
+    quantised_all_reduce,
+    quantised_reduce_scatter,
+)
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPES
 from zeromesh.schedule import Transfer, transfer
@@ -46,6 +57,15 @@ class Gather:
     region: Tensor
     own: Tensor
     source: Tensor | None
+    form: QuantFormat | None
+
+    def run(self, workspace: Tensor) -> None:
+        if self.source is not None:
+            self.own.copy_(self.source)
+        if self.form is None:
+            all_gather(self.region, self.group)
+        else:
+            quantised_all_gather(self.region, self.group, self.form, workspace=workspace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +75,11 @@ class GatherChain:
     steps: tuple[Gather, ...]
     destination: Tensor
     last: Tensor | None
+    workspace: Tensor
 
     def run(self) -> None:
         for step in self.steps:
-            if step.source is not None:
-                step.own.copy_(step.source)
-            all_gather(step.region, step.group)
+            step.run(self.workspace)
         if self.last is not None:
             self.destination.copy_(self.last)
 
@@ -99,10 +118,21 @@ def _gather_chain(
             region = kept
         elif DTYPES.get(step.wire, destination.dtype) != destination.dtype:
             region = scratch.region(step.numel, DTYPES[step.wire])
-        own = _own_chunk(region, groups[step.axis.name])
-        steps.append(Gather(groups[step.axis.name], region, own, None if _same(own, current) else current))
+        group = groups[step.axis.name]
+        own = _own_chunk(region, group)
+        form = _form(step, region, stochastic=False)
+        steps.append(Gather(group, region, own, None if _same(own, current) else current, form))
         current = region
-    return GatherChain(tuple(steps), destination, None if _same(destination, current) else current)
+    last = None if _same(destination, current) else current
+    return GatherChain(tuple(steps), destination, last, scratch.workspace)
+
+
+def _form(step: Transfer, region: Tensor, *, stochastic: bool) -> QuantFormat | None:
+    """The quantised format of a transfer; None for a lossless wire. Raises InputError for a dtype that cannot."""
+    if step.wire not in transfer.QUANTISED_BITS:
+        return None
+    check_quantisable(region.dtype, step.axis.name)
+    return QuantFormat.of(step.wire, stochastic=stochastic)
 
 
 def _region(shards: FlatShards, buffer: Tensor, held: slice, step: Transfer) -> Tensor:
@@ -132,8 +162,14 @@ class Reduce:
     staged: Tensor | None
     out: Tensor
     accumulates: bool
+    form: QuantFormat | None
+    noise: torch.Generator | None
 
     def run(self, workspace: Tensor, accumulate: bool) -> None:
+        add = accumulate and self.accumulates
+        if self.form is not None:
+            self._run_quantised(self.form, workspace, add)
+            return
         wire = self.region
         if self.staged is not None:
             wire = self.staged
@@ -144,8 +180,23 @@ class Reduce:
             if self.staged is not None:
                 self.region.copy_(wire)
         else:
-            add = accumulate and self.accumulates
             reduce_scatter(wire, self.out, self.group, workspace=workspace, scale=scale, accumulate=add)
+
+    def _run_quantised(self, form: QuantFormat, workspace: Tensor, add: bool) -> None:
+        scale = 1 / self.group.size
+        if self.operation == "all_reduce":
+            quantised_all_reduce(self.region, self.group, form, workspace=workspace, scale=scale, generator=self.noise)
+        else:
+            quantised_reduce_scatter(
+                self.region,
+                self.out,
+                self.group,
+                form,
+                workspace=workspace,
+                scale=scale,
+                accumulate=add,
+                generator=self.noise,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,4 +243,6 @@ def _reduction(step: Transfer, region: Tensor, groups: Groups, scratch: Scratch,
     staged = None if wire == region.dtype else scratch.region(step.numel, wire)
     scatter = step.operation == "reduce_scatter"
     out = into if into is not None else (_own_chunk(region, group) if scatter else region)
-    return Reduce(step.operation, group, region, staged, out, accumulates=into is not None)
+    form = _form(step, region, stochastic=True)
+    noise = None if form is None else noise_generator(group)
+    return Reduce(step.operation, group, region, staged, out, into is not None, form, noise)
