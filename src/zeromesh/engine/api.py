@@ -15,6 +15,7 @@ from zeromesh.engine.build import build_engine, mesh_axes
 from zeromesh.engine.clip import clip_grad_norm
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import elementwise, watch_optimizers
+from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import DTYPES, Precision, UnitClasses, find_units
 from zeromesh.errors import ModelError, NotationError
 from zeromesh.strategy import Layout, Plan, Strategy
@@ -85,6 +86,7 @@ def shard(
     layout = resolve(mesh, strategy)
     engine = build_engine(model, mesh, layout, find_units(model, units, resident), precision, init)
     watch_optimizers()
+    install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)
     object.__setattr__(model, "zero_grad", _zero_grad_of(weakref.ref(model)))
     return model
@@ -102,17 +104,10 @@ def _zero_grad_of(reference: weakref.ref[nn.Module]) -> Callable[..., None]:
 
 
 def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan) -> Layout:
-    """The layout of `strategy` on `mesh`; refuses what the engine cannot run."""
+    """The layout of `strategy` on `mesh`."""
     chosen = strategy.strategy if isinstance(strategy, Plan) else strategy
     names = _names(chosen) if mesh is None else ()
-    layout = Layout.of(chosen, mesh_axes(mesh, names))
-    for axis in layout.axes:
-        if axis.wire.quantised:
-            raise NotationError(
-                f"{axis.name}={axis.stage.value}{axis.wire}: the engine sends fp32, bf16 or fp16 on a wire, not yet "
-                f"quantised blocks; drop the @, or give a lossless dtype"
-            )
-    return layout
+    return Layout.of(chosen, mesh_axes(mesh, names))
 
 
 def _names(strategy: str | Strategy) -> Sequence[str]:

@@ -22,6 +22,7 @@ from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.schedule import Schedule, Unit
 from zeromesh.schedule.memory import SlotPlan, aligned
+from zeromesh.schedule.transfer import QUANTISED_BITS
 from zeromesh.strategy import Layout
 
 
@@ -83,7 +84,9 @@ def build_engine(
     control.require_same("model", _digest(modules, precision))
     groups = {} if mesh is None else make_groups(mesh, layout.axes)
     scratch_bytes = max((workspace_bytes(group) for group in groups.values()), default=0)
-    schedule = Schedule.of(layout, units, workspace_bytes=scratch_bytes)
+    # A lossless gather works in place; a quantised one needs room for its messages.
+    gather_bytes = scratch_bytes if any(axis.wire.param in QUANTISED_BITS for axis in layout.axes) else 0
+    schedule = Schedule.of(layout, units, workspace_bytes=scratch_bytes + gather_bytes)
     coordinates = layout.coordinates(control.rank)
     shards = _fill_shards(model, modules, units, layout, coordinates, control, device, init)
     _bind_slots(schedule, shards, device)
@@ -93,7 +96,7 @@ def build_engine(
         groups,
         gathers=Lane("gather", device=device, inline=layout.strategy.overlap == "none"),
         reductions=Lane("reduce", device=device, inline=layout.strategy.overlap == "none"),
-        gather_scratch=_scratch(memory.gather_staging, 0, device),
+        gather_scratch=_scratch(memory.gather_staging, gather_bytes, device),
         reduce_scratch=_scratch(memory.reduce_staging, scratch_bytes, device),
     )
     engine = Engine(schedule, backend, control, precision)
