@@ -109,7 +109,7 @@ class SlicedTensor(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(cls, piece.shape, dtype=local.dtype, device=local.device)
         assert isinstance(self, SlicedTensor)
         self.piece = piece
-        self.boxes = boxes_of(piece.shape, piece.start, piece.stop)
+        self.boxes = boxes_of(piece.shape, piece.start, piece.stop) if piece.local.numel() else ()
         if not math.prod(piece.shape):
             # Without a chunk the tensor would not be in the checkpoint at all.
             self.boxes = (Box(offsets=(0,) * len(piece.shape), sizes=piece.shape, start=0),)

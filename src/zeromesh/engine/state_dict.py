@@ -1,0 +1,110 @@
+"""`state_dict()` and `load_state_dict()` of a sharded model: slices of whole tensors, under the original names.
+
+torch.distributed.checkpoint saves and loads what `state_dict()` returns, whatever the layout on the other side::
+
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeromesh.checkpoint.dcp import SlicedTensor
+from zeromesh.checkpoint.piece import Piece
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.units import clean_name
+from zeromesh.errors import ModelError
+
+
+def install_state_dict(model: nn.Module, engine: Engine) -> None:
+    """Registers the hooks; they hold the engine weakly."""
+    reference = weakref.ref(engine)
+
+    def shown(module: nn.Module, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:
+        found = reference()
+        if found is not None:
+            found.interpreter.quiesce()
+            _show(state, prefix, _by_name(found))
+
+    def taken(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+        found = reference()
+        if found is not None:
+            if metadata.get("assign_to_params_buffers"):
+                raise ModelError(
+                    "load_state_dict(assign=True) would replace the shards of a sharded model; leave it out"
+                )
+            found.interpreter.quiesce()
+            _take(module, state, prefix, _by_name(found))
+
+    def changed(module: nn.Module, _: Any) -> None:
+        found = reference()
+        if found is not None:
+            found.changed()
+
+    model.register_state_dict_post_hook(shown)
+    model.register_load_state_dict_pre_hook(taken)
+    model.register_load_state_dict_post_hook(changed)
+
+
+def _by_name(engine: Engine) -> dict[str, ShardedParameter]:
+    return {
+        name: param
+        for unit in engine.units
+        for buffer in unit.buffers
+        for place, param in zip(buffer.places, buffer.optimizer_params, strict=True)
+        for name in place.info.names
+    }
+
+
+def _piece(name: str, param: ShardedParameter) -> Piece:
+    return Piece(name=name, shape=tuple(param.global_shape), start=param.flat_start, local=param.local)
+
+
+def _show(state: dict[str, Any], prefix: str, params: Mapping[str, ShardedParameter]) -> None:
+    """Replaces slices in place, keeping the order; names lose the parts that wrappers added."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        name = clean_name(key.removeprefix(prefix))
+        value = state.pop(key)
+        state[prefix + name] = SlicedTensor(_piece(name, params[name])) if name in params else value
+
+
+def _take(module: nn.Module, state: dict[str, Any], prefix: str, params: Mapping[str, ShardedParameter]) -> None:
+    """Copies what is given for parameters into the shards; torch's own loading then finds them in place."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    for actual in names:
+        name = clean_name(actual)
+        if prefix + name not in state:
+            continue
+        value = state.pop(prefix + name)
+        param = params.get(name)
+        if param is not None and isinstance(value, Tensor) and tuple(value.shape) == tuple(param.global_shape):
+            _copy(name, param, value)
+            value = param
+        state[prefix + actual] = value
+
+
+def _copy(name: str, param: ShardedParameter, value: Tensor) -> None:
+    local, start = param.local, param.flat_start
+    if not local.numel():
+        return
+    if not isinstance(value, SlicedTensor):
+        whole = value.detach().reshape(-1)
+        local.copy_(whole[start : start + local.numel()])
+        return
+    piece = value.piece
+    if not piece.start <= start or start + local.numel() > piece.stop:
+        raise ModelError(
+            f"{name}: load_state_dict needs elements {start} to {start + local.numel()} on this rank, and was given "
+            f"slice {piece.start} to {piece.stop} of another layout: save and load it with torch.distributed.checkpoint"
+        )
+    if piece.local.data_ptr() != local.data_ptr():
+        local.copy_(piece.part(start, start + local.numel()).local)

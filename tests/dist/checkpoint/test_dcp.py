@@ -1,0 +1,191 @@
+"""torch.distributed.checkpoint reads and writes what zeromesh does; FSDP2 users come and leave with their optimizer."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.dist.checkpoint.models import Mesh, Odd, assemble, make, require_equal, slices, train
+from tests.dist.pool import Pool, kept
+from zeromesh.checkpoint.storage import LocalStorage
+from zeromesh.engine.checkpoint import Checkpoints
+from zeromesh.errors import CheckpointError, ModelError
+
+ONE: Mesh = (("cluster", 1), ("node", 1))
+TWO: Mesh = (("cluster", 1), ("node", 2))
+FOUR: Mesh = (("cluster", 2), ("node", 2))
+
+
+def fsdp2(seed: int, *, columns: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same model under FSDP2 on two ranks; optionally with a parameter cut along its last dimension."""
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(seed)
+    model = Odd()
+    del model.scale, model.none  # FSDP2 takes neither 0-d nor empty parameters well
+    model.scale, model.none = 1.0, torch.zeros(0, 3)  # type: ignore[assignment]
+    mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    place = (lambda p: Shard(p.ndim - 1) if p.ndim > 1 and p.shape[-1] % 2 == 0 else None) if columns else None
+    fully_shard(model, mesh=mesh, shard_placement_fn=place)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
+
+
+def ours(mesh: Mesh, strategy: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Ours, of the parameters that FSDP2 has."""
+    import zeromesh as zm
+
+    torch.manual_seed(seed)
+    model = Odd()
+    del model.scale, model.none
+    model.scale, model.none = 1.0, torch.zeros(0, 3)  # type: ignore[assignment]
+    names, sizes = [name for name, _ in mesh], tuple(size for _, size in mesh)
+    zm.shard(model, kept(init_device_mesh, "cpu", sizes, mesh_dim_names=tuple(names)), strategy)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
+
+
+def full(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Whole tensors of FSDP2's two state dicts, by the names that `slices` gives."""
+    found: dict[str, Tensor] = {}
+    for name, value in state["model"].items():
+        found[name] = value
+    for name, values in state["optim"]["state"].items():
+        found |= {f"{name}/{key}": value for key, value in values.items()}
+    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).reshape(-1).clone() for k, v in found.items()}
+
+
+def untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without second names, and without running statistics, of which each rank of FSDP2's has its own."""
+    return {name: value for name, value in state.items() if not name.startswith(("head.", "norm.running"))}
+
+
+def fsdp_saves(path: Path, columns: bool) -> dict[str, Tensor]:
+    model, optimizer = fsdp2(0, columns=columns)
+    train(model, optimizer, 2)
+    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    expected = full(state)
+    dcp.save(state, checkpoint_id=path)
+    return untied(expected)
+
+
+def we_load(path: Path, mesh: Mesh, strategy: str):
+    model, optimizer = ours(mesh, strategy, seed=1)
+    checkpoints = Checkpoints(path.parent / "mine", model, optimizer)
+    restored = checkpoints.load(path)
+    assert restored is not None and restored.has_optimizer
+    held = slices(model, optimizer)
+    train(model, optimizer, 1)
+    return held
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_fsdp2_users_come(pool: Pool, tmp_path: Path, columns: bool) -> None:
+    expected = pool.run(2, fsdp_saves, tmp_path / "theirs", columns)[0]
+    for mesh, strategy in [(FOUR, "node=3,cluster=1"), (ONE, "node=0,cluster=0")]:
+        found = assemble(pool.run(mesh[0][1] * mesh[1][1], we_load, tmp_path / "theirs", mesh, strategy))
+        require_equal(untied(found), expected)
+
+
+def we_save(path: Path, mesh: Mesh, strategy: str):
+    model, optimizer = ours(mesh, strategy, seed=0)
+    train(model, optimizer, 2)
+    with Checkpoints(path, model, optimizer) as checkpoints:
+        checkpoints.save(2)
+        checkpoints.wait()
+    return slices(model, optimizer)
+
+
+def fsdp_loads(path: Path) -> dict[str, Tensor]:
+    model, optimizer = fsdp2(1)
+    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    found = full(dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True)))
+    train(model, optimizer, 1)
+    return untied(found)
+
+
+def test_fsdp2_users_leave(pool: Pool, tmp_path: Path) -> None:
+    expected = assemble(pool.run(4, we_save, tmp_path, FOUR, "node=3,cluster=1"))
+    require_equal(pool.run(2, fsdp_loads, tmp_path / "step-00000002")[0], untied(expected))
+
+
+def dcp_saves(path: Path, mesh: Mesh, strategy: str):
+    model, optimizer = make(mesh, strategy)
+    train(model, optimizer, 1)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    optimizer.state.clear()
+    return slices(model, optimizer)
+
+
+def dcp_loads(path: Path, mesh: Mesh, strategy: str):
+    model, optimizer = make(mesh, strategy, seed=1)
+    state = {"model": model.state_dict()}
+    assert all(
+        value.shape == param.shape for value, param in zip(state["model"].values(), model.parameters(), strict=False)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    held = slices(model, optimizer)
+    train(model, optimizer, 1)
+    return held
+
+
+def test_state_dict_goes_through_dcp_to_any_layout(pool: Pool, tmp_path: Path) -> None:
+    expected = assemble(pool.run(4, dcp_saves, tmp_path / "c", FOUR, "node=3,cluster=1"))
+    for mesh, strategy in [(TWO, "node=1,cluster=0"), (ONE, "node=0,cluster=0")]:
+        found = assemble(pool.run(mesh[1][1], dcp_loads, tmp_path / "c", mesh, strategy))
+        require_equal(untied(found), untied(expected))
+
+
+def whole_tensors(mesh: Mesh, strategy: str):
+    """Whole tensors are taken too; what is computed afterwards is computed with them."""
+    torch.manual_seed(3)
+    plain = Odd().eval()
+    model, _ = make(mesh, strategy, seed=1)
+    model.load_state_dict(plain.state_dict())
+    tokens = torch.tensor([1, 4, 9])
+    assert torch.equal(model.eval()(tokens), plain(tokens))
+    with pytest.raises(ModelError, match=r"assign=True\) would replace the shards"):
+        model.load_state_dict(plain.state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match="size mismatch for frozen"):
+        model.load_state_dict(plain.state_dict() | {"frozen": torch.zeros(4)})
+    with pytest.raises(CheckpointError, match="this rank holds a slice of it only"):
+        model.state_dict()["embed.weight"] + 1
+
+
+def test_load_state_dict_takes_whole_tensors(pool: Pool) -> None:
+    pool.run(4, whole_tensors, FOUR, "node=3,cluster=1")
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/zeromesh-must-not-exist",)
+
+
+def test_an_index_that_calls_something_is_refused(tmp_path: Path) -> None:
+    from zeromesh.checkpoint.foreign import read_foreign
+
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"names posix.system, which no checkpoint needs"):
+        read_foreign(LocalStorage(tmp_path), "c")
+    assert not Path("/tmp/zeromesh-must-not-exist").exists()
