@@ -48,9 +48,12 @@ class Transfer:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one rank sends: [Note: Bytes]."""
-        times = 2 if self.operation == "all_reduce" else 1
-        return times * (self.axis.size - 1) * wire_bytes(self.chunk_numel, self.wire)
+        """Bytes that one rank sends: [Note: Bytes]. The chunks of an all-reduce may differ by an element, and with them
+        what the ranks of a longer axis send: this is their mean, rounded up, and exact for two."""
+        others = self.axis.size - 1
+        if self.operation == "all_reduce" and self.wire in ITEM_BYTES:
+            return -(-2 * others * wire_bytes(self.numel, self.wire) // self.axis.size)
+        return (2 if self.operation == "all_reduce" else 1) * others * wire_bytes(self.chunk_numel, self.wire)
 
 
 def wire_bytes(numel: int, wire: str) -> int:

@@ -70,7 +70,9 @@ class Checked:
         count = len(self.schedule.units)
         self.gathers, self.reductions = Lane(self.eager), Lane(self.eager)
         self.master, self.params, self.kept = [1] * count, [1] * count, [0] * count
-        self.accumulated, self.reduced, self.leaves = ([Counter() for _ in range(count)] for _ in range(3))
+        self.accumulated = [Counter() for _ in range(count)]
+        self.reduced = [Counter() for _ in range(count)]
+        self.leaves = [Counter() for _ in range(count)]
 
     # ---- schedule.Backend
 

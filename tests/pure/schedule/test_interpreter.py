@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def passes(draw, schedule):
     elif kind == "shuffled":
         inner = draw(st.permutations(inner))
     elif kind == "twice":
-        inner = inner + [draw(st.sampled_from(inner))]
+        inner = [*inner, draw(st.sampled_from(inner))]
     return Pass(
         calls=tuple(inner),
         backward=draw(st.integers(0, 4)) > 0,
@@ -198,8 +199,8 @@ def test_a_broken_interpreter_breaks_a_law(monkeypatch, method, broken, eager):
 
 
 def test_lanes_run_in_the_order_of_issue():
-    lane, seen = Lane(itertools.repeat(False)), []
-    jobs = [lane.submit(lambda index=index: seen.append(index)) for index in range(3)]
+    lane, seen = Lane(itertools.repeat(False)), list[int]()
+    jobs = [lane.submit(functools.partial(seen.append, index)) for index in range(3)]
     lane.finish(jobs[1])
     assert seen == [0, 1]
 
