@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -57,7 +57,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x.to(self.norm.weight.dtype)).to(x.dtype)
         h = torch.tanh(self.mix_again(torch.tanh(self.mix(h))) + self.fixed(h))
-        return x + self.down(torch.tanh(self.up(h))) * self.gain + self.empty.sum()
+        h = self.down(torch.tanh(self.up(h)))
+        return torch.addcmul(x, h, self.gain) + self.empty.sum()
 
 
 class Scale(nn.Module):
@@ -77,7 +78,7 @@ class Net(nn.Module):
     def __init__(self, norm_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(hidden, norm_dtype) for hidden in (9, 5, 9, 2))
+        self.layers = nn.ModuleList(Block(hidden, norm_dtype) for hidden in (9, 5, 9))
         self.scales = nn.ModuleList(Scale() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
@@ -97,7 +98,7 @@ class Case:
     """What to train and how exactly both trainings must agree.
 
     Args:
-        optimizer: `sgd` (with momentum) or `adamw`.
+        optimizer: `sgd` (with momentum), `adamw`, or `both`: each for every second parameter.
         precision: `fp64`: 1e-10 on every element. `fp32`, plain SGD: 8*eps*sqrt(summands) of fp64, normwise.
             `bf16`: bf16 compute, fp32 on the wires, against the same on one process. `bf16-wire`: bf16 on all wires.
         world: number of ranks.
@@ -135,7 +136,7 @@ class Case:
         if self.precision == "fp64":
             net.double()
             for block in net.layers:
-                block.norm.float()  # type: ignore[union-attr,operator]  # a second dtype in each unit
+                block.norm.float()  # a second dtype in each unit
         return net
 
     def shard_options(self) -> dict[str, Any]:
@@ -147,10 +148,33 @@ class Case:
             {} if self.precision == "bf16-wire" else {"reduce_dtype": torch.float32}
         )
 
-    def make_optimizer(self, params: Any) -> torch.optim.Optimizer:
-        if self.optimizer == "adamw":
-            return torch.optim.AdamW(params, lr=1e-2)
-        return torch.optim.SGD(params, lr=0.05, momentum=0.0 if self.precision == "fp32" else 0.9)
+    def make_optimizer(self, params: Iterable[Tensor]) -> Optimizers:
+        params = list(params)
+        even, odd = (params[::2], params[1::2]) if self.optimizer == "both" else (params, params)
+        made: list[torch.optim.Optimizer] = []
+        if self.optimizer != "sgd":
+            made.append(torch.optim.AdamW(even, lr=1e-2))
+        if self.optimizer != "adamw":
+            made.append(torch.optim.SGD(odd, lr=0.05, momentum=0.0 if self.precision == "fp32" else 0.9))
+        return Optimizers(made)
+
+
+class Optimizers:
+    """One or two optimizers that step together."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self.members = members
+
+    def step(self) -> None:
+        for optimizer in self.members:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.members:
+            optimizer.zero_grad()
+
+    def state(self, param: Tensor) -> dict[str, Any]:
+        return {key: value for optimizer in self.members for key, value in optimizer.state.get(param, {}).items()}
 
 
 def batch(case: Case, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor, int]:
@@ -197,6 +221,14 @@ class Plain:
 
 @functools.cache
 def plain(case: Case) -> Plain:
+    """Plain training, done by rank 0 for all: processes outnumber cores."""
+    result = [train_plainly(case) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result)
+    assert result[0] is not None
+    return result[0]
+
+
+def train_plainly(case: Case) -> Plain:
     """Trains in one process on every rank's batches in turn, with masters and sums in `case.wide`."""
     model = case.build()
     if case.precision == "fp32":
@@ -204,7 +236,7 @@ def plain(case: Case) -> Plain:
     masters = {n: p.detach().to(case.wide, copy=True) for n, p in model.named_parameters() if p.requires_grad}
     if case.precision.startswith("bf16"):
         model.bfloat16()
-    optimizer = case.make_optimizer(list(masters.values()))
+    optimizer = case.make_optimizer(masters.values())
     steps, terms = [], {name: torch.zeros_like(value) for name, value in masters.items()}
     for step in range(case.steps):
         _accumulate(model, masters, case, step, terms if step == 0 else None)
@@ -218,7 +250,7 @@ def plain(case: Case) -> Plain:
                 param.copy_(masters.get(name, param))
         steps.append(Step(grads=grads, norm=float(norm), params={n: p.clone() for n, p in masters.items()}, loss=loss))
     states = {
-        name: {key: value for key, value in optimizer.state[p].items() if value is not None and value.shape == p.shape}
+        name: {key: value for key, value in optimizer.state(p).items() if value is not None and value.shape == p.shape}
         for name, p in masters.items()
         if p.dim()
     }
@@ -266,7 +298,7 @@ def reuse_groups(mesh: DeviceMesh, axes: Sequence[Axis]) -> dict[str, AxisGroup]
     return {axis.name: replace(kept(_channels, mesh, axis)) for axis in plain_axes}
 
 
-Sharded = tuple[Net, torch.optim.Optimizer]
+Sharded = tuple[Net, Optimizers]
 
 
 @contextmanager
@@ -274,7 +306,7 @@ def sharded(strategy: str, case: Case, mesh: DeviceMesh) -> Iterator[Sharded]:
     """The model of `case`, sharded, with its optimizer."""
     with mock.patch("zeromesh.engine.build.make_groups", reuse_groups):
         model = zm.shard(case.build(), mesh, strategy, **case.shard_options())
-    yield model, case.make_optimizer(model.parameters())
+    yield model, case.make_optimizer(p for p in model.parameters() if p.requires_grad)
     engine_of(model).interpreter.quiesce()
 
 
@@ -319,8 +351,7 @@ def check(strategy: str, case: Case, *shape: int, before_step: Callable[[], None
             comparison.parameters(step, record)
         comparison.states(optimizer, expected.states)
         comparison.padding()
-        comparison.replicas(optimizer)
-        comparison.finish(strategy)
+        comparison.finish(strategy, optimizer)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -361,12 +392,12 @@ class Comparison:
         }
         self._compare(f"parameter {step}", pairs, record.params)
 
-    def states(self, optimizer: torch.optim.Optimizer, expected: dict[str, dict[str, Tensor]]) -> None:
+    def states(self, optimizer: Optimizers, expected: dict[str, dict[str, Tensor]]) -> None:
         if self.case.precision != "fp64":
             return
         for param in self.engine.optimizer_params():
             for key, whole in expected.get(param.full_name, {}).items():
-                pair = {param.full_name: (optimizer.state[param][key], self._slice(param, whole))}
+                pair = {param.full_name: (optimizer.state(param)[key], self._slice(param, whole))}
                 self._elementwise(key, pair)
 
     def padding(self) -> None:
@@ -377,20 +408,16 @@ class Comparison:
                     if tensor.any() or tensor.isnan().any():
                         self.found.append(f"padding of {kind} of unit {unit.name!r}: {tensor.tolist()}")
 
-    def replicas(self, optimizer: torch.optim.Optimizer) -> None:
-        """Every rank that holds a slice holds the same bits of it."""
-        digests: list[Any] = [None] * self.case.world
-        dist.all_gather_object(digests, _digests(self.engine, optimizer))
+    def finish(self, strategy: str, optimizer: Optimizers) -> None:
+        """Compares replicas, every rank's slice by its bits, and raises on all ranks if any rank has found anything."""
+        everyone: list[Any] = [None] * self.case.world
+        dist.all_gather_object(everyone, (self.found, _digests(self.engine, optimizer)))
+        lines = [f"rank {rank}: {line}" for rank, (found, _) in enumerate(everyone) for line in found]
         first: dict[Any, str] = {}
-        for digest in digests:
-            for key, value in digest.items():
+        for rank, (_, digests) in enumerate(everyone):
+            for key, value in digests.items():
                 if first.setdefault(key, value) != value:
-                    self.found.append(f"replicas of {key} differ")
-
-    def finish(self, strategy: str) -> None:
-        found: list[Any] = [None] * self.case.world
-        dist.all_gather_object(found, self.found)
-        lines = [f"rank {rank}: {line}" for rank, lines in enumerate(found) for line in lines]
+                    lines.append(f"rank {rank}: its replica of {key} is not that of the ranks before it")
         if lines:
             more = f"\n... and {len(lines) - 12} more" if len(lines) > 12 else ""
             raise Unequal(f"{strategy}, {self.case}\n" + "\n".join(lines[:12]) + more)
@@ -445,12 +472,12 @@ def _padding(buffer: FlatShards) -> Iterator[tuple[str, Tensor]]:
         yield kind, tensor[max(0, numel - where.start) :]
 
 
-def _digests(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[Any, str]:
+def _digests(engine: Engine, optimizer: Optimizers) -> dict[Any, str]:
     digests = {}
     for param in engine.optimizer_params():
         where = (param.full_name, param.flat_start, param.local.numel())
         digests[("value", *where)] = _digest(param.local)
-        for key, value in optimizer.state.get(param, {}).items():
+        for key, value in optimizer.state(param).items():
             if isinstance(value, Tensor):
                 digests[(key, *where)] = _digest(value)
     return digests

@@ -12,10 +12,11 @@ from tests.dist.engine.reference import TIMEOUT_S, Case, backward, mesh_of, reus
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.schedule import Transfer, step_transfers
-from zeromesh.strategy import PRESETS
+from zeromesh.strategy import PRESETS, Strategy
 
-LOSSLESS = [name for name in PRESETS if name not in ("zero++", "frontier")]
-"""Their wires are quantised."""
+QUANTISED = ("zero++", "frontier")
+LOSSLESS = sorted({str(Strategy.parse(name, ("node", "cluster"))) for name in PRESETS if name not in QUANTISED})
+"""The layouts of all presets with lossless wires, each once: zero3, fsdp and paro:GGG are one, and so on."""
 
 
 def observe(strategy: str, case: Case, *shape: int) -> tuple[list[tuple[str, str, int]], list[Transfer]]:
@@ -32,16 +33,28 @@ def observe(strategy: str, case: Case, *shape: int) -> tuple[list[tuple[str, str
 
 
 def spread(step: Transfer) -> int:
-    """By how many bytes a rank's part of an all-reduce may differ from an even share: its chunks need not be equal."""
-    if step.operation != "all_reduce" or step.numel % step.axis.size == 0:
-        return 0
-    return 2 * step.axis.size * 8 * step.axis.size
+    """By how many bytes a rank's part of an all-reduce over more than two ranks may differ from the mean: its chunk may
+    be shorter than the others by less than an element for each rank."""
+    return 8 * (step.axis.size - 2) * (step.axis.size - 1) if step.operation == "all_reduce" else 0
 
 
-@pytest.mark.parametrize("preset", LOSSLESS)
+def test_the_presets_are_all_there():
+    assert len(LOSSLESS) == 15
+
+
+@pytest.mark.parametrize("strategy", LOSSLESS)
 @on_ranks(4, timeout_s=TIMEOUT_S)
-def test_calls_order_and_bytes_of_every_preset(preset):
-    sent, expected = observe(preset, Case(precision="fp32", micro_batches=3), 2, 2)
+def test_calls_order_and_bytes_of_every_preset(strategy):
+    require_scheduled(*observe(strategy, Case(precision="fp32", micro_batches=3), 2, 2))
+
+
+@pytest.mark.parametrize("strategy", ["node=0,cluster=2", "node=3,cluster=0;prefetch=3", "node=2,cluster=3k"])
+@on_ranks(6, timeout_s=TIMEOUT_S)
+def test_calls_order_and_bytes_on_an_odd_mesh(strategy):
+    require_scheduled(*observe(strategy, Case(precision="fp64", micro_batches=2, world=6), 3, 2))
+
+
+def require_scheduled(sent: list[tuple[str, str, int]], expected: list[Transfer]) -> None:
     for gathers in (True, False):  # two lanes: the order between them is free
         observed = [call for call in sent if call[2] and (call[0] == "all_gather") == gathers]
         wanted = [step for step in expected if (step.operation == "all_gather") == gathers]
@@ -58,7 +71,8 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(40, 50, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[0](x) @ self.blocks[1](x).T
+        product: torch.Tensor = self.blocks[0](x) @ self.blocks[1](x).T
+        return product
 
 
 # DESIGN's example, 2x2 and three micro-batches, a thousandth of its size; kB per rank and step by (block, axis). The

@@ -19,7 +19,7 @@ from zeromesh.engine.flat import FlatShards
 from zeromesh.schedule import Action, GradState, Interpreter, memory
 
 Patch = AbstractContextManager[object]
-CASE = Case(steps=3, micro_batches=2, evaluate=True)
+CASE = Case(steps=2, micro_batches=2, evaluate=True)
 ALL_LAST = replace(CASE, every_last=True)
 STRATEGY = "node=3,cluster=1"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import random
 
 import pytest
 import torch
@@ -13,67 +13,47 @@ from hypothesis import strategies as st
 import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, Case, backward, check, mesh_of, plain, sharded
 from tests.dist.pool import Pool, on_ranks
-from zeromesh.errors import NotationError
-from zeromesh.strategy import Strategy
+from tests.pure.strategy.mixes import mixes, notation
 
-STAGES = ("0", "1", "2", "3", "3d")
-KEPT = ("3k", "3dk")
-
-
-def legal(names: tuple[str, ...], stages: tuple[str, ...]) -> list[str]:
-    """All mixes of `stages` on these axes that the notation allows."""
-    mixes = []
-    for combination in itertools.product(stages, repeat=len(names)):
-        text = ",".join(f"{name}={stage}" for name, stage in zip(names, combination, strict=True))
-        try:
-            mixes.append(str(Strategy.parse(text)))
-        except NotationError:
-            pass
-    return mixes
-
-
-TWO = legal(("node", "cluster"), STAGES)
-TWO_KEPT = [mix for mix in legal(("node", "cluster"), STAGES + KEPT) if "k" in mix.replace("k=", "")]
-TWO_KEPT = [mix for mix in TWO_KEPT if any(f"={stage}" in f"{mix}," for stage in ("3k", "3dk"))]
-THREE = legal(("node", "cluster", "region"), STAGES + KEPT)
+TWO = [notation(mix) for mix in mixes(2)]
+TWO_KEPT = [notation(mix) for mix in mixes(2, kept=True) if any("k" in stage for stage in mix)]
+THREE = [notation(mix) for mix in mixes(3, kept=True)]
 
 
 def test_the_mixes_are_all_there():
     assert len(TWO) == 23 and len(TWO_KEPT) == 18 and len(THREE) == 218
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("strategy", TWO)
+@pytest.mark.parametrize("strategy", TWO + TWO_KEPT)
 @on_ranks(4, timeout_s=TIMEOUT_S)
-def test_every_mix_on_two_axes(strategy, optimizer):
+def test_every_mix_on_two_axes(strategy):
+    check(strategy, Case(optimizer="both"), 2, 2)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=2,cluster=3k", "node=1,cluster=0"])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_one_optimizer(strategy, optimizer):
     check(strategy, Case(optimizer=optimizer), 2, 2)
 
 
-@pytest.mark.parametrize("strategy", TWO_KEPT)
-@on_ranks(4, timeout_s=TIMEOUT_S)
-def test_every_kept_mix_on_two_axes(strategy):
-    check(strategy, Case(optimizer="adamw"), 2, 2)
-
-
-@settings(max_examples=8)
-@given(strategy=st.sampled_from(THREE), prefetch=st.sampled_from([0, 1, 2]))
-@on_ranks(8, timeout_s=TIMEOUT_S)
-def test_mixes_on_three_axes(strategy, prefetch):
-    check(f"{strategy};prefetch={prefetch}", Case(world=8), 2, 2, 2)
-
-
-@settings(max_examples=6)
-@given(strategy=st.sampled_from(TWO + TWO_KEPT), optimizer=st.sampled_from(["sgd", "adamw"]))
+@settings(max_examples=4)
+@given(strategy=st.sampled_from(TWO + TWO_KEPT), prefetch=st.sampled_from([0, 2]))
 @on_ranks(6, timeout_s=TIMEOUT_S)
-def test_odd_mesh(strategy, optimizer):
-    check(strategy, Case(world=6, optimizer=optimizer), 3, 2)
+def test_odd_mesh(strategy, prefetch):
+    check(f"{strategy};prefetch={prefetch}", Case(world=6, optimizer="both"), 3, 2)
 
 
-@settings(max_examples=2)
-@given(strategy=st.sampled_from(THREE))
+@pytest.mark.parametrize("strategy", random.Random(1).sample(THREE, 4))
+@on_ranks(8, timeout_s=TIMEOUT_S)
+def test_three_axes(strategy):
+    check(strategy, Case(world=8, optimizer="both"), 2, 2, 2)
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1,region=2", "node=0,cluster=3,region=3dk"])
 @on_ranks(12, timeout_s=TIMEOUT_S)
 def test_odd_mesh_of_three_axes(strategy):
-    check(strategy, Case(world=12), 2, 3, 2)
+    check(strategy, Case(world=12, optimizer="both"), 2, 3, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Each wrong input gives one message that says what was required, what was got, what to do; on all ranks, with no hang."""
+"""Each wrong input gives one message that says what was required, what was got, what to do; on all ranks, no hang."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_unknown_unit_class():
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_sharded_twice_and_not_at_all():
     model = shard(CASE.build(), "node=3")
-    with pytest.raises(ModelError, match="sharded already; zm.shard is called once"):
+    with pytest.raises(ModelError, match=r"sharded already; zm\.shard is called once"):
         shard(model, "node=3")
     with pytest.raises(ModelError, match=r"Net is not sharded .*: call zm\.shard first"):
         zm.clip_grad_norm_(CASE.build(), 1.0)
@@ -117,7 +117,7 @@ def test_a_rank_with_another_model(change):
         elif change == "frozen":
             net.head.requires_grad_(False)
         elif change == "missing":
-            net.norm = nn.Identity()
+            net.norm = nn.LayerNorm(7, elementwise_affine=False)
         else:
             options["param_dtype"] = torch.bfloat16
     with pytest.raises(MismatchError, match=r"all ranks must have the same model; rank 0 has .* rank 1 has "):
@@ -189,7 +189,8 @@ def test_plain_clipping_gives_the_same_norm(strategy, kind):
         for micro in range(2):
             tokens, targets, _ = batch(case, 0, micro, rank)
             (loss_of(whole, tokens, targets) / 8).backward()
-    expected = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.3, norm_type=kind))
+    full = [param for param in whole.parameters() if param.numel()]  # torch has no infinity norm of nothing
+    expected = float(torch.nn.utils.clip_grad_norm_(full, 0.3, norm_type=kind))
     with sharded(strategy, case, mesh_of(2, 2)) as (model, _):
         backward(model, case, 0)
         ours = float(zm.clip_grad_norm_(model, float("inf"), norm_type=kind))
@@ -261,7 +262,7 @@ def test_units_in_another_order_on_another_rank():
     model = zm.shard(Forked(), mesh, "node=3")
     order = (0, 1, 2) if dist.get_rank() == 0 else (1, 0, 2)
     with pytest.raises(
-        RuntimeError, match="(?s)all ranks must call the units in the same order|failed on rank|timed out"
+        RuntimeError, match=r"(?s)all ranks must call the units in the same order|failed on rank|timed out"
     ):
         model(torch.ones(2, 4), order).sum().backward()
 
