@@ -146,7 +146,7 @@ class Bounds:
         lanes = np.zeros((_BUSY_MICRO, len(block)))
         busy = np.zeros((len(block.sizes), 2, len(block)))
         for level, stage, sizes, pieces in self._parts(block):
-            table = self._tables[level][STAGES.index(stage)]
+            table = self._table(level, stage)
             found = table[:, self._size_position[level][sizes], self._piece_position[pieces]]
             lanes += found[:_BUSY_MICRO]
             busy[level] += found[_BUSY_MICRO:]
@@ -174,11 +174,16 @@ class Bounds:
     def _size_position(self) -> list[Integers]:
         return [_positions(divisors(level.size)) for level in self.cluster.levels]
 
-    @cached_property
-    def _tables(self) -> list[list[Floats]]:
-        return [[self._table(level, stage) for stage in STAGES] for level in range(len(self.cluster.levels))]
-
     def _table(self, level: int, stage: Stage) -> Floats:
+        if (level, stage) not in self._tables:
+            self._tables[level, stage] = self._filled(level, stage)
+        return self._tables[level, stage]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[int, Stage], Floats]:
+        return {}
+
+    def _filled(self, level: int, stage: Stage) -> Floats:
         sizes, pieces = divisors(self.cluster.levels[level].size), divisors(self.cluster.world)
         filled = np.zeros((_BUSY_STEP + 1, len(sizes), len(pieces)))
         for i, size in enumerate(sizes):
@@ -190,6 +195,7 @@ class Bounds:
     def _part(self, axis: Axis, pieces: int) -> list[float]:
         """One column of a table."""
         row = [0.0] * (_BUSY_STEP + 1)
+        first, last = self._first, self._last
         for unit, gathers in self._gathers_by_unit(axis.stage):
             for operation, per_micro in _operations(axis.stage):
                 gather = operation == "all_gather"
@@ -197,9 +203,9 @@ class Bounds:
                 times = gathers if gather and per_micro else unit.count
                 row[(_GATHER_MICRO if gather else _REDUCE_MICRO) + (not per_micro)] += times * seconds
                 row[_BUSY_MICRO + (not per_micro)] += times * busy
-                if gather and unit in self._first:
+                if gather and any(unit is other for other in first):
                     row[_EDGE_GATHER] += seconds
-                if not gather and unit in self._last:
+                if not gather and any(unit is other for other in last):
                     row[_EDGE_REDUCE] += seconds
         return row
 
@@ -230,6 +236,11 @@ class Bounds:
         inner = [unit for unit in self.model.units if unit.kind is not UnitKind.ROOT]
         return self._roots + [unit for unit in inner[:1] if unit.count == 1 and unit.num_trainable]
 
+    @cached_property
+    def _numels(self) -> dict[int, tuple[int, int]]:
+        """Trainable and frozen elements of each unit, which are counted often."""
+        return {id(unit): (unit.num_trainable, unit.num_frozen) for unit in self.model.units}
+
     @property
     def _roots(self) -> list[UnitSpec]:
         return [unit for unit in self.model.units if unit.kind is UnitKind.ROOT]
@@ -248,7 +259,8 @@ class Bounds:
         default = self.workload.param_dtype if gather else self.workload.wire_dtype
         wire = (axis.wire.param if gather else axis.wire.grad) or default
         seconds = busy = 0.0
-        for numel in (unit.num_trainable, unit.num_frozen if frozen else 0):
+        trainable, rest = self._numels[id(unit)]
+        for numel in (trainable, rest if frozen else 0):
             if numel:
                 transfer = Transfer(operation=operation, axis=axis, numel=ceil(numel / pieces), wire=wire)
                 cost = self.transfers.cost(transfer)

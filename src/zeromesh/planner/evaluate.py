@@ -14,6 +14,7 @@ from typing import Any
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
+from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics, Simulation, simulate
 from zeromesh.strategy import Strategy
@@ -78,6 +79,7 @@ class Evaluator:
     engine: str | Mechanics
     constants: Constants
     memory_margin: float
+    _bounds: dict[tuple[str, ...], Bounds] = field(default_factory=dict, init=False)
     _estimates: dict[Candidate, Estimate] = field(default_factory=dict, init=False)
     _simulations: dict[Candidate, Simulation] = field(default_factory=dict, init=False)
 
@@ -89,6 +91,13 @@ class Evaluator:
     @property
     def evaluated(self) -> list[Estimate]:
         return list(self._estimates.values())
+
+    def bounds(self, wires: tuple[str, ...] = ()) -> Bounds:
+        """The bounds for wires by level; lossless ones if none are given."""
+        key = wires or ("",) * len(self.cluster.levels)
+        if key not in self._bounds:
+            self._bounds[key] = Bounds(self.model, self.cluster, self.workload, self.constants, key)
+        return self._bounds[key]
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Step time and memory of `candidate`."""

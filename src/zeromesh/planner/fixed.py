@@ -7,7 +7,6 @@ import numpy as np
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants, default_constants
 from zeromesh.model import ModelSpec
-from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Candidate, Choice, Evaluator
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.workload import Workload
@@ -42,8 +41,7 @@ def simulate_strategy(
 
 def choices(evaluator: Evaluator, strategy: Strategy) -> list[tuple[Candidate, float]]:
     """Every micro-batch and recomputation of a strategy by rising bound, each with its memory's bound."""
-    wires = tuple("" for _ in evaluator.cluster.levels)
-    bounds = Bounds(evaluator.model, evaluator.cluster, evaluator.workload, evaluator.constants, wires)
+    bounds = evaluator.bounds()  # of lossless wires: for quantised ones still the order of the choices
     block = _one_row(Layout.of(strategy, evaluator.cluster.axes))
     state, time, optimizer_s = bounds.state_bytes(block), bounds.time(block), bounds.optimizer_s(block)
     choices = []

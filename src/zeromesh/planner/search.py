@@ -188,7 +188,7 @@ def search(
     evaluator = Evaluator(model, cluster, workload, engine, constants, options.memory_margin)
     pool = _Pool()
     for wires in _wires(cluster, options):
-        _fill(pool, Bounds(model, cluster, workload, constants, wires), space, evaluator.limit_bytes)
+        _fill(pool, evaluator.bounds(wires), space, evaluator.limit_bytes)
     if not pool.rows:
         assert pool.smallest is not None
         raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)

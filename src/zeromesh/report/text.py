@@ -39,6 +39,7 @@ def print_plan(planned: Planned, console: Console | None = None) -> None:
 def print_simulation(choice: Choice, cluster: Cluster, console: Console | None = None) -> None:
     """One strategy: time, memory and traffic."""
     console = console or Console()
+    console.print(Text(choice.simulation.strategy, style="bold"))
     console.print(f"{choice.simulation.engine} on {cluster.world} x {cluster.device.name} of {cluster.name}")
     console.print(_rich(candidates_table([choice])))
     _details(console, choice)
@@ -74,7 +75,8 @@ def _details(console: Console, choice: Choice) -> None:
 def _rich(table: Table) -> RichTable:
     shown = RichTable(box=None, pad_edge=False)
     for position, head in enumerate(table.heads):
-        shown.add_column(head, justify="left" if position == 0 else "right", overflow="fold")
+        first = position == 0
+        shown.add_column(head, justify="left" if first else "right", overflow="fold", min_width=24 if first else None)
     for row in table.rows:
         shown.add_row(*(Text(cell) for cell in row))
     return shown

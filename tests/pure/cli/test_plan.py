@@ -1,0 +1,254 @@
+"""`zeromesh plan` and `zeromesh simulate`: their contract, their files, and what they say of wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeromesh.cli import app as cli
+from zeromesh.strategy import Plan
+
+BASE = [
+    *("--model", "llama-7b", "--cluster", "a800-8x-hdr", "--world", "64"),
+    *("--seq-len", "4096", "--global-batch-tokens", "1048576"),
+]
+STEP = {
+    "strategy",
+    "engine",
+    "world",
+    "micro_batches",
+    "step_s",
+    "tokens_per_s_per_device",
+    "mfu",
+    "compute_s",
+    "exposed_comm_s",
+    "memory_bytes",
+    "fits",
+    "axes",
+}
+MEMORY = {"params", "grads", "optimizer", "buffers", "activations", "total"}
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `zeromesh ARGUMENTS`, in this process."""
+    monkeypatch.setattr(sys, "argv", ["zeromesh", *arguments])
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def zeromesh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    return lambda *arguments: run(capsys, monkeypatch, *arguments)
+
+
+def check_step(step: dict[str, Any]) -> None:
+    assert set(step) >= STEP
+    assert set(step["memory_bytes"]) >= MEMORY
+    assert step["memory_bytes"]["total"] == pytest.approx(
+        sum(value for key, value in step["memory_bytes"].items() if key != "total")
+    )
+    for axis in step["axes"]:
+        assert set(axis) == {"axis", "size", "stage", "bytes_sent_per_device"}
+
+
+def test_plan_prints_the_contracts_json(zeromesh: Any) -> None:
+    code, out, _ = zeromesh("plan", *BASE, "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert set(answer) >= {"best", "candidates", "searched", "seconds", "why"}
+    check_step(answer["best"])
+    for candidate in answer["candidates"]:
+        check_step(candidate)
+        assert candidate["fits"]
+        assert candidate["step_s"] >= answer["best"]["step_s"]
+    assert answer["best"]["world"] == 64
+    assert answer["searched"] > 1000
+
+
+def test_simulate_prints_the_contracts_json(zeromesh: Any) -> None:
+    arguments = ["--micro-batch", "1", "--activation-checkpointing", "none", "--strategy", "node=3,cluster=1", "--json"]
+    code, out, _ = zeromesh("simulate", *BASE, *arguments)
+    assert code == 0
+    step = json.loads(out)
+    check_step(step)
+    assert step["strategy"] == "node=3,cluster=1"
+    assert step["engine"] == "zeromesh"
+    assert step["micro_batches"] == 4
+    assert [(axis["axis"], axis["size"], axis["stage"]) for axis in step["axes"]] == [
+        ("node", 8, "3"),
+        ("cluster", 8, "1"),
+    ]
+    tokens = 1048576 / step["step_s"] / 64
+    assert step["tokens_per_s_per_device"] == pytest.approx(tokens)
+    flops = 6 * (6738415616 - 32000 * 4096) + 12 * 32 * 4096 * 4096
+    assert step["mfu"] == pytest.approx(tokens * flops / 312e12)
+
+
+def test_every_engine_simulates(zeromesh: Any) -> None:
+    steps = {}
+    for engine in ("zeromesh", "fsdp", "deepspeed", "amsp"):
+        code, out, _ = zeromesh(
+            "simulate", *BASE, "--micro-batch", "1", "--strategy", "node=3,cluster=0", "--engine", engine, "--json"
+        )
+        assert code == 0
+        steps[engine] = json.loads(out)["engine"]
+    assert list(steps) == list(steps.values())
+
+
+def test_plan_writes_its_files(zeromesh: Any, tmp_path: Path) -> None:
+    plan, report = tmp_path / "plan.json", tmp_path / "out.html"
+    code, out, _ = zeromesh("plan", *BASE, "-o", str(plan), "--report", str(report))
+    assert code == 0
+    chosen = Plan.load(plan)
+    assert str(chosen.strategy) in out
+    assert dict(chosen.mesh) == {"node": 8, "cluster": 8}
+    assert str(chosen.strategy) in report.read_text()
+
+
+def test_simulate_writes_its_files(zeromesh: Any, tmp_path: Path) -> None:
+    trace, report = tmp_path / "trace.json", tmp_path / "out.html"
+    strategy = ["--strategy", "zero3", "--micro-batch", "2", "--trace", str(trace), "--report", str(report)]
+    code, out, _ = zeromesh("simulate", *BASE, *strategy)
+    assert code == 0
+    assert "node=3,cluster=3" in out
+    assert {"name", "ph", "ts"} <= set(json.loads(trace.read_text())["traceEvents"][-1])
+    assert "timeline" in report.read_text()
+
+
+def test_a_strategy_that_does_not_fit_is_shown_as_such(zeromesh: Any) -> None:
+    code, out, _ = zeromesh("simulate", *BASE, "--strategy", "node=0,cluster=0", "--json")
+    step = json.loads(out)
+    assert (code, step["fits"]) == (0, False)
+    assert step["memory_bytes"]["total"] > 80e9
+
+
+def test_emit_prints_only_the_configuration(zeromesh: Any) -> None:
+    code, out, _ = zeromesh(
+        "simulate", *BASE, "--micro-batch", "1", "--strategy", "node=3,cluster=3", "--emit", "deepspeed"
+    )
+    assert code == 0
+    assert json.loads(out)["zero_optimization"]["stage"] == 3
+
+
+def test_published_spaces_are_selectable(zeromesh: Any) -> None:
+    for space, name in (("amsp", "(1,1,8)"), ("paro", "IIG"), ("mics", "group of 8")):
+        code, out, _ = zeromesh("plan", *BASE, "--space", space, "--top", "100")
+        assert code == 0
+        assert name in out
+
+
+WRONG = {
+    "model": (["--model", "llama-8b"], "unknown model 'llama-8b': did you mean"),
+    "cluster": (["--cluster", "a800-8x"], "a800-8x-hdr"),
+    "world": (["--world", "12"], "partly filled: take 8 or 16"),
+    "batch": (["--global-batch-tokens", "1048577"], "no whole number of sequences of 4096"),
+    "uneven": (["--global-batch-tokens", "409600"], "100 sequences do not divide among 64 devices"),
+    "trainable": (["--trainable", "lora"], "lora:RANK is required, got 'lora'"),
+    "dtype": (["--grad-dtype", "fp8"], "--grad-dtype must be one of fp32, bf16, got 'fp8'"),
+    "checkpointing": (["--activation-checkpointing", "ful"], "did you mean full"),
+    "margin": (["--memory-margin", "1.5"], "must lie in"),
+    "micro-batch": (["--micro-batch", "3"], "micro-batches of 3 do not divide"),
+    "negative": (["--micro-batch", "-1"], "must be at least 1"),
+    "seq-len": (["--seq-len", "0"], "seq_len must be at least 1"),
+    "engine": (["--engine", "megatron"], "unknown engine 'megatron'"),
+    "emit": (["--emit", "fsdp"], "did you mean fsdp2"),
+    "file": (["--model", "missing/config.json"], "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize("what", list(WRONG))
+def test_wrong_input_is_one_message_and_exit_code_2(zeromesh: Any, command: str, what: str) -> None:
+    changed, message = WRONG[what]
+    strategy = ["--strategy", "node=3,cluster=0"] if command == "simulate" else []
+    code, out, err = zeromesh(command, *BASE, *changed, *strategy)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("node=4,cluster=0", "stage must be one of"),
+        ("node=3", "gives no stage to mesh axis 'cluster'"),
+        ("nodes=3,cluster=0", "did you mean node"),
+        ("node[3]=3,node[2]=1,cluster=0", "needs node to have 6 ranks; this mesh has 8"),
+        ("zero4", "did you mean"),
+    ],
+)
+def test_wrong_strategies(zeromesh: Any, strategy: str, message: str) -> None:
+    code, _, err = zeromesh("simulate", *BASE, "--strategy", strategy)
+    assert code == 2
+    assert message in err
+
+
+def test_nothing_fits_is_exit_code_2(zeromesh: Any) -> None:
+    code, _, err = zeromesh("plan", *BASE, "--model", "llama-65b", "--world", "8", "--global-batch-tokens", "32768")
+    assert code == 2
+    assert "under no strategy" in err
+    assert "devices of this kind would do" in err
+
+
+def test_a_file_that_cannot_be_written_is_exit_code_2(zeromesh: Any, tmp_path: Path) -> None:
+    code, _, err = zeromesh("plan", *BASE, "-o", str(tmp_path / "missing" / "plan.json"))
+    assert code == 2
+    assert "cannot be written" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[device]", "name"),
+        ('name = "c"\n[device]\nname = "d"\nmemory = 80', "memory"),
+        ('name = "c"\n[device]\nname = "d"\nmemory = "-80 GB"', "memory"),
+        ('name = "c"\n[device]\nname = "d"\nmemroy = "80 GB"', "memroy"),
+    ],
+)
+def test_wrong_cluster_files_name_file_and_key(zeromesh: Any, tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    code, _, err = zeromesh("plan", *BASE, "--cluster", str(path), "--world", "0")
+    assert code == 2
+    assert message in err
+    assert str(path) in err
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_commands_do_not_import_torch(command: str) -> None:
+    strategy = ["--strategy", "node=3,cluster=0"] if command == "simulate" else []
+    code = (
+        "import sys, zeromesh.cli.app as cli; sys.argv = ['zeromesh', *sys.argv[1:]]; cli.main(); "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    arguments = [sys.executable, "-c", code, command, *BASE, *strategy, "--json"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=55, env=os.environ)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_help_imports_nothing_heavy(command: str) -> None:
+    """Time is measured in benchmarks/search.py; here is what it depends on."""
+    code = (
+        "import sys, zeromesh.cli.app as cli; sys.argv = ['zeromesh', *sys.argv[1:]]\n"
+        "try: cli.main()\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'rich', 'jinja2', 'zeromesh.planner', 'zeromesh.cost'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, command, "--help"], capture_output=True, text=True, timeout=55, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--model" in done.stdout
