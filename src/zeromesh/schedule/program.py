@@ -84,6 +84,7 @@ class Schedule:
         order: unit indices in the order of the forward.
         memory: every buffer, in bytes.
         program: ops by (point, unit); unit is -1 for points of no unit.
+        refresh_ahead: units are refreshed as the forward comes to them; else all at the step.
     """
 
     layout: Layout
@@ -91,15 +92,19 @@ class Schedule:
     order: tuple[int, ...]
     memory: MemoryPlan
     program: Program = field(repr=False)
+    refresh_ahead: bool = True
 
     @classmethod
-    def of(cls, layout: Layout, units: Sequence[Unit], *, workspace_bytes: int = 0) -> Schedule:
+    def of(
+        cls, layout: Layout, units: Sequence[Unit], *, workspace_bytes: int = 0, refresh_ahead: bool = True
+    ) -> Schedule:
         """The schedule of `units` under `layout`, in the order of registration until the first forward shows another.
 
         Args:
             layout: the strategy on its mesh.
             units: root first; block units in the order of the model's repeated list.
             workspace_bytes: what the collectives need beside the regions they work on.
+            refresh_ahead: False for engines whose refreshes have a lane of their own.
         """
         order = tuple(range(len(units)))
         return cls(
@@ -107,12 +112,13 @@ class Schedule:
             units=tuple(units),
             order=order,
             memory=MemoryPlan.of(layout, units, layout.strategy.prefetch, workspace_bytes),
-            program=_program(layout, units, order),
+            program=_program(layout, units, order, refresh_ahead),
+            refresh_ahead=refresh_ahead,
         )
 
     def reordered(self, order: Sequence[int]) -> Schedule:
         """The same schedule for units called in another order; slots stay where they are."""
-        return replace(self, order=tuple(order), program=_program(self.layout, self.units, order))
+        return replace(self, order=tuple(order), program=_program(self.layout, self.units, order, self.refresh_ahead))
 
     def ops(self, point: PointKind, unit: int = -1) -> tuple[Op, ...]:
         return self.program.get((point, unit), ())
@@ -133,7 +139,7 @@ class Schedule:
         return "\n".join(lines)
 
 
-def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> Program:
+def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int], refresh_ahead: bool) -> Program:
     program: Program = {}
     for position, unit in enumerate(order):
         ahead = tuple(_ahead(units, order[position + 1 :], layout.strategy.prefetch))
@@ -153,16 +159,16 @@ def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> Pro
     drop = tuple(Op(Action.DROP, unit) for unit in order)
     program[PointKind.END_FORWARD, -1] = drop
     program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *drop)
-    program[PointKind.STEPPED, -1] = _stepped(layout, units, order)
+    program[PointKind.STEPPED, -1] = _stepped(layout, units, order, refresh_ahead)
     return program
 
 
-def _stepped(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> tuple[Op, ...]:
+def _stepped(layout: Layout, units: Sequence[Unit], order: Sequence[int], refresh_ahead: bool) -> tuple[Op, ...]:
     """Refreshes that start with the step. Where parameters are sharded too, the first forward's gathers wait in the
     same lane, so only what they need goes before them; each later unit is refreshed one unit ahead of its prefetch."""
     if layout.strategy.overlap != "all":
         return (*_refreshes(units, order), Op(Action.SYNC, -1))
-    if layout.degree(layout.param_axes) == 1:
+    if layout.degree(layout.param_axes) == 1 or not refresh_ahead:
         return _refreshes(units, order)
     first = len(tuple(_ahead(units, order[1:], layout.strategy.prefetch))) + 2
     return _refreshes(units, order[:first])

@@ -5,7 +5,8 @@
 - zeromesh: one collective per axis, level by level; gathers and reductions on a lane each (DESIGN of the engine).
 - fsdp (torch.distributed.fsdp, FullyShardedDataParallel and fully_shard): a wrapped block is gathered and reduced over
   its whole shard group at once; both share one communicator, so they queue in the order of issue; a copy into and out
-  of the flat buffer each way. On two axes the gradients' all-reduce between groups runs under the backward.
+  of the flat buffer each way; reduce buffers come from the caching allocator and go back to it. On two axes the
+  gradients' all-reduce between groups runs under the backward.
 - deepspeed (ZeRO, ZeRO++): over the whole group, on one communicator; parameters are gathered module by module with a
   prefetch of 5e7 elements, less than one product of a large model, so compute waits for gathers (DeepSpeed#1174); the
   gather of updated parameters at the end of a step is not hidden (#3338, #6876), reductions are (#6876). Quantised
@@ -36,7 +37,9 @@ class Mechanics:
         owners: whole tensors belong to ranks: reductions to the state shard are all-reduces, refreshes broadcasts.
         lanes: (kind, lane): which queue each kind of work waits in.
         copies: full-size copies beside each gather and each reduction.
+        planned: reduce buffers are allocated once; False: they come and go with each unit's backward.
         step_bytes: that the optimizer's step needs for a moment, per element of the state shard; a fused one: none.
+        refresh_ahead: updated parameters are gathered as the forward comes to them; False: queued all at the step.
         overlap_gather: False: the device stands still for every gather.
         overlap_reduce: False: it stands still for every reduction of a micro-batch.
         overlap_boundary: False: gradients are reduced to the state shard after the backward, not under it.
@@ -48,7 +51,9 @@ class Mechanics:
     owners: bool = False
     lanes: tuple[tuple[LaneKind, str], ...] = (("refresh", "gather"), ("unshard", "gather"), ("reduce", "reduce"))
     copies: int = 0
+    planned: bool = True
     step_bytes: float = 0.0
+    refresh_ahead: bool = True
     overlap_gather: bool = True
     overlap_reduce: bool = True
     overlap_boundary: bool = True
@@ -64,16 +69,18 @@ _EACH_ITS_OWN: tuple[tuple[LaneKind, str], ...] = (("refresh", "refresh"), ("uns
 
 ENGINES: dict[str, Mechanics] = {
     "zeromesh": Mechanics(name="zeromesh"),
-    "fsdp": Mechanics(name="fsdp", joint=True, lanes=_ONE_COMMUNICATOR, copies=1),
+    "fsdp": Mechanics(name="fsdp", joint=True, lanes=_ONE_COMMUNICATOR, copies=1, planned=False, refresh_ahead=False),
     "deepspeed": Mechanics(
         name="deepspeed",
         joint=True,
         lanes=_ONE_COMMUNICATOR,
         copies=1,
+        planned=False,
+        refresh_ahead=False,
         overlap_gather=False,
         overlap_refresh=False,
     ),
-    "amsp": Mechanics(name="amsp", joint=True, owners=True, lanes=_EACH_ITS_OWN),
+    "amsp": Mechanics(name="amsp", joint=True, owners=True, lanes=_EACH_ITS_OWN, refresh_ahead=False),
 }
 
 

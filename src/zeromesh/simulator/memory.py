@@ -52,14 +52,30 @@ def step_bytes(schedule: Schedule, per_element: float) -> float:
     return per_element * trainable / layout.degree(layout.significant)
 
 
-def memory_bytes(schedule: Schedule, constants: Constants, activations: float, communicators: int) -> MemoryBytes:
-    """Everything on one device at the peak; `activations` is what comes and goes, at its most."""
+def reduce_transients(schedule: Schedule) -> tuple[float, ...]:
+    """By unit: reduce buffers alive during its backward where none are planned: its own, and one more in flight."""
+    slots = schedule.memory.reduce
+    own = [0.0 if slot is None else float(slots.slot_bytes[slot]) for slot in slots.slot_of]
+    block = max((own[i] for i in range(len(own)) if not schedule.resident(i)), default=0.0)
+    return tuple(size if schedule.resident(i) else size + block for i, size in enumerate(own))
+
+
+def memory_bytes(
+    schedule: Schedule, constants: Constants, activations: float, communicators: int, *, planned: bool
+) -> MemoryBytes:
+    """Everything on one device at the peak.
+
+    Args:
+        activations: what comes and goes, at its most.
+        communicators: in use.
+        planned: reduce buffers are allocated once, so they are part of `buffers`, not of `activations`.
+    """
     overhead = Overhead.of(constants, communicators=communicators, dynamic_bytes=activations)
     return MemoryBytes(
         params=float(schedule.memory.params_bytes),
         grads=float(schedule.memory.grads_bytes),
         optimizer=optimizer_bytes(schedule),
-        buffers=float(schedule.memory.buffers_bytes),
+        buffers=float(schedule.memory.buffers_bytes - (0 if planned else schedule.memory.reduce.total_bytes)),
         activations=activations,
         overhead=overhead.total_bytes,
     )
@@ -79,6 +95,7 @@ class Activations:
     seq_len: int
     recomputation: Recomputation
     item_bytes: int
+    transients: tuple[float, ...] = ()  # by unit, further bytes during its backward
     now: float = 0.0
     peak: float = 0.0
     record: bool = False
@@ -93,7 +110,8 @@ class Activations:
         spec = self.specs[unit]
         extra = self.tokens * spec.backward_peak_bytes(self.seq_len, self.recomputation) - self._saved(unit)
         largest = max((t.num_elements for t in spec.tensors if t.trainable), default=0) * self.item_bytes
-        self._set(self.now + extra + largest, at_s)
+        transient = self.transients[unit] if self.transients else 0.0
+        self._set(self.now + extra + largest + transient, at_s)
 
     def leave_backward(self, unit: int, before: float, at_s: float) -> None:
         """The unit's backward has ended; `before` is what `now` was when it was entered."""

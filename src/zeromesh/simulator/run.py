@@ -19,7 +19,7 @@ from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
 from zeromesh.simulator.mechanics import Mechanics, find_engine
-from zeromesh.simulator.memory import Activations, memory_bytes, step_bytes
+from zeromesh.simulator.memory import Activations, memory_bytes, reduce_transients, step_bytes
 from zeromesh.simulator.network import Job
 from zeromesh.simulator.result import AxisTraffic, Simulation
 from zeromesh.simulator.units import schedule_units
@@ -89,6 +89,7 @@ class _Setup:
         constants: Constants,
     ) -> _Setup:
         units, specs = schedule_units(model, workload)
+        mechanics = find_engine(engine) if isinstance(engine, str) else engine
         stated = workload.param_dtype in dict(cluster.device.peak_flops)
         dtype = workload.param_dtype if stated else None
         compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
@@ -96,11 +97,11 @@ class _Setup:
             model=model,
             cluster=cluster,
             workload=workload,
-            mechanics=find_engine(engine) if isinstance(engine, str) else engine,
+            mechanics=mechanics,
             constants=constants,
             compute=compute,
             transfers=TransferModel(cluster, constants, compute),
-            schedule=Schedule.of(Layout.of(strategy, cluster.axes), units),
+            schedule=Schedule.of(Layout.of(strategy, cluster.axes), units, refresh_ahead=mechanics.refresh_ahead),
             specs=specs,
         )
 
@@ -147,6 +148,7 @@ class _Step:
             workload.seq_len,
             workload.recomputation,
             ITEM_BYTES[workload.param_dtype],
+            () if setup.mechanics.planned else reduce_transients(setup.schedule),
             record=record,
         )
         self.seconds = setup.unit_seconds()
@@ -219,7 +221,7 @@ def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) ->
     tokens_per_s = workload.global_batch_tokens / step.step_s / cluster.world
     lanes = {(lane, axis) for _, lane in setup.mechanics.lanes for axis in layout.axes if axis.size > 1}
     dynamic = max(step.activations.peak, step_bytes(setup.schedule, setup.mechanics.step_bytes))
-    memory = memory_bytes(setup.schedule, setup.constants, dynamic, len(lanes))
+    memory = memory_bytes(setup.schedule, setup.constants, dynamic, len(lanes), planned=setup.mechanics.planned)
     exposed = sorted(((axes, name, s) for (axes, name), s in totals.exposed_s.items()), key=lambda item: -item[2])
     return Simulation(
         strategy=str(layout.strategy),

@@ -1,6 +1,7 @@
 """Published tables against predictions. Bounds are the project's goals, or where one is missed, what is reached."""
 
 import json
+from functools import cache
 
 import pytest
 from typer.testing import CliRunner
@@ -9,16 +10,46 @@ from zeromesh.cli.app import app
 from zeromesh.validate.assumptions import assumed, assumptions
 from zeromesh.validate.claims import Claim
 from zeromesh.validate.page import page, remarks
-from zeromesh.validate.row import published
+from zeromesh.validate.row import Row, published
 from zeromesh.validate.score import GOALS, score
 from zeromesh.validate.tables import SOURCES
 
+#: Of which source each table comes. Two whose ranges take long are left out.
+SOURCE_OF = {
+    "AMSP Table V": "amsp",
+    "AMSP Fig. 12": "amsp",
+    "AMSP MFU": "amsp-mfu",
+    "LLM Foundry, one node": "llm-foundry",
+    "LLM Foundry, several nodes": "llm-foundry",
+    "torchtitan": "torchtitan",
+    "torchtitan memory": "torchtitan",
+    "PaRO": "paro",
+    "InternEvo memory": "internevo",
+    "Galvatron memory": "galvatron",
+}
 
-@pytest.fixture(scope="module")
-def tables():
-    """Every table but the two whose ranges take long."""
-    rows = [row for name, source in SOURCES.items() if name not in ("frontier", "zeropp") for row in source()]
-    return {name: [row for row in rows if row.table == name] for name in dict.fromkeys(row.table for row in rows)}
+
+@cache
+def source_rows(name: str) -> list[Row]:
+    return list(SOURCES[name]())
+
+
+class Tables:
+    """Rows by table, each source predicted when it is first asked for."""
+
+    def __getitem__(self, table: str) -> list[Row]:
+        return [row for row in source_rows(SOURCE_OF[table]) if row.table == table]
+
+    def __iter__(self):
+        return iter(SOURCE_OF)
+
+    def values(self):
+        return [self[table] for table in SOURCE_OF]
+
+
+@pytest.fixture
+def tables() -> Tables:
+    return Tables()
 
 
 @pytest.mark.parametrize(
@@ -29,6 +60,7 @@ def tables():
         "LLM Foundry, one node",
         "LLM Foundry, several nodes",
         "torchtitan",
+        "torchtitan memory",
         "InternEvo memory",
     ],
 )
@@ -38,9 +70,7 @@ def test_goals_that_are_met_stay_met(tables, table):
     assert result.rank is None or result.rank > 0.95
 
 
-@pytest.mark.parametrize(
-    ("table", "median", "p90"), [("torchtitan memory", 0.09, 0.12), ("Galvatron memory", 0.17, 0.36)]
-)
+@pytest.mark.parametrize(("table", "median", "p90"), [("Galvatron memory", 0.17, 0.36), ("PaRO", 0.27, 1.45)])
 def test_goals_that_are_missed_get_no_worse(tables, table, median, p90):
     result = score(table, tables[table])
     assert not result.meets_goal, "met now: move it to the test above"
@@ -98,9 +128,10 @@ def test_every_goal_and_remark_names_a_table(tables):
 
 def test_the_page_shows_every_table_and_row(tables):
     claim = Claim(paper="P", text="gain", claimed=2.0, predicted=1.9, low=1.5, high=2.5, tolerance=0.1, why="because")
-    rows = [row for table in tables.values() for row in table]
+    shown = ["InternEvo memory", "Galvatron memory"]
+    rows = [row for table in shown for row in tables[table]]
     text = page(rows, [claim])
-    assert all(f"### {table}\n" in text for table in tables)
+    assert all(f"### {table}\n" in text for table in shown)
     assert text.count("\n| ") > len(rows)
     assert "| P | gain | 2 | 1.9 | 1.5 to 2.5 | met | because |" in text
 
