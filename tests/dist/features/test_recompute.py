@@ -1,0 +1,203 @@
+"""Activation checkpointing and compilation: forwards that are repeated in the backward, and hooks around graphs."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from tests.dist.features.parity import DEFERRED, STRATEGIES, Block, Net, Pair, check, net
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+
+ALL = (*STRATEGIES, DEFERRED, "node=3,cluster=3k")
+MODES = pytest.mark.parametrize("strategy", ALL)
+REENTRANT = pytest.mark.parametrize("reentrant", [False, True])
+
+
+class Segmented(Net):
+    """Checkpoints its blocks in segments of a given length."""
+
+    def __init__(self, segment: int, reentrant: bool, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.segment, self.reentrant = segment, reentrant
+
+    def run(self, start: int, x: Tensor) -> Tensor:
+        for block in self.blocks[start : start + self.segment]:
+            x = block(x)
+        return x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for start in range(0, len(self.blocks), self.segment):
+            x = checkpoint(partial(self.run, start), x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("segment", [1, 2, 5])
+@REENTRANT
+@on_ranks(4)
+def test_segments_of_blocks(reentrant, segment):
+    """A segment of five blocks is longer than the slots."""
+    for strategy in ALL:
+        torch.manual_seed(0)
+        pair = Pair(base=Segmented(segment, reentrant, num_blocks=5).double(), strategy=strategy)
+        pair.train(steps=2)
+
+
+class Inside(Block):
+    """Checkpoints a part of itself."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = checkpoint(lambda y: torch.tanh(self.up(self.norm(y))), x, use_reentrant=self.reentrant)
+        return x + self.gain * self.down(inner)
+
+
+@REENTRANT
+@on_ranks(4)
+def test_a_part_of_a_block(reentrant):
+    for strategy in ALL:
+        base = net()
+        for index in range(3):
+            base.blocks[index].__class__ = Inside
+            base.blocks[index].reentrant = reentrant  # type: ignore[assignment]
+        check(base, strategy)
+
+
+@REENTRANT
+@on_ranks(4)
+def test_the_whole_model(reentrant):
+    """As a user does who checkpoints model(x) from outside."""
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        # Reentrant checkpointing differentiates with respect to its inputs, so one of them must ask for it.
+        anchor = torch.zeros((), requires_grad=True)
+        logits = checkpoint(lambda t, _: model(t), batch, anchor, use_reentrant=reentrant)
+        return nn.functional.cross_entropy(logits.flatten(0, -2), batch.flatten().roll(1))
+
+    for strategy in ALL:
+        check(net(), strategy, loss_of=loss_of)
+
+
+@pytest.mark.parametrize("implementation", list(CheckpointImpl))
+@on_ranks(4)
+def test_checkpoint_wrapper(implementation):
+    """Units and names are those of the unwrapped model."""
+
+    def wrap(model: nn.Module) -> None:
+        wrapper = partial(checkpoint_wrapper, checkpoint_impl=implementation)
+        apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Block)
+        )
+
+    for strategy in ALL:
+        pair = Wrapped(base=net(), strategy=strategy, wrap=wrap)
+        names = [unit.name for unit in engine_of(pair.model).units]
+        assert names == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+        pair.train(steps=2)
+
+
+class Wrapped(Pair):
+    """Wraps the sharded copy alone: the plain one keeps its names, and its numbers are the same."""
+
+    def __init__(self, *, wrap: Any, **arguments: Any) -> None:
+        copies = iter((lambda model: None, wrap))
+        super().__init__(prepare=lambda model: next(copies)(model), **arguments)
+
+
+class Sequenced(Net):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = checkpoint_sequential(self.blocks, 2, self.embed(tokens), use_reentrant=False)  # type: ignore[arg-type]
+        return self.head(self.norm(x))
+
+
+@on_ranks(4)
+def test_checkpoint_sequential():
+    torch.manual_seed(0)
+    base = Sequenced(num_blocks=5).double()
+    base.blocks = nn.Sequential(*base.blocks)  # type: ignore[assignment]
+    for strategy in ALL:
+        check(base, strategy)
+
+
+@REENTRANT
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+@on_ranks(4, timeout_s=50)
+def test_hugging_face_gradient_checkpointing(kind, reentrant):
+    from tests.dist.features.test_huggingface import build, data_of, loss_of
+
+    def prepare(model: Any) -> None:
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+
+    for strategy in STRATEGIES:
+        pair = Pair(
+            base=build(kind),
+            strategy=strategy,
+            loss_of=loss_of,
+            data_of=lambda step, micro, rank: data_of(kind, step, micro, rank),
+            prepare=prepare,
+        )
+        pair.train(steps=2)
+
+
+# ---- torch.compile
+
+
+graphs: list[int] = []
+
+
+def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """A back end that runs what was captured as it is: what matters here is what was captured."""
+    graphs.append(sum(node.op in ("call_function", "call_method") for node in graph.graph.nodes))
+    return graph.forward
+
+
+def compile_list(model: Any) -> None:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend=counting)
+
+
+def compile_in_place(model: Any) -> None:
+    for block in model.blocks:
+        block.compile(backend=counting)
+
+
+def compile_then_checkpoint(model: Any) -> None:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(torch.compile(block, backend=counting))  # type: ignore[arg-type]
+
+
+def ahead_of_time(model: Any) -> None:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="aot_eager")
+
+
+@pytest.mark.parametrize("wrap", [compile_list, compile_in_place, compile_then_checkpoint, ahead_of_time])
+@on_ranks(4, timeout_s=50)
+def test_compiled_blocks(wrap):
+    """Compiled before sharding; hooks run around the graphs, and what a block computes is all in one of them."""
+    # Dynamo looks at `.grad` of every tensor that it meets; plain models get the same warning.
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+    torch._dynamo.reset()
+    graphs.clear()
+    pair = Wrapped(base=net(), strategy="node=3,cluster=1", wrap=wrap)
+    names = [unit.name for unit in engine_of(pair.model).units]
+    assert names == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    pair.train(steps=2)
+    if wrap is not ahead_of_time:
+        # norm, up, tanh, down, times gain, plus x
+        assert graphs and max(graphs) >= 6
+        assert len(graphs) <= 3
