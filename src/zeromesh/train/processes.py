@@ -90,7 +90,7 @@ def verdict(codes: dict[int, int], failures: Sequence[Failure], ended_by_us: set
 def _killed(rank: int, number: int) -> str:
     hints = {
         signal.SIGKILL: "; the machine may be out of memory",
-        signal.SIGTERM: "; nothing was saved, since checkpoint.every is 0",
+        signal.SIGTERM: "; nothing was saved",
     }
     name = signal.Signals(number)
     return f"rank {rank} was ended by {name.name}{hints.get(name, '')}"

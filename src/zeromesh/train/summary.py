@@ -52,8 +52,8 @@ def header(config: TrainConfig, corpus: Corpus, model: nn.Module, sampler: Sampl
         f"{tokens:,} tokens a step: {sampler.micro_batches} micro-batches of up to {config.batch.micro} sequences"
         f" of {config.data.seq_len} on each of {config.world} ranks",
     ]
-    if steps_done:
-        lines.append(f"resumed after step {steps_done}")
+    if steps_done >= config.run.steps:
+        lines.append(f"all {config.run.steps} steps are done: nothing is left to do")
     return "\n".join(lines)
 
 
