@@ -69,7 +69,7 @@ class Trace:
         >>> Trace(label="", events=()).seconds(kind="wait", axis="node")
         0.0
         """
-        return sum(event.seconds for event in self._where(fields))
+        return sum((event.seconds for event in self._where(fields)), 0.0)
 
     def sent_bytes(self, **fields: Any) -> float:
         """Summed bytes of the communications whose fields have the given values."""
