@@ -13,9 +13,11 @@ Chunks travel in pieces: while one is on the wire the next is quantised and the 
 
 from __future__ import annotations
 
+import importlib.util
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,9 @@ from zeromesh.comm.summing import Target, parts
 from zeromesh.comm.transport import Exchange, bytes_of
 from zeromesh.errors import InputError, InternalError
 
+if TYPE_CHECKING:
+    from zeromesh.comm.kernels import TritonQuantiser
+
 WINDOW = 2
 """Pieces in flight: one on the wire while the next is quantised."""
 
@@ -36,12 +41,17 @@ PIECE_NUMEL = 1 << 18
 """A MiB of fp32: stays in the second-level cache, and the message is long enough to fill a link."""
 
 
-def check_quantisable(dtype: torch.dtype, axis: str) -> None:
+def check_quantisable(dtype: torch.dtype, axis: str, device_type: str = "cpu") -> None:
     """Says at construction what an axis cannot do.
 
     Raises:
-        InputError: values of this dtype cannot go over a quantised wire.
+        InputError: values of this dtype cannot go over a quantised wire, or the device's kernels are not installed.
     """
+    if device_type != "cpu" and importlib.util.find_spec("triton") is None:
+        raise InputError(
+            f"axis {axis}: quantised wires on {device_type} need Triton's kernels, and triton is not installed: "
+            f"pip install triton, or drop the @"
+        )
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InputError(f"axis {axis}: a quantised wire carries fp32, bf16 or fp16 values; got {dtype}")
 
@@ -52,8 +62,19 @@ def noise_generator(group: AxisGroup, *, seed: int = 0) -> torch.Generator:
     It is seeded by this rank's index on the axis and by nothing else: ranks that hold the same values (those that an
     earlier collective made equal) have the same index, so they round alike and stay equal.
     """
-    generator = torch.Generator(group.device_type)
+    generator = torch.Generator()  # on the host, where the kernels' seeds are drawn too
     return generator.manual_seed(seed * 1_000_003 + group.rank)
+
+
+def _quantiser(
+    form: QuantFormat, numel: int, workspace: Tensor, generator: torch.Generator | None
+) -> Quantiser | TritonQuantiser:
+    if workspace.is_cpu:
+        memory = workspace[: Quantiser.memory_bytes(form, numel)]
+        return Quantiser(form, numel, workspace.device, generator, memory)
+    from zeromesh.comm.kernels import TritonQuantiser  # Triton need not be installed where it is not used
+
+    return TritonQuantiser(form, generator)
 
 
 @hosted
@@ -154,7 +175,7 @@ class _Wire:
 
     group: AxisGroup
     form: QuantFormat
-    quantiser: Quantiser
+    quantiser: Quantiser | TritonQuantiser
     numel: int
     incoming: Sequence[Sequence[Tensor]]
     outgoing: Sequence[Sequence[Tensor]]
@@ -171,7 +192,7 @@ class _Wire:
                 f"a quantised collective of {group.size} ranks needs {each} bytes; got {len(workspace)}"
             )
         own = Quantiser.memory_bytes(form, numel)
-        memory, messages = workspace[:own], workspace[own + 8 * numel :]
+        messages = workspace[own + 8 * numel :]
         total, widened = (workspace[own + i * 4 * numel :][: 4 * numel].view(torch.float32) for i in range(2))
         length = form.message_bytes(numel)
         slots = [messages[i * length : (i + 1) * length] for i in range(2 * WINDOW * group.size)]
@@ -179,7 +200,7 @@ class _Wire:
         return cls(
             group=group,
             form=form,
-            quantiser=Quantiser(form, numel, workspace.device, generator, memory),
+            quantiser=_quantiser(form, numel, workspace, generator),
             numel=numel,
             incoming=rounds[:WINDOW],
             outgoing=rounds[WINDOW:],

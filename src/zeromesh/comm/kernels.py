@@ -1,0 +1,253 @@
+"""Triton kernels of the quantised wires; the same messages as `quantise.Quantiser`, whose note defines them.
+
+Each kernel reads and writes every byte once: a program holds some blocks in registers from load to store. Under
+TRITON_INTERPRET=1 they run on the CPU, slowly, for tests. Rounding to nearest gives the codes that torch's operations
+give; stochastic rounding draws other, equally uniform noise.
+"""
+
+# Triton has no types, compiles its functions from their source, and need not be installed.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeromesh.comm.quantise import SMALLEST, QuantFormat
+from zeromesh.errors import InputError
+
+ROWS = 8
+"""Blocks per program: 4 KiB of fp32 at a block of 128, enough loads in flight for one program."""
+
+
+@triton.jit
+def _inverse_and_scale(largest, has_nan, LARGEST: tl.constexpr, BF16: tl.constexpr, SMALLEST_: tl.constexpr):
+    scale = tl.where(largest < SMALLEST_, 0.0, largest / LARGEST)
+    scale = tl.where(has_nan, float("nan"), scale)  # tl.max drops nans on a device
+    if BF16:
+        # Half to even by hand: Triton's interpreter cuts off where devices round.
+        bits = (scale * (1 + 2**-8)).to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        scale = bits.to(tl.float32, bitcast=True)
+    inverse = tl.where(scale == 0.0, 0.0, 1.0 / tl.where(scale == 0.0, 1.0, scale))
+    return inverse, scale
+
+
+@triton.jit
+def _round(values, offsets, seed, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if STOCHASTIC:
+        values = tl.floor(values + tl.rand(seed, offsets))
+    else:
+        magic = 12582912.0  # 1.5 * 2**23: adding it leaves no fraction bits, rounding half to even
+        values = (values + magic) - magic
+    return tl.minimum(tl.maximum(values, -LARGEST), LARGEST)
+
+
+@triton.jit
+def _two_halves(pointer, rows, columns, numel, HALF: tl.constexpr):
+    """The lower and upper halves of some blocks of a flat tensor, in fp32, zeros behind its end."""
+    low = rows[:, None] * (2 * HALF) + columns[None, :]
+    high = low + HALF
+    first = tl.load(pointer + low, mask=low < numel, other=0.0).to(tl.float32)
+    second = tl.load(pointer + high, mask=high < numel, other=0.0).to(tl.float32)
+    return low, high, first, second
+
+
+@triton.jit
+def _store_message(
+    codes, scales, rows, columns, blocks, low, high, first, second, seed,
+    HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr,
+):  # fmt: skip
+    """Quantises two halves of some blocks and stores codes and scales; returns what the message holds."""
+    largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
+    nans = tl.max((first != first).to(tl.int32), axis=1) + tl.max((second != second).to(tl.int32), axis=1)
+    inverse, scale = _inverse_and_scale(largest, nans > 0, LARGEST, BF16, SMALLEST_)
+    first = _round(first * inverse[:, None], low, seed, LARGEST, STOCHASTIC)
+    second = _round(second * inverse[:, None], high, seed, LARGEST, STOCHASTIC)
+    inside = (rows < blocks)[:, None] & (columns < HALF)[None, :]
+    if BITS == 8:
+        tl.store(codes + low, first.to(tl.int8), mask=inside)
+        tl.store(codes + high, second.to(tl.int8), mask=inside)
+    else:
+        packed = (first + 16.0 * second).to(tl.int8)
+        tl.store(codes + rows[:, None] * HALF + columns[None, :], packed, mask=inside)
+    tl.store(scales + rows, scale.to(scales.dtype.element_ty), mask=rows < blocks)
+    return first * scale[:, None], second * scale[:, None]
+
+
+@triton.jit
+def _load_message(codes, scales, rows, columns, blocks, HALF: tl.constexpr, BITS: tl.constexpr):
+    """Two halves of some blocks, dequantised."""
+    inside = (rows < blocks)[:, None] & (columns < HALF)[None, :]
+    scale = tl.load(scales + rows, mask=rows < blocks, other=0.0).to(tl.float32)
+    if BITS == 8:
+        low = rows[:, None] * (2 * HALF) + columns[None, :]
+        first = tl.load(codes + low, mask=inside, other=0).to(tl.float32)
+        second = tl.load(codes + low + HALF, mask=inside, other=0).to(tl.float32)
+    else:
+        packed = tl.load(codes + rows[:, None] * HALF + columns[None, :], mask=inside, other=0).to(tl.float32)
+        second = tl.floor(packed * 0.0625 + 0.5)
+        first = packed - 16.0 * second
+    return first * scale[:, None], second * scale[:, None]
+
+
+@triton.jit
+def _quantise_kernel(
+    source, codes, scales, residual, numel, blocks, seed,
+    HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr, FEEDBACK: tl.constexpr, ROWS_: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    bounded = tl.where(columns < HALF, columns, numel)  # a half that is no power of two: lanes beyond it load nothing
+    low, high, first, second = _two_halves(source, rows, bounded, numel, HALF)
+    if FEEDBACK:
+        _, _, first_lost, second_lost = _two_halves(residual, rows, bounded, numel, HALF)
+        first += first_lost
+        second += second_lost
+    first_sent, second_sent = _store_message(
+        codes, scales, rows, columns, blocks, low, high, first, second, seed,
+        HALF, BITS, LARGEST, BF16, STOCHASTIC, SMALLEST_,
+    )  # fmt: skip
+    if FEEDBACK:
+        first -= first_sent
+        second -= second_sent
+        # After an overflow nothing is owed: a nan would stay for ever.
+        first = tl.where(tl.abs(first) < float("inf"), first, 0.0)
+        second = tl.where(tl.abs(second) < float("inf"), second, 0.0)
+        tl.store(residual + low, first.to(residual.dtype.element_ty), mask=low < numel)
+        tl.store(residual + high, second.to(residual.dtype.element_ty), mask=high < numel)
+
+
+@triton.jit
+def _dequantise_kernel(
+    codes, scales, target, numel, blocks,
+    HALF: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, ROWS_: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    first, second = _load_message(codes, scales, rows, columns, blocks, HALF, BITS)
+    bounded = tl.where(columns < HALF, columns, numel)
+    low = rows[:, None] * (2 * HALF) + bounded[None, :]
+    high = low + HALF
+    if ADD:
+        first += tl.load(target + low, mask=low < numel, other=0.0)
+        second += tl.load(target + high, mask=high < numel, other=0.0)
+    tl.store(target + low, first.to(target.dtype.element_ty), mask=low < numel)
+    tl.store(target + high, second.to(target.dtype.element_ty), mask=high < numel)
+
+
+@triton.jit
+def _reduce_kernel(
+    codes, scales, codes_stride, scales_stride, own, own_index, out_codes, out_scales, numel, blocks, factor, seed,
+    TERMS: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr, ROWS_: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    bounded = tl.where(columns < HALF, columns, numel)
+    low, high, own_first, own_second = _two_halves(own, rows, bounded, numel, HALF)
+    first = tl.zeros_like(own_first)
+    second = tl.zeros_like(own_second)
+    for term in range(TERMS):
+        if term == own_index:
+            first += own_first
+            second += own_second
+        else:
+            received_first, received_second = _load_message(
+                codes + term * codes_stride, scales + term * scales_stride, rows, columns, blocks, HALF, BITS
+            )
+            first += received_first
+            second += received_second
+    _store_message(
+        out_codes, out_scales, rows, columns, blocks, low, high, first * factor, second * factor, seed,
+        HALF, BITS, LARGEST, BF16, STOCHASTIC, SMALLEST_,
+    )  # fmt: skip
+
+
+class TritonQuantiser:
+    """What `Quantiser` does, in one kernel each, without memory of its own.
+
+    Args:
+        form: of the wire.
+        generator: of the seeds of stochastic rounding, on the host.
+    """
+
+    def __init__(self, form: QuantFormat, generator: torch.Generator | None = None) -> None:
+        if form.stochastic and generator is None:
+            raise InputError("stochastic rounding needs a generator of its own: the default one is the model's")
+        self.form = form
+        self._generator = generator
+
+    def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
+        """See `Quantiser.quantise`."""
+        codes, scales = self.form.split(message, source.numel())
+        blocks = len(codes)
+        if blocks:
+            _quantise_kernel[self._programs(blocks)](
+                source, codes, scales, source if residual is None else residual, source.numel(), blocks, self._seed(),
+                **self._shape, **self._rounding, FEEDBACK=residual is not None,
+            )  # fmt: skip
+
+    def dequantise(self, message: Tensor, target: Tensor) -> None:
+        """See `Quantiser.dequantise`."""
+        self._dequantise(message, target, add=False)
+
+    def dequantise_add(self, message: Tensor, total: Tensor) -> None:
+        """See `Quantiser.dequantise_add`."""
+        self._dequantise(message, total, add=True)
+
+    def reduce_requantise(
+        self, messages: Tensor, own: Tensor, own_index: int, out: Tensor, *, factor: float = 1.0
+    ) -> None:
+        """Sums what several ranks sent and the own chunk, in the order of the ranks, and quantises the sum.
+
+        Args:
+            messages: (ranks, message bytes); the row of `own_index` is not read.
+            own: the own chunk, flat.
+            out: message of the sum times `factor`.
+        """
+        codes, scales = self.form.split(messages[0], own.numel())
+        out_codes, out_scales = self.form.split(out, own.numel())
+        blocks = len(codes)
+        if blocks:
+            _reduce_kernel[self._programs(blocks)](
+                codes, scales, messages.stride(0), messages.stride(0) // scales.element_size(), own, own_index,
+                out_codes, out_scales, own.numel(), blocks, factor, self._seed(),
+                TERMS=len(messages), **self._shape, **self._rounding,
+            )  # fmt: skip
+
+    def _dequantise(self, message: Tensor, target: Tensor, *, add: bool) -> None:
+        codes, scales = self.form.split(message, target.numel())
+        blocks = len(codes)
+        if blocks:
+            _dequantise_kernel[self._programs(blocks)](
+                codes, scales, target, target.numel(), blocks, **self._shape, ADD=add
+            )
+
+    @staticmethod
+    def _programs(blocks: int) -> tuple[int]:
+        return (triton.cdiv(blocks, ROWS),)
+
+    @property
+    def _shape(self) -> dict[str, int]:
+        half = self.form.block // 2
+        return {"HALF": half, "BITS": self.form.bits, "ROWS_": ROWS, "COLUMNS": triton.next_power_of_2(half)}
+
+    @property
+    def _rounding(self) -> dict[str, float]:
+        return {
+            "LARGEST": float(self.form.largest),
+            "BF16": self.form.scale_dtype == torch.bfloat16,
+            "STOCHASTIC": self.form.stochastic,
+            "SMALLEST_": SMALLEST,
+        }
+
+    def _seed(self) -> int:
+        if self._generator is None:
+            return 0
+        return int(torch.empty((), dtype=torch.int64).random_(2**31, generator=self._generator))
