@@ -13,7 +13,7 @@ import csv
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,6 +208,10 @@ FITTED = (
 START = (0.95, 0.9, 300.0, 0.65, 0.3, 1.0)
 
 
+def _with(constants: Constants, values: Mapping[str, float]) -> Constants:
+    return replace(constants, **values)  # type: ignore[arg-type]  # the fields fitted are all floats
+
+
 def compute(constants: Constants) -> dict[str, Entry]:
     """Efficiency by shape class: Nelder-Mead on the mean absolute log error."""
     samples = [*_foundry_samples(), *_galvatron_samples()]
@@ -215,14 +219,14 @@ def compute(constants: Constants) -> dict[str, Entry]:
     def error(point: Sequence[float]) -> float:
         if min(point) <= 0 or max(*point[:2], *point[3:5]) > 1:
             return 1e9
-        trial = replace(constants, **dict(zip(FITTED, point, strict=True)))
+        trial = _with(constants, dict(zip(FITTED, point, strict=True)))
         # Absolute, not squared: one row ran at the edge of memory, and must not bend the rest.
         logs = [abs(math.log(predict(trial) / seconds)) for seconds, predict in samples]
         return sum(logs) / len(logs)
 
     best = nelder_mead(error, START)
     errors = sorted(
-        abs(predict(replace(constants, **dict(zip(FITTED, best, strict=True)))) / s - 1) for s, predict in samples
+        abs(predict(_with(constants, dict(zip(FITTED, best, strict=True)))) / s - 1) for s, predict in samples
     )
     print(f"compute: {len(samples)} samples, median error {statistics.median(errors):.3f}, worst {errors[-1]:.3f}")
     source = "llm_foundry_mpt_a100, 8-GPU rows of 1b, 7b, 30b; galvatron_llama2_7b_compute_profile"
@@ -414,7 +418,7 @@ def fit() -> dict[str, Entry | dict[str, Entry]]:
     values = {name: entry[0] for name, entry in fixed.items()}
     constants = Constants(link_share={kind: entry[0] for kind, entry in links.items()}, **blank, **values)
     sizes = message_size(constants, inside_s)
-    constants = replace(constants, **{name: entry[0] for name, entry in sizes.items()})
+    constants = _with(constants, {name: entry[0] for name, entry in sizes.items()})
     return {"link_share": links, **latencies, **sizes, **compute(constants), **cited()}
 
 
