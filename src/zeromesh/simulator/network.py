@@ -94,6 +94,8 @@ class Network:
         """Lets time pass until `job` has ended."""
         while job.done_s is None:
             active = self._active()
+            if job.done_s is not None:
+                return
             step = self._next_event(active)
             if step == inf:
                 raise InternalError(f"{job.kind} of unit {job.unit} waits for something that never ends")
@@ -102,7 +104,7 @@ class Network:
     def signature(self) -> tuple[object, ...]:
         """What is in flight, relative to now: equal signatures have equal futures."""
         return tuple(
-            (lane, tuple((job.unit, job.kind, job.position, round(job.share_left, 9)) for job in queue))
+            (lane, tuple(_progress(job) for job in queue))
             for lane, queue in sorted(self.lanes.items())
             if queue
         )
@@ -190,3 +192,7 @@ def _seconds_under(load: dict[int, float] | None, job: Job) -> float:
         return work.transfer_s
     slow = max((load.get(level, 0.0) for level, _ in work.cost.busy), default=1.0)
     return work.transfer_s * max(1.0, slow)
+
+
+def _progress(job: Job) -> tuple[object, ...]:
+    return (job.unit, job.kind, job.position, round(job.share_left, 9), round(job.latency_left, 12))

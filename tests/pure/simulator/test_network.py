@@ -1,0 +1,101 @@
+import pytest
+
+from zeromesh.cost import CollectiveCost
+from zeromesh.errors import InternalError
+from zeromesh.simulator.network import Job, Network, Work
+
+
+def work(latency: float = 0.0, **busy: float) -> Work:
+    """A collective that keeps level `l0`, `l1` ... busy for the given seconds, after its latency."""
+    levels = tuple((int(name[1:]), seconds) for name, seconds in busy.items())
+    longest = max((seconds for _, seconds in levels), default=0.0)
+    return Work("gather", ("node",), CollectiveCost(seconds=latency + longest, busy=levels), (0.0,))
+
+
+def network(contention: float = 1.0) -> Network:
+    return Network(contention, lambda job, done, start, end: None)
+
+
+def job(*chain: Work, ready_s: float = 0.0, after: Job | None = None) -> Job:
+    return Job(chain, ready_s, 0, 0, "unshard", after)
+
+
+def test_a_lane_carries_out_its_jobs_one_after_another():
+    net = network()
+    first, second = (net.submit(job(work(l0=1.0)), "gather") for _ in range(2))
+    net.wait_for(second)
+    assert (first.done_s, second.done_s) == (pytest.approx(1.0), pytest.approx(2.0))
+
+
+def test_a_chain_goes_step_by_step():
+    net = network()
+    net.wait_for(net.submit(job(work(0.5, l0=1.0), work(l1=2.0)), "gather"))
+    assert net.now_s == pytest.approx(3.5)
+
+
+def test_lanes_on_one_level_share_its_links_and_on_two_do_not():
+    for level, end in (("l0", 2.0), ("l1", 1.0)):
+        net = network()
+        jobs = [net.submit(job(work(l0=1.0)), "gather"), net.submit(job(work(**{level: 1.0})), "reduce")]
+        for each in jobs:
+            net.wait_for(each)
+        assert net.now_s == pytest.approx(end)
+
+
+def test_a_transfer_that_hardly_uses_a_level_hardly_slows_it():
+    """A ring between nodes is bound by the network; inside the node it takes a tenth of the links."""
+    net = network()
+    ring = net.submit(job(work(l0=1.0, l1=10.0)), "gather")
+    inside = net.submit(job(work(l0=1.0)), "reduce")
+    net.wait_for(inside)
+    assert net.now_s == pytest.approx(1.1)
+    net.wait_for(ring)
+    assert net.now_s == pytest.approx(10.1, abs=0.02)
+
+
+def test_latency_keeps_no_link_busy():
+    net = network()
+    waiting = net.submit(job(work(1.0, l0=1.0)), "gather")
+    running = net.submit(job(work(l0=1.0)), "reduce")
+    net.wait_for(running)
+    assert net.now_s == pytest.approx(1.0)
+    net.wait_for(waiting)
+    assert net.now_s == pytest.approx(2.0)
+
+
+def test_when_one_of_two_ends_the_other_has_the_links_alone():
+    net = network()
+    short = net.submit(job(work(l0=1.0)), "gather")
+    long = net.submit(job(work(l0=3.0)), "reduce")
+    net.wait_for(short)
+    assert net.now_s == pytest.approx(2.0)
+    net.wait_for(long)
+    assert net.now_s == pytest.approx(4.0)
+
+
+def test_a_job_waits_for_another_lanes_job_and_for_its_time():
+    net = network()
+    first = net.submit(job(work(l0=1.0)), "refresh")
+    after = net.submit(job(work(l1=1.0), after=first), "gather")
+    net.wait_for(after)
+    assert after.done_s == pytest.approx(2.0)
+    late = net.submit(job(work(l1=1.0), ready_s=5.0), "gather")
+    net.wait_for(late)
+    assert late.done_s == pytest.approx(6.0)
+
+
+def test_compute_slows_down_only_while_something_runs():
+    net = network(contention=1.5)
+    net.submit(job(work(l0=3.0)), "gather")
+    net.compute(4.0)
+    # Two of the four seconds take three, while the transfer runs; the other two run alone.
+    assert net.now_s == pytest.approx(5.0)
+
+
+def test_an_empty_chain_ends_at_once_and_a_cycle_is_an_error():
+    net = network()
+    net.wait_for(net.submit(job(), "gather"))
+    assert net.now_s == 0.0
+    never = job(work(l0=1.0))
+    with pytest.raises(InternalError, match="never ends"):
+        net.wait_for(net.submit(job(work(l0=1.0), after=never), "reduce"))
