@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeromesh.engine.backend import DeviceBackend, UnitShards
-from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.param import ShardedParameter, plain_attributes
 from zeromesh.engine.units import Precision
-from zeromesh.errors import MismatchError, ModelError, OptimizerError
+from zeromesh.errors import CommunicationError, MismatchError, ModelError, OptimizerError
 from zeromesh.schedule import GradState, Interpreter, Schedule
 
 _PRIME = 2**31 - 1
@@ -46,7 +46,13 @@ class Control:
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """`values` reduced over all ranks of the mesh, in place."""
         if self.group is not None:
-            dist.all_reduce(values, op=operation, group=self.group)
+            try:
+                dist.all_reduce(values, op=operation, group=self.group)
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"rank {self.rank} could not agree with the other {self.size - 1} of the mesh: one has died, has "
+                    f"stalled or has raised an error of its own, which then says why. [{error}]"
+                ) from error
         return values
 
     def broadcast(self, values: Tensor) -> None:
@@ -131,11 +137,9 @@ class Engine:
     # ---- points, from the hooks
 
     def pre_forward(self, unit: int) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            if self.interpreter.in_backward:
-                self._abort()  # the last backward raised, so its callback never came
-        else:
+        if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
+        self.recover()
         self.interpreter.pre_forward(unit)
 
     def post_forward(self, unit: int, outputs: Iterable[Tensor]) -> None:
@@ -178,9 +182,11 @@ class Engine:
 
             torch.autograd.Variable._execution_engine.queue_callback(ended)
 
-    def _abort(self) -> None:
-        self._task = -1
-        self.interpreter.abort()
+    def recover(self) -> None:
+        """After a backward that raised, and whose callback therefore never came: nothing is in use any more."""
+        if self._task != -1 and torch._C._current_graph_task_id() == -1:
+            self._task = -1
+            self.interpreter.abort()
 
     def _end_backward(self) -> None:
         self._task = -1
@@ -260,10 +266,9 @@ class Engine:
 
     def _assign(self, flags: list[int]) -> None:
         left = iter(flags)
-        for unit in self.backend.units:
-            for buffer in unit.buffers:
-                if not buffer.spec.trainable:
-                    continue
+        trained = (buffer for unit in self.backend.units for buffer in unit.buffers if buffer.spec.trainable)
+        with plain_attributes():
+            for buffer in trained:
                 for param, grad in zip(buffer.optimizer_params, buffer.optimizer_grads, strict=True):
                     grad.zeroed = False
                     # As in plain torch, a gradient that was zeroed and not dropped stays, of zeros if it is not used.
@@ -271,6 +276,7 @@ class Engine:
 
     def discard_grads(self, *, set_to_none: bool = True) -> None:
         """Forgets all gradients, partial sums included."""
+        self.recover()
         self.interpreter.discard_grads()
         self._weights, self._total_weight, self.backend.final_scale = None, None, None
         for unit in self.backend.units:
@@ -285,6 +291,7 @@ class Engine:
 
     def before_step(self, units: Iterable[int]) -> None:
         """Masters are about to change: nothing may still read them, and no partial sum may be left out."""
+        self.recover()
         for unit in units:
             if self.interpreter.states[unit].grad is GradState.PARTIAL:
                 name = self.backend.units[unit].name
@@ -299,6 +306,7 @@ class Engine:
 
     def changed(self) -> None:
         """Masters were changed by hand or by a load."""
+        self.recover()
         self.interpreter.quiesce()
         self.interpreter.stepped(range(len(self.backend.units)))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zeromesh.errors import ModelError
+from zeromesh.errors import CommunicationError, ModelError
 
 if TYPE_CHECKING:
     from zeromesh.engine.engine import Engine
@@ -34,7 +35,9 @@ def install(engine: Engine, unit: int, module: nn.Module, cast: torch.dtype | No
     def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         engine = reference()
         if engine is not None:  # else `pre_forward` has said so
-            engine.post_forward(unit, tensors_of(outputs))
+            # Without outputs the forward may have raised; a lane that failed too would bury that in a warning.
+            with suppress(*([CommunicationError] if outputs is None else [])):
+                engine.post_forward(unit, tensors_of(outputs))
 
     # What a compiled caller traces must not enter the engine: the hooks run as Python, between graphs.
     for hook in (pre_forward, post_forward):

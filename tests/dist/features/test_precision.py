@@ -1,0 +1,176 @@
+"""Low-precision compute over fp32 masters, and gradient scaling whose skips all ranks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+import zeromesh as zm
+from tests.dist.features.parity import (
+    DEFERRED,
+    STRATEGIES,
+    Pair,
+    close,
+    local_part,
+    mesh_2x2,
+    net,
+    next_token_loss,
+    sharded_params,
+    tokens,
+)
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+
+ALL = (*STRATEGIES, DEFERRED)
+MODES = pytest.mark.parametrize("strategy", ALL)
+
+
+def scaled_step(scaler: torch.amp.GradScaler, optimizer: optim.Optimizer, clip: Any) -> None:
+    if clip is not None:
+        scaler.unscale_(optimizer)
+        clip()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda params: optim.SGD(params, lr=0.1, momentum=0.9),
+    "foreach AdamW": lambda params: optim.AdamW(params, lr=0.01, foreach=True),
+    "fused AdamW": lambda params: optim.AdamW(params, lr=0.01, fused=True),  # takes scale and found_inf itself
+}
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@on_ranks(4)
+def test_all_ranks_skip_a_step_together(kind, clip):
+    """An overflow in one element, which lies on one rank where everything is sharded."""
+    for strategy in STRATEGIES:
+        pair = Pair(base=net().float(), strategy=strategy, bound=3e-5)
+        models = (pair.plain, pair.model)
+        optimizers = [OPTIMIZERS[kind](m.parameters()) for m in models]
+        scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in models]
+        clips = [
+            lambda pair=pair: nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.2),
+            lambda pair=pair: zm.clip_grad_norm_(pair.model, 0.2),
+        ]
+        scales = []
+        for step in range(4):
+            for micro in range(2):
+                for rank in range(4):
+                    loss = next_token_loss(pair.plain, tokens(step, micro, rank)) / 8
+                    scalers[0].scale(loss).backward()
+                with zm.accumulate(pair.model, last=micro == 1):
+                    scalers[1].scale(next_token_loss(pair.model, tokens(step, micro, dist.get_rank())) / 2).backward()
+            if step == 1:
+                pair.plain.get_parameter("blocks.1.up.weight").grad[0, 0] = torch.inf
+                grad: Any = sharded_params(pair.model)["blocks.1.up.weight"].grad
+                if sharded_params(pair.model)["blocks.1.up.weight"].flat_start == 0:
+                    grad.local[:1] = torch.inf
+            before = [p.local.clone() for p in pair.model.parameters()]
+            for scaler, optimizer, clipped in zip(scalers, optimizers, clips, strict=True):
+                scaled_step(scaler, optimizer, clipped if clip else None)
+                optimizer.zero_grad()
+            unchanged = all(p.local.equal(b) for p, b in zip(pair.model.parameters(), before, strict=True))
+            assert unchanged == (step == 1)
+            pair.same_params()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            scales.append(scalers[1].get_scale())
+        assert scales == [64.0, 32.0, 32.0, 64.0]
+
+
+class Watch(nn.Module):
+    """Notes the dtypes that a forward sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor, *, scale: Tensor, index: Tensor) -> Tensor:
+        self.seen |= {x.dtype, scale.dtype, self.inner.weight.dtype}
+        assert index.dtype == torch.int64
+        return x + self.inner(x) * scale
+
+
+class Watched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Watch() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=torch.ones(5), index=torch.arange(3))
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@MODES
+@on_ranks(4)
+def test_compute_dtype_master_dtype_and_the_dtypes_of_inputs(strategy, dtype):
+    torch.manual_seed(0)
+    base = Watched()
+    plain = Watched()
+    plain.load_state_dict(base.state_dict())
+    model = zm.shard(base, mesh_2x2(), strategy, param_dtype=dtype)
+    optimizer = optim.SGD(model.parameters(), lr=0.5)
+    data = [torch.randn(4, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    for rank in range(4):
+        (plain(data[rank]).square().mean() / 4).backward()
+    model(data[dist.get_rank()]).float().square().mean().backward()
+    assert all(block.seen == {dtype} for block in model.blocks)
+    reduced = {b.grads.dtype for unit in engine_of(model).units for b in unit.buffers if b.grads is not None}
+    assert reduced == {torch.float32}
+    for name, param in sharded_params(model).items():
+        expected = plain.get_parameter(name)
+        # 4 roundings on the way forward and back, and one for the wire
+        bound = 8 * torch.finfo(dtype).eps * max(1.0, expected.grad.abs().max().item())
+        assert param.dtype == torch.float32
+        close(param.grad.local, local_part(param, expected.grad), name, bound)
+        close(param.local, local_part(param, expected), name, 0.0)  # masters keep what bf16 would round
+    before = zm.full_state_dict(model)
+    optimizer.step()
+    after = zm.full_state_dict(model)
+    assert all(after[name].dtype == torch.float32 and not after[name].equal(before[name]) for name in after)
+
+
+@on_ranks(4)
+def test_updates_too_small_for_the_compute_dtype_add_up():
+    """What a master is for: 1/4096 is less than half of bf16's spacing at 1."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for param in model.parameters():
+        nn.init.ones_(param)
+    zm.shard(model, mesh_2x2(), "node=3,cluster=1", param_dtype=torch.bfloat16)
+    optimizer = optim.SGD(model.parameters(), lr=2**-12)
+    for _ in range(32):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {value for param in model.parameters() for value in param.local.tolist()}
+    assert values <= {1 - 32 * 2**-12}
+    with torch.no_grad():
+        # 1 - 2**-7 has an exact bf16, so the compute copies are just that.
+        x = torch.ones(1, 4)
+        weight = 1 - 2**-7
+        assert model[0](x).tolist() == [[torch.tensor(5 * weight).bfloat16().item()] * 4]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4, timeout_s=50)
+def test_float_inputs_of_a_vision_transformer_are_cast(strategy):
+    from tests.dist.features.test_huggingface import build, data_of
+
+    plain = build("vit").float()
+    model = zm.shard(build("vit").float(), mesh_2x2(), strategy, param_dtype=torch.bfloat16)
+    batch = data_of("vit", 0, 0, dist.get_rank())
+    pixels, labels = batch["pixel_values"].float(), batch["labels"]
+    output = model(pixel_values=pixels, labels=labels)
+    assert output.logits.dtype == torch.bfloat16
+    close(output.logits.float(), plain(pixel_values=pixels).logits, "logits", 0.05)
+    output.loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
