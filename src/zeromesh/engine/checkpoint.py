@@ -89,7 +89,7 @@ class Checkpoints:
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._storage = open_storage(directory)
-        self._peers = _peers(self._engine)
+        self._peers = peers_of(self._engine)
         self._options = {"keep": keep, "keep_every": keep_every}
         self._lock_wait_s = lock_wait_s
         self._saver: Saver | None = None
@@ -207,7 +207,7 @@ class Checkpoints:
         self.close()
 
 
-def _peers(engine: Engine) -> Peers:
+def peers_of(engine: Engine) -> Peers:
     """All ranks of the mesh in a group of their own: a background thread talks on it, beside the training's.
 
     One for each engine, and never destroyed before the default group: torch names such groups by their ranks and the

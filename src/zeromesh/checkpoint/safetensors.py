@@ -1,0 +1,265 @@
+"""Hugging Face's safetensors files, written and read by all ranks at once, each its own slices.
+
+A file is eight bytes (the header's length), the header (JSON: dtype, shape and byte range of each tensor) and the
+tensors' bytes, one after another. Every rank knows all names and shapes, so all compute the same header, and each
+writes its contiguous ranges where they belong: no rank ever holds more than its own shard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh.checkpoint.peers import Peers
+from zeromesh.checkpoint.piece import Piece
+from zeromesh.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100 << 20
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A tensor of an export.
+
+    Args:
+        name, shape: of the whole.
+        dtype: in the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    name: str
+    header: bytes
+    offsets: Mapping[str, int]
+    num_bytes: int
+
+
+def write_safetensors(
+    directory: Path, specs: Sequence[Spec], pieces: Sequence[Piece], peers: Peers, *, max_file_bytes: int
+) -> None:
+    """Writes `model.safetensors`, or several files and their index, under temporary names, then renames them.
+
+    Args:
+        directory: exists on all ranks' file system.
+        specs: all tensors, the same on all ranks.
+        pieces: what this rank writes; all ranks' together cover every tensor.
+        peers: all ranks.
+        max_file_bytes: a larger model is cut into several files; a single tensor is never cut.
+
+    Raises:
+        CheckpointError: on all ranks, what one of them could not do.
+    """
+    files = _plan(specs, max_file_bytes)
+    _together(peers, lambda: _create(directory, files) if peers.rank == 0 else None)
+    dtypes = {spec.name: spec.dtype for spec in specs}
+    _together(peers, lambda: _fill(directory, files, pieces, dtypes))
+    _together(peers, lambda: _publish(directory, files) if peers.rank == 0 else None)
+
+
+def _together(peers: Peers, work: Any) -> None:
+    problem = ""
+    try:
+        work()
+    except OSError as error:
+        problem = f"cannot write {error.filename or 'a file'}: {error.strerror or error}"
+    for found in peers.all_gather(problem):
+        if found:
+            raise CheckpointError(f"the export was not finished: {found}")
+
+
+def _plan(specs: Sequence[Spec], max_file_bytes: int) -> list[_File]:
+    groups: list[list[Spec]] = [[]]
+    for spec in specs:
+        if groups[-1] and sum(s.num_bytes for s in groups[-1]) + spec.num_bytes > max_file_bytes:
+            groups.append([])
+        groups[-1].append(spec)
+    single = len(groups) == 1
+    names = [SINGLE if single else f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+    return [_layout(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def _layout(name: str, specs: Sequence[Spec]) -> _File:
+    # Wide dtypes first, as safetensors does: every tensor is aligned then.
+    ordered = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for spec in ordered:
+        place = [at, at + spec.num_bytes]
+        content[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": place}
+        at += spec.num_bytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    offsets = {spec.name: len(header) + content[spec.name]["data_offsets"][0] for spec in ordered}
+    return _File(name=name, header=header, offsets=offsets, num_bytes=len(header) + at)
+
+
+def _temporary(directory: Path, file: _File) -> Path:
+    return directory / f".{file.name}.writing"
+
+
+def _create(directory: Path, files: Sequence[_File]) -> None:
+    for file in files:
+        with open(_temporary(directory, file), "wb") as stream:
+            stream.write(file.header)
+            stream.truncate(file.num_bytes)
+
+
+def _fill(directory: Path, files: Sequence[_File], pieces: Sequence[Piece], dtypes: Mapping[str, torch.dtype]) -> None:
+    for file in files:
+        mine = [piece for piece in pieces if piece.name in file.offsets and piece.local.numel()]
+        if not mine:
+            continue
+        with open(_temporary(directory, file), "r+b", buffering=0) as stream:
+            for piece in mine:
+                dtype = dtypes[piece.name]
+                for start in range(0, piece.local.numel(), _CHUNK):
+                    part = piece.local[start : start + _CHUNK].to("cpu", dtype).contiguous()
+                    place = file.offsets[piece.name] + (piece.start + start) * dtype.itemsize
+                    view = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs
+                    while view:
+                        count = os.pwrite(stream.fileno(), view, place)
+                        view, place = view[count:], place + count
+            os.fsync(stream.fileno())
+
+
+def _publish(directory: Path, files: Sequence[_File]) -> None:
+    """Files, then the index; what an earlier export left beyond that goes."""
+    for file in files:
+        os.replace(_temporary(directory, file), directory / file.name)
+    if len(files) > 1:
+        total = sum(file.num_bytes - len(file.header) for file in files)
+        weights = {name: file.name for file in files for name in file.offsets}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+        temporary = directory / f".{INDEX}.writing"
+        temporary.write_text(json.dumps(index, indent=2))
+        os.replace(temporary, directory / INDEX)
+        (directory / SINGLE).unlink(missing_ok=True)
+    else:
+        (directory / INDEX).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A tensor in a file: its range begins at byte `offset`."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+
+def read_headers(location: Path) -> dict[str, Stored]:
+    """All tensors of a safetensors file, or of a directory of a Hugging Face model.
+
+    Raises:
+        CheckpointError: not there, damaged, or a tensor's dtype is not supported.
+    """
+    if location.is_file():
+        return _read_header(location)
+    index, single = location / INDEX, location / SINGLE
+    if index.is_file():
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
+        if not all(isinstance(file, str) and os.path.basename(file) == file for file in files):
+            raise CheckpointError(f"{index} names a file outside of its directory")
+        return {name: stored for file in files for name, stored in _read_header(location / file).items()}
+    if single.is_file():
+        return _read_header(single)
+    raise CheckpointError(
+        f"{location} has neither {SINGLE} nor {INDEX}: give a safetensors file or a model's directory"
+    )
+
+
+def _read_header(path: Path) -> dict[str, Stored]:
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+                raise CheckpointError(f"{path} is damaged: its header has {length} bytes, the file {size}")
+            content = json.loads(stream.read(length))
+        content.pop("__metadata__", None)
+        return {name: _stored(path, name, row, 8 + length, size) for name, row in content.items()}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} is not a safetensors file: {error!r}") from error
+
+
+def _stored(path: Path, name: str, row: Mapping[str, Any], base: int, size: int) -> Stored:
+    shape, (begin, end) = tuple(row["shape"]), row["data_offsets"]
+    if row["dtype"] not in _DTYPES:
+        raise CheckpointError(f"{path}: {name} has dtype {row['dtype']}, which is not supported")
+    dtype = _DTYPES[row["dtype"]]
+    if not 0 <= begin <= end or end - begin != prod(shape) * dtype.itemsize or base + end > size:
+        raise CheckpointError(
+            f"{path} is damaged: {name} of shape {shape} needs bytes {base + begin} to {base + end} of {size}"
+        )
+    return Stored(path=path, shape=shape, dtype=dtype, offset=base + begin)
+
+
+def fill_from(stored: Mapping[str, Stored], pieces: Sequence[Piece]) -> None:
+    """Fills each piece's memory with its range, converted to its dtype and device.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    for piece in pieces:
+        source = stored[piece.name]
+        scratch = torch.empty(min(_CHUNK, piece.local.numel()), dtype=source.dtype)
+        try:
+            with open(source.path, "rb", buffering=0) as stream:
+                for start in range(0, piece.local.numel(), _CHUNK):
+                    target = piece.local[start : start + _CHUNK]
+                    part = scratch[: target.numel()]
+                    stream.seek(source.offset + (piece.start + start) * source.dtype.itemsize)
+                    _read_all(stream, part, source.path)
+                    target.copy_(part)
+        except OSError as error:
+            raise CheckpointError(f"{source.path} cannot be read: {error.strerror or error}") from error
+
+
+def _read_all(stream: Any, part: torch.Tensor, path: Path) -> None:
+    view = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs
+    while view:
+        count = stream.readinto(view)
+        if not count:
+            raise CheckpointError(f"{path} is shorter than its header says")
+        view = view[count:]

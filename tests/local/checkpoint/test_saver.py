@@ -1,0 +1,358 @@
+"""Saving and loading in one process: what is visible when, what is kept, and what faults of the disk lead to."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import resource
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zeromesh.checkpoint.container import DTYPES, Container
+from zeromesh.checkpoint.directory import list_checkpoints
+from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
+from zeromesh.checkpoint.manifest import BLOCK_BYTES
+from zeromesh.checkpoint.peers import Peers
+from zeromesh.checkpoint.piece import Piece, Staging, share, whole
+from zeromesh.checkpoint.plain import from_plain, to_plain
+from zeromesh.checkpoint.randomness import empty_pieces, random_pieces, restore_random
+from zeromesh.checkpoint.read import Reader, require_match
+from zeromesh.checkpoint.saver import Saver, Snapshot
+from zeromesh.checkpoint.storage import LocalStorage, open_storage
+from zeromesh.errors import CheckpointError
+
+BIG = BLOCK_BYTES // 4 * 2 + 1000
+"""Elements of fp32 in two whole blocks and a part of a third."""
+
+
+def tensors(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model.big": torch.rand(2, BIG // 2, generator=generator),
+        "model.small": torch.tensor(float(step)),
+        "model.half": torch.rand(3, 5, generator=generator).bfloat16(),
+        "model.none": torch.zeros(0, 2),
+    }
+
+
+def snapshot(step: int) -> Snapshot:
+    pieces = [whole(name, tensor) for name, tensor in tensors(step).items()]
+    full, empty = [p for p in pieces if p.local.numel()], [p for p in pieces if not p.local.numel()]
+    return Snapshot(step=step, pieces=full, empty=empty, state={"user": {"a": 1}})
+
+
+def save(root: Path | str, *steps: int, keep: int = 5, keep_every: int = 0) -> None:
+    saver = Saver(open_storage(root), Peers(), keep=keep, keep_every=keep_every, lock_wait_s=0.0)
+    for step in steps:
+        saver.save(snapshot(step))
+    saver.close()
+
+
+def load(root: Path | str) -> tuple[Loaded | None, dict[str, Tensor]]:
+    found: dict[str, Tensor] = {}
+    loaded = load_newest(open_storage(root), Peers(), lambda reader: found.update(restore(reader)))
+    return loaded, found
+
+
+def restore(reader: Reader) -> dict[str, Tensor]:
+    targets = {name: torch.empty_like(tensor) for name, tensor in tensors(0).items()}
+    pieces = [whole(name, target) for name, target in targets.items()]
+    require_match(reader.where, reader.manifest.tensors, pieces, "model.")
+    reader.fill(pieces)
+    return targets
+
+
+def require_step(found: dict[str, Tensor], step: int) -> None:
+    for name, expected in tensors(step).items():
+        assert torch.equal(found[name], expected), name
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name != ".lock")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_newest_comes_back_and_old_ones_go(tmp_path: Path, remote: bool) -> None:
+    root = f"file://{tmp_path}/run" if remote else str(tmp_path / "run")
+    save(root, 1, 2, 3, 4, 5, keep=2, keep_every=3)
+    assert names(tmp_path / "run") == ["step-00000003", "step-00000004", "step-00000005"]
+    loaded, found = load(root)
+    assert loaded is not None and loaded.step == 5 and loaded.state == {"user": {"a": 1}}
+    require_step(found, 5)
+    save(root, 4)  # a run that went back: newest is what was made last, beside the older one of that name
+    loaded, found = load(root)
+    assert loaded is not None and loaded.where.endswith("step-00000004.1")
+
+
+def test_nothing_there_is_no_checkpoint(tmp_path: Path) -> None:
+    assert load(tmp_path / "none") == (None, {})
+    with pytest.raises(CheckpointError, match=r"is no checkpoint .* and no directory of checkpoints"):
+        load_path(tmp_path / "none", Peers(), restore)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 7), st.data())
+def test_replicas_shares_are_everything_once_and_even(lengths: list[int], count: int, data: st.DataObject) -> None:
+    dtypes = data.draw(st.lists(st.sampled_from([torch.float32, torch.bfloat16]), min_size=6, max_size=6))
+    pieces = [
+        Piece(name=str(i), shape=(length,), start=0, local=torch.arange(length).to(dtype))
+        for i, (length, dtype) in enumerate(zip(lengths, dtypes, strict=False))
+    ]
+    shares = [share(pieces, index, count) for index in range(count)]
+    for piece in pieces:
+        parts = sorted((p.start, p.stop) for mine in shares for p in mine if p.name == piece.name)
+        assert [i for start, stop in parts for i in range(start, stop)] == list(range(piece.local.numel()))
+    sizes = [sum(p.num_bytes for p in mine) for mine in shares]
+    assert max(sizes) - min(sizes) <= 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)])
+def test_a_container_is_a_file_of_torchs(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    raw = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+    container = Container(dtype=dtype, sizes=shape, position=77)
+    assert container.data_offset % 64 == 0
+    file = io.BytesIO(container.head + raw + container.tail(zlib.crc32(raw), len(raw)))
+    assert zipfile.ZipFile(file).testzip() is None
+    file.seek(0)
+    found = torch.load(file, weights_only=True)
+    assert found.dtype == dtype and found.shape == shape and torch.equal(found, tensor)
+
+
+def test_the_copy_is_taken_at_once_and_its_memory_is_kept(tmp_path: Path) -> None:
+    staging = Staging()
+    source = torch.arange(1000.0)
+    first = staging.copy([whole("a", source)])
+    source.zero_()
+    assert torch.equal(first[0].local, torch.arange(1000.0))
+    address = first[0].local.data_ptr()
+    assert staging.copy([whole("a", source)])[0].local.data_ptr() == address
+    assert staging.num_bytes == 4032  # 4000, padded to 64
+
+
+# ---- damage
+
+
+def damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "remove":
+        path.unlink()
+        return
+    if how == "flip":
+        data[len(data) // 2] ^= 4
+    path.write_bytes(data[: len(data) // 3] if how == "truncate" else b"" if how == "empty" else data)
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "remove", "empty"])
+@pytest.mark.parametrize("file", ["__0_0.distcp", "manifest.json"])
+def test_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, file: str, how: str) -> None:
+    save(tmp_path, 1, 2)
+    damage(tmp_path / "step-00000002" / file, how)
+    before = contents(tmp_path)
+    with pytest.warns(UserWarning, match=f"step-00000002/{file} (is|cannot)"):
+        loaded, found = load(tmp_path)
+    assert loaded is not None and loaded.step == 1
+    require_step(found, 1)
+    assert contents(tmp_path) == before
+    damage(tmp_path / "step-00000001" / "__0_0.distcp", "truncate")
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(CheckpointError, match=r'none that can be loaded:(.|\n)*too short(.|\n)*resume = "never"'),
+    ):
+        load(tmp_path)
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_fifty_broken_checkpoints_are_errors_that_name_the_file(tmp_path: Path) -> None:
+    """Any bytes of manifest or data changed, cut, doubled or filled: an error, or (padding) the right values."""
+    save(tmp_path, 1)
+    checkpoint = tmp_path / "step-00000001"
+    generator = random.Random(0)
+    errors = 0
+    for _ in range(60):
+        path = checkpoint / generator.choice(["manifest.json", "__0_0.distcp"])
+        good = path.read_bytes()
+        at, length = generator.randrange(len(good)), generator.randrange(1, 40)
+        noise = generator.randbytes(length)
+        bad = generator.choice(
+            [
+                good[:at],
+                good[:at] + noise + good[at + length :],
+                good[:at] + good[at + length :],
+                good[:at] + noise + good[at:],
+            ]
+        )
+        path.write_bytes(bad)
+        try:
+            require_step(restore_from(checkpoint), 1)
+        except CheckpointError as error:
+            assert path.name in str(error)
+            errors += 1
+        path.write_bytes(good)
+    assert errors >= 50
+    require_step(restore_from(checkpoint), 1)
+
+
+def restore_from(checkpoint: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    load_path(checkpoint, Peers(), lambda reader: found.update(restore(reader)))
+    return found
+
+
+def test_every_byte_of_the_tensors_is_covered_by_a_checksum(tmp_path: Path) -> None:
+    """A part of a tensor is verified with the blocks that it lies in, not with all of it."""
+    save(tmp_path, 1)
+    expected = tensors(1)["model.big"].reshape(-1)
+    path = tmp_path / "step-00000001" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    position = data.index(expected[-50:].numpy().tobytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+    def parts(reader: Reader) -> None:
+        first = Piece(name="model.big", shape=(2, BIG // 2), start=10, local=torch.empty(BLOCK_BYTES // 4 + 5))
+        reader.fill([first])
+        assert torch.equal(first.local, expected[10 : 10 + first.local.numel()])
+        last = Piece(name="model.big", shape=(2, BIG // 2), start=expected.numel() - 900, local=torch.empty(5))
+        with pytest.raises(CheckpointError, match=r"model\.big at \d+ must have CRC-32 0x"):
+            reader.fill([last])
+
+    load_path(tmp_path / "step-00000001", Peers(), parts)
+
+
+# ---- the disk
+
+
+@contextmanager
+def file_size_limit(limit_bytes: int) -> Iterator[None]:
+    """The kernel refuses longer files, as a full disk does: with an error in the middle of a write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Path) -> None:
+    saver = Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
+    saver.save(snapshot(1))
+    saver.wait()
+    with file_size_limit(100_000):
+        saver.save(snapshot(2))
+        with pytest.raises(
+            CheckpointError, match=r"checkpoint of step 2 was not saved: cannot write .*distcp: File too large"
+        ):
+            saver.wait()
+    assert names(tmp_path) == ["step-00000001"]
+    saver.save(snapshot(3))
+    saver.close()
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root sheds its rights for this")
+def test_a_read_only_directory_is_refused_before_training(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir(mode=0o555)
+    tmp_path.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*: Permission denied"):
+            Saver(LocalStorage(root), Peers(), keep=2, lock_wait_s=0.0)
+    finally:
+        os.seteuid(0)
+    assert list(root.iterdir()) == []
+
+
+def test_two_jobs_cannot_save_to_one_directory(tmp_path: Path) -> None:
+    first = Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
+    with pytest.raises(CheckpointError, match=r"written by another job \(process \d+ on .*give each its own"):
+        Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
+    first.close()
+    Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0).close()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from tests.local.checkpoint import test_saver as t
+from zeromesh.checkpoint import saver as s
+root, where = Path(sys.argv[1]), sys.argv[2]
+t.save(root, 1)
+def die(*args, **kwargs):
+    os.kill(os.getpid(), 9)
+if where == "data":
+    s.write_metadata = die
+elif where == "manifest":
+    t.LocalStorage.publish = die
+else:
+    s.Saver._retire = die
+t.save(root, 2, keep=1)
+"""
+
+
+@pytest.mark.parametrize(("where", "expected"), [("data", 1), ("manifest", 1), ("published", 2)])
+def test_killed_at_any_moment_what_is_visible_is_complete(tmp_path: Path, where: str, expected: int) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), where]
+    ended = subprocess.run(command, timeout=50, check=False, cwd=Path(__file__).parents[3])
+    assert ended.returncode == -9
+    assert list_checkpoints(LocalStorage(tmp_path)).refused == ()
+    loaded, found = load(tmp_path)
+    assert loaded is not None and loaded.step == expected
+    require_step(found, expected)
+    save(tmp_path, 3)
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+# ---- beside tensors
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda inner: (
+            st.lists(inner)
+            | st.tuples(inner, inner)
+            | st.dictionaries(st.text() | st.integers() | st.just("__tuple__"), inner)
+        ),
+        max_leaves=12,
+    )
+)
+def test_states_come_back_exactly(value: object) -> None:
+    assert from_plain(to_plain(value, "state")) == value
+
+
+def test_what_only_a_pickle_could_hold_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"state\.scheduler\.fn must be made of numbers.*got builtins\.function"):
+        to_plain({"scheduler": {"fn": lambda: 0}}, "state")
+
+
+def test_random_states_come_back() -> None:
+    random.gauss(0, 1)  # leaves the second of a pair behind
+    pieces = random_pieces(3)
+    expected = torch.rand(2), random.gauss(0, 1), random.random()
+    copies = {piece.name: piece.shape for piece in pieces}
+    targets = empty_pieces(3, copies)
+    for target, piece in zip(targets, pieces, strict=True):
+        target.local.copy_(piece.local)
+    torch.manual_seed(9)
+    random.seed(9)
+    restore_random(targets)
+    assert torch.equal(torch.rand(2), expected[0])
+    assert (random.gauss(0, 1), random.random()) == expected[1:]
+    assert empty_pieces(4, copies) == []
