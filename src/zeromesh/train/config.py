@@ -10,11 +10,11 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from zeromesh.errors import ConfigError, MeshError
-from zeromesh.strategy import Layout
+from zeromesh.strategy import Layout, Plan
 from zeromesh.train.document import nearest_key, read_document
 
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -151,7 +151,8 @@ class TrainConfig(Section):
     """A whole run.
 
     Args:
-        strategy: in zeromesh's notation, or the name of a preset.
+        strategy: in zeromesh's notation, the name of a preset, or a plan that `zeromesh plan -o` wrote (FILE.json), of
+            which the strategy alone is taken.
         mesh: sizes by axis name, outermost axis first, as torch's DeviceMesh has them.
     """
 
@@ -165,6 +166,16 @@ class TrainConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     dtypes: DtypeConfig = DtypeConfig()
+
+    @field_validator("strategy")
+    @classmethod
+    def _of_plan(cls, strategy: str) -> str:
+        if not strategy.endswith(".json"):
+            return strategy
+        try:
+            return str(Plan.load(strategy).strategy)
+        except OSError as error:
+            raise ConfigError(f"cannot read the plan {strategy}: {error.strerror}") from error
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -228,7 +239,7 @@ def _is_path(key: str, value: str) -> bool:
     """Whether a text value of this key names a file or directory."""
     return (
         key in ("run.directory", "model.config", "data.files")
-        or (key == "data.tokenizer" and value.endswith(".json"))
+        or (key in ("data.tokenizer", "strategy") and value.endswith(".json"))
         or (key == "checkpoint.resume" and value not in ("auto", "never") and "://" not in value)
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from zeromesh.errors import ConfigError, MeshError, NotationError
+from zeromesh.strategy import Plan, Strategy
 from zeromesh.train.config import TrainConfig, load_config, valid_keys
 from zeromesh.train.document import nearest_key
 
@@ -58,6 +59,19 @@ def test_overrides_take_toml_values_and_plain_text(file: Path, monkeypatch: pyte
     assert (config.run.steps, config.strategy, config.mesh) == (3, "node=0,cluster=2", {"cluster": 2, "node": 4})
     assert config.model.config == {"model_type": "llama", "hidden_size": 64}
     assert (config.run.directory, config.eval.every) == (tmp_path / "elsewhere", 5)
+
+
+def test_strategy_may_be_a_plan(file: Path) -> None:
+    plan = Plan(strategy=Strategy.parse("node=2,cluster=0"), mesh=(("node", 2), ("cluster", 2)))
+    (file.parent / "plan.json").write_text(plan.to_json())
+    file.write_text(file.read_text().replace("node=3,cluster=1", "plan.json"))
+    assert load_config(file).strategy == "node=2,cluster=0"
+    (file.parent / "plan.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"plan.json: not a zeromesh plan"):
+        load_config(file)
+    (file.parent / "plan.json").unlink()
+    with pytest.raises(ConfigError, match=r"strategy: .*cannot read the plan .*plan.json: No such file"):
+        load_config(file)
 
 
 def test_stdlib_placeholder_is_left_for_the_run(file: Path) -> None:
