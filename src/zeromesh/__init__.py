@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeromesh.api import plan, shard, simulate
     from zeromesh.engine.api import accumulate, clip_grad_norm_, elementwise, refresh, zero_grad
+    from zeromesh.engine.checkpoint import Checkpoints
     from zeromesh.engine.report import memory_report, traffic_report
+    from zeromesh.engine.safetensors import load_safetensors, save_safetensors
     from zeromesh.engine.state import full_state_dict, load_full_state_dict
     from zeromesh.planner import Workload
     from zeromesh.strategy import Plan, Strategy
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "Checkpoints": "zeromesh.engine.checkpoint",
     "Plan": "zeromesh.strategy",
     "Strategy": "zeromesh.strategy",
     "Workload": "zeromesh.planner",
@@ -27,9 +30,11 @@ _HOMES = {
     "elementwise": "zeromesh.engine.api",
     "full_state_dict": "zeromesh.engine.state",
     "load_full_state_dict": "zeromesh.engine.state",
+    "load_safetensors": "zeromesh.engine.safetensors",
     "memory_report": "zeromesh.engine.report",
     "plan": "zeromesh.api",
     "refresh": "zeromesh.engine.api",
+    "save_safetensors": "zeromesh.engine.safetensors",
     "shard": "zeromesh.api",
     "simulate": "zeromesh.api",
     "traffic_report": "zeromesh.engine.report",
@@ -37,6 +42,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Checkpoints",
     "Plan",
     "Strategy",
     "Workload",
@@ -45,9 +51,11 @@ __all__ = [
     "elementwise",
     "full_state_dict",
     "load_full_state_dict",
+    "load_safetensors",
     "memory_report",
     "plan",
     "refresh",
+    "save_safetensors",
     "shard",
     "simulate",
     "traffic_report",
