@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeromesh.engine.param import ShardedGrad, ShardedParameter
+from zeromesh.engine.param import ShardedGrad, ShardedParameter, plain_attributes
 from zeromesh.errors import OptimizerError
 
 ELEMENTWISE = frozenset(
@@ -66,13 +66,9 @@ def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def _units(optimizer: Optimizer) -> dict[Any, set[int]]:
     """Units that the optimizer's step will update, by engine."""
-    units: dict[Any, set[int]] = defaultdict(set)
-    for param in _params(optimizer):
-        if type(param) is ShardedParameter and param.grad is not None:
-            engine = param.engine()
-            if engine is not None:
-                units[engine].add(param.unit)
-    return units
+    with plain_attributes():
+        updated = [p for p in _params(optimizer) if type(p) is ShardedParameter and p.grad is not None]
+    return _by_engine(updated)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -89,9 +85,14 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _engines(optimizer: Optimizer) -> dict[Any, set[int]]:
     """All units with parameters in the optimizer, by engine, with or without gradients."""
+    return _by_engine(p for p in _params(optimizer) if type(p) is ShardedParameter)
+
+
+def _by_engine(params: Iterable[ShardedParameter]) -> dict[Any, set[int]]:
     units: dict[Any, set[int]] = defaultdict(set)
-    for param in _params(optimizer):
-        if type(param) is ShardedParameter and (engine := param.engine()) is not None:
+    for param in params:
+        engine = param.engine()
+        if engine is not None:
             units[engine].add(param.unit)
     return units
 
