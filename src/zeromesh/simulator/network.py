@@ -92,7 +92,7 @@ class Network:
 
     def wait_for(self, job: Job) -> None:
         """Lets time pass until `job` has ended."""
-        while job.done_s is None:
+        while True:
             active = self._active()
             if job.done_s is not None:
                 return
