@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.up-to-date
 TESTS ?= tests
 
-.PHONY: help venv demo test check format clean
+.PHONY: help venv demo test check format clean FORCE
 
 help:
 	@echo "make venv    .venv with everything in it (PYTHON=... names the interpreter, >= 3.11)"
 	@echo "make demo    train a small Llama on 4 local processes and compare predicted with measured"
 	@echo "make test    the tests (TESTS=tests/pure for a part of them)"
 	@echo "make check   format, lint, types, import layers, documentation examples"
+	@echo "make bench-NAME  run benchmarks/NAME.py, by hand on a quiet machine (ARGS=... for its options)"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make clean   remove what the other targets made"
 
@@ -33,6 +34,9 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_docs.py
+
+bench-%: $(STAMP) FORCE
+	@$(BIN)/python benchmarks/$*.py $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
