@@ -16,8 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.dist.pool import Pool, kept
 from zeromesh.errors import ConfigError
 from zeromesh.train.config import TrainConfig
+from zeromesh.train.corpus import Sequences
+from zeromesh.train.language_model import build_language_model
 from zeromesh.train.loop import run_training
 from zeromesh.train.ranks import Ranks
+from zeromesh.train.sampler import Sampler
+from zeromesh.train.text import ByteTokenizer, find_files
 
 Mesh = tuple[tuple[str, int], ...]
 START_S = 55.0
@@ -85,6 +89,30 @@ def test_steps_are_recorded_and_evaluated_when_asked(plain: list[dict[str, float
     assert plain[-1]["loss"] < plain[0]["loss"]
 
 
+def test_steps_are_ordinary_torch_training(plain: list[dict[str, float]], directory: Path) -> None:
+    """The whole global batch at once, with torch's own optimizer, clipping and nothing of the engine."""
+    run = config(directory, ONE, "node=0,cluster=0")
+    tokens = ByteTokenizer().encode([path.read_bytes() for path in find_files(run.data).training])
+    sequences = Sequences(tokens=torch.from_numpy(tokens), seq_len=run.data.seq_len)
+    sampler = Sampler(num_samples=len(sequences), global_sequences=7, micro=7, world=1, seed=run.run.seed)
+    torch.manual_seed(run.run.seed)
+    model = build_language_model(run.model, ByteTokenizer.vocab_size).double()
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for step, expected in enumerate(plain):
+        for group in optimizer.param_groups:
+            group["lr"] = expected["lr"]
+        inputs, targets = sequences.batch(sampler.global_batch(step))
+        loss = torch.nn.functional.cross_entropy(model(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (loss.item(), norm.item()) == pytest.approx((expected["loss"], expected["grad_norm"]), rel=1e-5), step
+
+
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [
@@ -104,8 +132,12 @@ def test_every_mesh_and_strategy_learns_the_same(
             assert step[key] == pytest.approx(expected[key], rel=1e-6), key
 
 
-def test_loss_falls_clearly(pool: Pool, directory: Path) -> None:
-    steps = steps_of(pool, config(directory, TWO_BY_TWO, "node=3,cluster=1", run__steps=30, eval__every=0))
+BF16 = {"dtypes__param": "bf16", "dtypes__reduce": "bf16", "dtypes__grad": "fp32", "dtypes__master": "fp32"}
+
+
+@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp64", "bf16"])
+def test_loss_falls_clearly(pool: Pool, directory: Path, changes: dict[str, str]) -> None:
+    steps = steps_of(pool, config(directory, TWO_BY_TWO, "node=3,cluster=1", run__steps=30, eval__every=0, **changes))
     assert steps[-1]["loss"] < 0.6 * steps[0]["loss"]
 
 
