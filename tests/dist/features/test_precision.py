@@ -67,10 +67,11 @@ def test_all_ranks_skip_a_step_together(kind, clip):
                 with zm.accumulate(pair.model, last=micro == 1):
                     scalers[1].scale(next_token_loss(pair.model, tokens(step, micro, dist.get_rank())) / 2).backward()
             if step == 1:
-                pair.plain.get_parameter("blocks.1.up.weight").grad[0, 0] = torch.inf
-                grad: Any = sharded_params(pair.model)["blocks.1.up.weight"].grad
-                if sharded_params(pair.model)["blocks.1.up.weight"].flat_start == 0:
-                    grad.local[:1] = torch.inf
+                plain: Any = pair.plain.get_parameter("blocks.1.up.weight")
+                plain.grad[0, 0] = torch.inf
+                ours: Any = sharded_params(pair.model)["blocks.1.up.weight"]
+                if ours.flat_start == 0:
+                    ours.grad.local[:1] = torch.inf
             before = [p.local.clone() for p in pair.model.parameters()]
             for scaler, optimizer, clipped in zip(scalers, optimizers, clips, strict=True):
                 scaled_step(scaler, optimizer, clipped if clip else None)

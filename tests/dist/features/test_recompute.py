@@ -49,7 +49,7 @@ class Segmented(Net):
 @on_ranks(4)
 def test_segments_of_blocks(reentrant, segment):
     """A segment of five blocks is longer than the slots."""
-    for strategy in ALL:
+    for strategy in ALL if segment == 5 else ALL[:1]:
         torch.manual_seed(0)
         pair = Pair(base=Segmented(segment, reentrant, num_blocks=5).double(), strategy=strategy)
         pair.train(steps=2)
@@ -102,7 +102,7 @@ def test_checkpoint_wrapper(implementation):
             model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Block)
         )
 
-    for strategy in ALL:
+    for strategy in STRATEGIES:
         pair = Wrapped(base=net(), strategy=strategy, wrap=wrap)
         names = [unit.name for unit in engine_of(pair.model).units]
         assert names == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
@@ -128,7 +128,7 @@ def test_checkpoint_sequential():
     torch.manual_seed(0)
     base = Sequenced(num_blocks=5).double()
     base.blocks = nn.Sequential(*base.blocks)  # type: ignore[assignment]
-    for strategy in ALL:
+    for strategy in STRATEGIES[:2]:
         check(base, strategy)
 
 
@@ -142,7 +142,7 @@ def test_hugging_face_gradient_checkpointing(kind, reentrant):
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
         model.train()
 
-    for strategy in STRATEGIES:
+    for strategy in STRATEGIES[:1] if kind == "t5" else STRATEGIES:
         pair = Pair(
             base=build(kind),
             strategy=strategy,
