@@ -44,10 +44,12 @@ class Assumptions:
     Args:
         usable_share: of a device's memory, for model state and activations.
         temporary_bytes: per parameter of the optimizer's shard: the fp32 gradient that the optimizer step makes.
+        reserved_bytes: for all other temporaries; the papers give no figure.
     """
 
     usable_share: float = 1.0
     temporary_bytes: float = 4.0
+    reserved_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ def search_published(
         recomputation=workload.recomputation or Recomputation.NONE,
     )
     names, objective, text = _SPACES[space](setup)
-    limit = cluster.device.memory_bytes * assumptions.usable_share
+    limit = cluster.device.memory_bytes * assumptions.usable_share - assumptions.reserved_bytes
     rows = [_ranked(setup, name, strategy, objective, limit, assumptions) for name, strategy in names]
     rows.sort(key=lambda row: (not row.fits, row.objective_s if row.fits else row.memory_bytes))
     return Ranking(
