@@ -33,7 +33,6 @@ def shard(model: nn.Module, strategy, mesh=None, **options):
         ("nod=3", MeshError, r"the mesh has no axis 'nod' .*did you mean node\?"),
         ("node=3,cluster=0", MeshError, r"the mesh has no axis 'cluster'"),
         ("node[4]=3,node[2]=0", MeshError, r"needs node to have 8 ranks; this mesh has 2"),
-        ("node=3@int8/int4", NotationError, r"node=3@int8/int4: .*drop the @, or give a lossless dtype"),
     ],
 )
 @on_ranks(2, timeout_s=TIMEOUT_S)
