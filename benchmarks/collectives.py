@@ -4,6 +4,7 @@ On this machine (starts its own ranks), or under torchrun, behind whatever netwo
 
     python benchmarks/collectives.py --world 4
     torchrun --nproc-per-node 4 benchmarks/collectives.py --sizes 8MiB
+    zeromesh lab run 2@200mbit,2 -- python benchmarks/collectives.py --nodes 2 --sizes 16MiB
 
 Candidates are interleaved, so that a busy moment of the machine does not hit one alone. For each it prints the median
 and the fastest wall time of the slowest rank, the CPU time of all ranks together, and bytes per second and rank at the
@@ -28,7 +29,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
+from zeromesh.comm import (
+    AxisGroup,
+    QuantFormat,
+    all_gather,
+    all_reduce,
+    hierarchical_all_gather,
+    hierarchical_reduce_scatter,
+    ho_ring_all_gather,
+    ho_ring_reduce_scatter,
+    make_groups,
+    quantised_all_gather,
+    quantised_reduce_scatter,
+    reduce_scatter,
+    workspace_bytes,
+)
+from zeromesh.comm.transport import Exchange, pieces
 from zeromesh.strategy import Layout
 from zeromesh.units import parse_bytes
 
@@ -53,35 +69,106 @@ class Result:
     def __str__(self) -> str:
         rate = self.region_bytes * (self.world - 1) / self.world / self.median_s / 1e6
         return (
-            f"{self.operation:15}{self.candidate:10}{self.dtype:5}{self.region_bytes / 2**20:9.3f} MiB "
+            f"{self.operation:15}{self.candidate:11}{self.dtype:5}{self.region_bytes / 2**20:9.3f} MiB "
             f"{self.median_s * 1e3:9.2f} ms (best {self.best_s * 1e3:8.2f}, +-{self.spread * 100:3.0f} %) "
             f"cpu {self.cpu_s * 1e3:8.2f} ms {rate:8.0f} MB/s"
         )
 
 
-def candidates(group: AxisGroup, region: torch.Tensor) -> dict[tuple[str, str], Call]:
-    """(operation, candidate) -> the call to time, on buffers that are made here."""
-    size, chunk = group.size, region.numel() // group.size
-    own = region[group.rank * chunk : (group.rank + 1) * chunk]
-    received, summed = torch.empty_like(region), torch.empty(chunk)
-    workspace = torch.empty(workspace_bytes(group), dtype=torch.uint8)
-    native = group.reduce.process_group
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """The buffers of one measurement on one axis."""
 
-    def all_to_all_sum() -> None:
-        dist.all_to_all_single(received, region, group=native)
-        torch.sum(received.view(size, chunk), 0, dtype=torch.float32, out=summed)
+    group: AxisGroup
+    region: torch.Tensor
 
-    return {
-        ("all_gather", "zeromesh"): lambda: all_gather(region, group),
-        ("all_gather", "torch"): lambda: gather(region, own, group=native),
-        ("reduce_scatter", "zeromesh"): lambda: reduce_scatter(region, summed, group, workspace=workspace),
-        ("reduce_scatter", "torch"): lambda: scatter(received[:chunk], region, group=native),
-        ("reduce_scatter", "all-to-all"): all_to_all_sum,
-        ("all_reduce", "zeromesh"): lambda: all_reduce(region, group, workspace=workspace, scale=1.0),
-        ("all_reduce", "torch"): lambda: dist.all_reduce(region, group=native),
-    }
+    def candidates(self) -> dict[tuple[str, str], Call]:
+        """(operation, candidate) -> the call to time."""
+        group, region = self.group, self.region
+        size, chunk = group.size, region.numel() // group.size
+        own = region[group.rank * chunk : (group.rank + 1) * chunk]
+        received, summed = torch.empty_like(region), torch.empty(chunk)
+        workspace = torch.empty(workspace_bytes(group), dtype=torch.uint8)
+        native = group.reduce.process_group
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+        def all_to_all_sum() -> None:
+            dist.all_to_all_single(received, region, group=native)
+            torch.sum(received.view(size, chunk), 0, dtype=torch.float32, out=summed)
+
+        calls: dict[tuple[str, str], Call] = {
+            ("all_gather", "zeromesh"): lambda: all_gather(region, group),
+            ("all_gather", "torch"): lambda: gather(region, own, group=native),
+            ("reduce_scatter", "zeromesh"): lambda: reduce_scatter(region, summed, group, workspace=workspace),
+            ("reduce_scatter", "torch"): lambda: scatter(received[:chunk], region, group=native),
+            ("reduce_scatter", "all-to-all"): all_to_all_sum,
+            ("all_reduce", "zeromesh"): lambda: all_reduce(region, group, workspace=workspace, scale=1.0),
+            ("all_reduce", "torch"): lambda: dist.all_reduce(region, group=native),
+        }
+        for wire in ("int8", "int4"):
+            calls |= self._quantised(QuantFormat.of(wire), wire, workspace, summed)
+        return calls
+
+    def _quantised(
+        self, form: QuantFormat, name: str, workspace: torch.Tensor, summed: torch.Tensor
+    ) -> dict[tuple[str, str], Call]:
+        group, region = self.group, self.region
+        return {
+            ("all_gather", name): lambda: quantised_all_gather(region, group, form, workspace=workspace),
+            ("reduce_scatter", name): lambda: quantised_reduce_scatter(
+                region, summed, group, form, workspace=workspace
+            ),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """The buffers of one measurement on two axes: `node` inside, `cluster` between."""
+
+    whole: AxisGroup
+    node: AxisGroup
+    cluster: AxisGroup
+    region: torch.Tensor
+
+    def candidates(self) -> dict[tuple[str, str], Call]:
+        """(operation, candidate) -> the call to time."""
+        region, node, cluster = self.region, self.node, self.cluster
+        shard = region.numel() // self.whole.size
+        own = region[self.whole.rank * shard : (self.whole.rank + 1) * shard]
+        native = self.whole.gather.process_group
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        workspace = torch.empty(workspace_bytes(self.whole), dtype=torch.uint8)
+        out = torch.empty(shard)
+
+        def scatter(collective: Callable[..., None]) -> Call:
+            return lambda: collective(region, out, node, cluster, workspace=workspace)
+
+        return {
+            ("all_gather", "torch"): lambda: gather(region, own, group=native),
+            ("all_gather", "flat ring"): lambda: flat_ring(region, self.whole),
+            ("all_gather", "two-level"): lambda: hierarchical_all_gather(region, node, cluster),
+            ("all_gather", "ho_ring"): lambda: ho_ring_all_gather(region, node, cluster),
+            ("reduce_scatter", "two-level"): scatter(hierarchical_reduce_scatter),
+            ("reduce_scatter", "ho_ring"): scatter(ho_ring_reduce_scatter),
+        }
+
+
+def flat_ring(region: torch.Tensor, group: AxisGroup) -> None:
+    """An all-gather along one ring of all ranks, pipelined in pieces of 256 KiB: what two levels are compared with."""
+    exchange = Exchange(group, group.gather, "flat_ring", region.numel())
+    chunks, numel = region.chunk(group.size), (256 << 10) // region.element_size()
+    following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    arriving = [chunks[(group.rank - step) % group.size] for step in range(1, group.size)]
+    waits = [(piece, exchange.post_recv(piece, preceding)) for chunk in arriving for piece in pieces(chunk, numel)]
+    for piece in pieces(chunks[group.rank], numel):
+        exchange.before_finish(exchange.post_send(piece, following))
+    last = len(waits) - len(pieces(chunks[0], numel))
+    for index, (piece, wait) in enumerate(waits):
+        wait()
+        if index < last:
+            exchange.before_finish(exchange.post_send(piece, following))
+    exchange.finish()
 
 
 def cpu_s() -> float:
@@ -89,10 +176,9 @@ def cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def measure(group: AxisGroup, dtype: str, region_bytes: int, repeats: int, only: str) -> list[Result]:
+def measure(buffers: Line | Levels, dtype: str, repeats: int, only: str) -> list[Result]:
     """Times all candidates at one size, in turn; the same result on every rank."""
-    region = torch.zeros(region_bytes // DTYPES[dtype].itemsize, dtype=DTYPES[dtype])
-    calls = {key: call for key, call in candidates(group, region).items() if only in key[0]}
+    calls = {key: call for key, call in buffers.candidates().items() if only in key[0]}
     walls = torch.zeros(len(calls), repeats + 1, dtype=torch.float64)
     cpus = torch.zeros_like(walls)
     for repeat in range(repeats + 1):
@@ -104,20 +190,19 @@ def measure(group: AxisGroup, dtype: str, region_bytes: int, repeats: int, only:
             cpus[index, repeat] = cpu_s() - cpu
     dist.all_reduce(walls, dist.ReduceOp.MAX)
     dist.all_reduce(cpus)
+    region_bytes = buffers.region.numel() * buffers.region.element_size()
     return [
-        _result(key, group, dtype, region_bytes, walls[index, 1:].tolist(), cpus[index, 1:].tolist())
+        _result(key, dtype, region_bytes, walls[index, 1:].tolist(), cpus[index, 1:].tolist())
         for index, key in enumerate(calls)
     ]
 
 
-def _result(
-    key: tuple[str, str], group: AxisGroup, dtype: str, region_bytes: int, walls: list[float], cpus: list[float]
-) -> Result:
+def _result(key: tuple[str, str], dtype: str, region_bytes: int, walls: list[float], cpus: list[float]) -> Result:
     low, median, high = statistics.quantiles(walls, n=4)
     return Result(
         operation=key[0],
         candidate=key[1],
-        world=group.size,
+        world=dist.get_world_size(),
         dtype=dtype,
         region_bytes=region_bytes,
         median_s=median,
@@ -137,19 +222,36 @@ def run(rank: int, world: int, store: str | None, arguments: argparse.Namespace)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         file = dist.FileStore(store, world)  # type: ignore[attr-defined]  # torch does not list it in __all__
         dist.init_process_group("gloo", store=file, rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("line",))
-    group = make_groups(mesh, Layout.of("line=3", [("line", world)]).axes)["line"]
+    make = _make_line(world) if arguments.nodes == 1 else _make_levels(world, arguments.nodes)
     for dtype in arguments.dtypes:
         for size in arguments.sizes:
-            for result in measure(group, dtype, int(parse_bytes(size)), arguments.repeats, arguments.only):
+            numel = int(parse_bytes(size)) // DTYPES[dtype].itemsize // world * world
+            buffers = make(torch.zeros(numel, dtype=DTYPES[dtype]))
+            for result in measure(buffers, dtype, arguments.repeats, arguments.only):
                 if dist.get_rank() == 0:
                     print(json.dumps(asdict(result)) if arguments.json else result, flush=True)
     dist.destroy_process_group()
 
 
+def _make_line(world: int) -> Callable[[torch.Tensor], Line | Levels]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("line",))
+    group = make_groups(mesh, Layout.of("line=3", [("line", world)]).axes)["line"]
+    return lambda region: Line(group=group, region=region)
+
+
+def _make_levels(world: int, nodes: int) -> Callable[[torch.Tensor], Line | Levels]:
+    flat = init_device_mesh("cpu", (world,), mesh_dim_names=("line",))
+    whole = make_groups(flat, Layout.of("line=3", [("line", world)]).axes)["line"]
+    sizes = [("node", world // nodes), ("cluster", nodes)]
+    mesh = init_device_mesh("cpu", (nodes, world // nodes), mesh_dim_names=("cluster", "node"))
+    groups = make_groups(mesh, Layout.of("node=3,cluster=3", sizes).axes)
+    return lambda region: Levels(whole=whole, node=groups["node"], cluster=groups["cluster"], region=region)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=2, help="ranks to start here; torchrun's own otherwise")
+    parser.add_argument("--nodes", type=int, default=1, help="compare two-level forms over that many nodes")
     parser.add_argument("--sizes", nargs="+", default=["64KiB", "1MiB", "4MiB", "16MiB"], help="of the whole region")
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=sorted(DTYPES))
     parser.add_argument("--repeats", type=int, default=15)

@@ -30,11 +30,24 @@ from zeromesh.comm.summing import SumScratch, Target, parts, sum_dtype
 from zeromesh.comm.transport import Exchange, pieces
 from zeromesh.errors import InputError
 
-SLICE_BYTES = 1 << 18
-"""What one level delivers before the other starts on it: the first and the last slice are not overlapped."""
+SLICES = 16
+"""A shard is cut into that many slices: one level starts on a slice when the other has delivered it, so the first and
+the last are not overlapped."""
 
-WINDOW = 2
-"""Rounds of a reduction in flight: one is summed while the next is on the wire."""
+SLICE_BYTES = range(1 << 18, 1 << 20)
+"""Shortest and longest slice: shorter ones cost more CPU time than they hide, [Note: Gloo]."""
+
+WINDOW = 4
+"""Rounds of a reduction in flight, so that neither level waits for the other's round to end."""
+
+LAG = 2
+"""Rounds by which the sums over minor follow those over major: their messages have that long to arrive."""
+
+
+def slice_bytes(shard: Tensor) -> int:
+    """Length of the slices of a shard; a multiple of every element's size."""
+    bytes_each = shard.numel() * shard.element_size() // SLICES
+    return min(max(bytes_each, SLICE_BYTES.start), SLICE_BYTES.stop) // 64 * 64
 
 
 def check_ho_ring(group: AxisGroup) -> None:
@@ -99,7 +112,7 @@ def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup) -> No
         InputError: the backend is not gloo.
     """
     grid = _Grid.of(region, major, minor, "all_gather")
-    numel = SLICE_BYTES // region.element_size()
+    numel = slice_bytes(grid.shards[0][0]) // region.element_size()
     size, own = minor.size, minor.rank
     # Shards reach this rank along the ring in this order, its own first; the same on all ranks of its major axis.
     order = [grid.shards[major.rank][(own - step) % size] for step in range(size)]
@@ -151,18 +164,15 @@ def ho_ring_reduce_scatter(
     grid = _Grid.of(region, major, minor, "reduce_scatter")
     terms = WINDOW * (minor.size * (major.size - 1) + minor.size - 1)
     wide = sum_dtype(region.dtype, out.dtype)
-    scratch = SumScratch.cut(workspace, region.dtype, wide, terms=terms, longest=SLICE_BYTES)
+    scratch = SumScratch.cut(workspace, region.dtype, wide, terms=terms, longest=slice_bytes(grid.shards[0][0]))
     rounds = _Rounds(grid=grid, scratch=scratch, scale=scales[0], sums=list(grid.shards[major.rank]))
     target = Target(out=out, scale=scales[1], accumulate=accumulate)
-    for part in rounds.parts[:WINDOW]:
-        rounds.post(part)
-    rounds.send_over_major()
-    for index, _ in enumerate(rounds.parts):
-        rounds.sum_over_major()
-        if index > 0:  # one round behind, so that its messages had a round's time to arrive
-            rounds.sum_over_minor(target)
-    if rounds.parts:
-        rounds.sum_over_minor(target)
+    rounds.start()
+    for index in range(len(rounds.parts) + LAG):
+        if index < len(rounds.parts):
+            rounds.sum_over_major(index)
+        if index >= LAG:
+            rounds.sum_over_minor(index - LAG, target)
     grid.finish()
 
 
@@ -205,37 +215,45 @@ class _Rounds:
         own, size = grid.minor.group.rank, len(sums)
         # This rank's own shard last: what others wait for leaves first.
         self._order = [(own + step) % size for step in range(1, size + 1)]
-        self._posted: deque[tuple[slice, dict[tuple[int, int], tuple[Tensor, Wait]]]] = deque()
-        self._arriving: deque[tuple[slice, dict[int, tuple[Tensor, Wait]]]] = deque()
-        self._count = 0
+        over_major = WINDOW * size * len(grid.major.peers)
+        self._slots_major, self._slots_minor = scratch.terms[:over_major], scratch.terms[over_major:]
+        self._from_major: deque[dict[tuple[int, int], tuple[Tensor, Wait]]] = deque()
+        self._from_minor: deque[dict[int, tuple[Tensor, Wait]]] = deque()
 
-    def post(self, part: slice) -> None:
-        """Posts all receives of one round."""
-        per_round = len(self.scratch.terms) // WINDOW
-        slots = iter(self.scratch.terms[self._count % WINDOW * per_round :][:per_round])
-        self._count += 1
-        length = part.stop - part.start
-
-        def receive(exchange: Exchange, peer: int) -> tuple[Tensor, Wait]:
-            slot = next(slots)[:length]
-            return slot, exchange.post_recv(slot, peer)
-
-        grid = self.grid
-        over_major = {(peer, t): receive(grid.major, peer) for t in self._order for peer in grid.major.peers}
-        over_minor = {peer: receive(grid.minor, peer) for peer in grid.minor.peers}
-        self._posted.append((part, over_major))
-        self._arriving.append((part, over_minor))
-
-    def send_over_major(self) -> None:
+    def start(self) -> None:
+        """Posts the first rounds' receives and sends everything that goes over major."""
+        for index in range(WINDOW):
+            self._post_major(index)
+            self._post_minor(index)
         for part in self.parts:
             for t in self._order:
                 for peer in self.grid.major.peers:
                     shard = self.grid.shards[peer][t][part]
                     self.grid.major.before_finish(self.grid.major.post_send(shard, peer))
 
-    def sum_over_major(self) -> None:
-        """Sums the oldest posted round over major, shard by shard, and sends each sum on over minor."""
-        part, received = self._posted.popleft()
+    def _post_major(self, index: int) -> None:
+        if index < len(self.parts):
+            senders = [(peer, t) for t in self._order for peer in self.grid.major.peers]
+            slots = self._slots(self._slots_major, index, len(senders))
+            self._from_major.append(
+                {key: (slot, self.grid.major.post_recv(slot, key[0])) for key, slot in zip(senders, slots, strict=True)}
+            )
+
+    def _post_minor(self, index: int) -> None:
+        if index < len(self.parts):
+            peers = self.grid.minor.peers
+            slots = self._slots(self._slots_minor, index, len(peers))
+            self._from_minor.append(
+                {peer: (slot, self.grid.minor.post_recv(slot, peer)) for peer, slot in zip(peers, slots, strict=True)}
+            )
+
+    def _slots(self, slots: Sequence[Tensor], index: int, count: int) -> Sequence[Tensor]:
+        part = self.parts[index]
+        return [slot[: part.stop - part.start] for slot in slots[index % WINDOW * count :][:count]]
+
+    def sum_over_major(self, index: int) -> None:
+        """Sums a round over major, shard by shard, and sends each sum on over minor."""
+        part, received = self.parts[index], self._from_major.popleft()
         own, size = self.grid.major.group.rank, self.grid.major.group.size
         for t in self._order:
             for peer in self.grid.major.peers:
@@ -245,14 +263,14 @@ class _Rounds:
             Target(out=mine, scale=self.scale, accumulate=False).add_up(terms, part, self.scratch)
             if t != self.grid.minor.group.rank:
                 self.grid.minor.before_finish(self.grid.minor.post_send(mine[part], t))
+        self._post_major(index + WINDOW)
 
-    def sum_over_minor(self, target: Target) -> None:
-        """Sums the oldest round that is not finished over minor, into its part of the result; its slots are free."""
-        part, received = self._arriving.popleft()
+    def sum_over_minor(self, index: int, target: Target) -> None:
+        """Sums a round over minor, into its part of the result."""
+        part, received = self.parts[index], self._from_minor.popleft()
         own = self.grid.minor.group.rank
         for _, wait in received.values():
             wait()
         terms = [self.sums[t][part] if t == own else received[t][0] for t in range(len(self.sums))]
         target.add_up(terms, part, self.scratch)
-        if self._count < len(self.parts):
-            self.post(self.parts[self._count])
+        self._post_minor(index + WINDOW)
