@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from math import prod
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,7 +73,7 @@ def test_gathering_shards_axis_by_axis_restores_the_buffer(layout, numel):
     everyone = ranks(layout)
     pieces = [list(range(*layout.shard(padded, layout.significant, c).indices(padded))) for c in everyone]
     for axis in reversed(layout.significant):
-        lines = {}
+        lines: dict[Any, list[tuple[int, int]]] = {}
         for rank, coordinates in enumerate(everyone):
             key = tuple(sorted((k, v) for k, v in coordinates.items() if k != axis.name))
             lines.setdefault(key, []).append((coordinates[axis.name], rank))
