@@ -262,10 +262,10 @@ PATHS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("paths", PATHS)
+@MODES
 @on_ranks(4)
-def test_units_unused_repeated_and_out_of_order(paths):
-    for strategy in ALL:
-        check(gated(), strategy, loss_of=gated_loss, data_of=on_paths(PATHS[paths]))
+def test_units_unused_repeated_and_out_of_order(strategy, paths):
+    check(gated(), strategy, loss_of=gated_loss, data_of=on_paths(PATHS[paths]))
 
 
 DIVERGENT: dict[str, Any] = {
@@ -278,29 +278,29 @@ DIVERGENT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("strategy", ["node=0,cluster=1", "node=1,cluster=0", "node=2,cluster=2", "node=1,cluster=2"])
+@pytest.mark.parametrize("paths", DIVERGENT)
 @on_ranks(4)
-def test_ranks_may_differ_where_parameters_are_whole(strategy):
-    for paths in DIVERGENT.values():
-        check(gated(), strategy, loss_of=gated_loss, data_of=on_paths(paths))
+def test_ranks_may_differ_where_parameters_are_whole(strategy, paths):
+    check(gated(), strategy, loss_of=gated_loss, data_of=on_paths(DIVERGENT[paths]))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
+@MODES
 @on_ranks(4)
-def test_momentum_of_unused_parameters(set_to_none):
+def test_momentum_of_unused_parameters(strategy, set_to_none):
     """Plain torch moves a parameter whose gradient was zeroed, and leaves one alone whose gradient is None."""
-    for strategy in ALL:
-        pair = Pair(base=gated(), strategy=strategy, loss_of=gated_loss, data_of=on_paths(PATHS["less each step"]))
-        optimizers = [
-            torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in (pair.plain, pair.model)
-        ]
-        for step in range(4):
-            pair.plain_backward(step)
-            pair.backward(step)
-            pair.same_grads()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=set_to_none)
-            pair.same_params()
+    pair = Pair(base=gated(), strategy=strategy, loss_of=gated_loss, data_of=on_paths(PATHS["less each step"]))
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in (pair.plain, pair.model)
+    ]
+    for step in range(4):
+        pair.plain_backward(step)
+        pair.backward(step)
+        pair.same_grads()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        pair.same_params()
 
 
 # ---- nested
