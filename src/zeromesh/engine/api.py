@@ -104,10 +104,16 @@ def _zero_grad_of(reference: weakref.ref[nn.Module]) -> Callable[..., None]:
 
 
 def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan) -> Layout:
-    """The layout of `strategy` on `mesh`."""
+    """The layout of `strategy` on `mesh`; refuses what the engine cannot run."""
     chosen = strategy.strategy if isinstance(strategy, Plan) else strategy
     names = _names(chosen) if mesh is None else ()
-    return Layout.of(chosen, mesh_axes(mesh, names))
+    layout = Layout.of(chosen, mesh_axes(mesh, names))
+    if layout.strategy.collective == "flat":
+        raise NotationError(
+            "collective=flat: the engine goes over one axis at a time, which sends fewer bytes over the slow ones; "
+            "give collective=hierarchical or ho_ring, or join the axes in one dimension of the mesh"
+        )
+    return layout
 
 
 def _names(strategy: str | Strategy) -> Sequence[str]:

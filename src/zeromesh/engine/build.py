@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.comm import Lane, make_groups, workspace_bytes
+from zeromesh.comm import Lane, check_ho_ring, make_groups, workspace_bytes
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.clip import slice_norms
@@ -83,6 +83,9 @@ def build_engine(
     control.require_same("strategy", f"{layout.strategy} on {layout.mesh}")
     control.require_same("model", _digest(modules, precision))
     groups = {} if mesh is None else make_groups(mesh, layout.axes)
+    if layout.strategy.collective == "ho_ring":
+        for group in groups.values():
+            check_ho_ring(group)
     scratch_bytes = max((workspace_bytes(group) for group in groups.values()), default=0)
     # A lossless gather works in place; a quantised one needs room for its messages.
     gather_bytes = scratch_bytes if any(axis.wire.param in QUANTISED_BITS for axis in layout.axes) else 0

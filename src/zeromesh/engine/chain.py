@@ -6,17 +6,28 @@ region passes through staging memory; quantised wires take it as it is, by piece
 
 Parameters are quantised to the nearest code: every rank holds the same copy, and its error does not add up. Gradients
 are rounded stochastically: their errors add up over steps, and so must have mean zero.
+
+With `collective=ho_ring` neighbours in a chain run overlapped where both are lossless and nothing is copied between
+them; the values are the same to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter
+from zeromesh.comm import (
+    AxisGroup,
+    all_gather,
+    all_reduce,
+    ho_ring_all_gather,
+    ho_ring_reduce_scatter,
+    reduce_scatter,
+)
 from zeromesh.comm.quantise import QuantFormat
 from zeromesh.comm.quantised import (
     check_quantisable,
@@ -69,10 +80,32 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
+class OverlappedGather:
+    """Two gathers of which the second's own chunk is the first's region, both levels at work at once."""
+
+    minor: Gather
+    major: Gather
+
+    def run(self, workspace: Tensor) -> None:
+        if self.minor.source is not None:
+            self.minor.own.copy_(self.minor.source)
+        ho_ring_all_gather(self.major.region, self.major.group, self.minor.group)
+
+
+def _overlap_gathers(steps: Sequence[Gather]) -> Iterator[Gather | OverlappedGather]:
+    """The same gathers, neighbours overlapped where one works inside the other; a copy between them forbids it."""
+    todo = deque(steps)
+    while todo:
+        step = todo.popleft()
+        inside = bool(todo) and todo[0].source is None and step.form is None and todo[0].form is None
+        yield OverlappedGather(step, todo.popleft()) if inside else step
+
+
+@dataclass(frozen=True, slots=True)
 class GatherChain:
     """Gathers in order; `last` is copied into `destination` if the chain ended elsewhere."""
 
-    steps: tuple[Gather, ...]
+    steps: tuple[Gather | OverlappedGather, ...]
     destination: Tensor
     last: Tensor | None
     workspace: Tensor
@@ -124,7 +157,10 @@ def _gather_chain(
         steps.append(Gather(group, region, own, None if _same(own, current) else current, form))
         current = region
     last = None if _same(destination, current) else current
-    return GatherChain(tuple(steps), destination, last, scratch.workspace)
+    # Not where regions are staged: whether one lies inside the next would then depend on the rank.
+    staged = any(DTYPES.get(step.wire) != destination.dtype for step in transfers)
+    overlapped = shards.layout.strategy.collective == "ho_ring" and not staged
+    return GatherChain(tuple(_overlap_gathers(steps) if overlapped else steps), destination, last, scratch.workspace)
 
 
 def _form(step: Transfer, region: Tensor, *, stochastic: bool) -> QuantFormat | None:
@@ -165,6 +201,11 @@ class Reduce:
     form: QuantFormat | None
     noise: torch.Generator | None
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is a lossless scatter in the region's own dtype."""
+        return self.operation == "reduce_scatter" and self.form is None and self.staged is None
+
     def run(self, workspace: Tensor, accumulate: bool) -> None:
         add = accumulate and self.accumulates
         if self.form is not None:
@@ -200,14 +241,43 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
+class OverlappedReduce:
+    """Two reduce-scatters of which the second works on what the first leaves, both levels at work at once."""
+
+    major: Reduce
+    minor: Reduce
+
+    def run(self, workspace: Tensor, accumulate: bool) -> None:
+        major, minor = self.major, self.minor
+        ho_ring_reduce_scatter(
+            major.region,
+            minor.out,
+            major.group,
+            minor.group,
+            workspace=workspace,
+            scales=(1 / major.group.size, 1 / minor.group.size),
+            accumulate=accumulate and minor.accumulates,
+        )
+
+
+def _overlap_reductions(steps: Sequence[Reduce]) -> Iterator[Reduce | OverlappedReduce]:
+    """The same reductions, neighbours overlapped where both are lossless scatters and nothing lies between them."""
+    todo = deque(steps)
+    while todo:
+        step = todo.popleft()
+        inside = bool(todo) and _same(step.out, todo[0].region) and step.plain and todo[0].plain
+        yield OverlappedReduce(step, todo.popleft()) if inside else step
+
+
+@dataclass(frozen=True, slots=True)
 class ReduceChain:
     """A unit's reductions of one buffer: a micro-batch's into the accumulator, and the boundary's from there.
 
     Each axis averages over its ranks as it sums: fp16 wires then never carry a sum larger than the gradient.
     """
 
-    micro: tuple[Reduce, ...]
-    boundary: tuple[Reduce, ...]
+    micro: tuple[Reduce | OverlappedReduce, ...]
+    boundary: tuple[Reduce | OverlappedReduce, ...]
     scratch: Scratch
 
     def run(self, *, accumulate: bool, boundary: bool) -> None:
@@ -234,6 +304,8 @@ def reduce_chain(shards: FlatShards, groups: Groups, scratch: Scratch, accumulat
         reduction = _reduction(step, current, groups, scratch, None)
         boundary.append(reduction)
         current = reduction.out
+    if shards.layout.strategy.collective == "ho_ring":
+        return ReduceChain(tuple(_overlap_reductions(micro)), tuple(_overlap_reductions(boundary)), scratch)
     return ReduceChain(tuple(micro), tuple(boundary), scratch)
 
 

@@ -1,0 +1,47 @@
+"""`collective=ho_ring`: both levels at work at once, the same bits; and where it does not exist, a message."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+import zeromesh as zm
+from tests.dist.engine.reference import TIMEOUT_S, Case, mesh_of
+from tests.dist.engine.test_parity import trained
+from tests.dist.pool import Pool, on_ranks
+from zeromesh.engine import chain
+from zeromesh.errors import NotationError
+
+
+def trained_and_counted(strategy: str, case: Case) -> tuple[list[tuple[str, bytes]], int, int]:
+    """`trained`, and how many gathers and reductions were overlapped."""
+    gathers = mock.patch.object(chain, "ho_ring_all_gather", wraps=chain.ho_ring_all_gather)
+    reductions = mock.patch.object(chain, "ho_ring_reduce_scatter", wraps=chain.ho_ring_reduce_scatter)
+    with gathers as gather, reductions as reduce:
+        return trained(strategy, case), gather.call_count, reduce.call_count
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=3", "node=2,cluster=2", "node=3d,cluster=3d", "node=1,cluster=1"])
+def test_equal_to_the_bit(pool: Pool, strategy):
+    case = Case(precision="fp32", steps=3)
+    plain, *none = pool.run(4, trained_and_counted, strategy, case, timeout_s=TIMEOUT_S)[0]
+    overlapped, gathers, reductions = pool.run(
+        4, trained_and_counted, f"{strategy};collective=ho_ring", case, timeout_s=TIMEOUT_S
+    )[0]
+    assert plain
+    assert overlapped == plain
+    assert none == [0, 0] and gathers > 0 and reductions > 0
+
+
+def test_staged_wires_are_not_overlapped(pool: Pool):
+    case = Case(precision="fp32", steps=1)
+    strategy = "node=3@bf16/,cluster=3@bf16/;collective=ho_ring"
+    _, gathers, reductions = pool.run(4, trained_and_counted, strategy, case, timeout_s=TIMEOUT_S)[0]
+    assert gathers == 0 and reductions > 0
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_flat_is_refused():
+    with pytest.raises(NotationError, match=r"collective=flat: the engine goes over one axis at a time.*hierarchical"):
+        zm.shard(Case().build(), mesh_of(2, 2), "node=3,cluster=3;collective=flat")
