@@ -44,7 +44,8 @@ class Options:
 
     Args:
         splits: how often a level may be cut.
-        wires: `any` also tries quantised wires, which change the numbers that are trained.
+        wires: `any` also tries quantised wires, which change the numbers that are trained; on more than two levels
+            with unsplit levels alone.
         max_simulations: candidates estimated at most; None: simulate whole as many as it takes to prove the optimum.
         tolerance: stop once the gap is at most this.
         memory_margin: share of the device's memory to leave free.
@@ -187,8 +188,9 @@ def search(
     space = space or Space(cluster.axes, options.splits)
     evaluator = Evaluator(model, cluster, workload, engine, constants, options.memory_margin)
     pool = _Pool()
+    unsplit = replace(space, splits="none") if len(cluster.levels) > 2 else space
     for wires in _wires(cluster, options):
-        _fill(pool, evaluator.bounds(wires), space, evaluator.limit_bytes)
+        _fill(pool, evaluator.bounds(wires), unsplit if any(wires) else space, evaluator.limit_bytes)
     if not pool.rows:
         assert pool.smallest is not None
         raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)
