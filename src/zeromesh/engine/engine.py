@@ -101,7 +101,6 @@ class Engine:
         self.control = control
         self.precision = precision
         self.interpreter = Interpreter(schedule=schedule, backend=backend)
-        self.check_slots = False
         self._weights: float | None = None
         self._total_weight: Tensor | None = None
         self._task = -1
