@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.up-to-date
 TESTS ?= tests
 
-.PHONY: help venv demo test check format clean FORCE
+.PHONY: help venv demo test check check-format check-lint check-types check-layers check-docs format clean FORCE
 
 help:
 	@echo "make venv    .venv with everything in it (PYTHON=... names the interpreter, >= 3.11)"
@@ -28,11 +28,21 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(TESTS)
 
-check: $(STAMP)
+check: check-format check-lint check-types check-layers check-docs
+
+check-format: $(STAMP)
 	$(BIN)/ruff format --check .
+
+check-lint: $(STAMP)
 	$(BIN)/ruff check .
+
+check-types: $(STAMP)
 	$(BIN)/mypy
+
+check-layers: $(STAMP)
 	$(BIN)/lint-imports
+
+check-docs: $(STAMP)
 	$(BIN)/python tools/check_docs.py
 
 bench-%: $(STAMP) FORCE
