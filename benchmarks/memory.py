@@ -66,7 +66,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.side:
         return train(args.side, args.model, args.steps)
-    peaks = [(peak("zeromesh", args.model, args.steps), peak("plain", args.model, args.steps)) for _ in range(args.pairs)]
+    peaks = [
+        (peak("zeromesh", args.model, args.steps), peak("plain", args.model, args.steps)) for _ in range(args.pairs)
+    ]
     ours, plain = (statistics.median(side) for side in zip(*peaks, strict=True))
     result = {"model": args.model, "zeromesh_bytes": ours, "plain_bytes": plain, "ratio": round(ours / plain, 4)}
     setting = {"date": date.today().isoformat(), "torch": torch.__version__, "machine": platform.machine()}
