@@ -104,9 +104,7 @@ class Network:
     def signature(self) -> tuple[object, ...]:
         """What is in flight, relative to now: equal signatures have equal futures."""
         return tuple(
-            (lane, tuple(_progress(job) for job in queue))
-            for lane, queue in sorted(self.lanes.items())
-            if queue
+            (lane, tuple(_progress(job) for job in queue)) for lane, queue in sorted(self.lanes.items()) if queue
         )
 
     # ---- one event at a time
