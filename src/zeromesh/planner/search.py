@@ -24,7 +24,7 @@ from zeromesh.planner.bounds import Bounds, Floats
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.space import Integers, Space, Splits
 from zeromesh.planner.workload import Workload
-from zeromesh.simulator import DEFAULT_MARGIN, Mechanics
+from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
 
 Wires = Literal["lossless", "any"]
 
@@ -185,6 +185,12 @@ def search(
     """
     options = options or Options()
     constants = constants or default_constants()
+    mechanics = find_engine(engine) if isinstance(engine, str) else engine
+    if options.max_simulations is None and not _bounded(mechanics):
+        raise InputError(
+            f"an optimum can be proven for the engine zeromesh alone: the bounds do not hold for {mechanics.name}; "
+            "leave out --exact"
+        )
     space = space or Space(cluster.axes, options.splits)
     evaluator = Evaluator(model, cluster, workload, engine, constants, options.memory_margin)
     pool = _Pool()
@@ -202,6 +208,8 @@ def search(
     if not ranked:
         assert pool.smallest is not None
         raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)
+    if not _bounded(mechanics):
+        bound_s = _compute_bound_s(evaluator.bounds())
     open_bounds = [estimate.candidate.bound_s for estimate in ranked if not estimate.whole]
     found = Found(
         best=ranked[0],
@@ -213,6 +221,21 @@ def search(
         bound_s=min(bound_s, ranked[0].step_s, *open_bounds),
     )
     return found, evaluator
+
+
+def _bounded(mechanics: Mechanics) -> bool:
+    """Whether the bounds of communication hold: for collectives axis by axis, which others may outrun."""
+    return mechanics == find_engine("zeromesh")
+
+
+def _compute_bound_s(bounds: Bounds) -> float:
+    """What holds for any engine: nothing is faster than its computation."""
+    workload = bounds.workload
+    return min(
+        count * bounds.micro_batch_s(size, recomputation).total
+        for recomputation in workload.recomputations()
+        for size, count in workload.splits(bounds.cluster.world)
+    )
 
 
 def _measure_best(evaluator: Evaluator) -> None:

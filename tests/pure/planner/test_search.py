@@ -162,3 +162,13 @@ def test_the_why_agrees_with_the_numbers() -> None:
             assert reason.step_s is None
     zero_1 = next(reason for reason in planned.why if reason.name == "ZeRO-1")
     assert zero_1.outcome == "excluded"
+
+
+def test_other_engines_are_planned_without_a_proof() -> None:
+    """Their collectives span several axes at once: bounds axis by axis do not hold, compute alone does."""
+    cluster = small_cluster(4, 4, outer_bytes_per_s=2e9)
+    found, evaluator = search(small_model(), cluster, WORKLOAD, engine="fsdp")
+    assert evaluator.simulation(found.best.candidate).engine == "fsdp"
+    assert found.bound_s <= evaluator.simulation(found.best.candidate).compute_s
+    with pytest.raises(InputError, match="the bounds do not hold for fsdp"):
+        search(small_model(), cluster, WORKLOAD, engine="fsdp", options=Options(max_simulations=None))
