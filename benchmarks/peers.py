@@ -87,9 +87,8 @@ def fsdp_step(
     for module in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in model.modules():
-        if isinstance(module, torch.distributed.fsdp.FSDPModule):
-            if exchange:
-                module.set_custom_reduce_scatter(ExchangeReduceScatter())
+        if exchange and isinstance(module, torch.distributed.fsdp.FSDPModule):
+            module.set_custom_reduce_scatter(ExchangeReduceScatter())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def context(last: bool) -> Any:
@@ -166,7 +165,7 @@ def timed(step: Step) -> float:
 
 
 def compare(ours: Step, peer: Step, count: int) -> dict[str, Any]:
-    """Ratio of medians over `count` interleaved pairs, and its spread: the inter-quartile range over blocks of pairs."""
+    """Ratio of medians over `count` interleaved pairs, and its spread: the quartiles of blocks of pairs."""
     for step in (ours, peer, ours, peer):
         step()
     times: tuple[list[float], list[float]] = ([], [])
