@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
@@ -66,9 +67,8 @@ def rank_main(rank: int, directory: str, attempt: int, steps: int) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(Path(directory) / f"store-{attempt}"), WORLD), rank=rank, world_size=WORLD
-    )  # type: ignore[attr-defined]
+    store = FileStore(str(Path(directory) / f"store-{attempt}"), WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.1), nn.Tanh(), nn.Linear(256, 64))
     zm.shard(model, init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("cluster", "node")), "node=3,cluster=0")

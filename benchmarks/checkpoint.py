@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load_into
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_from
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -62,7 +63,7 @@ class Result:
     load_average: float
 
 
-def build(layers: int, hidden: int) -> nn.Module:
+def build(layers: int, hidden: int) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(hidden, hidden) for _ in range(layers)])
 
@@ -112,12 +113,14 @@ def rank_main(rank: int, directory: str, layers: int, hidden: int, repeats: int)
         times.setdefault(name, []).append(timed(work))
 
     def dcp_save() -> None:
-        state = dict(zip(("model", "optim"), get_state_dict(theirs, their_optimizer), strict=True))
-        dcp.save(state, checkpoint_id=root / "theirs")
+        model_state, optimizer_state = get_state_dict(theirs, their_optimizer)
+        state: dict[str, Any] = {"model": model_state, "optim": optimizer_state}
+        dcp_save_from(state, checkpoint_id=root / "theirs")
 
     def dcp_load() -> None:
-        state = dict(zip(("model", "optim"), get_state_dict(theirs, their_optimizer), strict=True))
-        dcp.load(state, checkpoint_id=root / "theirs")
+        model_state, optimizer_state = get_state_dict(theirs, their_optimizer)
+        state: dict[str, Any] = {"model": model_state, "optim": optimizer_state}
+        dcp_load_into(state, checkpoint_id=root / "theirs")
         set_state_dict(theirs, their_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
     for turn in range(repeats + 1):

@@ -88,8 +88,7 @@ class Reader:
         file = self._storage.where(self._directory, chunk.file)
         if found < length:
             raise DamagedError(
-                f"{file} is too short: {name} needs bytes up to {chunk.offset + begin + length}, "
-                f"the file ends at {chunk.offset + begin + found}"
+                f"{file} is too short: {name} needs {length} bytes from {chunk.offset + begin} on, {found} are there"
             )
         if chunk.crcs is not None:
             if block >= len(chunk.crcs):

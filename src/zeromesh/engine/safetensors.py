@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,7 +61,7 @@ def _prepare(model: nn.Module, location: Path, rank: int) -> None:
     if rank == 0:
         try:
             location.mkdir(parents=True, exist_ok=True)
-            config = getattr(model, "config", None)
+            config: Any = getattr(model, "config", None)
             if hasattr(config, "save_pretrained"):
                 config.save_pretrained(location)
         except OSError:
@@ -90,7 +91,8 @@ def load_safetensors(model: nn.Module, location: str | os.PathLike[str]) -> None
 def _load(model: nn.Module, location: Path) -> None:
     engine = engine_of(model)
     stored = read_headers(location)
-    pieces, copies, known = [], [], set()
+    pieces, copies = [], []
+    known: set[str] = set()
     for buffer in buffers_of(engine):
         for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
             name = next((name for name in place.info.names if name in stored), place.info.name)

@@ -49,9 +49,9 @@ def install_state_dict(model: nn.Module, engine: Engine) -> None:
         if found is not None:
             found.changed()
 
-    model.register_state_dict_post_hook(shown)
-    model.register_load_state_dict_pre_hook(taken)
-    model.register_load_state_dict_post_hook(changed)
+    model.register_state_dict_post_hook(shown)  # type: ignore[no-untyped-call]  # torch leaves these so
+    model.register_load_state_dict_pre_hook(taken)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_post_hook(changed)  # type: ignore[no-untyped-call]
 
 
 def _by_name(engine: Engine) -> dict[str, ShardedParameter]:
