@@ -34,7 +34,7 @@ from zeromesh.errors import InternalError
 WINDOW = 4
 """Pieces in flight from each peer: some on the wire while one is summed. 2 were 10 % slower, 8 no faster."""
 
-WHOLE_BYTES = 1 << 20
+WHOLE_BYTES = 1 << 17
 """Longest chunk that is exchanged in one native all-to-all: [Note: Gloo]."""
 
 GLOO_WORKSPACE_BYTES = 8 << 20
