@@ -7,7 +7,15 @@ gradient comes last: nothing can hide these two. Communication is then under way
 
     A = max(L_g + E_r, L_r + E_g, max over levels of B_l)
 
-seconds, and while it is, computation runs slower by the factor c (contention). So
+seconds. Nor do the lanes overlap at will. Gathers for a forward end before that forward does, and the reductions of a
+backward begin after it has begun, so the two lanes meet only in backwards, where gathers take G_b, and where reductions
+spill into the next micro-batch's forward. A lane never idles while it has work, so at most
+
+    S = r + g + (n - 1) * max(0, r + g - b) + the reductions of units that are no blocks
+
+spills, for n blocks whose backward computes for b seconds, whose reduction takes r and whose backward gather g, which
+may take links away. So also A >= L_g + L_r - G_b - (M - 1) * S. While communication is under way, computation runs
+slower by the factor c (contention), so
 
     step >= max(A, C + E/c + A * (1 - 1/c)),    E = E_g + E_r
 
@@ -53,10 +61,22 @@ _KEPT_STAGES = [Stage.THREE_KEPT, Stage.DEFERRED_KEPT]
 _GRAD_STAGES = [Stage.THREE, Stage.THREE_KEPT, Stage.TWO]
 
 
-(_GATHER_MICRO, _GATHER_STEP, _REDUCE_MICRO, _REDUCE_STEP, _EDGE_GATHER, _EDGE_REDUCE, _BUSY_MICRO, _BUSY_STEP) = range(
-    8
-)
-"""Rows of a table: seconds of a lane per micro-batch and per step, of its edge, and of the level's links."""
+(
+    _GATHER_MICRO,
+    _GATHER_STEP,
+    _REDUCE_MICRO,
+    _REDUCE_STEP,
+    _EDGE_GATHER,
+    _EDGE_REDUCE,
+    _GATHER_BACK,
+    _BLOCK_GATHER,
+    _BLOCK_REDUCE,
+    _OTHER_REDUCE,
+    _BUSY_MICRO,
+    _BUSY_STEP,
+) = range(12)
+"""Rows of a table, in seconds: of a lane per micro-batch and per step, and of its edge; of all gathers of a backward,
+of one block's, of one block's reduction and of the other units'; of the level's links."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,19 +101,29 @@ class TimeBound:
         active = np.maximum(gather + edge_reduce, reduce + edge_gather)
         for micro, step in self.busy:
             active = np.maximum(active, micro_batches * micro + step)
+        met = micro_batches * self.lanes[_GATHER_BACK] + (micro_batches - 1) * self._spilled(compute)
+        active = np.maximum(active, gather + reduce - met)
         compute_s = micro_batches * compute.total + optimizer_s
         slowed = (edge_gather + edge_reduce) / self.contention + active * (1 - 1 / self.contention)
         last = (micro_batches - 1) * compute.total + self.lanes[_REDUCE_MICRO] + self.lanes[_REDUCE_STEP]
         late = compute.forward + np.maximum(reduce, last) + optimizer_s
         return np.asarray(np.maximum(np.maximum(active, late), compute_s + slowed))
 
+    def _spilled(self, compute: ComputeSeconds) -> Floats:
+        """S: reductions still to be done when a backward ends."""
+        one = self.lanes[_BLOCK_REDUCE] + self.lanes[_BLOCK_GATHER]
+        growing = max(0, compute.blocks - 1) * np.maximum(0.0, one - compute.block_backward)
+        return np.asarray(one + growing + self.lanes[_OTHER_REDUCE])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeSeconds:
-    """Of one micro-batch."""
+    """Of one micro-batch; its `blocks` blocks compute for at least `block_backward` each in the backward."""
 
     forward: float
     backward: float
+    blocks: int = 0
+    block_backward: float = 0.0
 
     @property
     def total(self) -> float:
@@ -129,11 +159,14 @@ class Bounds:
         """Seconds of the forward and backward of one micro-batch."""
         seq_len = self.workload.seq_len
         forward = backward = 0.0
+        blocks: list[float] = []
         for unit in self.model.units:
             one = self.compute.unit(unit, tokens=sequences * seq_len, seq_len=seq_len, recomputation=recomputation)
             forward += unit.count * one.forward
             backward += unit.count * (one.backward + one.recompute)
-        return ComputeSeconds(forward=forward, backward=backward)
+            blocks += [one.backward + one.recompute] * (unit.count if unit.kind is UnitKind.BLOCK else 0)
+        least = min(blocks, default=0.0)
+        return ComputeSeconds(forward=forward, backward=backward, blocks=len(blocks), block_backward=least)
 
     def optimizer_s(self, block: Block) -> Floats:
         states = self.model.num_trainable / _state_degree(block)
@@ -203,11 +236,24 @@ class Bounds:
                 times = gathers if gather and per_micro else unit.count
                 row[(_GATHER_MICRO if gather else _REDUCE_MICRO) + (not per_micro)] += times * seconds
                 row[_BUSY_MICRO + (not per_micro)] += times * busy
+                self._note_meeting(row, axis.stage, unit, operation, seconds, gathers - unit.count)
                 if gather and any(unit is other for other in first):
                     row[_EDGE_GATHER] += seconds
                 if not gather and any(unit is other for other in last):
                     row[_EDGE_REDUCE] += seconds
         return row
+
+    def _note_meeting(
+        self, row: list[float], stage: Stage, unit: UnitSpec, operation: Operation, seconds: float, again: int
+    ) -> None:
+        """Where the two lanes may meet; of blocks of several kinds, the largest."""
+        if operation == "all_gather" and stage.shards_params:
+            row[_GATHER_BACK] += again * seconds
+            row[_BLOCK_GATHER] = max(row[_BLOCK_GATHER], seconds if again else 0.0)
+        elif operation != "all_gather" and stage.shards_grads and unit.kind is UnitKind.BLOCK:
+            row[_BLOCK_REDUCE] = max(row[_BLOCK_REDUCE], seconds)
+        elif operation != "all_gather" and stage.shards_grads:
+            row[_OTHER_REDUCE] += unit.count * seconds
 
     def _gathers_by_unit(self, stage: Stage) -> Iterator[tuple[UnitSpec, int]]:
         """How often a micro-batch gathers each unit over an axis of `stage`.
