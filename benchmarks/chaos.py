@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -150,7 +149,7 @@ class _Job:
                 self._check_resumed(attempt, announced)
                 if ended:
                     return
-                os.kill(self.generator.choice([process.pid or 0 for process in ranks]), signal.SIGKILL)
+                self.generator.choice([process for process in ranks if process.is_alive()] or list(ranks)).kill()
             finally:
                 _end(ranks)
             self.kills += 1
