@@ -32,7 +32,7 @@ adds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
@@ -92,6 +92,10 @@ class TimeBound:
     lanes: Floats
     busy: Floats
     contention: float
+
+    def first(self, count: int) -> TimeBound:
+        """Of the first layouts alone."""
+        return replace(self, lanes=self.lanes[:, :count], busy=self.busy[:, :, :count])
 
     def at(self, micro_batches: int, compute: ComputeSeconds, optimizer_s: Floats) -> Floats:
         """The bound for a number of micro-batches and the seconds of one's compute."""

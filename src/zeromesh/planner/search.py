@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,9 +20,9 @@ from zeromesh.cost import Constants, default_constants
 from zeromesh.cost.memory import Overhead
 from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, Recomputation
-from zeromesh.planner.bounds import Bounds, Floats
+from zeromesh.planner.bounds import Bounds, ComputeSeconds, Floats
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
-from zeromesh.planner.space import Integers, Space, Splits
+from zeromesh.planner.space import Block, Integers, Space, Splits
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
 
@@ -117,15 +117,6 @@ class _Rows:
             micro_batches=self.micro_batches,
             recomputation=self.recomputation,
             bound_s=float(self.step_s[row]),
-        )
-
-    def choose(self, rows: Integers) -> _Rows:
-        return replace(
-            self,
-            indices=tuple(column[rows] for column in self.indices),
-            step_s=self.step_s[rows],
-            memory=self.memory[rows],
-            parts=self.parts[rows],
         )
 
 
@@ -267,45 +258,91 @@ def _rank(estimate: Estimate) -> tuple[float, int, float]:
 
 
 def _fill(pool: _Pool, bounds: Bounds, space: Space, limit_bytes: float) -> None:
-    workload = bounds.workload
-    splits = list(workload.splits(bounds.cluster.world))
+    settings = list(_settings(bounds))
+    least = min(settings, key=lambda setting: setting.extra_bytes)
     for block in space.blocks():
-        state, time, optimizer_s = bounds.state_bytes(block), bounds.time(block), bounds.optimizer_s(block)
-        order, parts = np.argsort(state, kind="stable"), block.num_parts()
-        for recomputation in workload.recomputations():
-            for micro_batch, micro_batches in splits:
-                compute = bounds.micro_batch_s(micro_batch, recomputation)
-                activations = bounds.activation_bytes(micro_batch, recomputation)
-                extra = Overhead.of(bounds.constants, communicators=0, dynamic_bytes=activations).total_bytes
-                rows = _Rows(
+        state = bounds.state_bytes(block)
+        order = np.argsort(state, kind="stable")
+        pool.searched += len(order) * len(settings)
+        _keep_smallest(pool, bounds, space, block.choose(order[:1]), float(state[order[0]]), least)
+        fitting = [int(np.searchsorted(state[order], limit_bytes - s.extra_bytes, side="right")) for s in settings]
+        pool.pruned += len(order) * len(settings) - sum(fitting)
+        # Sorted by memory, what fits is a prefix: nothing else gets a bound of its time.
+        chosen = order[: max(fitting)]
+        smaller, memory = block.choose(chosen), state[chosen]
+        time, optimizer_s, parts = bounds.time(smaller), bounds.optimizer_s(smaller), smaller.num_parts()
+        for setting, count in zip(settings, fitting, strict=True):
+            if count:
+                rows = setting.rows(
                     space=space,
                     wires=bounds.wires,
-                    micro_batch=micro_batch,
-                    micro_batches=micro_batches,
-                    recomputation=recomputation,
-                    indices=block.indices,
-                    step_s=time.at(micro_batches, compute, optimizer_s),
-                    memory=state + activations + extra,
-                    parts=parts,
+                    indices=tuple(column[:count] for column in smaller.indices),
+                    step_s=time.first(count).at(setting.micro_batches, setting.compute, optimizer_s[:count]),
+                    memory=memory[:count] + setting.extra_bytes,
+                    parts=parts[:count],
                 )
-                _keep(pool, rows, order, limit_bytes)
+                pool.rows.append(rows)
+                pool.front += _front_of(rows)
 
 
-def _keep(pool: _Pool, rows: _Rows, by_memory: Integers, limit_bytes: float) -> None:
-    pool.searched += len(by_memory)
-    least = int(by_memory[0])
-    if rows.memory[least] < pool.smallest_bytes:
-        pool.smallest_bytes, pool.smallest = float(rows.memory[least]), rows.candidate(least)
-    fitting = by_memory[: int(np.searchsorted(rows.memory[by_memory], limit_bytes, side="right"))]
-    pool.pruned += len(by_memory) - len(fitting)
-    if len(fitting):
-        kept = rows.choose(fitting)
-        pool.rows.append(kept)
-        best = np.minimum.accumulate(kept.step_s)
-        falls = np.flatnonzero(np.diff(best, prepend=np.inf) < 0)
-        some = falls[np.linspace(0, len(falls) - 1, min(_FRONT_PER_BLOCK, len(falls))).astype(int)]
-        for row in dict.fromkeys(some.tolist()):
-            pool.front.append((float(kept.memory[row]), float(kept.step_s[row]), kept.candidate(row)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """A micro-batch and a recomputation, with what they take for any layout."""
+
+    micro_batch: int
+    micro_batches: int
+    recomputation: Recomputation
+    compute: ComputeSeconds
+    extra_bytes: float  # activations and overhead
+
+    def rows(self, **fields: Any) -> _Rows:
+        return _Rows(
+            micro_batch=self.micro_batch,
+            micro_batches=self.micro_batches,
+            recomputation=self.recomputation,
+            **fields,
+        )
+
+
+def _settings(bounds: Bounds) -> Iterator[_Setting]:
+    workload = bounds.workload
+    for recomputation in workload.recomputations():
+        for micro_batch, micro_batches in workload.splits(bounds.cluster.world):
+            activations = bounds.activation_bytes(micro_batch, recomputation)
+            overhead = Overhead.of(bounds.constants, communicators=0, dynamic_bytes=activations)
+            yield _Setting(
+                micro_batch=micro_batch,
+                micro_batches=micro_batches,
+                recomputation=recomputation,
+                compute=bounds.micro_batch_s(micro_batch, recomputation),
+                extra_bytes=activations + overhead.total_bytes,
+            )
+
+
+def _keep_smallest(
+    pool: _Pool, bounds: Bounds, space: Space, block: Block, state_bytes: float, setting: _Setting
+) -> None:
+    if state_bytes + setting.extra_bytes < pool.smallest_bytes:
+        pool.smallest_bytes = state_bytes + setting.extra_bytes
+        nothing = np.zeros(1)
+        only = setting.rows(
+            space=space,
+            wires=bounds.wires,
+            indices=block.indices,
+            step_s=nothing,
+            memory=nothing,
+            parts=nothing.astype(np.int64),
+        )
+        pool.smallest = only.candidate(0)
+
+
+def _front_of(rows: _Rows) -> Iterator[tuple[float, float, Candidate]]:
+    """Some of the rows, which are sorted by memory, that are faster than all smaller ones."""
+    best = np.minimum.accumulate(rows.step_s)
+    falls = np.flatnonzero(np.diff(best, prepend=np.inf) < 0)
+    some = falls[np.linspace(0, len(falls) - 1, min(_FRONT_PER_BLOCK, len(falls))).astype(int)]
+    for row in dict.fromkeys(some.tolist()):
+        yield float(rows.memory[row]), float(rows.step_s[row]), rows.candidate(row)
 
 
 def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options) -> float:

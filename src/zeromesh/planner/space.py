@@ -125,6 +125,13 @@ class Block:
     def __len__(self) -> int:
         return len(self.indices[0])
 
+    def choose(self, rows: Integers) -> Block:
+        """The given rows, in the given order."""
+        return Block(
+            indices=tuple(column[rows] for column in self.indices),
+            sizes=tuple(tuple(column[rows] for column in level) for level in self.sizes),
+        )
+
     def degree(self, *stages: Stage) -> Integers:
         """Of each layout, the product of the axis sizes at the given stages."""
         degree = np.ones(len(self), dtype=np.int64)
