@@ -31,7 +31,7 @@ Wires = Literal["lossless", "any"]
 ANY_WIRES = ("", "int8/", "/int4", "int8/int4")
 """Wires tried on each level under `any`: those of ZeRO++ (arXiv 2306.10209), each half on its own."""
 
-_MEASURED = 6
+_MEASURED = 5
 """Of the candidates that were estimated, the best so many are simulated whole."""
 
 _FRONT_PER_BLOCK = 4
@@ -54,10 +54,10 @@ class Options:
 
     splits: Splits = "once"
     wires: Wires = "lossless"
-    max_simulations: int | None = 24
+    max_simulations: int | None = 16
     tolerance: float = 0.0
     memory_margin: float = DEFAULT_MARGIN
-    front: int = 12
+    front: int = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
