@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +78,9 @@ def from_module(
 
 def _find(text: str) -> Any:
     where, _, what = text.partition(":")
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:  # a console script's path begins where it is installed
+        sys.path.insert(0, here)
     try:
         return getattr(importlib.import_module(where), what)
     except (ImportError, AttributeError) as error:
