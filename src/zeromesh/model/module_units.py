@@ -79,17 +79,16 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _ends(module: nn.Module, blocks: set[int]) -> tuple[nn.Module | None, nn.Module | None]:
-    """The input embedding and the output head: as the module says, else the largest embedding and the linear layer
-    outside the blocks that gives as many outputs as it has rows."""
-    embedding, head = _ask(module, "get_input_embeddings"), _ask(module, "get_output_embeddings")
+    """The input embedding and the output head: as the module says, else the first embedding and the last linear layer
+    outside the blocks; none where there are no blocks."""
+    if not blocks:
+        return None, None
     outside = list(_outside(module, blocks))
+    embedding, head = _ask(module, "get_input_embeddings"), _ask(module, "get_output_embeddings")
     if embedding is None:
-        embeddings = [part for part in outside if isinstance(part, nn.Embedding)]
-        embedding = max(embeddings, key=lambda part: part.weight.numel(), default=None)
-    if head is None and isinstance(embedding, nn.Embedding):
-        rows = embedding.num_embeddings
-        heads = [part for part in outside if isinstance(part, nn.Linear) and part.out_features == rows]
-        head = heads[-1] if heads else None
+        embedding = next((part for part in outside if isinstance(part, nn.Embedding)), None)
+    if head is None:
+        head = next((part for part in reversed(outside) if isinstance(part, nn.Linear)), None)
     return embedding, head
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zeromesh.engine.units import find_units
 from zeromesh.errors import ModelError
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, load_model
 from zeromesh.model.from_module import from_factory, from_module
 from zeromesh.model.huggingface import from_config
+from zeromesh.model.module_units import cut
 
 transformers = pytest.importorskip("transformers")
 
@@ -167,3 +169,37 @@ def test_factories_are_called() -> None:
 def test_wrong_factories_say_what_is_wrong(function: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         from_factory(f"{__name__}:{function}", seq_len=64)
+
+
+class Classifier(nn.Module):
+    """A head that is no vocabulary, and a norm that belongs to nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(16, 32)
+        self.blocks = nn.Sequential(*[nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3)])
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.patches(x))))  # type: ignore[no-any-return]
+
+
+def modules() -> dict[str, nn.Module]:
+    made: dict[str, nn.Module] = {"blocks": Blocks(), "classifier": Classifier(), "no blocks": nn.Linear(4, 4)}
+    for name in ("llama", "llama tied", "gpt2", "mixtral"):
+        with torch.device("meta"):
+            made[name] = transformers.AutoModelForCausalLM.from_config(configs()[name])
+    return made
+
+
+@pytest.mark.parametrize("name", ["blocks", "classifier", "no blocks", "llama", "llama tied", "gpt2", "mixtral"])
+def test_units_are_those_that_the_engine_cuts(name: str) -> None:
+    """Two readers of one rule: the planner may not import the engine."""
+    module = modules()[name]
+    planned = {unit.name: sum(p.numel() for _, p in unit.parameters) for unit in cut(module)}
+    engine = {
+        unit.name: sum(info.param.numel() for infos in unit.groups.values() for info in infos)
+        for unit in find_units(module)
+    }
+    assert planned == {name: numel for name, numel in engine.items() if numel}
