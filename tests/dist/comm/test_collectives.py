@@ -57,13 +57,14 @@ def gather(chunk, dtype, seed):
     assert torch.equal(region, expected)
 
 
-def scatter(chunk, wire, out, seed, scale, accumulate):
+def scatter(chunk, wire, out, seed, scale, accumulate, workspace_share=1):
     group = line()
     before = values(group.rank, chunk, FLOATS[out], seed + 1)
     result = before.clone()
     region = values(group.rank, chunk * group.size, FLOATS[wire], seed)
     sent = region.clone()
-    reduce_scatter(region, result, group, workspace=workspace(group), scale=scale, accumulate=accumulate)
+    room = workspace(group)[: workspace_bytes(group) // workspace_share]
+    reduce_scatter(region, result, group, workspace=room, scale=scale, accumulate=accumulate)
     total = summed(chunk * group.size, FLOATS[wire], seed, group.size, scale)
     own = total[group.rank * chunk : (group.rank + 1) * chunk]
     expected = (before.to(own.dtype) + own if accumulate else own).to(FLOATS[out])
@@ -125,6 +126,13 @@ def test_regions_of_many_pieces(pool: Pool, world):
     pool.run(world, scatter, 700_001, "fp32", "fp32", 1, 0.25, False)
     pool.run(world, scatter, 100_003, "fp64", "fp64", 1, 0.25, True)
     pool.run(world, reduce, 1_500_003, "bf16", 1, 1 / 3)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_slots_are_used_again_only_after_their_terms_are_summed(pool: Pool, world):
+    # An eighth of the workspace makes the slots go round five times and more.
+    for seed in range(3):
+        pool.run(world, scatter, 900_001, "fp32", "fp32", seed, 1.0, False, workspace_share=8)
 
 
 @on_ranks(3)

@@ -69,12 +69,12 @@ def gather(shape, shard, dtype, seed):
         assert {sent.operation for sent in seen} == {"all_gather"}
 
 
-def scatter(shape, shard, wire, out, seed, scales, accumulate):
+def scatter(shape, shard, wire, out, seed, scales, accumulate, workspace_share=1):
     major, minor = kept(levels, *shape)
     seen: list[Sent] = []
     major.record = minor.record = seen.append
     world, own = dist.get_world_size(), shard_of(dist.get_rank(), *shape)
-    workspace = torch.empty(workspace_bytes(major), dtype=torch.uint8)
+    workspace = torch.empty(workspace_bytes(major) // workspace_share, dtype=torch.uint8)
     results = []
     for collective in (hierarchical_reduce_scatter, ho_ring_reduce_scatter):
         region = values(dist.get_rank(), world * shard, DTYPES[wire], seed)
@@ -123,6 +123,12 @@ def test_regions_of_many_slices(pool: Pool):
         pool.run(world, gather, shape, 150_001, "fp32", 1)
         pool.run(world, scatter, shape, 150_001, "fp32", "fp32", 1, (0.5, 0.5), True)
         pool.run(world, scatter, shape, 300_001, "bf16", "fp32", 1, (0.5, 0.5), False)
+
+
+def test_slots_are_used_again_only_after_their_terms_are_summed(pool: Pool):
+    # A sixteenth of the workspace makes the slots go round five times and more.
+    for seed in range(3):
+        pool.run(4, scatter, (2, 2), 300_001, "fp32", "fp32", seed, (1.0, 1.0), False, workspace_share=16)
 
 
 def die_in_the_ring():
