@@ -189,7 +189,7 @@ def run(rank: int, world: int, store: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    results = []
+    results: list[dict[str, Any]] = []
     for name, (ours, peer) in pairs(world).items():
         if args.only and args.only not in name:
             continue
@@ -201,8 +201,7 @@ def run(rank: int, world: int, store: str, args: argparse.Namespace) -> None:
                 results.append(row)
                 if rank == 0:
                     print(json.dumps(row), flush=True)
-    if rank == 0 and args.out:
-        write(results, world, args)
+                    write(results, world, args)
     os._exit(0)  # gloo's threads outlive the groups
 
 
@@ -214,14 +213,14 @@ def write(results: list[dict[str, Any]], world: int, args: argparse.Namespace) -
     }
     setting |= {
         "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
         "ranks": world,
         "model": args.model,
         "tokens": args.tokens,
         "sequences": args.sequences,
     }
-    path = Path(args.out)
-    held = json.loads(path.read_text()) if path.exists() else []
-    path.write_text(json.dumps([*held, {"setting": setting, "results": results}], indent=1) + "\n")
+    if args.out:
+        Path(args.out).write_text(json.dumps({"setting": setting, "results": results}, indent=1) + "\n")
 
 
 def main() -> None:
