@@ -68,11 +68,11 @@ def plan(
         return
     planned = planner.plan(spec, hardware, work, options=options, engine=engine, top=top, trace=report is not None)
     if output is not None:
-        _write(output, planned.plan.to_json())
+        shared.write(output, planned.plan.to_json())
     if report is not None:
         from zeromesh.report import plan_page
 
-        _write(report, plan_page(planned))
+        shared.write(report, plan_page(planned))
     if emit:
         print(EMITTERS[emit](planned.plan, spec))
     elif as_json:
@@ -81,10 +81,3 @@ def plan(
         from zeromesh.report import print_plan
 
         print_plan(planned)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from error

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from zeromesh.cli import workload as shared
-from zeromesh.errors import InputError
 
 
 def simulate(
@@ -48,11 +47,11 @@ def simulate(
         spec, hardware, work, parsed, engine=engine, memory_margin=memory_margin, trace=bool(report or trace)
     )
     if trace is not None and chosen.simulation.trace is not None:
-        _write(trace, chosen.simulation.trace.to_json())
+        shared.write(trace, chosen.simulation.trace.to_json())
     if report is not None:
         from zeromesh.report import simulation_page
 
-        _write(report, simulation_page(chosen, hardware))
+        shared.write(report, simulation_page(chosen, hardware))
     if emit:
         print(EMITTERS[emit](planner.as_plan(chosen, hardware, work), spec))
     elif as_json:
@@ -61,10 +60,3 @@ def simulate(
         from zeromesh.report import print_simulation
 
         print_simulation(chosen, hardware)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -74,3 +75,11 @@ def check_margin(margin: float) -> None:
     """Raises InputError unless some memory is left to use."""
     if not 0.0 <= margin < 1.0:
         raise InputError(f"--memory-margin must lie in [0, 1), got {margin}")
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file that the user asked for; raises InputError where that cannot be done."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from error
