@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zeromesh.cli import workload as shared
+
 if TYPE_CHECKING:
     from zeromesh.validate.row import Row
     from zeromesh.validate.score import Score
@@ -30,7 +32,7 @@ def validate(
     scores = [score(name, [row for row in found if row.table == name]) for name in names]
     made = [] if tables else list(claims())
     if write is not None:
-        write.write_text(page(found, made), encoding="utf-8")
+        shared.write(write, page(found, made))
         print(f"wrote {write}")
     elif as_json:
         data = {

@@ -80,6 +80,6 @@ def check_margin(margin: float) -> None:
 def write(path: Path, text: str) -> None:
     """Writes a file that the user asked for; raises InputError where that cannot be done."""
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from error

@@ -47,6 +47,9 @@ class CollectiveCost:
     sent_bytes: float = 0.0
 
 
+HOST = -1
+"""The level index under which `busy` lists a device's own processor, where that moves the bytes."""
+
 FREE = CollectiveCost(seconds=0.0)
 
 

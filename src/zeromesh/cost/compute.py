@@ -61,7 +61,7 @@ class ComputeModel:
         """Seconds of one of `unit`'s copies for `tokens` tokens in sequences of `seq_len`."""
         products = [self.matmul(m, tokens) for m in unit.matmuls]
         attention = self._attention_forward(unit.attention, tokens, seq_len)
-        traffic = self._traffic(unit, tokens)
+        traffic = self._traffic(unit, tokens, seq_len)
         other = unit.other_forward_flops * tokens / self.matrix_flops
         forward = sum(products) + attention + traffic + other
         slower = self.constants.matmul_share / self.constants.matmul_backward_share
@@ -101,7 +101,7 @@ class ComputeModel:
         again = sum(self.matmul(m, tokens) for m in unit.recomputed_matmuls(recomputation))
         if unit.recomputes_attention(recomputation):
             again += self._attention_forward(unit.attention, tokens, seq_len)
-        return again + self._traffic(unit, tokens)
+        return again + self._traffic(unit, tokens, seq_len)
 
     def _attention_forward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
         if attention is None:
@@ -115,8 +115,8 @@ class ComputeModel:
         rate = self.matrix_flops * self.constants.attention_backward_share
         return _causal_flops(attention.backward_flops(seq_len), attention) * tokens / rate
 
-    def _traffic(self, unit: UnitSpec, tokens: float) -> float:
-        return self.memory(unit.activations.elementwise * self.constants.traffic * tokens)
+    def _traffic(self, unit: UnitSpec, tokens: float, seq_len: int) -> float:
+        return self.memory(unit.activations.elementwise.at(seq_len) * self.constants.traffic * tokens)
 
 
 def _causal_flops(flops: float, attention: AttentionSpec) -> float:

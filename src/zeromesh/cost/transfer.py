@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from zeromesh.cluster import Cluster
-from zeromesh.cost.collective import Algorithm, CollectiveCost, Operation, collective_cost, merge_busy
+from zeromesh.cost.collective import HOST, Algorithm, CollectiveCost, Operation, collective_cost, merge_busy
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants
 from zeromesh.cost.group import Group
@@ -58,8 +58,20 @@ class TransferModel:
         """
         key = (*((axis.mesh_axis, axis.size) for axis in axes), operation, numel, wire, algorithm)
         if key not in self._costs:
-            self._costs[key] = self._joint(axes, operation, numel, wire, algorithm)
+            self._costs[key] = self._hosted(self._joint(axes, operation, numel, wire, algorithm), axes)
         return self._costs[key]
+
+    def _hosted(self, cost: CollectiveCost, axes: Sequence[Axis]) -> CollectiveCost:
+        """With the time that the device's own cores need to move the bytes, where they do; over several axes at the
+        rate of the slowest."""
+        cores = self.cluster.device.cores
+        rates = [self.cluster.level(axis.mesh_axis).host_bytes_per_s for axis in axes]
+        known = [rate for rate in rates if rate is not None]
+        if cores is None or not known or not cost.busy:
+            return cost
+        moving = cost.sent_bytes / min(known) / cores
+        wire = max(seconds for _, seconds in cost.busy)
+        return replace(cost, seconds=cost.seconds + max(0.0, moving - wire), busy=(*cost.busy, (HOST, moving)))
 
     def _joint(
         self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: Algorithm

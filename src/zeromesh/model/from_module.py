@@ -228,7 +228,7 @@ def _activations(unit: ModuleUnit, runs: Sequence[tuple[int, Measured]]) -> Acti
         saved_full=PerToken() if block else saved,
         # the gradient that arrives at a block was there before its peak was noted
         working=peak + PerToken(constant=output) if block else peak,
-        elementwise=found.elementwise_bytes / seq_len,
+        elementwise=PerToken(constant=found.elementwise_bytes / seq_len),
     )
 
 

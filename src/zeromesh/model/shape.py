@@ -83,15 +83,22 @@ class Kernels:
     """Which operations run as one kernel: it decides what autograd keeps.
 
     An unfused RMS norm is a chain of fp32 operations and keeps its input a second time in fp32; a fused one keeps its
-    input and one statistic. Unfused attention keeps the scores.
+    input and one statistic. Unfused attention keeps the scores. A fused gated activation computes again in its backward
+    what the chain would keep between its two inputs and its result. A fused loss works on the logits in their place and
+    dtype, where the chain keeps log-probabilities in fp32 beside them.
     """
 
     fused_norm: bool
     fused_attention: bool
+    fused_activation: bool = False
+    fused_loss: bool = False
 
 
 EAGER = Kernels(fused_norm=False, fused_attention=True)
 FUSED = Kernels(fused_norm=True, fused_attention=True)
+MEGATRON = Kernels(fused_norm=True, fused_attention=True, fused_activation=True, fused_loss=True)
+"""Megatron-core's: fusions/fused_bias_swiglu.py saves its input alone, fusions/fused_cross_entropy.py one copy of the
+logits in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

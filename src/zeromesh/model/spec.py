@@ -151,7 +151,7 @@ class ActivationSpec:
     saved_selective: PerToken
     saved_full: PerToken
     working: PerToken = field(default_factory=PerToken)
-    elementwise: float = 0.0
+    elementwise: PerToken = field(default_factory=PerToken)
 
     def saved(self, recomputation: Recomputation) -> PerToken:
         match recomputation:
@@ -316,14 +316,14 @@ class ModelSpec:
         """
         alive_before = 0.0
         peak = 0.0
-        for unit in _execution_order(self.units):
+        for unit in in_execution_order(self.units):
             last = alive_before + (unit.count - 1) * unit.saved_bytes(seq_len, recomputation)
             peak = max(peak, last + unit.backward_peak_bytes(seq_len, recomputation))
             alive_before += unit.count * unit.saved_bytes(seq_len, recomputation)
         return peak
 
 
-def _execution_order(units: tuple[UnitSpec, ...]) -> list[UnitSpec]:
+def in_execution_order(units: tuple[UnitSpec, ...]) -> list[UnitSpec]:
     """Root computes after the last block and before the head; see `UnitKind`."""
     return sorted(units, key=lambda unit: _RANK[unit.kind])
 

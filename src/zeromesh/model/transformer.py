@@ -8,11 +8,11 @@ are common. With h = hidden, q and v the query's and one key's sizes, f = ffn, w
   RMS norm fused, layer norm: the input (wh) and the output (wh). Statistics: 4 bytes each.
 - attention: query, key, value and output, and 4 bytes of log-sum-exp per head; unfused: the softmax in fp32 and
   in the compute dtype, for each pair of tokens and head.
-- feed-forward, gated: gate, its activation, up, and their product: 4wf. Not gated: wf for the product and wf for
-  each copy that the activation function keeps.
+- feed-forward, gated: gate, its activation, up, and their product: 4wf; with a fused activation gate, up and product:
+  3wf. Not gated: wf for the product and wf for each copy that the activation function keeps.
 - the residual stream itself is kept only where a norm keeps its input.
 - head: its input (wh), the labels, the logits (wV, alive as the module's output) and the loss's
-  log-probabilities in fp32 (4V).
+  log-probabilities in fp32 (4V); with a fused loss the exponentials in the logits' place.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def build(shape: TransformerShape, *, dtype: str = "bf16", kernels: Kernels = EA
         units.append(_embedding(shape, width))
     units.append(_block(shape, width, kernels))
     if not shape.tied:
-        units.append(_head(shape, width))
+        units.append(_head(shape, width, kernels))
     return ModelSpec(
         name=shape.name,
         units=tuple(units),
@@ -72,10 +72,10 @@ def _root(shape: TransformerShape, width: float, kernels: Kernels) -> UnitSpec:
     if shape.tied:
         tensors = (TensorSpec(name=f"{naming.embedding}.weight", shape=(shape.vocab, shape.hidden)), *tensors)
         matmuls = (_head_matmul(shape),)
-        saved += PerToken(constant=2 * _INDEX_BYTES + _head_saved(shape, width))
+        saved += PerToken(constant=2 * _INDEX_BYTES + _head_saved(shape, width, kernels))
         saved += PerToken(constant=shape.hidden if shape.dropouts_per_block else 0)  # the embeddings' dropout mask
-        working = PerToken(constant=_logits_working(shape))
-        traffic += _loss_traffic(shape, width)
+        working = PerToken(constant=_logits_working(shape, width, kernels))
+        traffic += _loss_traffic(shape, width, kernels)
     return UnitSpec(
         name="",
         kind=UnitKind.ROOT,
@@ -96,15 +96,15 @@ def _embedding(shape: TransformerShape, width: float) -> UnitSpec:
     )
 
 
-def _head(shape: TransformerShape, width: float) -> UnitSpec:
-    saved = PerToken(constant=_INDEX_BYTES + _head_saved(shape, width))
-    working = PerToken(constant=_logits_working(shape))
+def _head(shape: TransformerShape, width: float, kernels: Kernels) -> UnitSpec:
+    saved = PerToken(constant=_INDEX_BYTES + _head_saved(shape, width, kernels))
+    working = PerToken(constant=_logits_working(shape, width, kernels))
     return UnitSpec(
         name=shape.naming.head,
         kind=UnitKind.HEAD,
         tensors=(TensorSpec(name="weight", shape=(shape.vocab, shape.hidden)),),
         matmuls=(_head_matmul(shape),),
-        activations=_same_saved(width * shape.vocab, saved, working, _loss_traffic(shape, width)),
+        activations=_same_saved(width * shape.vocab, saved, working, _loss_traffic(shape, width, kernels)),
     )
 
 
@@ -234,7 +234,7 @@ def _head_matmul(shape: TransformerShape) -> MatmulSpec:
 # Activations --------------------------------------------------------------------------------------------------------
 
 
-def _same_saved(output: float, saved: PerToken, working: PerToken, elementwise: float) -> ActivationSpec:
+def _same_saved(output: float, saved: PerToken, working: PerToken, traffic: float) -> ActivationSpec:
     """Of a unit that is never recomputed."""
     return ActivationSpec(
         output=output,
@@ -242,7 +242,7 @@ def _same_saved(output: float, saved: PerToken, working: PerToken, elementwise: 
         saved_selective=saved,
         saved_full=saved,
         working=working,
-        elementwise=elementwise,
+        elementwise=PerToken(constant=traffic),
     )
 
 
@@ -251,7 +251,7 @@ def _block_activations(
 ) -> ActivationSpec:
     boundary = width * shape.hidden
     attention = _attention_saved(shape, width, kernels)
-    saved = PerToken(constant=2 * _norm_saved(shape, width, kernels) + _mlp_saved(shape, width)) + attention
+    saved = PerToken(constant=2 * _norm_saved(shape, width, kernels) + _mlp_saved(shape, width, kernels)) + attention
     saved += PerToken(constant=shape.dropouts_per_block * shape.hidden)
     kept_products = sum(width * m.outer * m.rows_per_token * m.count for m in matmuls[0::2])
     kept_attention = width * shape.query_size + _FP32 * shape.heads if _fused(shape, kernels) else 0.0
@@ -288,8 +288,9 @@ def _attention_saved(shape: TransformerShape, width: float, kernels: Kernels) ->
     return PerToken(constant=constant, per_context=(_FP32 + width) * shape.heads)
 
 
-def _mlp_saved(shape: TransformerShape, width: float) -> float:
-    inner = 4.0 if shape.gated else 1.0 + shape.activation_saves
+def _mlp_saved(shape: TransformerShape, width: float, kernels: Kernels) -> float:
+    gated = 3.0 if kernels.fused_activation else 4.0
+    inner = gated if shape.gated else 1.0 + shape.activation_saves
     if not shape.experts:
         return width * inner * shape.ffn
     active = shape.experts_per_token
@@ -297,13 +298,14 @@ def _mlp_saved(shape: TransformerShape, width: float) -> float:
     return width * active * (inner * shape.ffn + 2 * shape.hidden) + 2 * _FP32 * shape.experts
 
 
-def _head_saved(shape: TransformerShape, width: float) -> float:
-    return width * shape.hidden + (width + _FP32) * shape.vocab
+def _head_saved(shape: TransformerShape, width: float, kernels: Kernels) -> float:
+    return width * shape.hidden + (width + (0 if kernels.fused_loss else _FP32)) * shape.vocab
 
 
-def _logits_working(shape: TransformerShape) -> float:
-    """The loss's backward holds the gradients of the log-probabilities and of the logits in fp32."""
-    return 2 * _FP32 * shape.vocab
+def _logits_working(shape: TransformerShape, width: float, kernels: Kernels) -> float:
+    """The loss's backward holds the gradients of the log-probabilities and of the logits in fp32; a fused one turns the
+    exponentials into the former in their place, and copies them for the product before."""
+    return (width if kernels.fused_loss else 2 * _FP32) * shape.vocab
 
 
 # Elementwise traffic, forward ---------------------------------------------------------------------------------------
@@ -316,14 +318,23 @@ def _norm_traffic(shape: TransformerShape, width: float, kernels: Kernels) -> fl
     return 2 * width * shape.hidden
 
 
-def _block_traffic(shape: TransformerShape, width: float, kernels: Kernels) -> float:
+def _block_traffic(shape: TransformerShape, width: float, kernels: Kernels) -> PerToken:
     active_ffn = shape.ffn * max(1, shape.experts_per_token)
     norms = 2 * _norm_traffic(shape, width, kernels)
     residuals = 2 * 3 * width * shape.hidden
     rotary = 0.0 if shape.max_positions else 8 * width * (shape.query_size + shape.kv_size)
-    mlp = width * active_ffn * (5 if shape.gated else 2 * shape.activation_saves)
-    return norms + residuals + rotary + mlp
+    gated = 3 if kernels.fused_activation else 5
+    mlp = width * active_ffn * (gated if shape.gated else 2 * shape.activation_saves)
+    constant = norms + residuals + rotary + mlp
+    if _fused(shape, kernels):
+        return PerToken(constant=constant)
+    # Of each score: written; scaled; the mask added; softmax to fp32; to compute dtype; read by the next product
+    # (transformers before 4.36, models/llama/modeling_llama.py, LlamaAttention.forward).
+    score = width + 2 * width + 2 * width + (width + _FP32) + (_FP32 + width) + width
+    return PerToken(constant=constant, per_context=score * shape.heads)
 
 
-def _loss_traffic(shape: TransformerShape, width: float) -> float:
+def _loss_traffic(shape: TransformerShape, width: float, kernels: Kernels) -> float:
+    if kernels.fused_loss:
+        return shape.vocab * 5 * width  # the largest; the exponentials in place; divided by their sum in place
     return shape.vocab * (width + _FP32 + 2 * _FP32)

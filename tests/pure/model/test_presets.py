@@ -10,7 +10,7 @@ import pytest
 
 from zeromesh.errors import ModelError
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, load_model, preset, preset_names, with_trainable
-from zeromesh.model.shape import FUSED
+from zeromesh.model.shape import FUSED, MEGATRON, Kernels
 
 PUBLISHED = {
     "llama-7b": 6738415616,
@@ -126,6 +126,22 @@ def test_block_activations_by_hand() -> None:
     assert block.saved_bytes(4096, Recomputation.NONE) == 2 * (8 * 4096 + 4) + 8 * 4096 + 4 * 32 + 8 * 11008
     fused = preset("llama-7b", kernels=FUSED).units[2]
     assert fused.saved_bytes(4096, Recomputation.NONE) == 2 * (4 * 4096 + 4) + 8 * 4096 + 4 * 32 + 8 * 11008
+
+
+def test_megatrons_kernels_keep_less() -> None:
+    """SwiGLU keeps gate, up and product (6f), the loss one copy of the logits (2V) beside the head's input (2h)."""
+    *_, block, head = preset("llama-7b", kernels=MEGATRON).units
+    assert block.saved_bytes(4096, Recomputation.NONE) == 2 * (4 * 4096 + 4) + 8 * 4096 + 4 * 32 + 6 * 11008
+    assert head.saved_bytes(4096, Recomputation.NONE) == 8 + 2 * 4096 + 2 * 32000
+    *_, fused_block, _ = preset("llama-7b", kernels=FUSED).units
+    assert block.activations.elementwise.constant < fused_block.activations.elementwise.constant
+
+
+def test_unfused_attention_moves_the_scores() -> None:
+    """LLaMA-7B in bf16: 24 bytes for each of 32 heads' scores, as many as the sequence is long; fused, none."""
+    unfused = preset("llama-7b", kernels=Kernels(fused_norm=False, fused_attention=False)).units[2].activations
+    assert unfused.elementwise.per_context == 24 * 32
+    assert preset("llama-7b").units[2].activations.elementwise.per_context == 0
 
 
 def test_peak_activations_lie_between_the_saved_and_the_saved_with_one_more_unit() -> None:

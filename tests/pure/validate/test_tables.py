@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from zeromesh.cli.app import app
+from zeromesh.errors import InputError
 from zeromesh.validate.assumptions import assumed, assumptions
 from zeromesh.validate.claims import Claim
 from zeromesh.validate.page import page, remarks
@@ -62,19 +63,21 @@ def tables() -> Tables:
         "torchtitan",
         "torchtitan memory",
         "InternEvo memory",
+        "Galvatron memory",
+        "PaRO",
     ],
 )
 def test_goals_that_are_met_stay_met(tables, table):
     result = score(table, tables[table])
     assert result.meets_goal, result
-    assert result.rank is None or result.rank > 0.95
+    assert result.rank is None or result.rank > (0.8 if table == "PaRO" else 0.95)  # PaRO's: its remark
 
 
-@pytest.mark.parametrize(("table", "median", "p90"), [("Galvatron memory", 0.17, 0.36), ("PaRO", 0.27, 1.45)])
-def test_goals_that_are_missed_get_no_worse(tables, table, median, p90):
-    result = score(table, tables[table])
-    assert not result.meets_goal, "met now: move it to the test above"
-    assert result.median < median and result.p90 < p90
+def test_galvatrons_activations_are_within_a_percent(tables):
+    saved = [r for r in tables["Galvatron memory"] if r.label.startswith("activations") and r.in_scope]
+    exact = [r for r in saved if "peak" not in r.label]
+    assert len(saved) == 18 and len(exact) == 10
+    assert all(abs(row.error) < 0.01 for row in exact)
 
 
 def test_paros_orderings_come_out(tables):
@@ -146,6 +149,12 @@ def test_validate_prints_a_table(tmp_path):
     path = tmp_path / "page.md"
     assert CliRunner().invoke(app, ["validate", "internevo", "--write", str(path)]).exit_code == 0
     assert "### InternEvo memory" in path.read_text()
+
+
+def test_a_page_that_cannot_be_written_says_so(tmp_path):
+    result = CliRunner().invoke(app, ["validate", "internevo", "--write", str(tmp_path / "missing" / "page.md")])
+    assert isinstance(result.exception, InputError)
+    assert "cannot be written: No such file or directory" in str(result.exception)
 
 
 def test_an_unknown_table_names_the_nearest():

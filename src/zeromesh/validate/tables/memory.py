@@ -10,14 +10,15 @@ from itertools import product
 from zeromesh.cluster import preset as cluster_preset
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
-from zeromesh.model.shape import EAGER, FUSED
+from zeromesh.model.shape import EAGER, FUSED, MEGATRON, Kernels
 from zeromesh.simulator import ENGINES, Workload, simulate
+from zeromesh.simulator.allocated import AllocatedPeak
 from zeromesh.validate.assumptions import assumed
 from zeromesh.validate.row import Row, predicted_row, published
 
 INTERNEVO, GALVATRON = "InternEvo memory", "Galvatron memory"
 
-_KERNELS = {"fused": FUSED, "eager": EAGER}
+_KERNELS = {"fused": FUSED, "eager": EAGER, "megatron": MEGATRON}
 _MEBIBYTE = 2**20
 
 
@@ -91,21 +92,36 @@ def _galvatron_mib(layers: int, what: str, recomputation: Recomputation) -> list
     if what == "ms":
         workload = Workload(seq_len=2048, global_batch_tokens=2048 * 8, param_dtype="fp32")
         cluster = cluster_preset("a100-8x-hdr").take(8)
-        memory = simulate(_layers(layers), cluster, "zero3", workload, engine="fsdp").memory
+        memory = simulate(_layers(layers, FUSED), cluster, "zero3", workload, engine="fsdp").memory
         return [(memory.params + memory.grads + memory.optimizer) / _MEBIBYTE]
-    models = [_layers(layers, kernels) for kernels in assumed("galvatron", "kernels").choices]
     if what == "act":
-        return [2048 * model.saved_activation_bytes(2048, recomputation) / _MEBIBYTE for model in models]
-    return [2048 * model.peak_activation_bytes(2048, recomputation) / _MEBIBYTE for model in models]
+        return [
+            seq_len * _layers(layers, kernels).saved_activation_bytes(seq_len, recomputation) / _MEBIBYTE
+            for seq_len, kernels in _galvatron_choices()
+        ]
+    return [
+        AllocatedPeak(
+            model=_layers(layers, kernels), world=8, tokens=seq_len, seq_len=seq_len, recomputation=recomputation
+        ).above_backward_end()
+        / _MEBIBYTE
+        for seq_len, kernels in _galvatron_choices()
+    ]
 
 
 def _layer_mib(recomputation: Recomputation) -> list[float]:
-    models = [_layers(1, kernels) for kernels in assumed("galvatron", "kernels").choices]
-    blocks = [next(u for u in model.units if u.kind is UnitKind.BLOCK) for model in models]
-    return [2048 * block.saved_bytes(2048, recomputation) / _MEBIBYTE for block in blocks]
+    predictions = []
+    for seq_len, kernels in _galvatron_choices():
+        block = next(u for u in _layers(1, kernels).units if u.kind is UnitKind.BLOCK)
+        predictions.append(seq_len * block.saved_bytes(seq_len, recomputation) / _MEBIBYTE)
+    return predictions
 
 
-def _layers(count: int, kernels: str = "") -> ModelSpec:
-    model = model_preset("llama2-7b", kernels=_KERNELS[kernels or assumed("galvatron", "kernels").value])
+def _galvatron_choices() -> list[tuple[int, Kernels]]:
+    choices = product(assumed("galvatron", "seq_len").choices, assumed("galvatron", "kernels").choices)
+    return [(int(seq_len), _KERNELS[kernels]) for seq_len, kernels in choices]
+
+
+def _layers(count: int, kernels: Kernels) -> ModelSpec:
+    model = model_preset("llama2-7b", kernels=kernels)
     units = tuple(replace(u, count=count) if u.kind is UnitKind.BLOCK else u for u in model.units)
     return replace(model, units=units)

@@ -12,6 +12,7 @@ from zeromesh.cluster import preset as cluster_preset
 from zeromesh.model import ModelSpec, Recomputation, with_trainable
 from zeromesh.model import preset as model_preset
 from zeromesh.model.presets import preset_shape
+from zeromesh.model.shape import EAGER, Kernels
 from zeromesh.model.transformer import build
 from zeromesh.simulator import ENGINES, Mechanics, Workload, simulate
 from zeromesh.validate.assumptions import assumed
@@ -22,6 +23,7 @@ ZEROPP, PARO, FRONTIER = "ZeRO++ over ZeRO-3", "PaRO", "Frontier"
 _DEEPSPEED = ENGINES["deepspeed"]
 _OVERLAPPING = replace(_DEEPSPEED, overlap_gather=True, overlap_refresh=True)
 _PARO_MODELS = {"7B": "llama-7b", "65B": "llama-65b"}
+_PARO_KERNELS = {"unfused attention": Kernels(fused_norm=False, fused_attention=False), "fused attention": EAGER}
 _TRAINABLE = {"full": "all", "partial 1/16 trainable": "0.0625", "PEFT 3/1000 trainable": "0.003"}
 
 
@@ -97,7 +99,12 @@ def paro_rows() -> Iterator[Row]:
             excluded="the outlier that the paper's formulas do not give either" if scenario.startswith("PEFT") else "",
         )
         recomputations = [Recomputation.FULL] if size == "65B" else [Recomputation.NONE, Recomputation.FULL]
-        choices = product(assumed("paro", "nics").choices, recomputations, assumed("paro", "overlap").choices)
+        choices = product(
+            assumed("paro", "nics").choices,
+            recomputations,
+            assumed("paro", "overlap").choices,
+            assumed("paro", "kernels").choices,
+        )
         ratios = [
             _paro_ratio(size, scenario, gpus, entry["strategy"], entry["baseline"], *choice) for choice in choices
         ]
@@ -113,9 +120,11 @@ def _paro_ratio(
     nics: str,
     recomputation: Recomputation,
     overlap: str,
+    kernels: str,
 ) -> float:
     ours, theirs = (
-        paro_step_s(size, scenario, gpus, name, recomputation, overlap, nics=int(nics)) for name in (strategy, baseline)
+        paro_step_s(size, scenario, gpus, name, recomputation, overlap, nics=int(nics), kernels=kernels)
+        for name in (strategy, baseline)
     )
     return theirs / ours
 
@@ -130,8 +139,10 @@ def paro_step_s(
     overlap: str = "yes",
     collective: str = "auto",
     nics: int = 1,
+    kernels: str = "",
 ) -> float:
     """Seconds of a step of PaRO's set-up: seq 512, micro-batch 4, 10 accumulations unless the scenario says else."""
+    model = model_preset(_PARO_MODELS[size], kernels=_PARO_KERNELS[kernels or assumed("paro", "kernels").value])
     micro_batches = 135 if "540 sequences" in scenario else 10
     trainable = _TRAINABLE[next(key for key in _TRAINABLE if scenario.startswith(key))]
     workload = Workload(
@@ -142,7 +153,7 @@ def paro_step_s(
         grad_dtype="bf16",
     )
     return simulate(
-        with_trainable(model_preset(_PARO_MODELS[size]), trainable),
+        with_trainable(model, trainable),
         paro_cluster(gpus, nics),
         f"paro:{strategy}" + ("" if collective == "auto" else f";collective={collective}"),
         workload,
