@@ -23,6 +23,9 @@ def plan(
     grad_dtype: shared.GradDtype = "fp32",
     activation_checkpointing: shared.Checkpointing = "auto",
     wire: Annotated[str, typer.Option(help="lossless, or any: quantised wires too.")] = "lossless",
+    collective: Annotated[
+        str, typer.Option(help="Over several levels: hierarchical, ho_ring too, or auto: what the engine can do there.")
+    ] = "auto",
     memory_margin: shared.Margin = 0.08,
     engine: shared.Engine = "zeromesh",
     space: Annotated[str, typer.Option(help="zeromesh, or a paper's own: amsp, paro, mics.")] = "zeromesh",
@@ -41,6 +44,7 @@ def plan(
     from zeromesh.simulator import find_engine
 
     shared.check_choice("--wire", wire, ("lossless", "any"))
+    shared.check_choice("--collective", collective, ("auto", "hierarchical", "ho_ring"))
     shared.check_choice("--splits", splits, ("none", "once", "all"))
     shared.check_choice("--space", space, ("zeromesh", *SPACES))
     shared.check_margin(memory_margin)
@@ -54,6 +58,7 @@ def plan(
     options = planner.Options(
         splits=splits,  # type: ignore[arg-type]  # checked above
         wires=wire,  # type: ignore[arg-type]  # checked above
+        collective=collective,  # type: ignore[arg-type]  # checked above
         max_simulations=None if exact else planner.Options().max_simulations,
         memory_margin=memory_margin,
     )

@@ -48,6 +48,11 @@ class Cluster:
         """(name, size) of each level, innermost first."""
         return tuple((level.name, level.size) for level in self.levels)
 
+    @property
+    def backend(self) -> str:
+        """Of torch.distributed, that devices of this kind talk through: gloo where processor cores move the bytes."""
+        return "nccl" if self.device.cores is None else "gloo"
+
     def level(self, name: str) -> Level:
         """The level called `name`.
 

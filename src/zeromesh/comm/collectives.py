@@ -30,6 +30,7 @@ from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import SumScratch, Target, fits, parts, sum_dtype
 from zeromesh.comm.transport import PIECE_BYTES, Exchange, bytes_of, native_all_gather, send_all, swap
 from zeromesh.errors import InternalError
+from zeromesh.schedule.workspace import DEVICE_BYTES, collective_bytes
 
 WINDOW = 4
 """Pieces in flight from each peer: some on the wire while one is summed. 2 were 10 % slower, 8 no faster."""
@@ -37,16 +38,10 @@ WINDOW = 4
 WHOLE_BYTES = 1 << 17
 """Longest chunk that is exchanged in one native all-to-all: [Note: Gloo]."""
 
-GLOO_WORKSPACE_BYTES = 8 << 20
-"""Room for pieces of 1 MiB from one peer and of half a MiB from three."""
-
-DEVICE_WORKSPACE_BYTES = 64 << 20
-"""A 32 MiB message already runs at a NIC's rate; more would not be faster."""
-
 
 def workspace_bytes(group: AxisGroup) -> int:
     """Bytes of workspace that `reduce_scatter` and `all_reduce` over `group` need; all ranks must pass as much."""
-    return GLOO_WORKSPACE_BYTES if group.backend == "gloo" else DEVICE_WORKSPACE_BYTES
+    return collective_bytes(group.backend)
 
 
 @hosted
@@ -162,7 +157,7 @@ def _reduce_scatter(
     wire, wide = region.dtype, sum_dtype(region.dtype, target.out.dtype)
     exchange = Exchange(group, group.reduce, operation, *(chunk.numel() for chunk in chunks), workspace.numel())
     if group.backend != "gloo":
-        scratch = SumScratch.cut(workspace, wire, wide, terms=group.size, longest=DEVICE_WORKSPACE_BYTES)
+        scratch = SumScratch.cut(workspace, wire, wide, terms=group.size, longest=DEVICE_BYTES)
         arrivals = _arrivals_in_parts(exchange, chunks, scratch)
     elif fits(workspace, chunks[0], wide, terms=group.size) and bytes_of(chunks[0]) <= WHOLE_BYTES:
         scratch = SumScratch.whole(workspace, chunks[group.rank], wide, terms=group.size)

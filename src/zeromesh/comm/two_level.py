@@ -27,27 +27,15 @@ from zeromesh.comm.collectives import all_gather, even_chunks, reduce_scatter
 from zeromesh.comm.groups import AxisGroup, Channel
 from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import SumScratch, Target, parts, sum_dtype
-from zeromesh.comm.transport import Exchange, pieces
+from zeromesh.comm.transport import Exchange, bytes_of, pieces
 from zeromesh.errors import InputError
-
-SLICES = 16
-"""A shard is cut into that many slices: one level starts on a slice when the other has delivered it, so the first and
-the last are not overlapped."""
-
-SLICE_BYTES = range(1 << 18, 1 << 20)
-"""Shortest and longest slice: shorter ones cost more CPU time than they hide, [Note: Gloo]."""
+from zeromesh.schedule.transfer import slice_bytes
 
 WINDOW = 4
 """Rounds of a reduction in flight, so that neither level waits for the other's round to end."""
 
 LAG = 2
 """Rounds by which the sums over minor follow those over major: their messages have that long to arrive."""
-
-
-def slice_bytes(shard: Tensor) -> int:
-    """Length of the slices of a shard; a multiple of every element's size."""
-    bytes_each = shard.numel() * shard.element_size() // SLICES
-    return min(max(bytes_each, SLICE_BYTES.start), SLICE_BYTES.stop) // 64 * 64
 
 
 def check_ho_ring(group: AxisGroup) -> None:
@@ -112,7 +100,7 @@ def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup) -> No
         InputError: the backend is not gloo.
     """
     grid = _Grid.of(region, major, minor, "all_gather")
-    numel = slice_bytes(grid.shards[0][0]) // region.element_size()
+    numel = slice_bytes(bytes_of(grid.shards[0][0])) // region.element_size()
     size, own = minor.size, minor.rank
     # Shards reach this rank along the ring in this order, its own first; the same on all ranks of its major axis.
     order = [grid.shards[major.rank][(own - step) % size] for step in range(size)]
@@ -164,7 +152,9 @@ def ho_ring_reduce_scatter(
     grid = _Grid.of(region, major, minor, "reduce_scatter")
     terms = WINDOW * (minor.size * (major.size - 1) + minor.size - 1)
     wide = sum_dtype(region.dtype, out.dtype)
-    scratch = SumScratch.cut(workspace, region.dtype, wide, terms=terms, longest=slice_bytes(grid.shards[0][0]))
+    scratch = SumScratch.cut(
+        workspace, region.dtype, wide, terms=terms, longest=slice_bytes(bytes_of(grid.shards[0][0]))
+    )
     rounds = _Rounds(grid=grid, scratch=scratch, scale=scales[0], sums=list(grid.shards[major.rank]))
     target = Target(out=out, scale=scales[1], accumulate=accumulate)
     rounds.start()

@@ -155,6 +155,18 @@ def _ho_ring(group: Group, operation: Operation, full_bytes: float, constants: C
     )
 
 
+def overlapped_cost(first: CollectiveCost, second: CollectiveCost, slices: int) -> CollectiveCost:
+    """Two collectives of which each works on a slice as soon as the other has delivered it: the slower one's time, and
+    one slice of the other; on the same links both take their time."""
+    slower, other = max(first.seconds, second.seconds), min(first.seconds, second.seconds)
+    busy = merge_busy(first.busy, second.busy)
+    return CollectiveCost(
+        seconds=max(slower + other / max(1, slices), *(seconds for _, seconds in busy)),
+        busy=busy,
+        sent_bytes=first.sent_bytes + second.sent_bytes,
+    )
+
+
 def _all_to_all(group: Group, full_bytes: float, constants: Constants) -> CollectiveCost:
     """Every rank sends each other one its own part: over a level it sends to all ranks outside its member."""
     latency = constants.launch_s + (group.size - 1) * constants.peer_s + max(hop.step_s for hop in group.hops)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.comm import Lane, check_ho_ring, make_groups, workspace_bytes
+from zeromesh.comm import Lane, check_ho_ring, make_groups
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.clip import slice_norms
@@ -20,9 +20,8 @@ from zeromesh.engine.hooks import install
 from zeromesh.engine.materialise import Init, Materialiser
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
-from zeromesh.schedule import Schedule, Unit
+from zeromesh.schedule import Schedule, Unit, Workspace
 from zeromesh.schedule.memory import SlotPlan, aligned
-from zeromesh.schedule.transfer import QUANTISED_BITS
 from zeromesh.strategy import Layout
 
 
@@ -86,10 +85,8 @@ def build_engine(
     if layout.strategy.collective == "ho_ring":
         for group in groups.values():
             check_ho_ring(group)
-    scratch_bytes = max((workspace_bytes(group) for group in groups.values()), default=0)
-    # A lossless gather works in place; a quantised one needs room for its messages.
-    gather_bytes = scratch_bytes if any(axis.wire.param in QUANTISED_BITS for axis in layout.axes) else 0
-    schedule = Schedule.of(layout, units, workspace_bytes=scratch_bytes + gather_bytes)
+    workspace = Workspace.of(layout, next((group.backend for group in groups.values()), ""))
+    schedule = Schedule.of(layout, units, workspace_bytes=workspace.total)
     coordinates = layout.coordinates(control.rank)
     shards = _fill_shards(model, modules, units, layout, coordinates, control, device, init)
     _bind_slots(schedule, shards, device)
@@ -99,8 +96,8 @@ def build_engine(
         groups,
         gathers=Lane("gather", device=device, inline=layout.strategy.overlap == "none"),
         reductions=Lane("reduce", device=device, inline=layout.strategy.overlap == "none"),
-        gather_scratch=_scratch(memory.gather_staging, gather_bytes, device),
-        reduce_scratch=_scratch(memory.reduce_staging, scratch_bytes, device),
+        gather_scratch=_scratch(memory.gather_staging, workspace.gather, device),
+        reduce_scratch=_scratch(memory.reduce_staging, workspace.reduce, device),
     )
     engine = Engine(schedule, backend, control, precision)
     _make_optimizer_params(engine)

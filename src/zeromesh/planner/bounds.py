@@ -24,6 +24,9 @@ seconds of one micro-batch's forward and R = M * r + s what the reductions take,
 
     step >= max(F + R, C - C/M + F + r + s) + optimizer
 
+Where neighbouring levels overlap (`collective=ho_ring`), a chain of collectives takes at least as long as its longest
+one: L and E are then taken over the longest part of each layout instead of over all; what may spill stays as above.
+
 The transfers are those of `zeromesh.schedule.transfer`, their seconds those of `zeromesh.cost`; here they are only
 tabulated, by (level, size of a part, pieces of its region), so that a layout is a few look-ups. Padding is left out: it
 adds.
@@ -51,6 +54,7 @@ from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import Operation, Transfer
 from zeromesh.strategy import Axis, Stage, Wire
 
+from zeromesh.strategy.strategy import Collective
 Floats = npt.NDArray[np.float64]
 
 PREFETCH = 1
@@ -80,6 +84,10 @@ of one block's, of one block's reduction and of the other units'; of the level's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+_OVERLAPPING = slice(_GATHER_MICRO, _EDGE_REDUCE + 1)
+"""Rows of which the longest part counts where levels overlap."""
+
+
 class TimeBound:
     """Seconds of the layouts of a block.
 
@@ -142,6 +150,7 @@ class Bounds:
         cluster: cut to the world in use.
         wires: by level, as after `@`; "" for the default.
     """
+        collective: of the strategies; "ho_ring" where levels overlap.
 
     model: ModelSpec
     cluster: Cluster
@@ -149,6 +158,7 @@ class Bounds:
     constants: Constants
     wires: tuple[str, ...] = ()
 
+    collective: Collective = "auto"
     # Compute --------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -185,7 +195,12 @@ class Bounds:
         for level, stage, sizes, pieces in self._parts(block):
             table = self._table(level, stage)
             found = table[:, self._size_position[level][sizes], self._piece_position[pieces]]
-            lanes += found[:_BUSY_MICRO]
+            if self.collective == "ho_ring":
+                longest = np.maximum(lanes[_OVERLAPPING], found[_OVERLAPPING])
+                lanes += found[:_BUSY_MICRO]
+                lanes[_OVERLAPPING] = longest
+            else:
+                lanes += found[:_BUSY_MICRO]
             busy[level] += found[_BUSY_MICRO:]
         return TimeBound(lanes=lanes, busy=busy, contention=max(1.0, self.constants.contention))
 

@@ -25,8 +25,10 @@ from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.space import Block, Integers, Space, Splits
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
+from zeromesh.strategy.strategy import Collective
 
 Wires = Literal["lossless", "any"]
+Collectives = Literal["auto", "hierarchical", "ho_ring"]
 
 ANY_WIRES = ("", "int8/", "/int4", "int8/int4")
 """Wires tried on each level under `any`: those of ZeRO++ (arXiv 2306.10209), each half on its own."""
@@ -46,7 +48,10 @@ class Options:
         splits: how often a level may be cut.
         wires: `any` also tries quantised wires, which change the numbers that are trained; on more than two levels
             with unsplit levels alone.
-        max_simulations: candidates estimated at most; None: simulate whole as many as it takes to prove the optimum.
+        collective: over several levels. `hierarchical`: one level after the other. `ho_ring`: that, and all levels at
+            work at once. `auto`: as `ho_ring` where the engine can do it, which is on gloo.
+        max_simulations: candidates estimated at most for each kind of collective; None: simulate whole as many as it
+            takes to prove the optimum.
         tolerance: stop once the gap is at most this.
         memory_margin: share of the device's memory to leave free.
         front: points of the memory-time front to simulate.
@@ -54,6 +59,7 @@ class Options:
 
     splits: Splits = "once"
     wires: Wires = "lossless"
+    collective: Collectives = "auto"
     max_simulations: int | None = 16
     tolerance: float = 0.0
     memory_margin: float = DEFAULT_MARGIN
@@ -102,6 +108,7 @@ class _Rows:
 
     space: Space
     wires: tuple[str, ...]
+    collective: Collective
     micro_batch: int
     micro_batches: int
     recomputation: Recomputation
@@ -111,8 +118,9 @@ class _Rows:
     parts: Integers
 
     def candidate(self, row: int) -> Candidate:
+        strategy = self.space.strategy([int(column[row]) for column in self.indices], self.wires)
         return Candidate(
-            strategy=self.space.strategy([int(column[row]) for column in self.indices], self.wires),
+            strategy=replace(strategy, collective=self.collective),
             micro_batch=self.micro_batch,
             micro_batches=self.micro_batches,
             recomputation=self.recomputation,
@@ -186,8 +194,11 @@ def search(
     evaluator = Evaluator(model, cluster, workload, engine, constants, options.memory_margin)
     pool = _Pool()
     unsplit = replace(space, splits="none") if len(cluster.levels) > 2 else space
-    for wires in _wires(cluster, options):
-        _fill(pool, evaluator.bounds(wires), unsplit if any(wires) else space, evaluator.limit_bytes)
+    collectives = _collectives(cluster, options)
+    if options.max_simulations is not None:
+        options = replace(options, max_simulations=options.max_simulations * len(collectives))
+    for wires, collective in product(_wires(cluster, options), collectives):
+        _fill(pool, evaluator.bounds(wires, collective), unsplit if any(wires) else space, evaluator.limit_bytes)
     if not pool.rows:
         assert pool.smallest is not None
         raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)
@@ -252,15 +263,27 @@ def _wires(cluster: Cluster, options: Options) -> Iterator[tuple[str, ...]]:
     return product(*per_level)
 
 
-def _rank(estimate: Estimate) -> tuple[float, int, float]:
-    """Fastest first; of equally fast ones that with fewer parts, then the smaller."""
-    return float(f"{estimate.step_s:.9e}"), len(estimate.candidate.strategy.axes), estimate.memory_bytes
+def _collectives(cluster: Cluster, options: Options) -> tuple[Collective, ...]:
+    several = sum(level.size > 1 for level in cluster.levels) > 1
+    overlapping = options.collective == "ho_ring" or (options.collective == "auto" and cluster.backend == "gloo")
+    return ("auto", "ho_ring") if several and overlapping else ("auto",)
+
+
+def _rank(estimate: Estimate) -> tuple[float, int, bool, float]:
+    """Fastest first; of equally fast ones that with fewer parts, then that with fewer options, then the smaller."""
+    strategy = estimate.candidate.strategy
+    options = strategy.collective != "auto"
+    return float(f"{estimate.step_s:.9e}"), len(strategy.axes), options, estimate.memory_bytes
 
 
 def _fill(pool: _Pool, bounds: Bounds, space: Space, limit_bytes: float) -> None:
     settings = list(_settings(bounds))
     least = min(settings, key=lambda setting: setting.extra_bytes)
     for block in space.blocks():
+        if bounds.collective == "ho_ring":
+            block = block.choose(np.flatnonzero(block.levels_sharded() > 1))  # the others do not differ
+            if not len(block):
+                continue
         state = bounds.state_bytes(block)
         order = np.argsort(state, kind="stable")
         pool.searched += len(order) * len(settings)
@@ -276,6 +299,7 @@ def _fill(pool: _Pool, bounds: Bounds, space: Space, limit_bytes: float) -> None
                 rows = setting.rows(
                     space=space,
                     wires=bounds.wires,
+                    collective=bounds.collective,
                     indices=tuple(column[:count] for column in smaller.indices),
                     step_s=time.first(count).at(setting.micro_batches, setting.compute, optimizer_s[:count]),
                     memory=memory[:count] + setting.extra_bytes,
@@ -328,6 +352,7 @@ def _keep_smallest(
         only = setting.rows(
             space=space,
             wires=bounds.wires,
+            collective=bounds.collective,
             indices=block.indices,
             step_s=nothing,
             memory=nothing,

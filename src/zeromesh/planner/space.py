@@ -140,6 +140,14 @@ class Block:
                 degree *= level[STAGES.index(stage)]
         return degree
 
+    def levels_sharded(self) -> Integers:
+        """Of each layout, the levels over which something is sharded."""
+        counts = np.zeros(len(self), dtype=np.int64)
+        for level in self.sizes:
+            sharded = [size > 1 for stage, size in zip(STAGES, level, strict=True) if stage.shards_states]
+            counts += np.any(sharded, axis=0)
+        return counts
+
     def num_parts(self) -> Integers:
         """Of each layout, the terms of its notation."""
         parts = np.zeros(len(self), dtype=np.int64)

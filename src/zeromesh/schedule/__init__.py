@@ -10,6 +10,7 @@ from zeromesh.schedule.program import Action, Op, PointKind, Schedule
 from zeromesh.schedule.step import Counted, run_step, sent_bytes_per_axis, step_transfers
 from zeromesh.schedule.transfer import Transfer
 from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
+from zeromesh.schedule.workspace import Workspace
 
 __all__ = [
     "ITEM_BYTES",
@@ -30,6 +31,7 @@ __all__ = [
     "Target",
     "Transfer",
     "Unit",
+    "Workspace",
     "run_step",
     "sent_bytes_per_axis",
     "step_transfers",

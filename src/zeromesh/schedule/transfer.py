@@ -26,6 +26,19 @@ QUANTISED_BLOCK = 128
 4/128 byte an element more: 3 % of int8's bytes."""
 
 
+SLICES = 16
+"""Where two levels overlap, a shard is cut into that many slices: one level starts on a slice when the other has
+delivered it, so the first and the last are not overlapped."""
+
+SLICE_BYTES = range(1 << 18, 1 << 20)
+"""Shortest and longest slice: shorter ones cost more CPU time than they hide on gloo."""
+
+
+def slice_bytes(shard_bytes: int) -> int:
+    """Length of the slices of a shard; a multiple of every element's size."""
+    return min(max(shard_bytes // SLICES, SLICE_BYTES.start), SLICE_BYTES.stop) // 64 * 64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
     """One collective over one axis.
@@ -106,6 +119,36 @@ def reduce_boundary(layout: Layout, buffer: FlatBuffer) -> list[Transfer]:
         *_reductions(layout, buffer, "reduce_scatter", scatter),
         *_reductions(layout, buffer, "all_reduce", layout.replica_axes),
     ]
+
+
+def overlapped(steps: Sequence[Transfer], held: str, *, kept: bool = False) -> list[tuple[Transfer, ...]]:
+    """The steps of a chain as `collective=ho_ring` carries them out: neighbours in pairs, both levels at work at once.
+
+    A step has a partner where both scatter or both gather, lossless and in the dtype that the chain's region has, so
+    that nothing is copied between them; a gather chain with any other wire is staged as a whole and has none.
+
+    Args:
+        steps: of `unshard`, `refresh`, `reduce_micro` or `reduce_boundary`.
+        held: dtype of the region.
+        kept: a copy is kept between the axes that are kept and those that are not.
+    """
+    gathers = [step for step in steps if step.operation == "all_gather"]
+    if any(step.wire != held for step in gathers):
+        return [(step,) for step in steps]
+    groups: list[tuple[Transfer, ...]] = []
+    for step in steps:
+        alone = len(groups[-1]) == 1 if groups else False
+        if alone and _follows(groups[-1][0], step, held, kept):
+            groups[-1] += (step,)
+        else:
+            groups.append((step,))
+    return groups
+
+
+def _follows(first: Transfer, second: Transfer, held: str, kept: bool) -> bool:
+    copied = kept and first.axis.stage.kept and not second.axis.stage.kept
+    same = first.operation == second.operation != "all_reduce"
+    return same and first.wire == second.wire == held and not copied
 
 
 def _gathers(layout: Layout, buffer: FlatBuffer, axes: Sequence[Axis]) -> list[Transfer]:

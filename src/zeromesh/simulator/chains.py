@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from math import prod
 
-from zeromesh.cost.collective import Algorithm, CollectiveCost, Operation
+from zeromesh.cost.collective import Algorithm, CollectiveCost, Operation, overlapped_cost
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.schedule import Schedule, Transfer, Unit, transfer
+from zeromesh.schedule.memory import kept_numel, slot_dtype
 from zeromesh.schedule.transfer import QUANTISED_BITS, wire_bytes
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
@@ -49,7 +50,7 @@ class Chains:
 
     def _get(self, what: tuple[object, ...], unit: int) -> tuple[Work, ...]:
         shape = self.schedule.units[unit]
-        key = (*what, shape.buffers)
+        key = (*what, shape.role, shape.buffers)
         if key not in self._built:
             self._built[key] = self._build(what, shape)
         return self._built[key]
@@ -60,16 +61,21 @@ class Chains:
         for buffer in unit.buffers:
             match what:
                 case ("unshard", bool(from_kept)):
-                    chain += self._works(transfer.unshard(layout, buffer, from_kept=from_kept), "unshard")
+                    kept = not from_kept and kept_numel(layout, unit, buffer) > 0
+                    steps = transfer.unshard(layout, buffer, from_kept=from_kept)
+                    chain += self._works(steps, "unshard", buffer.param_dtype, kept=kept)
                 case ("refresh",):
-                    chain += self._refresh(transfer.refresh(layout, buffer))
+                    chain += self._refresh(transfer.refresh(layout, buffer), buffer.param_dtype)
                 case ("reduce_micro",):
-                    chain += self._works(transfer.reduce_micro(layout, buffer), "reduce")
+                    held = slot_dtype(layout, buffer)
+                    chain += self._works(transfer.reduce_micro(layout, buffer), "reduce", held)
                 case ("reduce_boundary",):
-                    chain += self._boundary(transfer.reduce_boundary(layout, buffer))
+                    chain += self._boundary(transfer.reduce_boundary(layout, buffer), buffer.grad_dtype)
         return tuple(chain)
 
-    def _works(self, transfers: Sequence[Transfer], kind: str) -> list[Work]:
+    def _works(self, transfers: Sequence[Transfer], kind: str, held: str, *, kept: bool = False) -> list[Work]:
+        if not self.mechanics.joint and self._algorithm == "ho_ring":
+            return [self._pair(steps, kind) for steps in transfer.overlapped(transfers, held, kept=kept)]
         works: list[Work] = []
         for (operation, wire), same in groupby(transfers, key=lambda step: (step.operation, step.wire)):
             steps = list(same)
@@ -94,6 +100,25 @@ class Chains:
             return "flat" if self.mechanics.joint else "hierarchical"
         return chosen
 
+    def _pair(self, steps: Sequence[Transfer], kind: str) -> Work:
+        """One step, or two of which each works on the slices that the other has delivered."""
+        first, *rest = (self._single(step, kind) for step in steps)
+        if not rest:
+            return first
+        last = rest[0]
+        gather = steps[0].operation == "all_gather"
+        wide = max(step.numel for step in steps)
+        shard_bytes = wire_bytes(-(-wide // prod(step.axis.size for step in steps)), steps[0].wire)
+        slices = -(-shard_bytes // transfer.slice_bytes(shard_bytes))
+        # A gather passes every shard of the ring on; a reduction sums the same slice of all shards in one round.
+        rounds = slices * steps[0].axis.size if gather else slices
+        cost = overlapped_cost(first.cost, last.cost, rounds)
+        inner, outer = (first, last) if self._place(steps[0]) < self._place(steps[1]) else (last, first)
+        return Work(first.name, (*inner.axes, *outer.axes), cost, (*inner.sent_bytes, *outer.sent_bytes))
+
+    def _place(self, step: Transfer) -> int:
+        return self.schedule.layout.axes.index(step.axis)
+
     def _single(self, step: Transfer, kind: str) -> Work:
         cost = self._with_copies(self.model.cost(step), step.numel, step.wire)
         return Work(f"{kind} {step.operation}", (step.axis.name,), cost, (float(step.sent_bytes),))
@@ -111,16 +136,16 @@ class Chains:
         moved = 2 * self.mechanics.copies * wire_bytes(numel, wire)
         return replace(cost, seconds=cost.seconds + self.model.compute.memory(moved))
 
-    def _boundary(self, transfers: Sequence[Transfer]) -> list[Work]:
+    def _boundary(self, transfers: Sequence[Transfer], held: str) -> list[Work]:
         if not self.mechanics.owners or not transfers:
-            return self._works(transfers, "reduce")
+            return self._works(transfers, "reduce", held)
         # Every rank gets the whole sum and drops what it does not own.
         first = transfers[0]
         return [self._joined([step.axis for step in transfers], "all_reduce", first.numel, first.wire, "reduce")]
 
-    def _refresh(self, transfers: Sequence[Transfer]) -> list[Work]:
+    def _refresh(self, transfers: Sequence[Transfer], held: str) -> list[Work]:
         if not self.mechanics.owners or not transfers:
-            return self._works(transfers, "refresh")
+            return self._works(transfers, "refresh", held)
         axes = [step.axis for step in transfers]
         whole = self._joined(axes, "broadcast", transfers[-1].numel, transfers[-1].wire, "refresh")
         # One broadcast per owner and step: with more owners than units, several in each unit's share.

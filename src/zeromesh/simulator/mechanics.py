@@ -38,6 +38,7 @@ class Mechanics:
         lanes: (kind, lane): which queue each kind of work waits in.
         copies: full-size copies beside each gather and each reduction.
         planned: reduce buffers are allocated once; False: they come and go with each unit's backward.
+        workspace: collectives work in memory of their own, allocated once.
         step_bytes: that the optimizer's step needs for a moment, per element of the state shard; a fused one: none.
         refresh_ahead: updated parameters are gathered as the forward comes to them; False: queued all at the step.
         overlap_gather: False: the device stands still for every gather.
@@ -52,6 +53,7 @@ class Mechanics:
     lanes: tuple[tuple[LaneKind, str], ...] = (("refresh", "gather"), ("unshard", "gather"), ("reduce", "reduce"))
     copies: int = 0
     planned: bool = True
+    workspace: bool = False
     step_bytes: float = 0.0
     refresh_ahead: bool = True
     overlap_gather: bool = True
@@ -68,7 +70,7 @@ _ONE_COMMUNICATOR: tuple[tuple[LaneKind, str], ...] = (("refresh", "all"), ("uns
 _EACH_ITS_OWN: tuple[tuple[LaneKind, str], ...] = (("refresh", "refresh"), ("unshard", "gather"), ("reduce", "reduce"))
 
 ENGINES: dict[str, Mechanics] = {
-    "zeromesh": Mechanics(name="zeromesh"),
+    "zeromesh": Mechanics(name="zeromesh", workspace=True),
     "fsdp": Mechanics(name="fsdp", joint=True, lanes=_ONE_COMMUNICATOR, copies=1, planned=False, refresh_ahead=False),
     "deepspeed": Mechanics(
         name="deepspeed",

@@ -14,7 +14,7 @@ from zeromesh.cost.compute import ComputeModel, UnitSeconds
 from zeromesh.cost.constants import Constants, default_constants
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, UnitSpec
-from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule
+from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule, Workspace
 from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
@@ -101,10 +101,16 @@ class _Setup:
             constants=constants,
             compute=compute,
             transfers=TransferModel(cluster, constants, compute),
-            schedule=Schedule.of(Layout.of(strategy, cluster.axes), units, refresh_ahead=mechanics.refresh_ahead),
+            schedule=Schedule.of(
+                layout,
+                units,
+                workspace_bytes=Workspace.of(layout, cluster.backend).total if mechanics.workspace else 0,
+                refresh_ahead=mechanics.refresh_ahead,
+            ),
             specs=specs,
         )
 
+        layout = Layout.of(strategy, cluster.axes)
     @property
     def micro_batches(self) -> int:
         return self.workload.micro_batches(self.cluster.world)

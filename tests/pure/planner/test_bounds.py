@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,12 +36,14 @@ def test_bounds_lie_below_the_simulation(data: st.DataObject) -> None:
     wires = tuple(data.draw(st.sampled_from(["", "int8/", "/int4", "int8/int4"])) for _ in sizes)
     seq_len, micro_batches = 256, data.draw(st.sampled_from([1, 2, 5]))
     workload = Workload(seq_len=seq_len, global_batch_tokens=seq_len * cluster.world * 2 * micro_batches)
-    bounds = Bounds(model, cluster, workload, default_constants(), wires)
+    collective = data.draw(st.sampled_from(["auto", "ho_ring"]))
+    bounds = Bounds(model, cluster, workload, default_constants(), wires, collective)
     space = Space(cluster.axes, "all")
     block = next(iter(space.blocks()))
     row = data.draw(st.integers(0, len(block) - 1))
     recomputation = data.draw(st.sampled_from(list(Recomputation)))
     strategy = space.strategy([int(column[row]) for column in block.indices], wires)
+    strategy = replace(strategy, collective=collective)
     simulation = simulate(model, cluster, strategy, workload.fixed(2, recomputation))
     compute = bounds.micro_batch_s(2, recomputation)
     bound_s = bounds.time(block).at(micro_batches, compute, bounds.optimizer_s(block))[row]

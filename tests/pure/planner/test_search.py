@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 
 from tests.pure.planner.setups import small_cluster, small_model
-from zeromesh.cluster import find_cluster
+from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation, preset
 from zeromesh.planner import NothingFitsError, Options, Workload, plan, search
@@ -16,24 +19,26 @@ from zeromesh.strategy import Plan
 WORKLOAD = Workload(seq_len=256, global_batch_tokens=256 * 16 * 2)
 
 
-def brute_force(memory_bytes: float, outer_bytes_per_s: float) -> float:
-    """Every layout, micro-batch and recomputation, simulated."""
+def brute_force(memory_bytes: float, outer_bytes_per_s: float, options: tuple[str, ...] = ("",)) -> float:
+    """Every layout with each of the options, micro-batch and recomputation, simulated."""
     model = small_model()
     cluster = small_cluster(4, 4, memory_bytes=memory_bytes, outer_bytes_per_s=outer_bytes_per_s)
     space = Space(cluster.axes, "none")
     best = float("inf")
     for block in space.blocks():
         for row in range(len(block)):
-            strategy = space.strategy([int(column[row]) for column in block.indices])
-            for micro_batch, _ in WORKLOAD.splits(cluster.world):
-                for recomputation in Recomputation:
-                    found = simulate(model, cluster, strategy, WORKLOAD.fixed(micro_batch, recomputation))
-                    if found.fits:
-                        best = min(best, found.step_s)
+            layout = space.strategy([int(column[row]) for column in block.indices])
+            for option, (micro_batch, _), recomputation in product(
+                options, WORKLOAD.splits(cluster.world), Recomputation
+            ):
+                work = WORKLOAD.fixed(micro_batch, recomputation)
+                found = simulate(model, cluster, f"{layout}{option}", work)
+                if found.fits:
+                    best = min(best, found.step_s)
     return best
 
 
-@pytest.mark.parametrize(("memory_bytes", "outer_bytes_per_s"), [(8e9, 12e9), (2.0e9, 2e9), (1.9e9, 0.5e9)])
+@pytest.mark.parametrize(("memory_bytes", "outer_bytes_per_s"), [(8e9, 12e9), (2.0e9, 2e9), (1.97e9, 0.5e9)])
 def test_the_optimum_is_that_of_brute_force(memory_bytes: float, outer_bytes_per_s: float) -> None:
     cluster = small_cluster(4, 4, memory_bytes=memory_bytes, outer_bytes_per_s=outer_bytes_per_s)
     options = Options(splits="none", max_simulations=None, front=0)
@@ -41,6 +46,33 @@ def test_the_optimum_is_that_of_brute_force(memory_bytes: float, outer_bytes_per
     assert found.best.step_s == pytest.approx(brute_force(memory_bytes, outer_bytes_per_s), rel=1e-9)
     assert found.gap == 0.0
     assert found.simulated < found.searched / 2
+
+
+def test_the_optimum_over_collectives_is_that_of_brute_force() -> None:
+    memory_bytes, outer_bytes_per_s = 1.97e9, 2e9
+    cluster = small_cluster(4, 4, memory_bytes=memory_bytes, outer_bytes_per_s=outer_bytes_per_s)
+    options = Options(splits="none", max_simulations=None, front=0, collective="ho_ring")
+    found, _ = search(small_model(), cluster, WORKLOAD, options=options)
+    both = brute_force(memory_bytes, outer_bytes_per_s, ("", ";collective=ho_ring"))
+    assert found.best.step_s == pytest.approx(both, rel=1e-9)
+    assert found.gap == 0.0
+    assert both < 0.99 * brute_force(memory_bytes, outer_bytes_per_s)
+    assert found.best.candidate.strategy.collective == "ho_ring"
+
+
+def test_overlapped_levels_are_chosen_where_the_engine_has_them() -> None:
+    """HO-Ring runs on gloo alone, so on devices whose own cores move the bytes; and only if asked for elsewhere."""
+    slow = small_cluster(4, 4, memory_bytes=1.97e9, outer_bytes_per_s=2e9)
+    on_cores = replace(slow, device=replace(slow.device, cores=1.0))
+
+    def chosen(cluster: Cluster, **options: str) -> set[str]:
+        found, _ = search(small_model(), cluster, WORKLOAD, options=Options(**options))  # type: ignore[arg-type]
+        return {estimate.candidate.strategy.collective for estimate in found.ranked}
+
+    assert chosen(slow) == {"auto"}
+    assert chosen(on_cores, collective="hierarchical") == {"auto"}
+    assert chosen(on_cores) == {"auto", "ho_ring"}
+    assert chosen(slow, collective="ho_ring") == {"auto", "ho_ring"}
 
 
 def test_the_gap_is_honest() -> None:

@@ -76,3 +76,30 @@ def test_overlap_can_be_taken_away_piece_by_piece():
     ]
     assert steps == sorted(steps)
     assert steps[3] > steps[0] * 1.1
+
+
+def test_overlapped_levels_take_no_longer_and_send_the_same():
+    for strategy in ("node=3,cluster=3", "node=3,cluster=3k", "node=2,cluster=2", "node[4]=3,node[2]=2,cluster=2"):
+        plain, ho_ring = (
+            simulate(LLAMA, A800.take(64), strategy + option, WORK) for option in ("", ";collective=ho_ring")
+        )
+        assert [a.bytes_sent_per_device for a in ho_ring.axes] == [a.bytes_sent_per_device for a in plain.axes]
+        assert ho_ring.step_s <= plain.step_s * (1 + 1e-9)
+
+
+def test_levels_overlap_where_nothing_is_copied_between_them():
+    def pairs(strategy: str, **dtypes: str) -> set[tuple[str, str]]:
+        work = replace(WORK, **dtypes)
+        result = simulate(LLAMA, A800.take(64), f"{strategy};collective=ho_ring", work, record=True)
+        assert result.trace is not None
+        return {(e.name, e.axis) for e in result.trace.events if e.kind == "communicate" and "+" in e.axis}
+
+    gathers, reductions = ("unshard all_gather", "node+cluster"), ("reduce reduce_scatter", "node+cluster")
+    assert pairs("node=3,cluster=3") == {gathers, reductions}
+    assert pairs("node=3@int8/,cluster=3") == {reductions}
+    assert pairs("node=3@/int4,cluster=3") == {gathers}
+    # The copy that is kept lies between the two gathers of a block; root, embedding and head keep none.
+    kept = simulate(LLAMA, A800.take(64), "node=3,cluster=3k;collective=ho_ring", WORK, record=True)
+    assert kept.trace is not None
+    blocks = {e.axis for e in kept.trace.events if e.name == gathers[0] and "layers" in e.unit}
+    assert blocks == {"node", "cluster"}
