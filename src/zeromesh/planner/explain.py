@@ -10,6 +10,7 @@ from zeromesh.planner.evaluate import Candidate, Evaluator
 from zeromesh.planner.fixed import choices
 from zeromesh.planner.known import Known, known_strategies
 from zeromesh.simulator import Simulation
+from zeromesh.units import format_seconds
 
 Outcome = Literal["chosen", "slower", "excluded"]
 
@@ -130,7 +131,7 @@ def _sentence(mine: Simulation, theirs: Simulation, other: Candidate, loses: tup
 
 
 def _seconds(seconds: float) -> str:
-    return f"{abs(seconds):.3g} s"
+    return f"{format_seconds(abs(seconds))} of"
 
 
 def _excluded(evaluator: Evaluator, least: Candidate, name: str) -> Reason:

@@ -102,6 +102,7 @@ def traffic_table(choice: Choice) -> Table:
     exposed: dict[str, float] = {}
     for axes, _, seconds in choice.simulation.exposed:
         exposed[axes] = exposed.get(axes, 0.0) + seconds
+    alone = {axis.axis for axis in choice.simulation.axes}
     return Table(
         heads=("axis", "size", "stage", "sent per device and step", "exposed"),
         rows=tuple(
@@ -113,7 +114,9 @@ def traffic_table(choice: Choice) -> Table:
                 format_seconds(exposed.get(axis.axis, 0.0)),
             )
             for axis in choice.simulation.axes
-        ),
+        )
+        # What goes over several axes at once is waited for as a whole.
+        + tuple((axes, "", "", "", format_seconds(s)) for axes, s in exposed.items() if axes not in alone),
     )
 
 
@@ -122,7 +125,7 @@ def _subtitle(cluster: Cluster, seq_len: int, tokens: int) -> str:
 
 
 def _levels(cluster: Cluster) -> str:
-    return " x ".join(f"{size} {name}" for name, size in cluster.axes)
+    return " x ".join(f"{name} {size}" for name, size in cluster.axes)
 
 
 def _facts(choice: Choice) -> tuple[Fact, ...]:
@@ -135,9 +138,10 @@ def _facts(choice: Choice) -> tuple[Fact, ...]:
         Fact(key="memory", label="memory per device", value=format_bytes(simulation.memory.total)),
         Fact(
             key="batch",
-            label="sequences x micro-batches, recomputation",
-            value=f"{candidate.micro_batch} x {candidate.micro_batches}, {candidate.recomputation.value}",
+            label="sequences x micro-batches",
+            value=f"{candidate.micro_batch} x {candidate.micro_batches}",
         ),
+        Fact(key="recomputation", label="recomputation", value=candidate.recomputation.value),
     )
 
 

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.pure.planner.setups import small_cluster, small_model
-from zeromesh.planner import Planned, Workload, plan
+from zeromesh.cluster import find_cluster
+from zeromesh.model import Recomputation, preset
+from zeromesh.planner import Planned, Workload, plan, simulate_strategy
 from zeromesh.report import plan_page
+from zeromesh.report.build import traffic_table
 from zeromesh.report.page import (
     Bar,
     Fact,
@@ -31,6 +34,7 @@ from zeromesh.report.page import (
     Tick,
     Timeline,
 )
+from zeromesh.strategy import Strategy
 
 GOLDEN = Path(__file__).with_name("golden.html")
 
@@ -234,3 +238,13 @@ def test_numbers_of_the_json_are_those_of_the_page(planned: Planned) -> None:
     assert {"best", "candidates", "searched", "seconds", "why"} <= set(answer)
     assert answer["candidates"][0] == answer["best"]
     assert set(answer["best"]["memory_bytes"]) >= {"params", "grads", "optimizer", "buffers", "activations", "total"}
+
+
+def test_traffic_says_what_is_waited_for_over_several_axes() -> None:
+    cluster = find_cluster("a800-8x-hdr").take(16)
+    workload = Workload(seq_len=4096, global_batch_tokens=4096 * 16, micro_batch=1, recomputation=Recomputation.FULL)
+    strategy = Strategy.parse("node=3,cluster=3")
+    choice = simulate_strategy(preset("llama-7b"), cluster, workload, strategy, engine="fsdp")
+    *axes, joint = traffic_table(choice).rows
+    assert [row[0] for row in axes] == ["node", "cluster"]
+    assert joint[0] == "node+cluster" and joint[-1] != "0 s"
