@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -48,6 +49,7 @@ def shard(
     units: UnitClasses | None = None,
     resident: Sequence[str] = (),
     init: Callable[[nn.Module], None] | None = None,
+    debug: bool | None = None,
 ) -> ModelT:
     """Shards `model` in place over `mesh`, each axis with the ZeRO stage that `strategy` gives it.
 
@@ -67,6 +69,8 @@ def shard(
         resident: names of units that are to have a gather slot of their own.
         init: initialises the parameters and buffers of one module in place; for models on the meta device. Default:
             Hugging Face's `_init_weights`, else the module's `reset_parameters`.
+        debug: compare what each unit computes with before and after every use; slow, for bug reports. Default: whether
+            the environment variable ZEROMESH_DEBUG is set and not 0.
 
     Returns:
         `model` itself.
@@ -84,7 +88,9 @@ def shard(
         raise ModelError("this model is sharded already; zm.shard is called once, on the whole model")
     precision = _precision(strategy, param_dtype, reduce_dtype, grad_dtype, master_dtype)
     layout = resolve(mesh, strategy)
-    engine = build_engine(model, mesh, layout, find_units(model, units, resident), precision, init)
+    if debug is None:
+        debug = os.environ.get("ZEROMESH_DEBUG", "0") not in ("", "0")
+    engine = build_engine(model, mesh, layout, find_units(model, units, resident), precision, init, debug=debug)
     watch_optimizers()
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)

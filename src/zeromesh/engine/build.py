@@ -75,6 +75,8 @@ def build_engine(
     modules: Sequence[ModuleUnit],
     precision: Precision,
     init: Init | None,
+    *,
+    debug: bool = False,
 ) -> Engine:
     """Shards `model` in place; see `zm.shard`."""
     control, device = make_control(mesh, layout), mesh_device(mesh, model)
@@ -99,7 +101,7 @@ def build_engine(
         gather_scratch=_scratch(memory.gather_staging, workspace.gather, device),
         reduce_scratch=_scratch(memory.reduce_staging, workspace.reduce, device),
     )
-    engine = Engine(schedule, backend, control, precision)
+    engine = Engine(schedule, backend, control, precision, debug=debug)
     _make_optimizer_params(engine)
     for index, module in enumerate(modules):
         install(engine, index, module.module, precision.param)

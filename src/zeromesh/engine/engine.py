@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
+from zeromesh.engine.guard import SlotGuard
 from zeromesh.engine.param import ShardedParameter, plain_attributes
 from zeromesh.engine.units import Precision
 from zeromesh.errors import CommunicationError, MismatchError, ModelError, OptimizerError
@@ -94,13 +96,24 @@ class Engine:
         backend: its shards on this rank, and the lanes.
         control: the ranks of the mesh.
         precision: dtypes.
+        debug: look at what units compute with before and after every use.
     """
 
-    def __init__(self, schedule: Schedule, backend: DeviceBackend, control: Control, precision: Precision) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        backend: DeviceBackend,
+        control: Control,
+        precision: Precision,
+        *,
+        debug: bool = False,
+    ) -> None:
         self.backend = backend
         self.control = control
         self.precision = precision
-        self.interpreter = Interpreter(schedule=schedule, backend=backend)
+        self.interpreter: Interpreter[Ticket] = Interpreter(schedule=schedule, backend=backend)
+        if debug:
+            self.interpreter.backend = SlotGuard(backend, self.interpreter)
         self._weights: float | None = None
         self._total_weight: Tensor | None = None
         self._task = -1

@@ -1,0 +1,69 @@
+"""Debug mode finds what autograd's version counters no longer can: see zeromesh.engine.guard."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeromesh as zm
+from tests.dist.engine.reference import TIMEOUT_S, Case, backward, check, mesh_of, sharded
+from tests.dist.engine.test_faults import CASE, STRATEGY, slot_reused_too_early, stale_after_evaluation
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.guard import SlotGuard, fingerprint
+from zeromesh.errors import InternalError
+
+
+def debug():
+    return mock.patch.dict("os.environ", {"ZEROMESH_DEBUG": "1"})
+
+
+@pytest.mark.parametrize(
+    "strategy", [STRATEGY, "node=3,cluster=3k", "node=2,cluster=0", "node=1,cluster=3d;prefetch=2"]
+)
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_a_sound_run_passes(strategy):
+    with debug():
+        check(strategy, Case(steps=3, evaluate=True), 2, 2)
+
+
+@pytest.mark.parametrize("fault", [slot_reused_too_early, stale_after_evaluation])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_a_slot_in_other_hands_is_named(fault):
+    strategy = "node=3,cluster=3" if fault is stale_after_evaluation else STRATEGY
+    with debug(), fault(), pytest.raises(InternalError, match="slot|gathered"):
+        check(strategy, CASE, 2, 2)
+
+
+@pytest.mark.parametrize("refreshed", [False, True])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_a_change_by_hand_needs_a_refresh(refreshed):
+    with debug(), sharded("node=3,cluster=3", CASE, mesh_of(2, 2)) as (model, _):
+        backward(model, CASE, 0)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.local.add_(1.0)
+        if refreshed:
+            zm.refresh(model)
+        with nullcontext() if refreshed else pytest.raises(InternalError, match=r"zm\.refresh"):
+            backward(model, CASE, 1)
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_it_is_off_unless_asked_for():
+    with sharded("node=3", replace(CASE, world=2), mesh_of(2)) as (model, _):
+        assert not isinstance(engine_of(model).interpreter.backend, SlotGuard)
+
+
+def test_a_fingerprint_sees_values_and_order():
+    values = torch.arange(5000.0)
+    changed, moved = values.clone(), values.roll(2048)
+    changed[4999] += 1
+    assert len({fingerprint([each]) for each in (values, changed, moved)}) == 3
+    assert fingerprint([values]) == fingerprint([values.clone()])
