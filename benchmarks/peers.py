@@ -193,7 +193,7 @@ def run(rank: int, world: int, store: str, args: argparse.Namespace) -> None:
     for name, (ours, peer) in pairs(world).items():
         if args.only and args.only not in name:
             continue
-        for dtype in (torch.float32, torch.bfloat16) if world > 1 else (torch.float32,):
+        for dtype in [getattr(torch, each) for each in args.dtypes]:
             for micro_batches in (1, 4):
                 data = batches(micro_batches, args.sequences, args.tokens)
                 row = compare(ours(args.model, dtype, data), peer(args.model, dtype, data), args.pairs)
@@ -230,7 +230,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--sequences", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="pairs whose name contains this")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
