@@ -195,6 +195,19 @@ def test_wrong_strategies(zeromesh: Any, strategy: str, message: str) -> None:
     assert message in err
 
 
+def test_options_of_plan_alone_name_what_they_take(zeromesh: Any) -> None:
+    for option, value, message in (
+        ("--wire", "lossles", "did you mean lossless"),
+        ("--splits", "one", "--splits must be one of none, once, all, got 'one'"),
+        ("--space", "ampo", "did you mean amsp"),
+        ("--collective", "ring", "--collective must be one of auto, hierarchical, ho_ring, got 'ring'"),
+        ("--top", "0", "--top must be at least 1, got 0"),
+    ):
+        code, out, err = zeromesh("plan", *BASE, option, value)
+        assert (code, out) == (2, "")
+        assert message in err and "Traceback" not in err
+
+
 def test_nothing_fits_is_exit_code_2(zeromesh: Any) -> None:
     code, _, err = zeromesh("plan", *BASE, "--model", "llama-65b", "--world", "8", "--global-batch-tokens", "32768")
     assert code == 2
