@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zeromesh.api import plan, shard, simulate
     from zeromesh.engine.api import accumulate, clip_grad_norm_, elementwise, refresh, zero_grad
     from zeromesh.engine.checkpoint import Checkpoints
+    from zeromesh.engine.record import record_trace
     from zeromesh.engine.report import memory_report, traffic_report
     from zeromesh.engine.safetensors import load_safetensors, save_safetensors
     from zeromesh.engine.state import full_state_dict, load_full_state_dict
@@ -33,6 +34,7 @@ _HOMES = {
     "load_safetensors": "zeromesh.engine.safetensors",
     "memory_report": "zeromesh.engine.report",
     "plan": "zeromesh.api",
+    "record_trace": "zeromesh.engine.record",
     "refresh": "zeromesh.engine.api",
     "save_safetensors": "zeromesh.engine.safetensors",
     "shard": "zeromesh.api",
@@ -54,6 +56,7 @@ __all__ = [
     "load_safetensors",
     "memory_report",
     "plan",
+    "record_trace",
     "refresh",
     "save_safetensors",
     "shard",

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from zeromesh.comm import Lane, Ticket
-from zeromesh.engine.chain import Groups, ReduceChain, Scratch, reduce_chain, refresh_chain, unshard_chain
+from zeromesh.engine.chain import (
+    GatherChain,
+    Groups,
+    ReduceChain,
+    Scratch,
+    reduce_chain,
+    refresh_chain,
+    unshard_chain,
+)
 from zeromesh.engine.flat import FlatShards, inside
 from zeromesh.engine.param import plain_attributes
 from zeromesh.errors import InternalError
@@ -90,10 +98,14 @@ class UnitShards:
 class UnitChains:
     """The chains of one unit, by buffer; None where there is nothing to do."""
 
-    unshard: list[Callable[[], None]]
-    unshard_kept: list[Callable[[], None]]
-    refresh: list[Callable[[], None]]
+    unshard: list[GatherChain]
+    unshard_kept: list[GatherChain]
+    refresh: list[GatherChain]
     reduce: list[ReduceChain | None]
+
+
+def _unwatched(chain: ReduceChain, unit: str) -> ReduceChain:
+    return chain
 
 
 class DeviceBackend:
@@ -104,6 +116,10 @@ class DeviceBackend:
         groups: by axis name.
         gathers, reductions: the lanes.
         gather_scratch, reduce_scratch: the memory of each lane's jobs.
+
+    Attributes:
+        chains: of each unit; `record` puts observed ones in their place while it records.
+        watch_chain: sees the chains that are made on the way.
     """
 
     def __init__(
@@ -121,19 +137,19 @@ class DeviceBackend:
         self.gathers = gathers
         self.reductions = reductions
         self.gather_scratch = gather_scratch
-        self.gather_scratch = gather_scratch
         self.reduce_scratch = reduce_scratch
         self.weight: float | None = None
         self.final_scale: Callable[[], float] | None = None
-        self._chains = [self._bind(unit, gather_scratch) for unit in units]
+        self.watch_chain: Callable[[ReduceChain, str], ReduceChain] = _unwatched
+        self.chains = [self._bind(unit, gather_scratch) for unit in units]
 
     def _bind(self, unit: UnitShards, scratch: Scratch) -> UnitChains:
         sharded = [b for b in unit.buffers if b.full.data_ptr() != b.params.data_ptr()]
         refreshes = [refresh_chain(b, self.groups, scratch) for b in unit.buffers]
         return UnitChains(
-            unshard=[unshard_chain(b, self.groups, scratch, from_kept=False).run for b in sharded],
-            unshard_kept=[unshard_chain(b, self.groups, scratch, from_kept=True).run for b in sharded],
-            refresh=[chain.run for chain in refreshes if chain is not None],
+            unshard=[unshard_chain(b, self.groups, scratch, from_kept=False) for b in sharded],
+            unshard_kept=[unshard_chain(b, self.groups, scratch, from_kept=True) for b in sharded],
+            refresh=[chain for chain in refreshes if chain is not None],
             reduce=[
                 None if b.grads is None else reduce_chain(b, self.groups, self.reduce_scratch, b.grads)
                 for b in unit.buffers
@@ -143,18 +159,18 @@ class DeviceBackend:
     # ---- schedule.Backend
 
     def refresh(self, unit: int) -> Ticket | None:
-        return self._gather(self._chains[unit].refresh, f"refresh {self.units[unit].name}")
+        return self._gather(self.chains[unit].refresh, f"refresh {self.units[unit].name}")
 
     def unshard(self, unit: int, *, from_kept: bool) -> Ticket | None:
-        chains = self._chains[unit]
+        chains = self.chains[unit]
         return self._gather(chains.unshard_kept if from_kept else chains.unshard, f"unshard {self.units[unit].name}")
 
     def reduce(self, unit: int, reduction: Reduction) -> Ticket | None:
         shards = self.units[unit]
         self._collect_leftovers(shards, reduction)
         jobs = [
-            self._reduce_job(buffer, chain, shards.apart[index], reduction)
-            for index, (buffer, chain) in enumerate(zip(shards.buffers, self._chains[unit].reduce, strict=True))
+            self._reduce_job(shards.name, buffer, chain, shards.apart[index], reduction)
+            for index, (buffer, chain) in enumerate(zip(shards.buffers, self.chains[unit].reduce, strict=True))
             if chain is not None
         ]
         shards.target, shards.fired, shards.waited = None, 0, False
@@ -166,7 +182,7 @@ class DeviceBackend:
 
         if reduction.target is Target.ACCUMULATOR and not reduction.boundary:
             return None
-        if not any(chain and (chain.micro or chain.boundary) for chain in self._chains[unit].reduce):
+        if not any(chain and (chain.micro or chain.boundary) for chain in self.chains[unit].reduce):
             run()
             return None
         return self.reductions.submit(run, label=f"reduce {shards.name}")
@@ -260,14 +276,14 @@ class DeviceBackend:
                 shards.written[index][position] = True
 
     def _reduce_job(
-        self, buffer: FlatShards, chain: ReduceChain, apart: Tensor | None, reduction: Reduction
+        self, unit: str, buffer: FlatShards, chain: ReduceChain, apart: Tensor | None, reduction: Reduction
     ) -> Callable[[], None]:
         if not reduction.add:
             target = buffer.reduced
             return lambda: self._finish(chain, target, accumulate=reduction.accumulate, boundary=reduction.boundary)
         assert buffer.grads is not None
         accumulator = torch.empty_like(buffer.grads) if apart is None else apart
-        separate = reduce_chain(buffer, self.groups, self.reduce_scratch, accumulator)
+        separate = self.watch_chain(reduce_chain(buffer, self.groups, self.reduce_scratch, accumulator), unit)
         part = inside(accumulator, buffer.grad_range, buffer.state_range)
 
         def add() -> None:
@@ -281,12 +297,12 @@ class DeviceBackend:
         if boundary and self.final_scale is not None:
             target.mul_(self.final_scale())
 
-    def _gather(self, jobs: Sequence[Callable[[], None]], label: str) -> Ticket | None:
-        if not jobs:
+    def _gather(self, chains: Sequence[GatherChain], label: str) -> Ticket | None:
+        if not chains:
             return None
 
         def run() -> None:
-            for job in jobs:
-                job()
+            for chain in chains:
+                chain.run()
 
         return self.gathers.submit(run, label=label)

@@ -83,6 +83,11 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine.stepped(units)
 
 
+def updates(optimizer: Optimizer, engine: object) -> bool:
+    """Whether the optimizer holds parameters of this engine."""
+    return engine in _engines(optimizer)
+
+
 def _engines(optimizer: Optimizer) -> dict[Any, set[int]]:
     """All units with parameters in the optimizer, by engine, with or without gradients."""
     return _by_engine(p for p in _params(optimizer) if type(p) is ShardedParameter)

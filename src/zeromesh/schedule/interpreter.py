@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -134,6 +134,10 @@ class Slots(Generic[T]):
         return cls([None] * count)
 
 
+def _unwatched(point: PointKind, unit: int) -> None:
+    pass
+
+
 @dataclass(slots=True)
 class Interpreter(Generic[T]):
     """Runs `schedule` on `backend`.
@@ -142,12 +146,14 @@ class Interpreter(Generic[T]):
         schedule: what to do where.
         backend: who does it.
         last: whether the running micro-batch is the last before the optimizer's step; set by the driver.
+        watch: is told of every point as it is reached, before its ops; an observer for traces.
     """
 
     schedule: Schedule
     backend: Backend[T]
     last: bool = True
     in_backward: bool = False
+    watch: Callable[[PointKind, int], None] = _unwatched
     states: list[UnitState[T]] = field(init=False)
     gather_slots: Slots[T] = field(init=False)
     reduce_slots: Slots[T] = field(init=False)
@@ -204,6 +210,7 @@ class Interpreter(Generic[T]):
 
     def stepped(self, units: Iterable[int]) -> None:
         """An optimizer, a load or the user has changed the masters of `units`."""
+        self.watch(PointKind.STEPPED, -1)
         changed = set(units)
         for unit in changed:
             self.invalidate(unit)
@@ -263,6 +270,7 @@ class Interpreter(Generic[T]):
     # ---- ops
 
     def _run(self, point: PointKind, unit: int = -1) -> None:
+        self.watch(point, unit)
         for op in self.schedule.ops(point, unit):
             self._do(op)
 

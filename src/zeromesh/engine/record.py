@@ -1,0 +1,411 @@
+"""Records what the engine does, as the `Trace` that the simulator writes for the same schedule.
+
+Nothing of this runs unless a recorder is open. While one is, it stands at four seams:
+
+    chains               each collective is timed where it runs, and what it sends is counted
+    lanes                a job keeps the micro-batch it was submitted in; a wait for it is timed
+    interpreter.watch    points cut the computation into slices: whose forward or backward runs
+    torch's step hooks   the optimizer's slice
+
+[Note: Slices] The host's (on CUDA: the current stream's) time between two points belongs to the unit whose forward or
+backward runs; what is the root's own lies between its children, in several slices. Waits cut slices, so that
+computation and waits together are the step. On CPU times are taken in the thread that does the work. On CUDA they are
+events on the stream that does it, read when the recorder closes; a wait is then what the stream stood still.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zeromesh.comm import Lane, Sent, Ticket
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.backend import UnitChains
+from zeromesh.engine.chain import Gather, GatherChain, OverlappedGather, OverlappedReduce, Reduce, ReduceChain
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.optim import updates
+from zeromesh.schedule import PointKind
+from zeromesh.trace import Event, Kind, Trace
+
+Mark = float | torch.Event
+Step = Gather | OverlappedGather | Reduce | OverlappedReduce
+
+
+class record_trace:  # used as a function that is also a context
+    """Records the steps taken while the context is open, one `Trace` each.
+
+    A step lasts from one optimizer's step to the end of the next. The first one begins with the context, so it lacks
+    the refreshes of the optimizer's step before; from the second on they are steady.
+
+    Args:
+        model: sharded.
+
+    Example::
+
+        with zm.record_trace(model) as recording:
+            for batch in batches:
+                train_one_step(batch)
+        Path("trace.json").write_text(recording.steps[-1].to_json())    # opens in Perfetto
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._engine = engine_of(model)
+        self.steps: tuple[Trace, ...] = ()
+
+    def __enter__(self) -> record_trace:
+        self._engine.interpreter.quiesce()
+        self._recorder = _Recorder(self._engine)
+        self._recorder.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A failed collective has been reported where it was waited for, and must not hide what ended the block.
+        with suppress(RuntimeError):
+            self._engine.interpreter.quiesce()
+        self._recorder.remove()
+        self.steps = self._recorder.traces()
+
+
+class _HostClock:
+    """Seconds of the host's clock."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, since: Any, mark: Any) -> float:
+        return float(mark - since)
+
+    def finish(self) -> None:
+        pass
+
+
+class _DeviceClock:
+    """Events on whatever stream is current; nothing waits for them until the recorder closes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def seconds(self, since: Any, mark: Any) -> float:
+        return float(since.elapsed_time(mark)) / 1e3
+
+    def finish(self) -> None:
+        torch.accelerator.synchronize(self._device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where in the recording we are: the step, and the micro-batch or -1."""
+
+    step: int = 0
+    micro_batch: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """An event whose times are marks."""
+
+    place: _Place
+    name: str
+    kind: Kind
+    resource: str
+    start: Any
+    end: Any
+    unit: str | None
+    axis: str | None = None
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A step of a chain, timed. Runs like what it stands for."""
+
+    step: Any
+    name: str
+    unit: str
+    axis: str
+    recorder: _Recorder
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        recorder = self.recorder
+        recorder.lane.sent_bytes = 0
+        start = recorder.clock.mark()
+        self.step.run(*args, **kwargs)
+        recorder.communicated(self, start, recorder.lane.sent_bytes)
+
+
+class _InLane(threading.local):
+    """What the running job knows: its lane, its place, and what it has sent since a collective began."""
+
+    name: str = ""
+    place: _Place = _Place()
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedTicket:
+    """A ticket whose wait is timed."""
+
+    ticket: Ticket
+    recorder: _Recorder
+
+    def wait(self) -> None:
+        if self.ticket.done():
+            self.ticket.wait()
+        else:
+            self.recorder.waited(self.ticket.label, self.ticket.wait)
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedLane:
+    """A lane whose jobs keep the place they were submitted from. An inline one's submissions are waits."""
+
+    lane: Lane
+    recorder: _Recorder
+    inline: bool
+
+    @property
+    def name(self) -> str:
+        return self.lane.name
+
+    def submit(self, job: Callable[[], object], label: str = "") -> _WatchedTicket:
+        place, recorder = self.recorder.place, self.recorder
+
+        def run() -> None:
+            recorder.lane.name, recorder.lane.place = self.lane.name, place
+            job()
+
+        if not self.inline:
+            return _WatchedTicket(self.lane.submit(run, label), recorder)
+        tickets: list[Ticket] = []
+        recorder.waited(label, lambda: tickets.append(self.lane.submit(run, label)))
+        return _WatchedTicket(tickets[0], recorder)
+
+
+class _Recorder:
+    """Stands in the engine's way between `install` and `remove`, and keeps what passes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        device = engine.backend.units[0].buffers[0].device if engine.backend.units[0].buffers else engine.control.device
+        self.clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
+        self.place = _Place()
+        self.lane = _InLane()
+        self._entries: list[_Entry] = []
+        self._names = [unit.name for unit in engine.schedule.units]
+        self._slice: tuple[str, str | None, Any] | None = None
+        self._calls: list[int] = []
+        self._num_micro_batches = 0
+        self._between = True
+        self._complete = False
+        self._starts: list[Any] = [self.clock.mark()]
+
+    # ---- standing in the way
+
+    def install(self) -> None:
+        backend, interpreter = self.engine.backend, self.engine.interpreter
+        self._before = (backend.gathers, backend.reductions, backend.chains, backend.watch_chain, interpreter.watch)
+        self._records = {name: group.record for name, group in backend.groups.items()}
+        inline = self.engine.schedule.layout.strategy.overlap == "none"
+        lanes = [_WatchedLane(lane, self, inline) for lane in (backend.gathers, backend.reductions)]
+        backend.gathers, backend.reductions = lanes  # type: ignore[assignment]  # all that the backend does is submit
+        backend.chains = [self._unit(c, u.name) for c, u in zip(backend.chains, backend.units, strict=True)]
+        backend.watch_chain = self._reduce
+        interpreter.watch = self.point
+        for name, group in backend.groups.items():
+            group.record = self._counting(self._records[name])
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            # A step that updates nothing of ours reaches no point; its slice ends here.
+            register_optimizer_step_post_hook(lambda *_: self._close()),
+        ]
+
+    def remove(self) -> None:
+        backend, interpreter = self.engine.backend, self.engine.interpreter
+        backend.gathers, backend.reductions, backend.chains, backend.watch_chain, interpreter.watch = self._before
+        for name, record in self._records.items():
+            backend.groups[name].record = record
+        for hook in self._hooks:
+            hook.remove()
+        self.clock.finish()
+
+    def _counting(self, record: Callable[[Sent], None]) -> Callable[[Sent], None]:
+        def count(sent: Sent) -> None:
+            self.lane.sent_bytes += sent.sent_bytes
+            record(sent)
+
+        return count
+
+    def _unit(self, chains: UnitChains, unit: str) -> UnitChains:
+        return UnitChains(
+            unshard=[self._gather(chain, "unshard", unit) for chain in chains.unshard],
+            unshard_kept=[self._gather(chain, "unshard", unit) for chain in chains.unshard_kept],
+            refresh=[self._gather(chain, "refresh", unit) for chain in chains.refresh],
+            reduce=[None if chain is None else self._reduce(chain, unit) for chain in chains.reduce],
+        )
+
+    def _gather(self, chain: GatherChain, kind: str, unit: str) -> GatherChain:
+        return replace(chain, steps=self._timed(chain.steps, kind, unit))
+
+    def _reduce(self, chain: ReduceChain, unit: str) -> ReduceChain:
+        micro, boundary = (self._timed(steps, "reduce", unit) for steps in (chain.micro, chain.boundary))
+        return replace(chain, micro=micro, boundary=boundary)
+
+    def _timed(self, steps: Sequence[Any], kind: str, unit: str) -> Any:
+        order = [axis.name for axis in self.engine.schedule.layout.axes]
+        timed = []
+        for step in steps:
+            axes = "+".join(sorted(_axes(step), key=order.index))
+            timed.append(_Timed(step, f"{kind} {_operation(step)}", unit, axes, self))
+        return tuple(timed)
+
+    # ---- what passes
+
+    def communicated(self, step: _Timed, start: Any, sent_bytes: int) -> None:
+        self._entries.append(
+            _Entry(
+                place=self.lane.place,
+                name=step.name,
+                kind="communicate",
+                resource=f"{self.lane.name}/{step.axis}",
+                start=start,
+                end=self.clock.mark(),
+                unit=step.unit,
+                axis=step.axis,
+                sent_bytes=sent_bytes,
+            )
+        )
+
+    def waited(self, label: str, wait: Callable[[], None]) -> None:
+        """Runs `wait` outside the slice that it interrupts."""
+        interrupted, start = self._slice, self.clock.mark()
+        self._close(start)
+        try:
+            wait()
+        finally:
+            end = self.clock.mark()
+            kind, _, unit = label.partition(" ")
+            self._add(f"wait for {kind}", "wait", start, end, unit)
+            if interrupted is not None:
+                self._slice = (*interrupted[:2], end)
+
+    def point(self, point: PointKind, unit: int) -> None:
+        """Cuts the computation: [Note: Slices]."""
+        match point:
+            case PointKind.PRE_FORWARD:
+                self._begin_micro_batch()
+                self._calls.append(unit)
+                self._open("forward", unit)
+            case PointKind.POST_FORWARD:
+                if unit in self._calls:
+                    del self._calls[self._calls.index(unit) :]
+                # After the root's forward comes what the user does with its output: the loss.
+                self._open("forward", self._calls[-1] if self._calls else unit)
+            case PointKind.PRE_RECOMPUTE:
+                self._open("recompute", unit)
+            case PointKind.PRE_BACKWARD | PointKind.POST_RECOMPUTE:
+                self._open("backward", unit)
+            case PointKind.POST_BACKWARD:
+                self._open("backward", 0)
+            case PointKind.END_FORWARD:
+                self._close()
+            case PointKind.END_BACKWARD:
+                self._close()
+                self._between, self._complete = True, self.engine.interpreter.last
+                self._calls.clear()
+            case PointKind.STEPPED:
+                self._close()
+                self._end_step()
+
+    def _begin_micro_batch(self) -> None:
+        if self._between:
+            self._between = False
+            self.place = replace(self.place, micro_batch=self._num_micro_batches)
+            self._num_micro_batches += 1
+
+    def _end_step(self) -> None:
+        """At the first optimizer's step after a last micro-batch: further optimizers' belong to the next step."""
+        if self._complete:
+            self._complete, self._num_micro_batches = False, 0
+            self.place = _Place(step=self.place.step + 1)
+            self._starts.append(self.clock.mark())
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if updates(optimizer, self.engine):
+            self._close()
+            self.place = replace(self.place, micro_batch=-1)
+            self._slice = ("optimizer", None, self.clock.mark())
+
+    def _open(self, name: str, unit: int) -> None:
+        mark = self.clock.mark()
+        self._close(mark)
+        self._slice = (name, self._names[unit], mark)
+
+    def _close(self, mark: Any = None) -> None:
+        if self._slice is not None:
+            (name, unit, start), self._slice = self._slice, None
+            self._add(name, "compute", start, self.clock.mark() if mark is None else mark, unit)
+
+    def _add(self, name: str, kind: Literal["compute", "wait"], start: Any, end: Any, unit: str | None) -> None:
+        self._entries.append(
+            _Entry(place=self.place, name=name, kind=kind, resource="compute", start=start, end=end, unit=unit)
+        )
+
+    # ---- afterwards
+
+    def traces(self) -> tuple[Trace, ...]:
+        """The steps that an optimizer has ended."""
+        strategy, rank = self.engine.schedule.layout.strategy, self.engine.control.rank
+        label = f"{strategy} (measured, rank {rank})"
+        found: list[list[Event]] = [[] for _ in self._starts]
+        for entry in self._entries:
+            found[entry.place.step].append(self._event(entry))
+        complete = found[:-1]
+        return tuple(
+            Trace(label=label, events=tuple(sorted(events, key=lambda event: (event.start_s, event.resource))))
+            for events in complete
+        )
+
+    def _event(self, entry: _Entry) -> Event:
+        since = self._starts[entry.place.step]
+        return Event(
+            name=entry.name,
+            kind=entry.kind,
+            resource=entry.resource,
+            start_s=self.clock.seconds(since, entry.start),
+            end_s=self.clock.seconds(since, entry.end),
+            unit=entry.unit,
+            micro_batch=entry.place.micro_batch,
+            axis=entry.axis,
+            sent_bytes=entry.sent_bytes,
+        )
+
+
+def _axes(step: Step) -> list[str]:
+    match step:
+        case OverlappedGather() | OverlappedReduce():
+            return [step.minor.group.name, step.major.group.name]
+        case _:
+            return [step.group.name]
+
+
+def _operation(step: Step) -> str:
+    match step:
+        case Gather() | OverlappedGather():
+            return "all_gather"
+        case OverlappedReduce():
+            return "reduce_scatter"
+        case _:
+            return step.operation

@@ -1,0 +1,178 @@
+"""What the engine records is what the simulator writes for the same schedule: the same events in the same order."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+import torch
+
+import zeromesh as zm
+from tests.dist.engine.reference import TIMEOUT_S, Case, backward, mesh_of, sharded
+from tests.dist.engine.test_communication import LOSSLESS
+from tests.dist.pool import on_ranks
+from zeromesh.cluster import Cluster, Device, Level
+from zeromesh.cost.compute import ComputeModel
+from zeromesh.cost.constants import default_constants
+from zeromesh.cost.transfer import TransferModel
+from zeromesh.engine.api import engine_of
+from zeromesh.schedule import Interpreter, Schedule
+from zeromesh.schedule.step import run_micro_batch
+from zeromesh.simulator.chains import Chains
+from zeromesh.simulator.clock import ClockBackend
+from zeromesh.simulator.mechanics import find_engine
+from zeromesh.trace import Trace, compare
+
+Call = tuple[str, str | None, int, str | None, float]
+"""Name, unit, micro-batch, axis, bytes."""
+
+SPECIAL = [
+    "node=3,cluster=3k;prefetch=3",
+    "node=3,cluster=1;overlap=none",
+    "node=1,cluster=3;overlap=gather",
+    "node=3,cluster=3;collective=ho_ring",
+    "node=3@int8/int4,cluster=3k@int8/int4",
+    "node=3d,cluster=1",
+]
+
+
+def predicted(schedule: Schedule, micro_batches: int) -> Trace:
+    """The simulator's events for a schedule, on links and a device of no particular speed."""
+    device = Device(name="d", memory_bytes=1e12, peak_flops={"bf16": 1e12})
+    levels = tuple(
+        Level(name=name, size=size, bandwidth_bytes_per_s=1e9, latency_s=1e-6) for name, size in schedule.layout.mesh
+    )
+    constants = default_constants()
+    model = TransferModel(
+        Cluster(name="c", device=device, levels=levels), constants, ComputeModel(device=device, constants=constants)
+    )
+    mechanics = find_engine("zeromesh")
+    names = tuple(unit.name for unit in schedule.units)
+    clock = ClockBackend(Chains(schedule, mechanics, model), mechanics, 1.0, names, record=True)
+    interpreter = Interpreter(schedule=schedule, backend=clock)
+    interpreter.stepped(range(len(schedule.units)))
+    for micro in range(micro_batches):
+        clock.micro_batch = micro
+        run_micro_batch(
+            interpreter,
+            last=micro == micro_batches - 1,
+            compute=lambda phase, unit: clock.compute(phase, unit, 1e-3),
+            recompute=False,
+        )
+    clock.drain()
+    clock.micro_batch = -1
+    clock.compute("optimizer", -1, 1e-3)
+    return Trace(label="predicted", events=tuple(clock.events))
+
+
+def measured(strategy: str, case: Case, *shape: int) -> tuple[Trace, Schedule]:
+    """The second of two recorded steps, which is a steady one."""
+    with sharded(strategy, case, mesh_of(*shape)) as (model, optimizer):
+        backward(model, case, 0)  # shows the order of the units
+        optimizer.step()
+        optimizer.zero_grad()
+        with zm.record_trace(model) as recording:
+            for step in (1, 2):
+                backward(model, case, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(recording.steps) == 2
+        return recording.steps[1], engine_of(model).schedule
+
+
+def lanes(trace: Trace) -> dict[str, list[Call]]:
+    """What each lane carries out, in order; what sends nothing is left out."""
+    found = defaultdict(list)
+    for event in trace.events:
+        if event.kind == "communicate" and event.sent_bytes:
+            call = (event.name, event.unit, event.micro_batch, event.axis, event.sent_bytes)
+            found[event.resource.partition("/")[0]].append(call)
+    return found
+
+
+def computed(trace: Trace) -> set[tuple[str, str | None, int]]:
+    return {(e.name, e.unit, e.micro_batch) for e in trace.events if e.kind == "compute"}
+
+
+@pytest.mark.parametrize("strategy", [*LOSSLESS, *SPECIAL])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_the_same_events(strategy):
+    require_same(strategy, Case(precision="fp32", micro_batches=3))
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=2"])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_the_same_events_on_narrow_wires(strategy):
+    """There an all-reduce is two exchanges, and one event."""
+    require_same(strategy, Case(precision="bf16-wire", micro_batches=2))
+
+
+def require_same(strategy: str, case: Case) -> None:
+    found, schedule = measured(strategy, case, 2, 2)
+    expected = predicted(schedule, case.micro_batches)
+    assert lanes(found) == lanes(expected)
+    trained = {unit.name for unit in schedule.units if unit.trainable}
+    # A frozen unit's backward is in the model of time; here no point of its own ends it.
+    assert {c for c in computed(found) if c[1] in trained} == {c for c in computed(expected) if c[1] in trained}
+    for line in compare(expected, found):
+        if line.kind == "communicate":
+            assert (line.predicted_count, line.predicted_bytes) == (line.measured_count, line.measured_bytes), line
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=1;overlap=none"])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_computation_and_waits_are_the_step(strategy):
+    """On the rank's own row nothing overlaps, and nothing is missing but what the user does between."""
+    found, _ = measured(strategy, Case(precision="fp32", micro_batches=2), 2, 2)
+    row = sorted((e for e in found.events if e.resource == "compute"), key=lambda e: e.start_s)
+    assert all(one.end_s <= other.start_s + 1e-9 for one, other in pairwise(row))
+    assert row[-1].name == "optimizer"
+    assert found.seconds(kind="wait") > 0
+    for event in found.events:
+        if event.kind == "communicate" and not event.name.startswith("refresh"):
+            assert 0 <= event.start_s <= event.end_s <= found.step_s
+    if "none" in strategy:  # all communication is waited for
+        exposed = found.seconds(kind="wait")
+        assert exposed >= 0.99 * found.seconds(kind="communicate")
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_nothing_stays_behind():
+    case = Case(precision="fp32", micro_batches=1, world=2)
+    with sharded("node=3", case, mesh_of(2)) as (model, optimizer):
+        engine = engine_of(model)
+        before = {name: getattr(engine.backend, name) for name in ("gathers", "reductions", "chains", "watch_chain")}
+        with pytest.raises(ZeroDivisionError), zm.record_trace(model) as recording:
+            backward(model, case, 0)
+            optimizer.step()
+            raise ZeroDivisionError
+        assert {name: getattr(engine.backend, name) for name in before} == before
+        backward(model, case, 1)
+        assert len(recording.steps) == 1
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_recomputation_is_seen():
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    model = zm.shard(Net(), mesh_of(2), "node=3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zm.record_trace(model) as recording:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    again = {e.unit for e in recording.steps[0].events if e.name == "recompute"}
+    assert again == {f"layers.{i}" for i in range(3)}
+    rows = json.loads(recording.steps[0].to_json())["traceEvents"]
+    assert {row["args"]["name"] for row in rows if row["name"] == "thread_name"} >= {"compute", "gather/node"}
