@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zeromesh.engine.api import accumulate, clip_grad_norm_, elementwise, refresh, zero_grad
     from zeromesh.engine.checkpoint import Checkpoints
     from zeromesh.engine.record import record_trace
+    from zeromesh.engine.replicas import check_replicas
     from zeromesh.engine.report import memory_report, traffic_report
     from zeromesh.engine.safetensors import load_safetensors, save_safetensors
     from zeromesh.engine.state import full_state_dict, load_full_state_dict
@@ -27,6 +28,7 @@ _HOMES = {
     "Strategy": "zeromesh.strategy",
     "Workload": "zeromesh.planner",
     "accumulate": "zeromesh.engine.api",
+    "check_replicas": "zeromesh.engine.replicas",
     "clip_grad_norm_": "zeromesh.engine.api",
     "elementwise": "zeromesh.engine.api",
     "full_state_dict": "zeromesh.engine.state",
@@ -49,6 +51,7 @@ __all__ = [
     "Strategy",
     "Workload",
     "accumulate",
+    "check_replicas",
     "clip_grad_norm_",
     "elementwise",
     "full_state_dict",

@@ -1,0 +1,273 @@
+"""Whether ranks that must hold the same bytes do: a digest of everything replicated, compared over all ranks.
+
+[Note: Replicas] A layout makes several ranks hold the same bytes, and the arithmetic that keeps them so is the same to
+the bit. What is equal over which axes, and where it is left out since each rank holds its own:
+
+    master, optimizer states   axes of stage 0
+    params                     axes that do not shard parameters: stages 0, 1 and 2
+    kept copies                those, and the axes that keep
+
+Broken memory, a kernel that depends on timing, a rank whose software differs or one that changed parameters by hand
+ends this; training goes on and looks healthy, and what is learnt is some mixture. Buffers of the model (running
+statistics) are each rank's own and are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.flat import FlatShards
+from zeromesh.errors import MismatchError
+from zeromesh.strategy import Axis, Layout
+
+CHUNK = 1 << 18
+"""Words of 8 bytes that are weighed at once: 6 MiB of temporaries."""
+
+# Odd, from the generators splitmix64 and PCG: any would do that mixes high bits into low ones.
+_GOLDEN, _MIX, _STEP = -7046029254386353131, -4658895280553007687, 6364136223846793005
+
+Named = tuple[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Something that this rank holds and others must hold too.
+
+    Args:
+        unit: its name.
+        what: for messages.
+        axes: over which it is the same.
+        parts: its tensors by name, the same names in the same order on every rank.
+    """
+
+    unit: str
+    what: str
+    axes: tuple[Axis, ...]
+    parts: Callable[[], Iterator[Named]]
+
+
+def check_replicas(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:
+    """Compares what the layout replicates, on all ranks; every rank of the mesh calls it between two steps.
+
+    Reads every replicated byte once and exchanges 8 bytes a unit and rank. Under a layout that replicates nothing it
+    does nothing.
+
+    Args:
+        model: sharded.
+        optimizers: whose states are compared too.
+
+    Raises:
+        MismatchError: on every rank, where bytes differ: names ranks, axis, unit, and what.
+        CommunicationError: a rank did not take part.
+    """
+    engine = engine_of(model)
+    everyone = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    held = list(_held(engine, everyone))
+    if not held:
+        return
+    engine.interpreter.quiesce()
+    ranks, digests = _exchange(engine, held)
+    drifts = list(_drifts(engine.schedule.layout, held, digests))
+    if drifts:
+        raise MismatchError(_message(engine, drifts, ranks))
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A 0-d int64 tensor of a tensor's bytes, on its device; one changed bit always changes it.
+
+    The sum of the words times odd weights, modulo 2**64, chunk by chunk: sums of integers do not depend on the order
+    that a device adds in.
+    """
+    # Not of 0 elements, and not through `view`, which needs a shape.
+    data = tensor.detach().as_subclass(Tensor).contiguous().reshape(-1).view(torch.uint8)
+    total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
+    whole = data.numel() // 8 * 8
+    rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    rest[: data.numel() - whole] = data[whole:]
+    head = data[:whole]
+    if head.storage_offset() % 8 or head.data_ptr() % 8:
+        head = head.clone()
+    words = head.view(torch.int64)
+    weights = _weights(min(CHUNK, max(1, words.numel())), data.device)
+    for start in range(0, words.numel(), CHUNK):
+        chunk = words[start : start + CHUNK]
+        total = total * _STEP + (chunk * weights[: chunk.numel()]).sum()
+    return total * _STEP + rest.view(torch.int64)[0] * _GOLDEN
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    mixed = torch.arange(1, count + 1, device=device) * _GOLDEN
+    return ((mixed ^ (mixed >> 29)) * _MIX) | 1
+
+
+def _held(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[Held]:
+    layout = engine.schedule.layout
+    dropped = [axis for axis in layout.param_axes if not axis.stage.kept]
+    over_states, over_params, over_kept = (
+        _replicated(layout, axes) for axes in (layout.significant, layout.param_axes, dropped)
+    )
+    for unit in engine.units:
+        for buffer in unit.buffers:
+            if over_params:
+                yield Held(unit=unit.name, what="parameters", axes=over_params, parts=_params_of(buffer))
+            if buffer.kept is not None and over_kept:
+                yield Held(unit=unit.name, what="kept copy", axes=over_kept, parts=_kept_of(buffer))
+            if buffer.master is None or not over_states:
+                continue
+            if buffer.master is not buffer.params:
+                yield Held(unit=unit.name, what="master copy", axes=over_states, parts=_master_of(buffer))
+            if optimizers:
+                yield Held(
+                    unit=unit.name, what="optimizer states", axes=over_states, parts=_states_of(buffer, optimizers)
+                )
+
+
+def _replicated(layout: Layout, sharded: Sequence[Axis]) -> tuple[Axis, ...]:
+    names = {axis.name for axis in sharded}
+    return tuple(axis for axis in layout.axes if axis.name not in names and axis.size > 1)
+
+
+def _params_of(buffer: FlatShards) -> Callable[[], Iterator[Named]]:
+    return lambda: iter([(_names(buffer), buffer.params)])
+
+
+def _kept_of(buffer: FlatShards) -> Callable[[], Iterator[Named]]:
+    kept = buffer.kept
+    assert kept is not None
+    return lambda: iter([(_names(buffer), kept)])
+
+
+def _names(buffer: FlatShards) -> str:
+    names = [place.info.name for place in buffer.places]
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def _master_of(buffer: FlatShards) -> Callable[[], Iterator[Named]]:
+    return lambda: ((param.full_name, param.local) for param in buffer.optimizer_params)
+
+
+def _states_of(buffer: FlatShards, optimizers: Sequence[Optimizer]) -> Callable[[], Iterator[Named]]:
+    def parts() -> Iterator[Named]:
+        for param in buffer.optimizer_params:
+            for optimizer in optimizers:
+                # `get`: to ask `state` for a parameter that it does not have would add it.
+                state: dict[str, Any] = optimizer.state.get(param, {})
+                for key in sorted(state):
+                    if isinstance(state[key], Tensor | int | float):
+                        yield f"{key} of {param.full_name}", torch.as_tensor(state[key])
+
+    return parts
+
+
+def _exchange(engine: Engine, held: Sequence[Held]) -> tuple[list[int], Tensor]:
+    """Global ranks by rank of the mesh; digests by rank of the mesh and thing, int64, on the host."""
+    control = engine.control
+    table = torch.zeros(control.size, 1 + len(held), dtype=torch.int64, device=control.device)
+    # Adding zeros to one rank's digests hands them to all, by the one collective that every backend has on its device.
+    table[control.rank, 0] = 0 if control.group is None else dist.get_rank()
+    table[control.rank, 1:] = torch.stack([_digest_of(thing, control.device) for thing in held])
+    table = control.reduce(table).cpu()
+    return table[:, 0].tolist(), table[:, 1:]
+
+
+def _digest_of(thing: Held, device: torch.device) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for _, tensor in thing.parts():
+        total = total * _STEP + digest(tensor).to(device)
+    return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """Ranks that hold something else than they must.
+
+    Args:
+        thing: what.
+        odd: ranks of the mesh that differ from most of their replicas; all replicas where no value is held by most.
+        model: a rank that holds what most hold.
+    """
+
+    thing: Held
+    odd: tuple[int, ...]
+    model: int
+
+
+def _drifts(layout: Layout, held: Sequence[Held], digests: Tensor) -> Iterator[Drift]:
+    replicas = {axes: _groups(layout, axes) for axes in {thing.axes for thing in held}}
+    firsts = {axes: _first_of(groups, layout.world) for axes, groups in replicas.items()}
+    for thing, values in zip(held, digests.unbind(1), strict=True):
+        # Almost always all is well, and with many ranks a loop over them would take longer than the digests.
+        if not torch.equal(values, values[firsts[thing.axes]]):
+            for ranks in replicas[thing.axes]:
+                odd, model = _odd(values.tolist(), ranks)
+                if odd:
+                    yield Drift(thing=thing, odd=tuple(odd), model=model)
+
+
+def _groups(layout: Layout, axes: Sequence[Axis]) -> list[list[int]]:
+    """Ranks of the mesh that differ in their indices on `axes` alone, and so hold the same."""
+    names = {axis.name for axis in axes}
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world):
+        own = tuple(index for name, index in layout.coordinates(rank).items() if name not in names)
+        groups.setdefault(own, []).append(rank)
+    return list(groups.values())
+
+
+def _first_of(groups: Sequence[Sequence[int]], world: int) -> Tensor:
+    """By rank, the first rank of its group."""
+    firsts = torch.zeros(world, dtype=torch.int64)
+    for ranks in groups:
+        firsts[list(ranks)] = ranks[0]
+    return firsts
+
+
+def _odd(values: Sequence[int], ranks: Sequence[int]) -> tuple[list[int], int]:
+    """The ranks that differ from what most of `ranks` hold, all where no value is most; and one that holds it."""
+    (value, most), *others = Counter(values[rank] for rank in ranks).most_common()
+    model = next(rank for rank in ranks if values[rank] == value)
+    if others and others[0][1] == most:
+        return list(ranks), model
+    return [rank for rank in ranks if values[rank] != value], model
+
+
+def _message(engine: Engine, drifts: Sequence[Drift], ranks: Sequence[int]) -> str:
+    """Collective: the ranks look at the first drift part by part."""
+    first = drifts[0]
+    thing, layout = first.thing, engine.schedule.layout
+    other = next(rank for rank in first.odd if rank != first.model)
+    parts = _differing_parts(engine, thing, first.model, other)
+    one, two = layout.coordinates(first.model), layout.coordinates(other)
+    axes = ", ".join(axis.name for axis in thing.axes if one[axis.name] != two[axis.name])
+    odd = ", ".join(map(str, sorted(ranks[rank] for rank in first.odd)))
+    plural = "s" if len(first.odd) > 1 else ""
+    who = f"ranks {odd} have drifted apart"
+    if first.model not in first.odd:
+        who = f"rank{plural} {odd} drifted away from rank {ranks[first.model]}"
+    also = f", and {len(parts) - 1} more" if len(parts) > 1 else ""
+    elsewhere = f" ({len(drifts) - 1} more differences in other places)" if len(drifts) > 1 else ""
+    return (
+        f"{who}: over axis {axes} they must hold the same {thing.what} of unit {thing.unit or '(root)'!r} to the bit, and "
+        f"differ in {parts[0]}{also}{elsewhere}. What was learnt since they were last equal cannot be trusted: go on "
+        f"from a checkpoint of before, and look for faulty memory and for unequal software"
+    )
+
+
+def _differing_parts(engine: Engine, thing: Held, one: int, two: int) -> list[str]:
+    """Names of the parts that differ between two ranks of the mesh; collective."""
+    own = [(name, int(digest(tensor))) for name, tensor in thing.parts()]
+    everyone: list[Any] = [None] * engine.control.size
+    dist.all_gather_object(everyone, (engine.control.rank, own), group=engine.control.group)
+    parts = {rank: dict(digests) for rank, digests in everyone}
+    names = dict.fromkeys([*parts[one], *parts[two]])
+    return [name for name in names if parts[one].get(name) != parts[two].get(name)]
