@@ -119,6 +119,8 @@ class _Failure:
                 job()
         except BaseException as error:
             self._cause = f"{label or 'an earlier job'} failed before it: {error}"
+            if label and isinstance(error, CommunicationError):
+                error.args = (f"{label}: {error}",)  # the collective knows its axis; the job, which unit it is for
             return error
         return None
 
