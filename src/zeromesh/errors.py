@@ -10,9 +10,11 @@
     │   ├── ModelError                   a model's description, or a module that cannot be sharded as asked
     │   ├── ConfigError                  a training configuration
     │   ├── CheckpointError              a checkpoint that is damaged, incomplete, or of another model
+    │   ├── MeasurementError             a measurement that cannot be made here, or not be trusted
     │   └── LabError                     an emulated cluster that this machine cannot have, or not now
     ├── OptimizerError (RuntimeError)    an optimizer, clip or scaler that would give wrong numbers
     ├── CommunicationError (RuntimeError) a collective failed or stalled: names rank, operation, unit, axis
+    ├── NonFiniteError (RuntimeError)    a loss or gradient is not a number, and the run is to stop there
     ├── RanksFailedError (RuntimeError)  processes of an emulated cluster failed, or had to be ended
     ├── MismatchError (RuntimeError)     ranks disagree: strategy, model, order of units, replicas
     └── InternalError (RuntimeError)     an invariant of ours does not hold: a bug in zeromesh
@@ -60,12 +62,20 @@ class LabError(InputError):
     """An emulated cluster cannot be set up here: privileges, tools, a leftover, or what the kernel refuses."""
 
 
+class MeasurementError(InputError):
+    """A measurement that cannot be made here, or whose noise is too high to be trusted."""
+
+
 class OptimizerError(ZeromeshError, RuntimeError):
     """An optimizer, a clip or a gradient scaler would compute wrong numbers on sharded parameters."""
 
 
 class CommunicationError(ZeromeshError, RuntimeError):
     """A collective failed or did not end within its timeout."""
+
+
+class NonFiniteError(ZeromeshError, RuntimeError):
+    """A run stopped at a loss or gradient that is NaN or infinite."""
 
 
 class RanksFailedError(ZeromeshError, RuntimeError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -23,5 +25,10 @@ def train(
     from zeromesh.train import train as run
 
     code = run(config, overrides or ())
+    if code == 1:
+        # Threads of a process group whose peers are gone may never end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     if code:
         raise typer.Exit(code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -11,29 +12,38 @@ from torch import nn
 
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.storage import open_storage
-from zeromesh.engine.api import engine_of
 from zeromesh.engine.checkpoint import Checkpoints, Restored
 from zeromesh.errors import CheckpointError
 from zeromesh.train.config import TrainConfig
-from zeromesh.train.ranks import Ranks
+from zeromesh.train.nonfinite import NonFinite
+from zeromesh.train.ranks import Ranks, collective, from_first
+from zeromesh.train.resize import mesh_text
 
 
 class Checkpointer(Protocol):
-    """Saves and restores a run. Every method is collective: all ranks call it at the same step.
+    """Saves and restores a run. Every method but `due` is collective: all ranks call it at the same step.
 
-    The data's order needs no state: it follows from the seed and the step.
+    The data's order needs no state but what `NonFinite` counts: it follows from the seed and the step.
     """
 
     def resume(self) -> int:
         """Load what `checkpoint.resume` names into model and optimizer; the number of steps done, 0 for a new run."""
         ...
 
-    def step_done(self, step: int) -> None:
-        """Called after every step; saves where `checkpoint.every` says so. May go on writing in the background."""
+    def due(self, step: int) -> bool:
+        """Whether `checkpoint.every` says that the state after `step` steps is to be saved."""
+        ...
+
+    def save(self, step: int) -> None:
+        """Save; may go on writing in the background."""
         ...
 
     def save_now(self, step: int) -> None:
         """Save and return only when the checkpoint is complete: the run is about to be ended from outside."""
+        ...
+
+    def roll_back(self) -> int | None:
+        """Load the newest checkpoint of this run again; its number of steps done, None where there is none yet."""
         ...
 
     def close(self) -> None:
@@ -42,36 +52,43 @@ class Checkpointer(Protocol):
 
 
 def make_checkpointer(
-    config: TrainConfig, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer
+    config: TrainConfig, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, counts: NonFinite
 ) -> Checkpointer | None:
     """What the configuration asks for; None where nothing is to be saved or loaded.
 
-    Raises:
-        CheckpointError: the run's directory cannot be written, or another job saves to it.
+    Args:
+        config: of the run.
+        ranks: this rank among the others.
+        model: sharded.
+        optimizer: of the model's sharded parameters.
+        counts: saved and loaded too.
     """
     saves = config.checkpoint.every > 0
     directory = config.run.directory / "checkpoints"
-    found = config.checkpoint.resume == "auto" and _any_checkpoint(str(directory), model)
+    found = config.checkpoint.resume == "auto" and _newest_serial(directory) != 0
     if not saves and not found and config.checkpoint.resume in ("auto", "never"):
         return None
     checkpoints = Checkpoints(
         directory, model, optimizer, keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
     )
-    checkpoints.open()
-    return RunCheckpoints(config, ranks, checkpoints)
+    return RunCheckpoints(config, ranks, checkpoints, counts)
 
 
-def _any_checkpoint(directory: str, model: nn.Module) -> bool:
-    """Whether rank 0 sees one, damaged ones included: a run that cannot go on must not start anew unasked."""
-    control = engine_of(model).control
-    seen = ""
-    if control.rank == 0:
+def _newest_serial(directory: Path) -> int:
+    """Serial of the newest complete checkpoint as rank 0 sees it, 0 where there has never been one; collective.
+
+    -1 where there are only damaged ones, or the directory cannot be read: a run that cannot go on must not start anew
+    unasked, and loading says why.
+    """
+
+    def look() -> int:
         try:
-            listing = list_checkpoints(open_storage(directory))
-            seen = "yes" if listing.complete or listing.refused else ""
+            listing = list_checkpoints(open_storage(str(directory)))
         except OSError:
-            seen = "yes"  # opening it reports why
-    return control.say(seen) == "yes"
+            return -1
+        return listing.next_serial - 1 or (-1 if listing.refused else 0)
+
+    return from_first(look, "waiting for rank 0 to look for checkpoints")
 
 
 class RunCheckpoints:
@@ -80,47 +97,111 @@ class RunCheckpoints:
     Args:
         config: of the run.
         ranks: this rank among the others.
-        checkpoints: opened.
+        checkpoints: not opened yet.
+        counts: saved and loaded too.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, checkpoints: Checkpoints) -> None:
+    def __init__(self, config: TrainConfig, ranks: Ranks, checkpoints: Checkpoints, counts: NonFinite) -> None:
         self._config = config
         self._ranks = ranks
         self._checkpoints = checkpoints
+        self._counts = counts
+        self._last: str | None = None
 
     def resume(self) -> int:
         which = self._config.checkpoint.resume
-        if which == "never":
-            return 0
+        with collective("opening and loading checkpoints"):
+            if which not in ("auto", "never"):
+                return self._resume_path(which)
+            ours = which == "auto" or self._saved_by_this_job()
+            self._checkpoints.open()
+            if which == "never" and not ours:
+                self._note_start()
+                return 0
+            return self._load("auto")
+
+    def due(self, step: int) -> bool:
+        every, last = self._config.checkpoint.every, step == self._config.run.steps
+        return every > 0 and (step % every == 0 or last)
+
+    def save(self, step: int) -> None:
+        with collective(f"saving the checkpoint of step {step}"):
+            self._settle(f"training goes on, and saves again after step {step}")
+            state = {"data": self._data(), "run": self._layout(), "faults": self._counts.state()}
+            self._checkpoints.save(step, state)
+            self._last = "auto"
+
+    def save_now(self, step: int) -> None:
+        self.save(step)
+        with collective(f"saving the checkpoint of step {step}"):
+            self._checkpoints.wait()
+
+    def roll_back(self) -> int | None:
+        if self._last is None:
+            return None
+        with collective("loading the newest checkpoint"):
+            self._settle("the one before is used")
+            # Random states too: the steps that follow are then those of a run that was resumed from there.
+            found = self._checkpoints.load(self._last, optimizer_options=False)
+            return None if found is None else found.step
+
+    def close(self) -> None:
+        with collective("saving the last checkpoint"):
+            self._checkpoints.close()
+
+    def _resume_path(self, which: str) -> int:
+        """From a checkpoint elsewhere, but only the first time: a restart goes on from the run's own."""
+        if self._saved_by_this_job():
+            self._checkpoints.open()
+            return self._load("auto")
+        done = self._load(which)  # before anything is made: where it is refused, nothing has changed
+        self._checkpoints.open()
+        self._note_start()
+        return done
+
+    def _load(self, which: str) -> int:
         # The configuration is the truth about learning rate and decay, also where it was edited since.
         found = self._checkpoints.load(which, optimizer_options=False)
         if found is None:
             return 0
+        self._last = which
+        self._counts.restore(found.state.get("faults", {}))
         self._warn_of_changes(found)
         if self._ranks.rank == 0:
-            print(f"resumed from {found.where} after step {found.step}", flush=True)
+            print(f"resumed from {found.where} after step {found.step}{self._change_of_layout(found)}", flush=True)
         return found.step
 
-    def step_done(self, step: int) -> None:
-        every, last = self._config.checkpoint.every, step == self._config.run.steps
-        if every and (step % every == 0 or last):
-            self._save(step)
+    def _saved_by_this_job(self) -> bool:
+        """Whether the newest checkpoint is of this job, started before and started again by its launcher.
 
-    def save_now(self, step: int) -> None:
-        self._save(step)
-        self._checkpoints.wait()
+        The first start notes the newest serial there is, under the job's name; later ones compare.
+        """
+        ranks, newest = self._ranks, _newest_serial(self._note.parent)
 
-    def close(self) -> None:
-        self._checkpoints.close()
+        def compare() -> bool:
+            try:
+                job, _, serial = self._note.read_text().partition(" ")
+            except OSError:
+                return False
+            return bool(ranks.restarts or (ranks.job and job == ranks.job)) and newest > int(serial)
 
-    def _save(self, step: int) -> None:
+        return from_first(compare, "waiting for rank 0 to look for checkpoints")
+
+    def _note_start(self) -> None:
+        newest = _newest_serial(self._note.parent)
+        from_first(lambda: self._note.write_text(f"{self._ranks.job} {newest}"), "noting the start of the run")
+
+    @property
+    def _note(self) -> Path:
+        return self._config.run.directory / "checkpoints" / ".job"
+
+    def _settle(self, consequence: str) -> None:
+        """Waits for the save before. Training is worth more than one checkpoint; the last one of a run raises."""
         try:
             self._checkpoints.wait()
         except CheckpointError as error:
-            # Training is worth more than one checkpoint; the last one of a run raises.
             if self._ranks.rank == 0:
-                warnings.warn(f"{error}; training goes on, and saves again after step {step}", stacklevel=2)
-        self._checkpoints.save(step, {"data": self._data()})
+                warnings.warn(f"{error}; {consequence}", stacklevel=3)
 
     def _data(self) -> dict[str, Any]:
         """What decides which sample comes at which step."""
@@ -131,6 +212,16 @@ class RunCheckpoints:
             "data.tokenizer": config.data.tokenizer,
             "batch.global_sequences": config.batch.global_sequences,
         }
+
+    def _layout(self) -> dict[str, str]:
+        return {"strategy": self._config.strategy, "mesh": mesh_text(self._config.mesh)}
+
+    def _change_of_layout(self, found: Restored) -> str:
+        saved, now = found.state.get("run", {}), self._layout()
+        if not saved or saved == now:
+            return ""
+        before = f"strategy {saved.get('strategy')} on mesh {saved.get('mesh')}"
+        return f"; it was made under {before}, and is loaded under strategy {now['strategy']} on mesh {now['mesh']}"
 
     def _warn_of_changes(self, found: Restored) -> None:
         saved: Mapping[str, Any] = found.state.get("data", {})

@@ -6,6 +6,7 @@ Each class is one table of the file. Unknown keys are errors; everything is vali
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -13,9 +14,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from zeromesh.errors import ConfigError, MeshError
+from zeromesh.cluster import Cluster, find_cluster
+from zeromesh.errors import ClusterError, ConfigError, MeshError
 from zeromesh.strategy import Layout, Plan
 from zeromesh.train.document import nearest_key, read_document
+from zeromesh.train.resize import mesh_text, resize_mesh
+
+AUTO = "auto"
 
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 
@@ -138,6 +143,30 @@ class CheckpointConfig(Section):
     resume: str = "auto"
 
 
+class FaultsConfig(Section):
+    """What to do when something goes wrong.
+
+    Args:
+        nonfinite: what becomes of a step whose loss or gradient norm is NaN or infinite: "stop", "skip" or "rollback",
+            as `zeromesh.train.nonfinite` says.
+        nonfinite_in_a_row: of these, at most so many without a good step between.
+        nonfinite_in_all: at most so many in the whole run.
+        digest_every: steps between comparisons of what several ranks hold alike; 0 never compares. With it, each
+            checkpoint is compared before it is made.
+        restarts: how often local processes are started again after one was killed or failed; torchrun has its own
+            (--max-restarts).
+        resize: run on as many ranks as the launcher has started, with the mesh re-sized, instead of calling another
+            number than the mesh's an error.
+    """
+
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    nonfinite_in_a_row: int = Field(default=3, gt=0)
+    nonfinite_in_all: int = Field(default=20, gt=0)
+    digest_every: int = Field(default=100, ge=0)
+    restarts: int = Field(default=0, ge=0)
+    resize: bool = False
+
+
 class DtypeConfig(Section):
     """Dtypes of compute and parameters on the wire, gradients on the wire, their sums, and the optimizer's copy."""
 
@@ -151,9 +180,11 @@ class TrainConfig(Section):
     """A whole run.
 
     Args:
-        strategy: in zeromesh's notation, the name of a preset, or a plan that `zeromesh plan -o` wrote (FILE.json), of
-            which the strategy alone is taken.
+        strategy: in zeromesh's notation, the name of a preset, a plan that `zeromesh plan -o` wrote (FILE.json), of
+            which the strategy alone is taken, or "auto": the planner chooses at every start.
         mesh: sizes by axis name, outermost axis first, as torch's DeviceMesh has them.
+        cluster: what "auto" plans for: a preset, or a file (`zeromesh clusters`); its levels are the mesh's axes, and
+            the mesh says their sizes.
     """
 
     run: RunConfig
@@ -164,7 +195,9 @@ class TrainConfig(Section):
     strategy: str
     mesh: dict[str, Annotated[int, Field(gt=0)]] = Field(min_length=1)
     eval: EvalConfig = EvalConfig()
+    cluster: str | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    faults: FaultsConfig = FaultsConfig()
     dtypes: DtypeConfig = DtypeConfig()
 
     @field_validator("strategy")
@@ -181,6 +214,14 @@ class TrainConfig(Section):
     def _consistent(self) -> Self:
         if self.eval.every and not self.data.holdout:
             raise ValueError("eval.every needs held-out files: set data.holdout to a fraction above 0")
+        if self.strategy == AUTO and self.cluster is None:
+            raise ValueError(
+                'strategy = "auto" needs a cluster to plan for: cluster = "FILE.toml", or a preset\'s name'
+            )
+        for key, needs in (("nonfinite", self.faults.nonfinite == "rollback"), ("restarts", self.faults.restarts > 0)):
+            if needs and not self.checkpoint.every:
+                value = getattr(self.faults, key)
+                raise ValueError(f"faults.{key} = {value!r} needs checkpoints to go back to: set checkpoint.every")
         return self
 
     @property
@@ -188,14 +229,40 @@ class TrainConfig(Section):
         """Number of ranks."""
         return prod(self.mesh.values())
 
-    def check_world(self, world: int) -> None:
-        """Raise MeshError unless the mesh has `world` ranks."""
-        if self.world != world:
-            axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
+    def on_world(self, world: int) -> Self:
+        """The configuration for the number of processes that a launcher has started.
+
+        Raises:
+            MeshError: it is not the mesh's, and `faults.resize` is off, or the strategy fits no mesh of that size.
+        """
+        if self.world == world:
+            return self
+        if not self.faults.resize:
             raise MeshError(
-                f"mesh {axes} has {self.world} ranks, but the launcher started {world} processes;"
-                f" start {self.world}, or change the mesh, as in --set mesh.{next(iter(self.mesh))}=..."
+                f"mesh {mesh_text(self.mesh)} has {self.world} ranks, but the launcher started {world} processes;"
+                f" start {self.world}, or change the mesh, as in --set mesh.{next(iter(self.mesh))}=..., or let it be"
+                f" re-sized with --set faults.resize=true"
             )
+        resized = resize_mesh(self.mesh, world, None if self.strategy == AUTO else self.strategy)
+        return self.model_copy(update={"mesh": resized})
+
+    def hardware(self) -> Cluster:
+        """The cluster that "auto" plans for, of the mesh's sizes.
+
+        Raises:
+            ClusterError: there is none of that name, or it has other levels than the mesh has axes.
+        """
+        assert self.cluster is not None
+        cluster = find_cluster(self.cluster)
+        sizes = tuple(reversed(self.mesh.items()))
+        levels = [level.name for level in cluster.levels]
+        if levels != [name for name, _ in sizes]:
+            raise ClusterError(
+                f"the mesh's axes must be the levels of cluster {cluster.name!r}, outermost first "
+                f"{', '.join(reversed(levels))}; the mesh has {', '.join(self.mesh)}"
+            )
+        sized = [replace(level, size=size) for level, (_, size) in zip(cluster.levels, sizes, strict=True)]
+        return replace(cluster, levels=tuple(sized))
 
     def layout(self) -> Layout:
         """The strategy resolved on the mesh.
@@ -215,13 +282,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: unreadable, not TOML, an unknown key (names the nearest valid one), or an invalid value.
         NotationError, MeshError: the strategy does not parse or does not fit the mesh.
+        ClusterError: "auto", and the cluster cannot be read or does not fit the mesh.
     """
     document = read_document(path, overrides, is_path=_is_path)
     try:
         config = TrainConfig.model_validate(document)
     except ValidationError as error:
         raise ConfigError(_explain(path, error)) from None
-    config.layout()
+    if config.strategy == AUTO:
+        config.hardware()
+    else:
+        config.layout()
     return config
 
 
@@ -240,6 +311,7 @@ def _is_path(key: str, value: str) -> bool:
     return (
         key in ("run.directory", "model.config", "data.files")
         or (key in ("data.tokenizer", "strategy") and value.endswith(".json"))
+        or (key == "cluster" and (value.endswith(".toml") or "/" in value))
         or (key == "checkpoint.resume" and value not in ("auto", "never") and "://" not in value)
     )
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeromesh.errors import ConfigError, InputError
+from zeromesh.errors import ConfigError
 from zeromesh.train.config import DataConfig
+from zeromesh.train.ranks import collective, from_first
 from zeromesh.train.text import TrainedTokenizer, find_files, make_tokenizer
 
 
@@ -40,49 +39,52 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Training and held-out sequences, and the size of the vocabulary."""
+    """Training and held-out sequences.
+
+    Args:
+        training, held_out: tokens.
+        vocab_size: of the tokenizer.
+        num_files: trained on.
+        tokenizer: the text of its tokenizer.json; None for bytes.
+    """
 
     training: Sequences
     held_out: Sequences
     vocab_size: int
     num_files: int
+    tokenizer: str | None
 
 
-def load_corpus(config: DataConfig, directory: Path) -> Corpus:
-    """Read, tokenise and share the corpus; collective over all ranks.
-
-    Rank 0 also writes a tokenizer that it trained to `directory/tokenizer.json`.
+def load_corpus(config: DataConfig) -> Corpus:
+    """Read, tokenise and share the corpus; collective over all ranks. Writes nothing.
 
     Raises:
         ConfigError: on every rank, where rank 0 cannot make the corpus.
     """
-    rank = dist.get_rank()
-    facts: list[Any] = [None]
     tokens: list[Tensor] = []
-    if rank == 0:
-        try:
-            tokens, facts[0] = _read(config, directory)
-        except (InputError, OSError) as error:
-            facts[0] = f"{error}"
-    dist.broadcast_object_list(facts, src=0)
-    if isinstance(facts[0], str):
-        raise ConfigError(facts[0])
-    lengths, vocab_size, num_files = facts[0]
-    if rank != 0:
+
+    def read() -> tuple[list[int], int, int, str | None]:
+        tokens[:], facts = _read(config)
+        return facts
+
+    lengths, vocab_size, num_files, definition = from_first(read, "waiting for rank 0 to read the corpus")
+    if dist.get_rank() != 0:
         tokens = [torch.empty(length, dtype=torch.int32) for length in lengths]
     for stream in tokens:
         if stream.numel():
-            dist.broadcast(stream, src=0)
+            with collective("sharing the corpus"):
+                dist.broadcast(stream, src=0)
     training, held_out = (Sequences(tokens=stream, seq_len=config.seq_len) for stream in tokens)
-    return Corpus(training=training, held_out=held_out, vocab_size=vocab_size, num_files=num_files)
+    return Corpus(
+        training=training, held_out=held_out, vocab_size=vocab_size, num_files=num_files, tokenizer=definition
+    )
 
 
-def _read(config: DataConfig, directory: Path) -> tuple[list[Tensor], tuple[list[int], int, int]]:
+def _read(config: DataConfig) -> tuple[list[Tensor], tuple[list[int], int, int, str | None]]:
     files = find_files(config)
     texts = [path.read_bytes() for path in files.training]
     tokenizer = make_tokenizer(config.tokenizer, texts)
-    if isinstance(tokenizer, TrainedTokenizer):
-        (directory / "tokenizer.json").write_text(tokenizer.definition)
+    definition = tokenizer.definition if isinstance(tokenizer, TrainedTokenizer) else None
     held_out_texts = [path.read_bytes() for path in files.held_out]
     tokens = [torch.from_numpy(tokenizer.encode(part)) for part in (texts, held_out_texts)]
     for key, stream in zip(("training", "held-out"), tokens, strict=True):
@@ -92,4 +94,4 @@ def _read(config: DataConfig, directory: Path) -> tuple[list[Tensor], tuple[list
                 f"the {key} files must hold at least data.seq_len + 1 = {config.seq_len + 1} tokens;"
                 f" got {stream.numel()}"
             )
-    return tokens, ([stream.numel() for stream in tokens], tokenizer.vocab_size, len(files.training))
+    return tokens, ([stream.numel() for stream in tokens], tokenizer.vocab_size, len(files.training), definition)

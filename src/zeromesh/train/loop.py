@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import signal
+import math
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
-from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeromesh.engine.api import accumulate, clip_grad_norm_, shard
+from zeromesh.engine.api import accumulate, clip_grad_norm_, shard, zero_grad
+from zeromesh.engine.replicas import check_replicas
 from zeromesh.engine.report import memory_report, traffic_report
+from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
-from zeromesh.train.config import OptimizerConfig, TrainConfig
+from zeromesh.train.config import AUTO, OptimizerConfig, TrainConfig
 from zeromesh.train.corpus import Corpus, Sequences, load_corpus
 from zeromesh.train.language_model import build_language_model
 from zeromesh.train.learning_rate import learning_rate
 from zeromesh.train.metrics import MetricsFile, StepMetrics
-from zeromesh.train.progress import show_progress
-from zeromesh.train.ranks import Ranks
+from zeromesh.train.nonfinite import NonFinite, Remedy, describe
+from zeromesh.train.planning import choose_strategy
+from zeromesh.train.preemption import end_at_once, was_asked
+from zeromesh.train.progress import Progress, show_progress
+from zeromesh.train.ranks import Ranks, collective, from_first
 from zeromesh.train.sampler import Sampler
-from zeromesh.train.summary import Row, gather_rows, header, table
+from zeromesh.train.summary import Row, fault_lines, gather_rows, header, table
 
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,12 +45,19 @@ class StepOutcome:
         grad_norm: global, before clipping.
         tokens: targets of the global batch.
         stop: whether any rank was asked to end.
+        broken: ranks whose own part of the loss is NaN or infinite.
     """
 
     loss: float
     grad_norm: float
     tokens: int
     stop: bool
+    broken: tuple[int, ...] = ()
+
+    @property
+    def finite(self) -> bool:
+        """Whether the optimizer has stepped."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def run_training(config: TrainConfig, ranks: Ranks) -> bool:
@@ -56,19 +68,42 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     Raises:
         InputError: something in the configuration is wrong.
     """
-    if ranks.rank == 0:
-        config.run.directory.mkdir(parents=True, exist_ok=True)
-    corpus = load_corpus(config.data, config.run.directory)
-    model = _sharded_model(config, ranks, corpus.vocab_size)
+    directory = config.run.directory
+    from_first(lambda: _require_writable(directory), "waiting for rank 0 to look at run.directory")
+    corpus = load_corpus(config.data)
+    model = _build(config, ranks, corpus.vocab_size)
+    if config.strategy == AUTO:
+        config = choose_strategy(config, model)
+    model = _sharded(config, ranks, model)
     optimizer = make_optimizer(model, config.optimizer)
     trainer = Trainer(config, ranks, corpus, model, optimizer)
-    checkpointer = make_checkpointer(config, ranks, model, optimizer)
+    checkpointer = make_checkpointer(config, ranks, model, optimizer, trainer.counts)
     return trainer.run(checkpointer)
 
 
-def _sharded_model(config: TrainConfig, ranks: Ranks, vocab_size: int) -> nn.Module:
+def _require_writable(directory: Path) -> None:
+    """Raise ConfigError where the run's directory cannot be written or made; changes nothing."""
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = "a directory of this user's to write to" if there.is_dir() else "a directory"
+        raise ConfigError(f"run.directory: cannot write {directory}: {there} is not {reason}")
+
+
+def _make_directory(directory: Path, corpus: Corpus) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if corpus.tokenizer is not None:
+            (directory / "tokenizer.json").write_text(corpus.tokenizer)
+    except OSError as error:
+        raise ConfigError(f"run.directory: cannot write {directory}: {error.strerror or error}") from error
+
+
+def _build(config: TrainConfig, ranks: Ranks, vocab_size: int) -> nn.Module:
     torch.manual_seed(config.run.seed)
-    model = build_language_model(config.model, vocab_size).to(ranks.device)
+    return build_language_model(config.model, vocab_size).to(ranks.device)
+
+
+def _sharded(config: TrainConfig, ranks: Ranks, model: nn.Module) -> nn.Module:
     dtypes = config.dtypes
     return shard(
         model,
@@ -115,51 +150,128 @@ class Trainer:
         self.traffic = traffic_report(
             model, micro_batches=self.sampler.micro_batches, recompute=config.model.activation_checkpointing
         )
+        self.counts = NonFinite()
         self._stop_asked = False
 
     def run(self, checkpointer: Checkpointer | None) -> bool:
-        """All steps that are left; False where a signal ended the run after saving."""
+        """All steps that are left; False where a signal ended the run after saving.
+
+        Raises:
+            NonFiniteError, MismatchError: on all ranks, after what was being saved is complete.
+        """
+        if checkpointer is None:
+            end_at_once()
         done = checkpointer.resume() if checkpointer else 0
+        directory = self.config.run.directory  # made only now that nothing can be wrong with the input any more
+        from_first(lambda: _make_directory(directory, self.corpus), "waiting for rank 0 to make run.directory")
         quiet = self.ranks.rank != 0
         steps = self.config.run.steps
         if not quiet:
             print(header(self.config, self.corpus, self.model, self.sampler, done), flush=True)
+        if checkpointer and self._stops_before_a_step():
+            checkpointer.close()
+            return False
         with (
-            self._notice_sigterm(enabled=checkpointer is not None),
             _metrics_file(self.config, done, quiet=quiet) as metrics_file,
             show_progress(steps, steps_done=done, quiet=quiet) as progress,
         ):
-            for step in range(done, steps):
-                metrics, stop = self._timed_step(step)
+            finished = self._run_steps(done, checkpointer, metrics_file, progress)
+        if finished and done < steps:
+            self._print_comparison(quiet=quiet)
+        return finished
+
+    def _run_steps(
+        self, done: int, checkpointer: Checkpointer | None, metrics_file: MetricsFile | None, progress: Progress
+    ) -> bool:
+        steps = self.config.run.steps
+        try:
+            while done < steps:
+                metrics, outcome = self._timed_step(done)
+                back = self._after_nonfinite(done, outcome, checkpointer, progress)
+                if back is not None:
+                    done = back
+                    if metrics_file:
+                        metrics_file.rewind(done)
+                    continue
+                done += 1
+                metrics = replace(metrics, skipped=self.counts.skipped or None, rollbacks=self.counts.rollbacks or None)
                 if metrics_file:
                     metrics_file.append(metrics)
                 progress.show(metrics)
-                if checkpointer and stop and step + 1 < steps:
-                    checkpointer.save_now(step + 1)
+                stops = checkpointer is not None and outcome.stop and done < steps
+                self._compare_replicas(done, saving=checkpointer is not None and (stops or checkpointer.due(done)))
+                if checkpointer and stops:
+                    checkpointer.save_now(done)
+                    break
+                if checkpointer and checkpointer.due(done):
+                    checkpointer.save(done)
+        except (NonFiniteError, MismatchError):
+            # What is being written is of a good step, and all ranks are here.
+            if checkpointer:
+                with suppress(CheckpointError):
                     checkpointer.close()
-                    return False
-                if checkpointer:
-                    checkpointer.step_done(step + 1)
+            raise
         if checkpointer:
             checkpointer.close()
-        if done < steps:
-            self._print_comparison(quiet=quiet)
-        return True
+        return done == steps
+
+    def _after_nonfinite(
+        self, step: int, outcome: StepOutcome, checkpointer: Checkpointer | None, progress: Progress
+    ) -> int | None:
+        """Does what the configuration says about a loss or norm that is not finite; the step to go back to, if any."""
+        if outcome.finite:
+            self.counts.finite()
+            return None
+        what = describe(step + 1, outcome.loss, outcome.grad_norm, list(outcome.broken))
+        remedy = self.counts.judge(self.config.faults, what)
+        if remedy is Remedy.SKIP:
+            progress.note(f"{what}: skipped, without an optimizer step")
+            return None
+        back = checkpointer.roll_back() if checkpointer else None
+        if back is None:
+            raise NonFiniteError(f"{what}, and no checkpoint has been made yet to go back to")
+        self.counts.rolled_back(step, back)
+        progress.note(
+            f"{what}: rolled back to step {back}; the {step + 1 - back} batches since then are left out, and the run "
+            f"goes on with those that follow"
+        )
+        return back
+
+    def _compare_replicas(self, done: int, *, saving: bool) -> None:
+        every = self.config.faults.digest_every
+        if every and (done % every == 0 or saving):
+            check_replicas(self.model, self.optimizer)
+
+    def _stops_before_a_step(self) -> bool:
+        """Whether SIGTERM came during set-up, on any rank: what is on disk is what there is to save."""
+        (stops,) = self._sum_over_ranks("agreeing to start", float(self._asked_to_stop()))
+        return stops > 0
+
+    def _asked_to_stop(self) -> bool:
+        return self._stop_asked or was_asked()
 
     def step(self, step: int) -> StepOutcome:
-        """One optimizer step over the step's global batch."""
+        """One optimizer step over the step's global batch; without the optimizer, where loss or norm is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config.optimizer, step, self.config.run.steps)
         self.model.train()
-        loss_sum, tokens = self._forward_backward(step)
+        loss_sum, tokens = self._forward_backward(self.counts.batch(step))
         clip_norm = self.config.optimizer.clip_norm or float("inf")
-        grad_norm = clip_grad_norm_(self.model, clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        loss_total, token_total, stops = self._sum_over_ranks(float(loss_sum), tokens, int(self._stop_asked))
-        return StepOutcome(
-            loss=loss_total / token_total, grad_norm=float(grad_norm), tokens=int(token_total), stop=stops > 0
+        grad_norm = float(clip_grad_norm_(self.model, clip_norm))
+        own_loss = float(loss_sum)
+        # Before the optimizer's step: all ranks must decide alike whether there is one.
+        loss_total, token_total, stops = self._sum_over_ranks(
+            "adding up the loss", own_loss, tokens, int(self._asked_to_stop())
         )
+        outcome = StepOutcome(
+            loss=loss_total / token_total, grad_norm=grad_norm, tokens=int(token_total), stop=stops > 0
+        )
+        if outcome.finite:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return outcome
+        zero_grad(self.model)
+        return replace(outcome, broken=self._ranks_where(not math.isfinite(own_loss)))
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -172,17 +284,18 @@ class Trainer:
             loss, weight = self._loss(self.corpus.held_out, indices)
             loss_sum += float(loss) * weight
             tokens += weight
-        loss_total, token_total, _ = self._sum_over_ranks(loss_sum, tokens, 0)
+        loss_total, token_total = self._sum_over_ranks("adding up the held-out loss", loss_sum, tokens)
         return loss_total / token_total
 
-    def _timed_step(self, step: int) -> tuple[StepMetrics, bool]:
+    def _timed_step(self, step: int) -> tuple[StepMetrics, StepOutcome]:
         every, done = self.config.eval.every, step + 1
+        self.traffic.calls.clear()  # of a last step that was rolled back
         start = perf_counter()
         # The last step is counted alone: in steady state, and without evaluations.
         with self.traffic if done == self.config.run.steps else nullcontext():
             outcome = self.step(step)
         step_s = perf_counter() - start
-        evaluated = every > 0 and (done % every == 0 or done == self.config.run.steps)
+        evaluated = outcome.finite and every > 0 and (done % every == 0 or done == self.config.run.steps)
         metrics = StepMetrics(
             step=done,
             loss=outcome.loss,
@@ -193,24 +306,27 @@ class Trainer:
             step_s=step_s,
             eval_loss=self.evaluate() if evaluated else None,
         )
-        return metrics, outcome.stop
+        return metrics, outcome
 
     def _print_comparison(self, *, quiet: bool) -> None:
         memory = gather_rows([Row.of_memory(line) for line in memory_report(self.model, self.optimizer)])
         traffic = gather_rows([Row.of_traffic(line) for line in self.traffic.lines()])
         if not quiet:
             print(f"\n{table(memory, traffic)}", flush=True)
+            for line in fault_lines(self.counts):
+                print(line, flush=True)
 
-    def _forward_backward(self, step: int) -> tuple[Tensor, int]:
+    def _forward_backward(self, batch: int) -> tuple[Tensor, int]:
         """Gradient of the mean over the global batch's tokens; this rank's sum of losses, and its tokens."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         tokens = 0
-        batches = list(self.sampler.rank_batches(step, self.ranks.rank))
+        batches = list(self.sampler.rank_batches(batch, self.ranks.rank))
         for position, indices in enumerate(batches):
             with accumulate(self.model, last=position == len(batches) - 1, weight=self._weight(indices)):
                 loss, weight = self._loss(self.corpus.training, indices)
                 loss.backward()  # type: ignore[no-untyped-call]
-            loss_sum += loss.detach().double() * weight
+            if weight:  # 0 times a loss that is not finite would not be 0
+                loss_sum += loss.detach().double() * weight
             tokens += weight
         return loss_sum, tokens
 
@@ -228,10 +344,16 @@ class Trainer:
         loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         return loss, targets.numel() if indices else 0
 
-    def _sum_over_ranks(self, *numbers: float) -> list[float]:
+    def _sum_over_ranks(self, operation: str, *numbers: float) -> list[float]:
         total = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(total)
+        with collective(operation):
+            dist.all_reduce(total)
         return [float(number) for number in total]
+
+    def _ranks_where(self, here: bool) -> tuple[int, ...]:
+        """Ranks on which `here` is true; collective."""
+        flags = [float(here and rank == self.ranks.rank) for rank in range(self.ranks.world)]
+        return tuple(rank for rank, flag in enumerate(self._sum_over_ranks("finding the rank", *flags)) if flag)
 
     def _deal(self, sequences: Sequences, global_sequences: int, seed: int) -> Sampler:
         return Sampler(
@@ -241,22 +363,6 @@ class Trainer:
             world=self.ranks.world,
             seed=seed,
         )
-
-    @contextmanager
-    def _notice_sigterm(self, *, enabled: bool) -> Iterator[None]:
-        """Where the run can save, SIGTERM ends it after the current step; elsewhere it ends it at once, as always."""
-        if not enabled:
-            yield
-            return
-
-        def notice(_number: int, _frame: FrameType | None) -> None:
-            self._stop_asked = True
-
-        before: Any = signal.signal(signal.SIGTERM, notice)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,8 @@ class StepMetrics:
         tokens_per_s: of all devices together.
         step_s: seconds from the start of the step to its end on rank 0.
         eval_loss: mean over the held-out sequences after the step, where it was evaluated.
+        skipped: steps so far whose loss or gradient was not finite and that were skipped; None for none.
+        rollbacks: times that the run has gone back to a checkpoint; None for none.
     """
 
     step: int
@@ -32,6 +35,8 @@ class StepMetrics:
     tokens_per_s: float
     step_s: float
     eval_loss: float | None = None
+    skipped: int | None = None
+    rollbacks: int | None = None
 
 
 class MetricsFile:
@@ -43,16 +48,20 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, *, steps_done: int) -> None:
-        kept = _lines_up_to(path, steps_done)
-        partial = path.with_suffix(".jsonl.partial")
-        partial.write_text("".join(kept))
-        partial.replace(path)
-        self._file: TextIO = path.open("a")
+        self._path = path
+        self._file: TextIO = _open(path, steps_done)
 
     def append(self, metrics: StepMetrics) -> None:
         fields = {name: value for name, value in asdict(metrics).items() if value is not None}
-        self._file.write(json.dumps(fields) + "\n")
+        # JSON has no NaN and no infinity.
+        finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in fields.items()}
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
+
+    def rewind(self, steps_done: int) -> None:
+        """Drops the lines of later steps: the run has gone back."""
+        self._file.close()
+        self._file = _open(self._path, steps_done)
 
     def __enter__(self) -> Self:
         return self
@@ -61,6 +70,14 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _open(path: Path, steps_done: int) -> TextIO:
+    kept = _lines_up_to(path, steps_done)
+    partial = path.with_suffix(".jsonl.partial")
+    partial.write_text("".join(kept))
+    partial.replace(path)
+    return path.open("a")
 
 
 def _lines_up_to(path: Path, steps_done: int) -> list[str]:

@@ -10,14 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from zeromesh.errors import InputError
+from zeromesh.errors import InputError, InternalError, NonFiniteError, ZeromeshError
 
 EXIT_INPUT = 2
 EXIT_PREEMPTED = 75
@@ -33,21 +32,29 @@ class Failure:
         rank: whose.
         at_s: of the clock that all processes of a machine share.
         is_input: whether the user's input was wrong.
+        is_final: whether it would come again: input that is wrong, a run that is to stop.
         message: one line, without a traceback.
-        traceback: where it happened.
+        traceback: where it happened; empty for what the message says all about.
     """
 
     rank: int
     at_s: float
     is_input: bool
+    is_final: bool
     message: str
     traceback: str
 
     @classmethod
     def now(cls, rank: int, error: BaseException, traceback: str) -> Self:
-        is_input = isinstance(error, InputError)
-        message = str(error) if is_input else f"{type(error).__name__}: {error}"
-        return cls(rank=rank, at_s=time.monotonic(), is_input=is_input, message=message, traceback=traceback)
+        expected = isinstance(error, ZeromeshError) and not isinstance(error, InternalError)
+        return cls(
+            rank=rank,
+            at_s=time.monotonic(),
+            is_input=isinstance(error, InputError),
+            is_final=isinstance(error, InputError | NonFiniteError),
+            message=str(error) if expected else f"{type(error).__name__}: {error}",
+            traceback="" if expected else traceback,
+        )
 
     def write(self, directory: Path) -> None:
         (directory / f"failure-{self.rank}.json").write_text(json.dumps(asdict(self)))
@@ -59,32 +66,51 @@ class Failure:
         return sorted(found, key=lambda failure: failure.at_s)
 
 
-def verdict(codes: dict[int, int], failures: Sequence[Failure], ended_by_us: set[int]) -> int:
-    """The run's exit code, after saying why on stderr where it is 1.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a run of local processes ended.
+
+    Args:
+        code: the exit code.
+        reason: for a person, where the code is 1.
+        again: whether another start may go better.
+    """
+
+    code: int
+    reason: str = ""
+    again: bool = False
+
+
+def verdict(
+    codes: dict[int, int], failures: Sequence[Failure], ended_by_us: set[int], *, preempted: bool = False
+) -> Ending:
+    """How the run ended, and why.
 
     Args:
         codes: of each rank's process, negative for the signal that ended it.
         failures: earliest first.
         ended_by_us: ranks that only ended because others had.
+        preempted: whether the ranks were told to save and end, and can save.
 
     Raises:
         InputError: the first failure was one.
     """
     killed = [(rank, -code) for rank, code in codes.items() if code < 0 and rank not in ended_by_us]
     if killed:
-        print(f"zeromesh: {_killed(*min(killed))}", file=sys.stderr)
-        return 1
+        if preempted and all(number == signal.SIGTERM for _, number in killed):
+            return Ending(code=EXIT_PREEMPTED)  # before it had begun to listen, and so before its first step
+        return Ending(code=1, reason=_killed(*min(killed)), again=True)
     if failures:
         first = failures[0]
         if first.is_input:
             raise InputError(first.message)
-        print(f"{first.traceback.rstrip()}\nzeromesh: rank {first.rank} failed: {first.message}", file=sys.stderr)
-        return 1
+        trace = f"{first.traceback.rstrip()}\n" if first.traceback else ""
+        reason = f"{trace}zeromesh: rank {first.rank} failed: {first.message}"
+        return Ending(code=1, reason=reason, again=not first.is_final)
     ended = set(codes.values())
     if ended - {0, EXIT_PREEMPTED}:
-        print(f"zeromesh: ranks ended with {codes} and left no reason", file=sys.stderr)
-        return 1
-    return max(ended)
+        return Ending(code=1, reason=f"zeromesh: ranks ended with {codes} and left no reason", again=True)
+    return Ending(code=max(ended))
 
 
 def _killed(rank: int, number: int) -> str:
@@ -93,7 +119,7 @@ def _killed(rank: int, number: int) -> str:
         signal.SIGTERM: "; nothing was saved",
     }
     name = signal.Signals(number)
-    return f"rank {rank} was ended by {name.name}{hints.get(name, '')}"
+    return f"zeromesh: rank {rank} was ended by {name.name}{hints.get(name, '')}"
 
 
 class LocalProcesses:
@@ -103,17 +129,25 @@ class LocalProcesses:
         command: of every rank; its environment names the rank as torchrun's does.
         world: number of ranks.
         grace_s: what the others get once one has ended with another code than 0.
+        environment: of each, beside its rank.
     """
 
-    def __init__(self, command: Sequence[str], world: int, *, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        world: int,
+        *,
+        grace_s: float = GRACE_S,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.ended_by_us: set[int] = set()
         self._grace_s = grace_s
         self._ended: queue.Queue[tuple[int, int]] = queue.Queue()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         for rank in range(world):
-            environment = os.environ | _environment(rank, world)
+            own = {**os.environ, **_environment(rank, world), **(environment or {})}
             # Nobody writes to the pipe: its end tells a rank that this process is gone.
-            self._processes[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+            self._processes[rank] = subprocess.Popen(command, env=own, stdin=subprocess.PIPE)
             threading.Thread(target=self._await_end, args=(rank,), daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -143,7 +177,8 @@ class LocalProcesses:
             codes[rank] = code
             failed = code not in (0, EXIT_PREEMPTED)  # a preempted run ends when all have saved
             if failed and deadline is None and not self.ended_by_us:
-                deadline = time.monotonic() + self._grace_s
+                # Of a rank that was killed from outside the others know no more than this process does.
+                deadline = time.monotonic() + self._grace_s * (code != -signal.SIGKILL)
         return codes
 
     def _await_end(self, rank: int) -> None:
@@ -169,18 +204,33 @@ def _environment(rank: int, world: int) -> dict[str, str]:
     return environment
 
 
-@contextmanager
-def forward_sigterm(processes: LocalProcesses) -> Iterator[None]:
-    """SIGTERM goes to the ranks, which may save first. Ctrl-C raises KeyboardInterrupt here, and leaving ends them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+class Forwarder:
+    """Hands SIGTERM on to the ranks, which may save first; Ctrl-C raises KeyboardInterrupt as ever.
 
-    def forward(number: int, _: FrameType | None) -> None:
-        processes.signal(number)
+    In another thread than the main one, which receives no signals, it does nothing.
+    """
 
-    before: Any = signal.signal(signal.SIGTERM, forward)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def __init__(self) -> None:
+        self.asked = False
+        self._processes: LocalProcesses | None = None
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._forward)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def to(self, processes: LocalProcesses) -> None:
+        """From now on to these; at once, if the signal has come meanwhile."""
+        self._processes = processes
+        if self.asked:
+            processes.signal(signal.SIGTERM)
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        self.asked = True
+        if self._processes is not None:
+            self._processes.signal(number)

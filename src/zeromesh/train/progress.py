@@ -15,9 +15,11 @@ PLAIN_LINES = 20
 
 
 class Progress(Protocol):
-    """Shows steps as they end."""
+    """Shows steps as they end, and what happens between them."""
 
     def show(self, metrics: StepMetrics) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
 
 @contextmanager
@@ -47,13 +49,21 @@ class TimeLeft:
 
 
 def describe(metrics: StepMetrics) -> str:
-    """Loss, held-out loss where there is one, gradient norm and pace.
+    """Loss, held-out loss where there is one, gradient norm, pace, and what went wrong so far.
 
-    >>> describe(StepMetrics(step=3, loss=2.5, grad_norm=1.25, lr=3e-4, tokens=100, tokens_per_s=5120.4, step_s=0.1))
+    >>> step = {"step": 3, "lr": 3e-4, "tokens": 100, "tokens_per_s": 5120.4, "step_s": 0.1}
+    >>> describe(StepMetrics(loss=2.5, grad_norm=1.25, **step))
     'loss 2.500  grad norm 1.25  5,120 tokens/s'
+    >>> describe(StepMetrics(loss=2.5, grad_norm=1.25, skipped=2, **step))
+    'loss 2.500  grad norm 1.25  5,120 tokens/s  skipped 2'
     """
     held_out = f"  held-out {metrics.eval_loss:.3f}" if metrics.eval_loss is not None else ""
-    return f"loss {metrics.loss:.3f}{held_out}  grad norm {metrics.grad_norm:.3g}  {metrics.tokens_per_s:,.0f} tokens/s"
+    faults = f"  skipped {metrics.skipped}" if metrics.skipped else ""
+    faults += f"  rolled back {metrics.rollbacks}" if metrics.rollbacks else ""
+    return (
+        f"loss {metrics.loss:.3f}{held_out}  grad norm {metrics.grad_norm:.3g}  {metrics.tokens_per_s:,.0f} tokens/s"
+        f"{faults}"
+    )
 
 
 def clock(seconds: float) -> str:
@@ -69,6 +79,9 @@ def clock(seconds: float) -> str:
 
 class _Silent:
     def show(self, metrics: StepMetrics) -> None:
+        pass
+
+    def note(self, text: str) -> None:
         pass
 
 
@@ -87,6 +100,9 @@ class _Plain:
                 flush=True,
             )
 
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
 
 @contextmanager
 def _live(steps: int, steps_done: int) -> Iterator[Progress]:
@@ -104,5 +120,8 @@ def _live(steps: int, steps_done: int) -> Iterator[Progress]:
                 bar.update(task, completed=metrics.step, description=text)
                 if metrics.eval_loss is not None:
                     bar.console.print(f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f}", highlight=False)
+
+            def note(self, text: str) -> None:
+                bar.console.print(text, highlight=False, markup=False)
 
         yield Live()

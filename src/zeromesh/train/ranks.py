@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import CommunicationError, ConfigError, InputError, ZeromeshError
 from zeromesh.train.config import RunConfig
+from zeromesh.train.environment import Launched
+from zeromesh.train.roll_call import RollCall, is_communication
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,8 @@ class Ranks:
         local_rank, local_world: on this machine.
         device: where this rank computes.
         mesh: of all ranks, outermost axis first.
+        restarts: how often the launcher has started the run anew after a failure.
+        job: the launcher's name of the run, the same after a restart; may be empty.
     """
 
     rank: int
@@ -35,35 +42,115 @@ class Ranks:
     local_world: int
     device: torch.device
     mesh: DeviceMesh
+    restarts: int = 0
+    job: str = ""
 
 
 @contextmanager
-def join_ranks(run: RunConfig, mesh: dict[str, int], store_file: Path | None) -> Iterator[Ranks]:
+def join_ranks(
+    run: RunConfig, mesh: dict[str, int], store_file: Path | None, launched: Launched | None
+) -> Iterator[Ranks]:
     """Make the process group and the mesh, and leave them in order.
+
+    An error inside is told to the other ranks; one that says that others could not be reached is raised again with the
+    names of those that are missing.
 
     Args:
         run: device, threads and timeout.
         mesh: sizes by axis name, outermost first.
         store_file: where local processes meet; None takes torchrun's address from the environment.
+        launched: what the launcher said; None for a process that runs alone.
 
     Raises:
         ConfigError: CUDA is asked for and there are not enough devices.
+        CommunicationError: the ranks do not meet within the timeout.
     """
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank, local_world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    device = _device(run, local_rank, local_world)
-    _set_threads(run, device, local_world)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=run.timeout_s)
-    if store_file is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = FileStore(str(store_file), world)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    device_mesh = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    yield Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world, device=device, mesh=device_mesh)
-    # Only on success: after an error other ranks may never arrive, and the process ends anyway.
+    launched = launched or Launched(rank=0, world=1, local_rank=0, local_world=1)
+    rank, world = launched.rank, launched.world
+    device = _device(run, launched.local_rank, launched.local_world)
+    _set_threads(run, device, launched.local_world)
+    _meet(run, "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store_file, launched)
+    try:
+        roll_call = RollCall(dist.distributed_c10d._get_default_store(), rank, world)
+        try:
+            device_mesh = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+            yield Ranks(
+                rank=rank,
+                world=world,
+                local_rank=launched.local_rank,
+                local_world=launched.local_world,
+                device=device,
+                mesh=device_mesh,
+                restarts=launched.restarts,
+                job=launched.job,
+            )
+        except Exception as error:
+            explained = roll_call.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+    except BaseException:
+        if world == 1:
+            dist.destroy_process_group()
+        raise
+    # Of several ranks only on success: after an error others may never arrive, and the process ends anyway.
     dist.destroy_process_group()
+
+
+def _meet(run: RunConfig, backend: str, store_file: Path | None, launched: Launched) -> None:
+    timeout = timedelta(seconds=run.timeout_s)
+    where = "in a file"
+    try:
+        if store_file is None:
+            where = f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            dist.init_process_group(backend, timeout=timeout, rank=launched.rank, world_size=launched.world)
+        else:
+            store = FileStore(str(store_file), launched.world)
+            dist.init_process_group(
+                backend, store=store, rank=launched.rank, world_size=launched.world, timeout=timeout
+            )
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {launched.rank} could not meet the other {launched.world - 1} ranks {where} within "
+            f"{run.timeout_s:g} s (run.timeout_s): one was not started, has died, or cannot reach the others. {error}"
+        ) from error
+
+
+@contextmanager
+def collective(operation: str) -> Iterator[None]:
+    """Names the operation where ranks cannot be reached.
+
+    Raises:
+        CommunicationError: torch said so.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, ZeromeshError) or not is_communication(error):
+            raise
+        raise CommunicationError(
+            f"{operation} failed on rank {dist.get_rank()}: another rank has died, has stalled or has raised an error. "
+            f"{error}"
+        ) from error
+
+
+def from_first(make: Callable[[], T], operation: str) -> T:
+    """What `make` returns on rank 0, on every rank; collective.
+
+    Raises:
+        InputError: on every rank, where `make` raises it or an OSError.
+    """
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = make()
+        except (InputError, OSError) as error:
+            answer[1] = f"{error}"
+    with collective(operation):
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise ConfigError(answer[1])
+    return answer[0]  # type: ignore[no-any-return]  # make's
 
 
 def _device(run: RunConfig, local_rank: int, local_world: int) -> torch.device:

@@ -12,6 +12,8 @@ from torch import nn
 from zeromesh.engine.report import MemoryLine, TrafficLine
 from zeromesh.train.config import TrainConfig
 from zeromesh.train.corpus import Corpus
+from zeromesh.train.nonfinite import NonFinite
+from zeromesh.train.resize import mesh_text
 from zeromesh.train.sampler import Sampler
 
 KINDS = {
@@ -44,10 +46,10 @@ class Row:
 def header(config: TrainConfig, corpus: Corpus, model: nn.Module, sampler: Sampler, steps_done: int) -> str:
     """Model, layout, data and batch of a run, in a few lines."""
     parameters = sum(parameter.shape.numel() for parameter in model.parameters())
-    mesh = " x ".join(f"{name}={size}" for name, size in config.mesh.items())
     tokens = config.batch.global_sequences * config.data.seq_len
     lines = [
-        f"{type(model).__name__}, {parameters:,} parameters; mesh {mesh}, strategy {config.layout().strategy}",
+        f"{type(model).__name__}, {parameters:,} parameters; mesh {mesh_text(config.mesh)},"
+        f" strategy {config.layout().strategy}",
         f"{corpus.num_files} files, {corpus.training.tokens.numel():,} tokens; vocabulary {corpus.vocab_size:,}",
         f"{tokens:,} tokens a step: {sampler.micro_batches} micro-batches of up to {config.batch.micro} sequences"
         f" of {config.data.seq_len} on each of {config.world} ranks",
@@ -55,6 +57,16 @@ def header(config: TrainConfig, corpus: Corpus, model: nn.Module, sampler: Sampl
     if steps_done >= config.run.steps:
         lines.append(f"all {config.run.steps} steps are done: nothing is left to do")
     return "\n".join(lines)
+
+
+def fault_lines(counts: NonFinite) -> list[str]:
+    """What went wrong on the way; nothing where nothing did."""
+    lines = []
+    if counts.skipped:
+        lines.append(f"{counts.skipped} steps were skipped: their loss or gradient was not finite")
+    if counts.rollbacks:
+        lines.append(f"rolled back {counts.rollbacks} times; {counts.left_out} batches were left out")
+    return lines
 
 
 def gather_rows(rows: Sequence[Row]) -> list[list[Row]]:

@@ -10,6 +10,8 @@ import traceback
 from pathlib import Path
 
 from zeromesh.train.config import TrainConfig
+from zeromesh.train.environment import Launched
+from zeromesh.train.preemption import noticing_sigterm
 from zeromesh.train.processes import EXIT_PREEMPTED, Failure
 
 
@@ -25,12 +27,13 @@ def main(directory: Path) -> int:
     # Ctrl-C reaches all processes of the terminal; the parent decides what to do about it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        from zeromesh.train.loop import run_training
-        from zeromesh.train.ranks import join_ranks
+        with noticing_sigterm():
+            from zeromesh.train.loop import run_training
+            from zeromesh.train.ranks import join_ranks
 
-        config = TrainConfig.model_validate_json((directory / "config.json").read_text())
-        with join_ranks(config.run, config.mesh, directory / "rendezvous") as ranks:
-            finished = run_training(config, ranks)
+            config = TrainConfig.model_validate_json((directory / "config.json").read_text())
+            with join_ranks(config.run, config.mesh, directory / "rendezvous", Launched.of(os.environ)) as ranks:
+                finished = run_training(config, ranks)
     except Exception as error:
         Failure.now(int(os.environ["RANK"]), error, traceback.format_exc()).write(directory)
         return 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.errors import ConfigError, MeshError, NotationError
+from zeromesh.errors import ClusterError, ConfigError, MeshError, NotationError
 from zeromesh.strategy import Plan, Strategy
 from zeromesh.train.config import TrainConfig, load_config, valid_keys
 from zeromesh.train.document import nearest_key
@@ -149,9 +149,37 @@ def test_strategy_is_checked_against_the_mesh_before_anything_starts(file: Path)
 
 def test_world_must_be_the_launchers(file: Path) -> None:
     config = load_config(file)
-    config.check_world(4)
+    assert config.on_world(4) is config
     with pytest.raises(MeshError, match=r"mesh cluster=2 x node=2 has 4 ranks, but the launcher started 3 processes"):
-        config.check_world(3)
+        config.on_world(3)
+
+
+def test_mesh_is_re_sized_where_it_may_be(file: Path) -> None:
+    config = load_config(file, ["faults.resize=true"])
+    assert config.on_world(4) is config
+    assert config.on_world(6).mesh == {"cluster": 3, "node": 2}
+    assert config.on_world(6).batch == config.batch
+
+
+def test_auto_takes_the_cluster_in_the_sizes_of_the_mesh(file: Path) -> None:
+    config = load_config(file, ["strategy=auto", "cluster=gloo-laptop", "mesh={ node = 3 }", "faults.resize=true"])
+    assert config.hardware().axes == (("node", 3),)
+    assert config.on_world(2).hardware().axes == (("node", 2),)
+    with pytest.raises(
+        ClusterError, match=r"levels of cluster 'gloo-laptop', outermost first node; the mesh has cluster"
+    ):
+        load_config(file, ["strategy=auto", "cluster=gloo-laptop"])
+    with pytest.raises(ConfigError, match='strategy = "auto" needs a cluster to plan for'):
+        load_config(file, ["strategy=auto"])
+    with pytest.raises(ClusterError, match=r"elsewhere.toml"):
+        load_config(file, ["strategy=auto", "cluster=elsewhere.toml"])
+
+
+@pytest.mark.parametrize("override", ["faults.nonfinite=rollback", "faults.restarts=2"])
+def test_what_goes_back_needs_checkpoints(file: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"needs checkpoints to go back to: set checkpoint.every"):
+        load_config(file, [override])
+    assert load_config(file, [override, "checkpoint.every=5"]).checkpoint.every == 5
 
 
 def test_contract_keys_exist() -> None:

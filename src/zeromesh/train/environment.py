@@ -1,0 +1,98 @@
+"""What a launcher (torchrun, srun) tells a process of the run in its environment. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from zeromesh.errors import ConfigError
+
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """This process as its launcher sees it.
+
+    Args:
+        rank, world: over the whole run.
+        local_rank, local_world: on this machine.
+        restarts: how often the launcher has started the run anew after a failure.
+        job: the launcher's name of the run, the same after a restart; empty where it has none.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    restarts: int = 0
+    job: str = ""
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Self | None:
+        """What torchrun's variables say; None where there are none: the process was started by hand.
+
+        Raises:
+            ConfigError: some are there and others are not, or one cannot be right; names it.
+        """
+        given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
+        if not given:
+            return None
+        if len(given) == 1:
+            missing = "WORLD_SIZE" if given == ["RANK"] else "RANK"
+            raise ConfigError(
+                f"the environment has {given[0]} but not {missing}: start with torchrun, which sets both, or unset "
+                f"{given[0]} to have zeromesh start its own processes"
+            )
+        world = _number(environ, "WORLD_SIZE", 1)
+        rank = _number(environ, "RANK", 0, world, "WORLD_SIZE")
+        local_world = _number(environ, "LOCAL_WORLD_SIZE", 1, world + 1, "WORLD_SIZE + 1", default=1)
+        local_rank = _number(environ, "LOCAL_RANK", 0, local_world, "LOCAL_WORLD_SIZE", default=0)
+        run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+        return cls(
+            rank=rank,
+            world=world,
+            local_rank=local_rank,
+            local_world=local_world,
+            restarts=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
+            job="" if run_id == "none" else run_id,  # torchrun's, where it was given none
+        )
+
+
+def check_address(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError unless the environment says where the ranks meet."""
+    if not environ.get("MASTER_ADDR", "").strip():
+        raise ConfigError(
+            "the environment has RANK and WORLD_SIZE, so MASTER_ADDR must say where rank 0 listens; it is "
+            f"{'empty' if 'MASTER_ADDR' in environ else 'not set'}: start with torchrun, or set it to rank 0's host"
+        )
+    _number(environ, "MASTER_PORT", 1, MAX_PORT + 1, str(MAX_PORT + 1))
+
+
+def _number(
+    environ: Mapping[str, str],
+    name: str,
+    least: int,
+    below: int | None = None,
+    called: str = "",
+    *,
+    default: int | None = None,
+) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    bound = f"of at least {least}" + (
+        f" and below {called}" + (f" = {below}" if called != str(below) else "") if below else ""
+    )
+    try:
+        number = int(text or "")
+    except ValueError:
+        number = least - 1
+    if number < least or (below is not None and number >= below):
+        got = "it is not set" if text is None else f"got {text!r}"
+        raise ConfigError(
+            f"the environment's {name} must be a whole number {bound}; {got}: it is the launcher's to set (torchrun "
+            f"does); unset RANK and WORLD_SIZE to have zeromesh start its own processes"
+        )
+    return number

@@ -1,0 +1,213 @@
+"""One rank's run of the training loop on a small model, and what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.dist.pool import kept
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.state import full_state_dict
+from zeromesh.errors import ZeromeshError
+from zeromesh.train import loop
+from zeromesh.train.config import ModelConfig, TrainConfig
+from zeromesh.train.corpus import Sequences
+from zeromesh.train.ranks import Ranks
+
+Mesh = tuple[tuple[str, int], ...]
+
+
+class Output(dict[str, Tensor]):
+    """As a Hugging Face model's: a mapping with attributes."""
+
+    @property
+    def logits(self) -> Tensor:
+        return self["logits"]
+
+
+class Tiny(nn.Module):
+    """In place of a Hugging Face model, whose library takes longer to import than all of these tests to run."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.head = nn.Linear(8, vocab_size)
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Output:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        return Output(logits=self.head(hidden))
+
+
+def build_tiny(config: ModelConfig, vocab_size: int) -> nn.Module:
+    return Tiny(vocab_size)
+
+
+def write_text(directory: Path) -> Path:
+    text = directory / "text"
+    text.mkdir()
+    for number in range(6):
+        (text / f"{number}.txt").write_text(f"line {number} of a text that repeats itself. " * 8)
+    return directory
+
+
+def config(directory: Path, mesh: Mesh, strategy: str, **changes: Any) -> TrainConfig:
+    tables: dict[str, Any] = {
+        "strategy": strategy,
+        "mesh": dict(mesh),
+        "run": {"directory": str(directory / "run"), "steps": 8, "seed": 7},
+        "model": {"config": {}},
+        "data": {"files": [f"{directory}/text/*.txt"], "seq_len": 12, "holdout": 0.0},
+        "batch": {"global_sequences": 4, "micro": 2},
+        "optimizer": {"lr": 0.02, "warmup_steps": 2},
+        "checkpoint": {"every": 3},
+        "faults": {},
+    }
+    for key, value in changes.items():
+        table, _, name = key.partition("__")
+        if name:
+            tables[table][name] = value
+        else:
+            tables[table] = value
+    return TrainConfig.model_validate(tables)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meddling:
+    """What a test does to a run.
+
+    Args:
+        poisoned: samples (indices into the corpus) whose loss is NaN.
+        exploding: samples whose gradient is infinite, though their loss is not.
+        left_out: steps, counted from 0, that are not run at all.
+        batches: by step, the batch it takes; others take their own.
+        stop_after: steps after which the last rank is asked to end.
+    """
+
+    poisoned: Sequence[int] = ()
+    exploding: Sequence[int] = ()
+    left_out: Sequence[int] = ()
+    batches: dict[int, int] = field(default_factory=dict)
+    stop_after: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One rank's run.
+
+    Args:
+        finished: as `run_training` returns it; None after an error.
+        error: its text.
+        printed: to stdout.
+        samples: by step that was run, the samples of this rank.
+        params: the rank's slices at the end, optimizer states after them.
+        at_start, at_end: the whole parameters before the first step and after the last, on rank 0.
+        counts: of what was not finite.
+        strategy: that it ran under.
+    """
+
+    finished: bool | None
+    error: str
+    printed: str
+    samples: list[list[int]]
+    params: dict[str, Tensor]
+    at_start: dict[str, Tensor]
+    at_end: dict[str, Tensor]
+    counts: dict[str, int]
+    strategy: str
+
+
+def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
+    """One rank's run."""
+    torch.set_num_threads(1)
+    mesh = kept(init_device_mesh, "cpu", tuple(config.mesh.values()), mesh_dim_names=tuple(config.mesh))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cpu")
+    ranks = Ranks(rank=rank, world=world, local_rank=rank, local_world=world, device=device, mesh=mesh)
+    trainers: list[Any] = []
+
+    class Meddled(loop.Trainer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            trainers.append(self)
+            self.samples: list[list[int]] = []
+            self.at_start: dict[str, Tensor] = {}
+
+        def step(self, step: int) -> loop.StepOutcome:
+            if not self.samples:
+                self.at_start = full_state_dict(self.model)
+            self.samples.append([])
+            if meddling.stop_after is not None and step + 1 == meddling.stop_after:
+                self._stop_asked = rank == world - 1
+            if step in meddling.left_out:
+                return loop.StepOutcome(loss=0.0, grad_norm=0.0, tokens=1, stop=False)
+            return super().step(step)
+
+        def _forward_backward(self, batch: int) -> Any:
+            return super()._forward_backward(meddling.batches.get(batch, batch))
+
+        def _loss(self, sequences: Sequences, indices: list[int]) -> tuple[Tensor, int]:
+            loss, weight = super()._loss(sequences, indices)
+            self.samples[-1] += indices
+            seen = set(indices or [0])
+            if seen & set(meddling.poisoned):
+                loss = loss * float("nan")
+            if seen & set(meddling.exploding):
+                loss.register_hook(lambda grad: grad * float("inf"))
+            return loss, weight
+
+    printed = io.StringIO()
+    finished, error = None, ""
+    with (
+        mock.patch.multiple(loop, Trainer=Meddled, build_language_model=build_tiny),
+        contextlib.redirect_stdout(printed),
+    ):
+        try:
+            finished = loop.run_training(config, ranks)
+        except ZeromeshError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    (trainer,) = trainers
+    params = {p.full_name: p.local.clone() for p in engine_of(trainer.model).optimizer_params()}
+    states = {
+        f"{key} of {param.full_name}": value.clone()
+        for param, values in trainer.optimizer.state.items()
+        for key, value in values.items()
+    }
+    return Outcome(
+        finished=finished,
+        error=error,
+        printed=printed.getvalue(),
+        samples=trainer.samples,
+        params=params | states,
+        at_start=trainer.at_start,
+        at_end={} if error else full_state_dict(trainer.model),
+        counts=trainer.counts.state(),
+        strategy=trainer.config.strategy,
+    )
+
+
+def lines(config: TrainConfig) -> list[dict[str, Any]]:
+    """What `metrics.jsonl` holds."""
+    return [json.loads(line) for line in (config.run.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoints(config: TrainConfig) -> list[str]:
+    return sorted(path.name for path in (config.run.directory / "checkpoints").glob("step-*"))
+
+
+def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    """To the bit."""
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

@@ -1,0 +1,62 @@
+"""One run on 4, 3, 2 and 1 ranks in turn: the same samples at each step, the same losses, nothing lost between."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from tests.dist.pool import Pool
+from tests.dist.train.harness import Meddling, Mesh, Outcome, config, equal, lines, train, write_text
+
+FOUR: Mesh = (("cluster", 2), ("node", 2))
+ONE: Mesh = (("cluster", 1), ("node", 1))
+FP64 = {"param": "fp64", "reduce": "fp64", "grad": "fp64", "master": "fp64"}
+STRATEGY = "node=3,cluster=1"
+
+
+@pytest.mark.parametrize("sequences", [4, 5])
+def test_four_three_two_one(pool: Pool, tmp_path: Path, sequences: int) -> None:
+    """5 sequences in micro-batches of 2 divide on no world: some ranks run empty micro-batches."""
+    alone, shrinking = (write_text(tmp_path / name) for name in make(tmp_path, "alone", "shrinking"))
+    changes = {"dtypes": FP64, "batch": {"global_sequences": sequences, "micro": 2}, "checkpoint__every": 100}
+    whole = config(alone, ONE, "node=0,cluster=0", **changes)
+    (expected,) = pool.run(1, train, whole, timeout_s=50.0)
+
+    run = config(shrinking, FOUR, STRATEGY, faults={"resize": True, "digest_every": 1}, **changes)
+    samples: list[list[int]] = []
+    ends: list[Outcome] = []
+    for world, stop in ((4, 2), (3, 4), (2, 6), (1, None)):
+        resized = run.on_world(world)
+        outcomes = pool.run(world, train, resized, Meddling(stop_after=stop), timeout_s=50.0)
+        assert {outcome.finished for outcome in outcomes} == {stop is None}, outcomes[0].error
+        samples += [sorted(chain(*parts)) for parts in zip(*(outcome.samples for outcome in outcomes), strict=True)]
+        if ends:
+            assert equal(outcomes[0].at_start, ends[0].at_end)
+            assert f"mesh cluster={resized.mesh['cluster']} x node={resized.mesh['node']}" in outcomes[0].printed
+        ends = outcomes
+    real = [sorted(indices) for indices in expected.samples]
+    assert samples == real
+    assert [line["step"] for line in lines(run)] == list(range(1, 9))
+    losses = [line["loss"] for line in lines(run)]
+    assert losses == pytest.approx([line["loss"] for line in lines(whole)], rel=1e-6)
+    for name, value in ends[0].params.items():
+        assert value.numpy() == pytest.approx(expected.params[name].numpy(), rel=1e-9, abs=1e-12), name
+
+
+def make(directory: Path, *names: str) -> tuple[str, ...]:
+    for name in names:
+        (directory / name).mkdir()
+    return names
+
+
+def test_auto_plans_anew_for_what_is_left(pool: Pool, tmp_path: Path) -> None:
+    changes = {"cluster": "gloo-laptop", "faults": {"resize": True}}
+    run = config(write_text(tmp_path), (("node", 2),), "auto", **changes)
+    for world, stop in ((2, 4), (1, None)):
+        first, *others = pool.run(world, train, run.on_world(world), Meddling(stop_after=stop), timeout_s=50.0)
+        assert f"strategy auto: node={first.strategy[-1]} for node={world} of gloo-laptop, predicted " in first.printed
+        assert all(other.strategy == first.strategy and not other.printed for other in others)
+    assert "and is loaded under strategy node=" in first.printed
+    assert [line["step"] for line in lines(run)] == list(range(1, 9))

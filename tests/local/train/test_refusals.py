@@ -1,0 +1,282 @@
+"""Whatever is wrong with configuration or environment: one message, exit code 2, and nothing changed on disk.
+
+All in this process: the command's `main` is called as the console script calls it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeromesh.cli.app import main
+
+CONFIG = """
+strategy = "node=3"
+mesh = { node = 1 }
+[run]
+directory = "out"
+steps = 2
+threads = 1
+[model]
+config = { model_type = "tiny" }
+[data]
+files = ["text/*.txt"]
+seq_len = 8
+holdout = 0
+[batch]
+global_sequences = 2
+micro = 2
+[optimizer]
+lr = 1e-2
+"""
+
+Prepare = Callable[[Path], object]
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"text number {number}\n" * 10)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    fake = Path(__file__).parent / "fake" / "transformers" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("transformers", fake)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def train(monkeypatch: pytest.MonkeyPatch, *overrides: str, file: str = "run.toml") -> int:
+    arguments = [part for override in overrides for part in ("--set", override)]
+    monkeypatch.setattr(sys, "argv", ["zeromesh", "train", file, *arguments])
+    threads = torch.get_num_threads()
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        torch.set_num_threads(threads)
+    return 0
+
+
+def on_disk(directory: Path) -> dict[str, str]:
+    """Everything there is, with a digest of its content."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "directory"
+        for path in sorted(directory.rglob("*"))
+    }
+
+
+def refused(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *overrides: str,
+    file: str = "run.toml",
+) -> str:
+    """The message, after all that is common to refusals has been checked."""
+    before = on_disk(directory)
+    capsys.readouterr()
+    assert train(monkeypatch, *overrides, file=file) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("zeromesh: ") and said.err.count("zeromesh: ") == 1
+    assert "Traceback" not in said.err
+    assert said.out == ""
+    assert on_disk(directory) == before
+    return said.err
+
+
+def write(name: str, text: str) -> Prepare:
+    return lambda directory: (directory / name).write_text(text)
+
+
+def replaced(old: str, new: str) -> Prepare:
+    return write("run.toml", CONFIG.replace(old, new))
+
+
+def as_directory(directory: Path) -> None:
+    (directory / "run.toml").unlink()
+    (directory / "run.toml").mkdir()
+
+
+def without(directory: Path) -> None:
+    (directory / "run.toml").unlink()
+
+
+FILES: list[tuple[Prepare, str]] = [
+    (without, "cannot read the configuration run.toml: No such file"),
+    (as_directory, "Is a directory"),
+    (lambda directory: (directory / "run.toml").write_bytes(b"\xff\xfe\x00"), "cannot read the configuration run.toml"),
+    (write("run.toml", ""), "strategy is missing"),
+    (write("run.toml", "[[["), "run.toml is not valid TOML"),
+    (replaced("steps = 2", "steps = 2\nsteps = 3"), "run.toml is not valid TOML"),
+    (replaced("[batch]", "[[batch]]"), "run.toml: batch: "),
+    (replaced("[optimizer]\nlr = 1e-2", ""), "optimizer is missing; add a table [optimizer] with at least lr"),
+    (replaced("seq_len = 8", ""), "data.seq_len is missing; set it in the file or with --set"),
+    (replaced("seq_len", "seqlen"), "unknown key data.seqlen; did you mean data.seq_len?"),
+]
+
+
+@pytest.mark.parametrize(("prepare", "message"), FILES)
+def test_files(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prepare: Prepare,
+    message: str,
+) -> None:
+    prepare(directory)
+    assert message in refused(directory, monkeypatch, capsys)
+
+
+KEYS = [
+    ("run.stpes=3", "unknown key run.stpes; did you mean run.steps?"),
+    ("trian.steps=3", "unknown key trian; did you mean "),
+    ("run.steps", "--set must be key.path=value"),
+    ("run.steps.more=3", "run.steps is 2, not a table"),
+    ("run.steps=0", "run.steps: input should be greater than 0; got 0"),
+    ("run.steps=1.5", "run.steps: input should be a valid integer"),
+    ("run.steps=soon", "run.steps: input should be a valid integer"),
+    ("run.seed=-1", "run.seed: input should be greater than or equal to 0"),
+    ("run.timeout_s=0", "run.timeout_s: input should be greater than 0"),
+    ("run.device=tpu", "run.device: input should be 'auto', 'cpu' or 'cuda'; got 'tpu'"),
+    ("optimizer.lr=fast", "optimizer.lr: input should be a valid number"),
+    ("optimizer.betas=[0.9]", "optimizer.betas.1 is missing"),
+    ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1: input should be less than 1"),
+    ("data.files=text", "data.files: input should be a valid tuple"),
+    ("data.holdout=1.0", "data.holdout: input should be less than 1"),
+    ("faults.nonfinite=ignore", "faults.nonfinite: input should be 'stop', 'skip' or 'rollback'; got 'ignore'"),
+    (
+        "faults.nonfinite=rollback",
+        "faults.nonfinite = 'rollback' needs checkpoints to go back to: set checkpoint.every",
+    ),
+    ("faults.restarts=1", "faults.restarts = 1 needs checkpoints to go back to"),
+    ("eval.every=1", "eval.every needs held-out files"),
+    ("mesh={}", "mesh: dictionary should have at least 1 item"),
+    ("mesh.node=0", "mesh.node: input should be greater than 0"),
+    ("mesh=2", "mesh: input should be a valid dictionary"),
+    ("strategy=node3", "a strategy is axis=stage terms, as in node=3,cluster=1, or a preset; got 'node3'"),
+    ("strategy=node=4", "stage must be one of 0, 1, 2, 3"),
+    ("strategy=rack=3", "the mesh has no axis 'rack'"),
+    ("strategy=hsdp", "preset hsdp has 2 levels, the mesh has 1: node"),
+    ("strategy=node[2]=3,node[*]=1", "needs node to have a multiple of 2 ranks; this mesh has 1"),
+    ("strategy=plan.json", "strategy: value error, cannot read the plan"),
+    ("strategy=run.toml.json", "cannot read the plan"),
+    ("strategy=auto", 'strategy = "auto" needs a cluster to plan for'),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), KEYS)
+def test_keys(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    override: str,
+    message: str,
+) -> None:
+    assert message in refused(directory, monkeypatch, capsys, override)
+
+
+ENVIRONMENTS = [
+    ({"RANK": "0"}, "the environment has RANK but not WORLD_SIZE"),
+    ({"WORLD_SIZE": "1"}, "the environment has WORLD_SIZE but not RANK"),
+    ({"RANK": "zero", "WORLD_SIZE": "1"}, "RANK must be a whole number of at least 0 and below WORLD_SIZE = 1"),
+    ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK must be"),
+    ({"RANK": "0", "WORLD_SIZE": "-2"}, "WORLD_SIZE must be a whole number of at least 1; got '-2'"),
+    ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3"}, "LOCAL_RANK must be"),
+    ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE must be"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "mesh node=1 has 1 ranks, but the launcher started 2 processes"),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR must say where rank 0 listens; it is not set"),
+    ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, "MASTER_PORT must be"),
+    ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT must be"),
+]
+
+
+@pytest.mark.parametrize(("variables", "message"), ENVIRONMENTS)
+def test_environments(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    message: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert message in refused(directory, monkeypatch, capsys)
+
+
+def plan_of_nothing(directory: Path) -> None:
+    (directory / "plan.json").write_text('{"zeromesh_plan": 9}')
+
+
+def cluster_of_racks(directory: Path) -> None:
+    (directory / "cluster.toml").write_text("name = 'x'\n[device]\n")
+
+
+RUNS: list[tuple[Prepare, list[str], str]] = [
+    (plan_of_nothing, ["strategy=plan.json"], "plan format must be 1; got 9"),
+    (cluster_of_racks, ["strategy=auto", "cluster=cluster.toml"], "cluster.toml: "),
+    (str, ["strategy=auto", "cluster=nowhere"], "nowhere"),
+    (str, ["data.files=['nothing/*.txt']"], "data.files: "),
+    (str, ["data.seq_len=100000"], "the training files must hold at least data.seq_len + 1 = 100001 tokens"),
+    (str, ["data.holdout=0.0001", "eval.every=1"], "data.holdout = 0.0001 leaves 4 files to train on and 0 held out"),
+    (str, ["data.tokenizer=bpe:20"], "data.tokenizer: bpe needs at least 257 tokens"),
+    (write("tokenizer.json", "{}"), ["data.tokenizer=tokenizer.json"], "tokenizer.json is not a tokenizer.json"),
+    (str, ["data.tokenizer=missing.json"], "missing.json is not a tokenizer.json"),
+    (str, ["model.config.model_type=lama"], "model.config.model_type must be one that transformers knows; got 'lama'"),
+    (str, ["model.config.hiden=8"], "unknown key model.config.hiden for tiny; did you mean hidden?"),
+    (str, ["model.config.vocab_size=9"], "model.config.vocab_size must be at least the tokenizer's 257; got 9"),
+    (str, ["model.config.hidden=-1"], "model.config: transformers cannot build this model"),
+    (str, ["model.config=config.json"], "model.config: cannot read "),
+    (write("config.json", "[]"), ["model.config=config.json"], "must hold a JSON object; got list"),
+    (write("out", ""), [], "run.directory: cannot write "),
+    (write("file", ""), ["run.directory=file/out"], "run.directory: cannot write "),
+    (str, ["checkpoint.resume=nowhere/step-00000001"], "step-00000001 is no checkpoint"),
+    (str, ["checkpoint.resume=text"], "text is no checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("prepare", "overrides", "message"), RUNS)
+def test_what_only_a_rank_can_see(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prepare: Prepare,
+    overrides: list[str],
+    message: str,
+) -> None:
+    prepare(directory)
+    assert message in refused(directory, monkeypatch, capsys, *overrides)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_device_that_is_not_there(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 'run.device = "cuda" needs a device' in refused(directory, monkeypatch, capsys, "run.device=cuda")
+
+
+def test_a_checkpoint_of_another_model(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(monkeypatch, "checkpoint.every=1") == 0
+    assert os.listdir(directory / "out" / "checkpoints")
+    elsewhere = ["run.directory=elsewhere", "checkpoint.resume=out/checkpoints", "checkpoint.every=1"]
+    for overrides in ([], elsewhere):
+        said = refused(directory, monkeypatch, capsys, "run.steps=3", "model.config.layers=1", *overrides)
+        assert "is a checkpoint of another model" in said
+        assert "blocks.1.weight: in the checkpoint, not in the model" in said
