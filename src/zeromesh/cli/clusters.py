@@ -38,6 +38,7 @@ def _as_dict(cluster: Cluster) -> dict[str, Any]:
             "memory_bytes_per_s": device.memory_bytes_per_s,
             "peak_flops": dict(device.peak_flops),
             "achievable_flops": dict(device.achievable_flops),
+            "cores": device.cores,
         },
         "levels": [
             {
@@ -47,6 +48,7 @@ def _as_dict(cluster: Cluster) -> dict[str, Any]:
                 "latency_s": level.latency_s,
                 "kind": level.kind,
                 "ports": level.ports,
+                "host_bytes_per_s": level.host_bytes_per_s,
             }
             for level in cluster.levels
         ],

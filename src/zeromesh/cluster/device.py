@@ -21,6 +21,8 @@ class Device:
         peak_flops: dense matrix rate in FLOP/s, by dtype. A mapping; stored as sorted pairs so that devices hash.
         achievable_flops: the best matrix rate that a micro-benchmark reached, by dtype, where one is known.
         memory_bytes_per_s: nominal rate of the device's memory, None if unknown.
+        cores: processor cores for each device, where the same cores compute and move the bytes of collectives, as on
+            CPU; one computes at a time. None: communication takes no processor from the computation.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Device:
     peak_flops: Mapping[str, float] | tuple[tuple[str, float], ...]
     achievable_flops: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
     memory_bytes_per_s: float | None = None
+    cores: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flops", _pairs(self.peak_flops))
@@ -38,6 +41,8 @@ class Device:
             raise ClusterError(f"device {self.name!r}: a peak for at least one dtype of {', '.join(MATRIX_DTYPES)}")
         if self.memory_bytes_per_s is not None and self.memory_bytes_per_s <= 0:
             raise ClusterError(f"device {self.name!r}: memory bandwidth must be positive")
+        if self.cores is not None and self.cores <= 0:
+            raise ClusterError(f"device {self.name!r}: cores must be positive, got {self.cores}")
         for dtype, rate in (*self.peak_flops, *self.achievable_flops):
             _check_rate(self.name, dtype, rate)
 

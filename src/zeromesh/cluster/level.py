@@ -33,6 +33,8 @@ class Level:
         kind: one of `LINK_KINDS`.
         ports: links (NICs) that `bandwidth_bytes_per_s` is made of. One device drives one of them, so a device that
             talks alone reaches `bandwidth / ports`. None: no such limit.
+        host_bytes_per_s: what one processor core sends, and receives, if it does nothing else; matters to devices that
+            state their `cores`. None: moving bytes takes no processor.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Level:
     latency_s: float
     kind: str = "auto"
     ports: int | None = None
+    host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -55,6 +58,8 @@ class Level:
             raise ClusterError(f"level {self.name!r}: unknown kind {self.kind!r}; {nearest(self.kind, LINK_KINDS)}")
         if self.ports is not None and self.ports < 1:
             raise ClusterError(f"level {self.name!r}: ports must be at least 1, got {self.ports}")
+        if self.host_bytes_per_s is not None and self.host_bytes_per_s <= 0:
+            raise ClusterError(f"level {self.name!r}: host_rate must be positive, got {self.host_bytes_per_s}")
 
     @property
     def bandwidth_per_device_bytes_per_s(self) -> float:

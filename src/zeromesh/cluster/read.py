@@ -7,6 +7,7 @@
     name = "A800-SXM4-80GB"
     memory = "80 GB"
     memory_bandwidth = "2039 GB/s"      # optional
+    cores = 0.5                         # optional: on CPU, cores for each device, which compute and move bytes
     [device.peak]                       # dense matrix rate
     bf16 = "312 TFLOP/s"
     [device.achievable]                 # optional: best measured matrix rate
@@ -18,6 +19,7 @@
     latency = "6 us"
     kind = "nvlink"                     # optional, `LINK_KINDS`; else by place: the outermost level is a network
     ports = 4                           # optional, links that the bandwidth is made of
+    host_rate = "1.2 GB/s"              # optional: on CPU, bytes that one core sends and receives
     [sources]                           # optional: where each value comes from
     "device.memory" = "data sheet"
 """
@@ -119,13 +121,14 @@ class _Table:
 
 
 def _device(table: _Table) -> Device:
-    table.only("name", "memory", "memory_bandwidth", "peak", "achievable")
+    table.only("name", "memory", "memory_bandwidth", "peak", "achievable", "cores")
     return Device(
         name=table.get("name", _string),
         memory_bytes=table.get("memory", _memory),
         memory_bytes_per_s=table.get("memory_bandwidth", _bandwidth, None),
         peak_flops=_rates(table.table("peak")),
         achievable_flops=_rates(table.table("achievable", {})),
+        cores=table.get("cores", _number, None),
     )
 
 
@@ -138,7 +141,7 @@ def _rates(table: _Table) -> dict[str, float]:
 
 
 def _level(table: _Table) -> Level:
-    table.only("name", "size", "bandwidth", "latency", "kind", "ports")
+    table.only("name", "size", "bandwidth", "latency", "kind", "ports", "host_rate")
     try:
         return Level(
             name=table.get("name", _string),
@@ -147,6 +150,7 @@ def _level(table: _Table) -> Level:
             latency_s=table.get("latency", _latency),
             kind=table.get("kind", _string, "auto"),
             ports=table.get("ports", _count, None),
+            host_bytes_per_s=table.get("host_rate", _bandwidth, None),
         )
     except _Located:
         raise
@@ -166,6 +170,13 @@ def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"expected a whole number of at least 1, got {value!r}")
     return value
+
+
+def _number(value: Any) -> float:
+    """a number above zero"""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"expected a number above zero, got {value!r}")
+    return _positive(float(value), value)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -44,6 +44,7 @@ import numpy.typing as npt
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost import ComputeModel, Constants
+from zeromesh.cost.collective import HOST
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
 from zeromesh.model.spec import DTYPE_BYTES
@@ -202,7 +203,9 @@ class Bounds:
             else:
                 lanes += found[:_BUSY_MICRO]
             busy[level] += found[_BUSY_MICRO:]
-        return TimeBound(lanes=lanes, busy=busy, contention=max(1.0, self.constants.contention))
+        # Where computation and communication share cores, how much it slows down depends on the transfer: not bounded.
+        contention = 1.0 if self.cluster.device.cores is not None else max(1.0, self.constants.contention)
+        return TimeBound(lanes=lanes, busy=busy, contention=contention)
 
     def _parts(self, block: Block) -> Iterator[tuple[int, Stage, Integers, Integers]]:
         """Each part with its size and the pieces into which more significant axes have cut its region."""
@@ -330,7 +333,7 @@ class Bounds:
                 transfer = Transfer(operation=operation, axis=axis, numel=ceil(numel / pieces), wire=wire)
                 cost = self.transfers.cost(transfer)
                 seconds += cost.seconds
-                busy += sum(share for _, share in cost.busy)
+                busy += sum(share for level, share in cost.busy if level != HOST)
         return seconds, busy
 
     # Memory ---------------------------------------------------------------------------------------------------------

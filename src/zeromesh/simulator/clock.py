@@ -43,16 +43,24 @@ class ClockBackend:
         contention: of compute with communication.
         unit_names: for the trace.
         record: keep events.
+        cores: of the device, where it moves the bytes itself.
     """
 
     def __init__(
-        self, chains: Chains, mechanics: Mechanics, contention: float, unit_names: tuple[str, ...], *, record: bool
+        self,
+        chains: Chains,
+        mechanics: Mechanics,
+        contention: float,
+        unit_names: tuple[str, ...],
+        *,
+        record: bool,
+        cores: float | None = None,
     ) -> None:
         self.chains = chains
         self.mechanics = mechanics
         self.unit_names = unit_names
         self.record = record
-        self.network = Network(contention, self._finished)
+        self.network = Network(contention, self._finished, cores)
         self.totals = Totals()
         self.events: list[Event] = []
         self.micro_batch = -1

@@ -3,7 +3,7 @@
 A lane carries out its jobs in the order of issue, one at a time. A job is latency, then a transfer that keeps each
 level's links busy for a known time if it is alone. Jobs of different lanes run at once; where together they ask for
 more of a level's links than there is, they slow down in proportion. Compute slows down while any job runs
-(`contention`).
+(`contention`); where the processor that computes also moves the bytes (`cores`), by what they take of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from dataclasses import dataclass, field
 from math import inf
 
 from zeromesh.cost import CollectiveCost
+from zeromesh.cost.collective import HOST
 from zeromesh.errors import InternalError
+
+_STARVED = 0.05
+"""Share of the cores that a computation gets at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +68,12 @@ class Network:
     Args:
         contention: seconds that a second of compute takes while a job runs.
         finished: called with (job, work, start, end) when a collective ends.
+        cores: of the device, where it moves the bytes itself; the computation can use one.
     """
 
     contention: float
     finished: Callable[[Job, Work, float, float], None]
+    cores: float | None = None
     now_s: float = 0.0
     lanes: dict[str, deque[Job]] = field(default_factory=dict)
 
@@ -82,13 +88,23 @@ class Network:
         left = seconds
         while left > 0:
             active = self._active()
-            slow = self.contention if active else 1.0
+            slow = self._slowness(active)
             step = self._next_event(active)
             if left * slow <= step:
                 self._advance(active, left * slow)
                 return
             self._advance(active, step)
             left -= step / slow
+
+    def _slowness(self, active: list[Job]) -> float:
+        """Seconds that a second of compute takes now."""
+        if not active:
+            return 1.0
+        if self.cores is None:
+            return self.contention
+        # Both want the cores; what is sent is sent first, and the system lets nobody starve.
+        left = self.cores * (1.0 - min(1.0, _load(active).get(HOST, 0.0)))
+        return max(1.0, min(1.0, self.cores) / max(left, _STARVED * self.cores))
 
     def wait_for(self, job: Job) -> None:
         """Lets time pass until `job` has ended."""

@@ -89,6 +89,7 @@ class _Setup:
         constants: Constants,
     ) -> _Setup:
         units, specs = schedule_units(model, workload)
+        layout = Layout.of(strategy, cluster.axes)
         mechanics = find_engine(engine) if isinstance(engine, str) else engine
         stated = workload.param_dtype in dict(cluster.device.peak_flops)
         dtype = workload.param_dtype if stated else None
@@ -110,7 +111,6 @@ class _Setup:
             specs=specs,
         )
 
-        layout = Layout.of(strategy, cluster.axes)
     @property
     def micro_batches(self) -> int:
         return self.workload.micro_batches(self.cluster.world)
@@ -146,6 +146,7 @@ class _Step:
             setup.constants.contention,
             tuple(unit.name for unit in setup.schedule.units),
             record=record,
+            cores=setup.cluster.device.cores,
         )
         self.interpreter: Interpreter[Job] = Interpreter(schedule=setup.schedule, backend=self.backend)
         self.activations = Activations(

@@ -1,0 +1,99 @@
+"""Devices that move the bytes of collectives with the cores that compute: on CPU."""
+
+import pytest
+
+from zeromesh.cluster import Cluster, Device, Level, parse_cluster
+from zeromesh.cost import CollectiveCost
+from zeromesh.cost.collective import HOST
+from zeromesh.cost.compute import ComputeModel
+from zeromesh.cost.constants import default_constants
+from zeromesh.cost.transfer import TransferModel
+from zeromesh.errors import ClusterError
+from zeromesh.schedule import Transfer
+from zeromesh.simulator.network import Job, Network, Work
+from zeromesh.strategy import Layout
+
+
+def network(cores: float | None) -> Network:
+    return Network(1.5, lambda job, done, start, end: None, cores)
+
+
+def started(clock: Network, *busy: tuple[tuple[int, float], ...]) -> None:
+    """A job on a lane of its own for each, of no latency."""
+    for number, shares in enumerate(busy):
+        cost = CollectiveCost(seconds=max(s for _, s in shares), busy=shares, sent_bytes=1.0)
+        work = Work("gather", ("node",), cost, (1.0,))
+        clock.submit(Job((work,), 0.0, 0, 0, "unshard"), f"lane {number}")
+
+
+def computed(cores: float | None, *busy: tuple[tuple[int, float], ...]) -> float:
+    """What 4 s of computation take beside the jobs."""
+    clock = network(cores)
+    started(clock, *busy)
+    clock.compute(4.0)
+    return clock.now_s
+
+
+def test_bytes_that_need_the_whole_processor_are_added_to_the_computation():
+    assert computed(0.5, ((0, 1.0), (HOST, 1.0))) == pytest.approx(5.0, rel=0.02)
+    assert computed(1.0, ((0, 1.0), (HOST, 1.0))) == pytest.approx(5.0, rel=0.02)
+
+
+def test_a_slow_link_takes_little_of_the_processor():
+    """A tenth of the processor for 2 s, of which 1.8 s are computed."""
+    assert computed(0.5, ((0, 2.0), (HOST, 0.2))) == pytest.approx(4.2)
+
+
+def test_two_transfers_on_different_levels_share_the_processor():
+    clock = network(0.5)
+    started(clock, ((0, 1.0), (HOST, 1.0)), ((1, 1.0), (HOST, 1.0)))
+    for queue in list(clock.lanes.values()):
+        clock.wait_for(queue[0]) if queue else None
+    assert clock.now_s == pytest.approx(2.0)
+
+
+def test_with_cores_to_spare_nothing_is_slower():
+    assert computed(4.0, ((0, 1.0), (HOST, 0.25))) == pytest.approx(4.0)
+
+
+def test_without_cores_it_is_as_on_a_device_of_its_own():
+    assert computed(None, ((0, 1.0),)) == pytest.approx(1.0 + (4 - 1 / 1.5))
+
+
+@pytest.mark.parametrize(("cores", "host", "seconds"), [(0.5, 1e9, 2.0), (4.0, 1e9, 1.0), (None, 1e9, 1.0)])
+def test_a_transfer_is_no_faster_than_the_processor_moves_it(cores, host, seconds):
+    """1 GB in all at 1 GB/s, with half a core that would move 1 GB/s if it were a whole one."""
+    device = Device(name="cpu", memory_bytes=1e12, peak_flops={"fp32": 1e11}, cores=cores)
+    level = Level(name="node", size=2, bandwidth_bytes_per_s=1e9, latency_s=0.0, kind="loopback", host_bytes_per_s=host)
+    constants = default_constants()
+    model = TransferModel(
+        Cluster(name="c", device=device, levels=(level,)), constants, ComputeModel(device=device, constants=constants)
+    )
+    (axis,) = Layout.of("node=3", [("node", 2)]).axes
+    found = model.cost(Transfer(operation="all_gather", axis=axis, numel=500_000_000, wire="fp32"))
+    assert found.seconds == pytest.approx(seconds, rel=1e-3)
+    assert (HOST in dict(found.busy)) == (cores is not None)
+
+
+def test_the_keys_of_the_file():
+    text = """
+    name = "c"
+    [device]
+    name = "cpu"
+    memory = "1 GB"
+    cores = 0.5
+    [device.peak]
+    fp32 = "1 GFLOP/s"
+    [[level]]
+    name = "node"
+    size = 2
+    bandwidth = "1 GB/s"
+    latency = "1 us"
+    host_rate = "2 GB/s"
+    """
+    found = parse_cluster(text)
+    assert found.device.cores == 0.5 and found.levels[0].host_bytes_per_s == 2e9
+    with pytest.raises(ClusterError, match=r"device\.cores: expected a value above zero"):
+        parse_cluster(text.replace("0.5", "0"))
+    with pytest.raises(ClusterError, match=r"level\[0\]\.host_rate: expected a rate"):
+        parse_cluster(text.replace('"2 GB/s"', "2"))
