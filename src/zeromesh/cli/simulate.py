@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ def simulate(
     activation_checkpointing: shared.Checkpointing = "auto",
     memory_margin: shared.Margin = 0.08,
     engine: shared.Engine = "zeromesh",
+    overlap: Annotated[str, typer.Option(help="Replaces the strategy's: none, gather or all.")] = "",
     as_json: shared.Json = False,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline, for Perfetto.")] = None,
@@ -34,6 +36,7 @@ def simulate(
     from zeromesh.planner.emit import EMITTERS
     from zeromesh.simulator import find_engine
     from zeromesh.strategy import Layout, Strategy
+    from zeromesh.strategy.strategy import OVERLAPS
 
     shared.check_margin(memory_margin)
     if emit:
@@ -42,6 +45,9 @@ def simulate(
     spec, hardware = shared.load(model, cluster, world, seq_len, trainable)
     work = shared.workload(hardware, seq_len, global_batch_tokens, micro_batch, grad_dtype, activation_checkpointing)
     parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
+    if overlap:
+        shared.check_choice("--overlap", overlap, OVERLAPS)
+        parsed = replace(parsed, overlap=overlap)  # type: ignore[arg-type]  # checked
     Layout.of(parsed, hardware.axes)
     chosen = planner.simulate_strategy(
         spec, hardware, work, parsed, engine=engine, memory_margin=memory_margin, trace=bool(report or trace)

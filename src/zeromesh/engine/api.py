@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.engine.build import build_engine, mesh_axes
+from zeromesh.engine.build import GroupFactory, build_engine, mesh_axes
 from zeromesh.engine.clip import clip_grad_norm
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import elementwise, watch_optimizers
@@ -49,6 +49,7 @@ def shard(
     units: UnitClasses | None = None,
     resident: Sequence[str] = (),
     init: Callable[[nn.Module], None] | None = None,
+    group_factory: GroupFactory | None = None,
     debug: bool | None = None,
 ) -> ModelT:
     """Shards `model` in place over `mesh`, each axis with the ZeRO stage that `strategy` gives it.
@@ -69,6 +70,8 @@ def shard(
         resident: names of units that are to have a gather slot of their own.
         init: initialises the parameters and buffers of one module in place; for models on the meta device. Default:
             Hugging Face's `_init_weights`, else the module's `reset_parameters`.
+        group_factory: makes the communicators of all axes from (mesh, axes). Default: `zeromesh.comm.make_groups`,
+            which makes new ones. Models that train one after the other may share theirs.
         debug: compare what each unit computes with before and after every use; slow, for bug reports. Default: whether
             the environment variable ZEROMESH_DEBUG is set and not 0.
 
@@ -90,7 +93,9 @@ def shard(
     layout = resolve(mesh, strategy)
     if debug is None:
         debug = os.environ.get("ZEROMESH_DEBUG", "0") not in ("", "0")
-    engine = build_engine(model, mesh, layout, find_units(model, units, resident), precision, init, debug=debug)
+    engine = build_engine(
+        model, mesh, layout, find_units(model, units, resident), precision, init, group_factory, debug=debug
+    )
     watch_optimizers()
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.comm import Lane, check_ho_ring, make_groups
+from zeromesh.comm import AxisGroup, Lane, check_ho_ring, make_groups
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.clip import slice_norms
@@ -22,7 +22,9 @@ from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.schedule import Schedule, Unit, Workspace
 from zeromesh.schedule.memory import SlotPlan, aligned
-from zeromesh.strategy import Layout
+from zeromesh.strategy import Axis, Layout
+
+GroupFactory = Callable[[DeviceMesh, Sequence[Axis]], dict[str, AxisGroup]]
 
 
 def mesh_axes(mesh: DeviceMesh | None, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -75,6 +77,7 @@ def build_engine(
     modules: Sequence[ModuleUnit],
     precision: Precision,
     init: Init | None,
+    group_factory: GroupFactory | None = None,
     *,
     debug: bool = False,
 ) -> Engine:
@@ -83,7 +86,7 @@ def build_engine(
     units = [module.describe(precision) for module in modules]
     control.require_same("strategy", f"{layout.strategy} on {layout.mesh}")
     control.require_same("model", _digest(modules, precision))
-    groups = {} if mesh is None else make_groups(mesh, layout.axes)
+    groups = {} if mesh is None else (group_factory or make_groups)(mesh, layout.axes)
     if layout.strategy.collective == "ho_ring":
         for group in groups.values():
             check_ho_ring(group)

@@ -1,0 +1,95 @@
+"""`zeromesh bench`: training steps, measured and predicted, over a matrix of settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from zeromesh.measure.bench import Bench
+    from zeromesh.measure.matrix import Cell
+
+_TOPOLOGY = (
+    'An emulated cluster, "2@200mbit,2" (needs root), or processes on this machine, "cluster=2,node=2". '
+    "Default: five emulated clusters."
+)
+
+
+def bench(
+    topologies: Annotated[list[str] | None, typer.Argument(metavar="[TOPOLOGY]...", help=_TOPOLOGY)] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help="May be repeated; default: the common ones.")] = None,
+    accumulation: Annotated[list[int] | None, typer.Option(help="Micro-batches of a step; default: 1 and 4.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="fp32, bf16; default: both.")] = None,
+    overlap: Annotated[str, typer.Option(help="Replaces every strategy's: none, gather or all.")] = "",
+    model: Annotated[str, typer.Option(help="Parameters of the Llama: tiny, 1M, 7M, 30M, 60M.")] = "7M",
+    sequences: Annotated[int, typer.Option(help="Of a micro-batch.")] = 2,
+    tokens: Annotated[int, typer.Option(help="Of a sequence.")] = 64,
+    steps: Annotated[int, typer.Option(help="Recorded steps of each cell.")] = 12,
+    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 3,
+    only: Annotated[str, typer.Option(help="Cells whose name contains this: topology strategy xN dtype.")] = "",
+    directory: Annotated[Path, typer.Option("--directory", "-d", help="For results; cells there are kept.")] = Path(
+        "zeromesh-bench"
+    ),
+    estimate: Annotated[bool, typer.Option("--estimate", help="Print how long it may take, and stop.")] = False,
+    accept_noise: Annotated[bool, typer.Option("--accept-noise", help="Use a probe that cannot be trusted.")] = False,
+) -> None:
+    """Measure training steps on each topology and print what the simulator, fed by a probe alone, predicts of them.
+
+    What has been measured stays in the directory: the same command goes on where it was ended.
+    """
+    from zeromesh.cli.measuring import emulated
+    from zeromesh.cli.workload import check_choice
+    from zeromesh.measure.bench import Bench
+    from zeromesh.measure.matrix import make_cells
+    from zeromesh.measure.steps import DTYPES, Batch
+    from zeromesh.strategy.strategy import OVERLAPS
+
+    if overlap:
+        check_choice("--overlap", overlap, tuple(OVERLAPS))
+    batches = [
+        Batch(model=model, dtype=each, sequences=sequences, tokens=tokens, micro_batches=count)
+        for count in accumulation or (1, 4)
+        for each in dtype or DTYPES
+    ]
+    cells = make_cells(topologies or (), strategy or (), batches, overlap=overlap, only=only)
+    run = Bench(directory, steps=steps, warmup=warmup, accept_noise=accept_noise)
+    _announce(cells, run)
+    if estimate:
+        return
+    with emulated(""):
+        run.run(cells)
+    _print(run, cells)
+
+
+def _announce(cells: list[Cell], run: Bench) -> None:
+    from zeromesh.measure.matrix import estimate_s
+
+    pending = run.pending(cells)
+    if not pending:
+        print(f"all {len(cells)} cells are done")
+        return
+    seconds = estimate_s(pending, steps=run.steps + run.warmup + 1, cores=os.cpu_count() or 1)
+    print(f"{len(pending)} of {len(cells)} cells to measure, about {max(1, round(seconds / 60))} min", flush=True)
+
+
+def _print(run: Bench, cells: list[Cell]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from zeromesh.measure.bench import shown
+
+    result = run.write_result(cells)
+    header = ("topology", "strategy", "micro", "dtype", "step", "predicted", "error", "waits", "predicted")
+    table = Table(*header, "one rank sends", "out of a link (kernel)", box=None)
+    for row in shown(run.rows(cells)):
+        table.add_row(*row)
+    Console(width=200).print(table)
+    summary = result["summary"]
+    print(
+        f"median error of {summary['cells']} step times: {summary['median_error']:.1%}; the best predicted strategy is "
+        f"the best measured one, or within 3 % of it, in {summary['right']} of {summary['choices']} settings"
+    )
+    print(f"all figures: {run.directory / 'result.json'}; timelines for Perfetto: {run.directory / 'traces'}")

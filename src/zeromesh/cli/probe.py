@@ -1,0 +1,73 @@
+"""`zeromesh probe`: what this machine's, or these machines', links and devices do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from zeromesh.measure.probe import Probe
+
+Ranks = Annotated[int, typer.Option(help="Processes to start here; under torchrun: its ranks.")]
+MeshText = Annotated[
+    str, typer.Option("--mesh", metavar="AXIS=SIZE,...", help="Levels, outermost first, such as cluster=2,node=4.")
+]
+TreeText = Annotated[str, typer.Option("--lab", metavar="TREE", help="Measure an emulated cluster. Needs root.")]
+
+
+def probe(
+    ranks: Ranks = 0,
+    mesh: MeshText = "",
+    lab: TreeText = "",
+    rounds: Annotated[int, typer.Option(help="Timings of each size.")] = 16,
+    seconds: Annotated[float, typer.Option(help="For each level, about.")] = 12.0,
+    accept_noise: Annotated[bool, typer.Option("--accept-noise", help="Write what cannot be trusted, too.")] = False,
+    name: Annotated[str, typer.Option(help="Of the cluster.")] = "measured",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the timings as JSON.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The cluster file to write; default: print it.")
+    ] = None,
+) -> None:
+    """Measure each level's latency and rate, and the devices, and write the cluster file that plan and simulate read.
+
+    Alone it starts processes on this machine; under torchrun it measures all of its ranks.
+    """
+    from zeromesh.cli.measuring import emulated, mesh_of
+    from zeromesh.cli.workload import write
+    from zeromesh.measure.cluster_file import cluster_toml
+    from zeromesh.measure.probe import probe as measure
+
+    with emulated(lab) as cluster:
+        found = measure(mesh_of(mesh, ranks, cluster), name=name, rounds=rounds, seconds=seconds, lab=cluster)
+    if found is None:
+        return
+    if not accept_noise:
+        found.require_trust()
+    text = cluster_toml(found.cluster)
+    if as_json:
+        print(json.dumps(found.raw))
+    else:
+        _print(found)
+    if output is not None:
+        write(output, text)
+    elif not as_json:
+        print(f"\n{text}", end="")
+
+
+def _print(found: Probe) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from zeromesh.units import format_bytes_per_s, format_seconds
+
+    table = Table("level", "ranks", "operation", "one rank sends", "latency", "spread", "halves differ", box=None)
+    for level in found.levels:
+        for operation, one in (("all-gather", level.gather), ("reduce-scatter", level.reduce)):
+            rate, latency = format_bytes_per_s(one.line.bytes_per_s), format_seconds(one.line.latency_s)
+            table.add_row(
+                level.name, str(level.size), operation, rate, latency, f"{one.spread:.0%}", f"{one.disagreement:.0%}"
+            )
+    Console().print(table)

@@ -1,0 +1,61 @@
+"""`zeromesh selftest`: whether everything is right here, in one result file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zeromesh.cli.probe import MeshText, Ranks, TreeText
+
+if TYPE_CHECKING:
+    from zeromesh.measure.selftest import Result
+
+
+def selftest(
+    ranks: Ranks = 0,
+    mesh: MeshText = "",
+    lab: TreeText = "",
+    steps: Annotated[int, typer.Option(help="Timed steps of each strategy.")] = 6,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The result file.")] = Path("zeromesh-selftest.json"),
+) -> None:
+    """Check numbers, bytes, memory, links and predicted times on these machines, in a few minutes.
+
+    Alone it starts processes on this machine; under torchrun it checks all of its ranks. The exit code is 0 if nothing
+    has failed, 1 otherwise. Send the result file along with a bug report.
+    """
+    from zeromesh.cli.measuring import emulated, mesh_of
+    from zeromesh.cli.workload import write
+    from zeromesh.errors import InputError
+    from zeromesh.measure.selftest import selftest as run
+
+    if steps < 1:
+        raise InputError(f"--steps must be at least 1, got {steps}")
+    with emulated(lab) as cluster:
+        result = run(mesh_of(mesh, ranks, cluster), steps=steps, lab=cluster)
+    if result is None:
+        return
+    write(output, json.dumps(result.to_json(), indent=1) + "\n")
+    _print(result, output)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _print(result: Result, output: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    env = result.environment
+    table = Table("", "check", "found", box=None)
+    for check in result.checks:
+        table.add_row(check.status, check.name, check.detail)
+    console = Console()
+    console.print(
+        f"zeromesh {env['zeromesh']}, torch {env['torch']}, {env['device']}, {env['backend']}; mesh {env['mesh']} on "
+        f"{len(env['hosts'])} host(s)"
+    )
+    console.print(table)
+    verdict = "passed" if result.passed else "FAILED"
+    console.print(f"{verdict} in {result.seconds:.0f} s; all figures are in {output}")

@@ -1,0 +1,171 @@
+"""Runs a task on all ranks: those of torchrun, processes started for it, or the ranks of an emulated cluster.
+
+A task is a function of a module of this package, named as text, since fresh processes must find it. It gets `Ranks` and
+the options, and returns something that JSON can hold; rank 0's is the result.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeromesh.errors import InputError, MeasurementError, MeshError
+from zeromesh.lab.job import Launch, RankResult, raise_failed, run_ranks
+
+if TYPE_CHECKING:
+    from zeromesh.lab import Lab, Tree
+    from zeromesh.lab.job import OnLine
+
+Mesh = Mapping[str, int]
+"""Sizes by axis name, outermost first, as in torch's DeviceMesh."""
+
+LEVEL_NAMES = {1: ("node",), 2: ("cluster", "node"), 3: ("cluster", "node", "package")}
+"""Names of the levels of a mesh of one, two and three, outermost first."""
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one of several that torchrun has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints and writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """The mesh in `text`.
+
+    >>> parse_mesh("cluster=2,node=4")
+    {'cluster': 2, 'node': 4}
+
+    Raises:
+        MeshError: not sizes by name.
+    """
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (piece.strip() for piece in part.partition("="))
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in mesh:
+            raise MeshError(f'expected sizes by axis name, outermost first, such as "cluster=2,node=4"; got {text!r}')
+        mesh[name] = int(size)
+    return mesh
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The inverse of `parse_mesh`."""
+    return ",".join(f"{name}={size}" for name, size in mesh.items())
+
+
+def default_mesh(ranks: int) -> dict[str, int]:
+    """The levels of what runs: under torchrun nodes of its local ranks, else one node of `ranks`."""
+    if not under_torchrun():
+        return {"node": ranks}
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if world % local:
+        raise MeshError(f"{world} ranks are not nodes of {local}: give --mesh, outermost axis first")
+    return {"cluster": world // local, "node": local} if world > local else {"node": world}
+
+
+def mesh_of_tree(tree: Tree) -> dict[str, int]:
+    """The mesh whose levels are those of an emulated cluster; levels of one member are left out."""
+    sizes = [size for size in (*tree.sizes, tree.ranks_per_leaf) if size > 1]
+    if len(sizes) not in LEVEL_NAMES:
+        raise MeshError(f"tree {tree} must have 1 to 3 levels of more than one member; it has {len(sizes)}")
+    return dict(zip(LEVEL_NAMES[len(sizes)], sizes, strict=True))
+
+
+def on_all_ranks(
+    task: str,
+    options: Mapping[str, Any],
+    mesh: Mesh,
+    *,
+    lab: Lab | None = None,
+    timeout_s: float = 24 * 3600.0,
+    on_line: OnLine | None = None,
+) -> Any:
+    """Runs `task` on every rank of `mesh`.
+
+    Args:
+        task: "module:function" of this package.
+        options: keyword arguments, which JSON can hold.
+        mesh: of all ranks.
+        lab: an emulated cluster whose ranks run it.
+        timeout_s: after which processes that were started for it are ended.
+        on_line: sees each line that they print, as it comes.
+
+    Returns:
+        Rank 0's result; None on the other ranks of a torchrun.
+
+    Raises:
+        InputError: the first rank that failed says that its input is wrong.
+        MeshError: the mesh has not as many ranks as there are.
+        RanksFailedError: a rank failed otherwise.
+    """
+    if under_torchrun():
+        _require_world(mesh, int(os.environ["WORLD_SIZE"]))
+        result = run_task(task, options, mesh, None)
+        return result if is_first() else None
+    if lab is not None:
+        _require_world(mesh, lab.tree.world_size)
+    with tempfile.TemporaryDirectory(prefix="zeromesh-") as name:
+        directory = Path(name)
+        job = {"task": task, "options": dict(options), "mesh": dict(mesh), "local": lab is None}
+        (directory / "job.json").write_text(json.dumps(job))
+        command = (sys.executable, "-m", "zeromesh.measure.worker", name)
+        if lab is None:
+            if shutil.which("setpriv") is None:
+                raise MeasurementError(
+                    "processes are started with setpriv (package util-linux): start torchrun instead"
+                )
+            launches = [Launch(rank=rank, argv=command, env=env) for rank, env in _environments(prod(mesh.values()))]
+            results = run_ranks(launches, timeout_s=timeout_s, on_line=on_line)
+        else:
+            results = lab.run(command, timeout_s=timeout_s, on_line=on_line)
+        _raise_failures(directory, results)
+        return json.loads((directory / "result.json").read_text())
+
+
+def run_task(task: str, options: Mapping[str, Any], mesh: Mesh, store: Path | None) -> Any:
+    """Runs `task` as the rank that the environment names; `store` as for `ranks.join`."""
+    from zeromesh.measure.ranks import join
+
+    module, _, function = task.partition(":")
+    run: Callable[..., Any] = getattr(importlib.import_module(f"zeromesh.measure.{module}"), function)
+    with join(mesh, store) as ranks:
+        return run(ranks, **options)
+
+
+def require_several(mesh: Mesh) -> None:
+    """Raises MeasurementError for a single rank, which has no links."""
+    if prod(mesh.values()) == 1:
+        raise MeasurementError("links need at least 2 ranks: give --ranks or --mesh, or start this under torchrun")
+
+
+def _require_world(mesh: Mesh, world: int) -> None:
+    if prod(mesh.values()) != world:
+        raise MeshError(f"the mesh {mesh_text(mesh)} has {prod(mesh.values())} ranks; {world} are there")
+
+
+def _environments(world: int) -> list[tuple[int, dict[str, str]]]:
+    around = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun does, and the lab
+    if sys.platform == "linux":
+        # On one machine the loopback device is there, whatever the host's name resolves to.
+        around.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    return [(rank, around | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
+
+
+def _raise_failures(directory: Path, results: tuple[RankResult, ...]) -> None:
+    failures = [json.loads(path.read_text()) for path in directory.glob("failure-*.json")]
+    first = min(failures, key=lambda failure: float(failure["at_s"]), default=None)
+    if first is not None and first["is_input"]:
+        raise InputError(first["message"])
+    raise_failed(results)

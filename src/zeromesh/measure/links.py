@@ -1,0 +1,141 @@
+"""Times this project's own collectives over each level of a mesh, on all groups of the level at once, as training does.
+
+Rounds go over operations and sizes in turn, so that a busy moment of the machine does not hit one size alone. A timing
+is the slowest rank's. On CPU the processor time that the transfer costs each rank is measured too: it is taken from the
+computation that the transfer runs beside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.comm import AxisGroup, all_gather, reduce_scatter, workspace_bytes
+from zeromesh.engine.build import mesh_axes
+from zeromesh.measure.ranks import Ranks
+from zeromesh.strategy import Layout
+
+SMALLEST_BYTES = 1 << 14
+LARGEST_BYTES = 1 << 26
+GROWTH = 4
+SHORTEST_SAMPLE_S = 2e-3
+"""Shorter calls are repeated within a sample: a barrier lets ranks go up to some 100 us apart."""
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    """One operation at one size: what a round times.
+
+    Args:
+        operation, sent_bytes: what, and what one rank sends.
+        call: does it once.
+        repeats: calls in a sample.
+    """
+
+    operation: str
+    sent_bytes: int
+    call: Call
+    repeats: int
+
+
+def measure_links(ranks: Ranks, *, rounds: int, seconds: float) -> dict[str, Any]:
+    """A task of `launch`.
+
+    Args:
+        ranks: all of them.
+        rounds: samples of each size.
+        seconds: for each level, about.
+
+    Returns:
+        By level, innermost first: timings in seconds by operation and bytes sent, and processor seconds per byte.
+    """
+    layout = Layout.of(",".join(f"{name}=3" for name, _ in mesh_axes(ranks.mesh, ())), mesh_axes(ranks.mesh, ()))
+    groups = ranks.groups(ranks.mesh, layout.axes)
+    return {name: _measure_level(group, ranks, rounds, seconds) for name, group in groups.items()}
+
+
+def _measure_level(group: AxisGroup, ranks: Ranks, rounds: int, seconds: float) -> dict[str, Any]:
+    samples = list(_samples(group, ranks, seconds / rounds))
+    times = torch.zeros(len(samples), rounds, dtype=torch.float64)
+    for index in range(rounds):
+        for row, sample in enumerate(samples):
+            times[row, index] = _timed(sample.call, sample.repeats, ranks)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    timings: dict[str, dict[int, list[float]]] = {}
+    for sample, row in zip(samples, times.tolist(), strict=True):
+        timings.setdefault(sample.operation, {})[sample.sent_bytes] = row
+    host = _host_seconds(samples, ranks) if ranks.on_cpu else None
+    return {"backend": group.backend, "timings": timings, "host_s_per_byte": host}
+
+
+def _samples(group: AxisGroup, ranks: Ranks, budget_s: float) -> Iterator[_Sample]:
+    """Sizes from small to large, as long as a round over all of them stays within the budget; at least three."""
+    workspace = torch.empty(workspace_bytes(group), dtype=torch.uint8, device=ranks.device)
+    size, used_s, count = SMALLEST_BYTES, 0.0, 0
+    while size <= LARGEST_BYTES:
+        made = _calls(group, size, workspace, ranks.device)
+        for operation, (call, sent) in made.items():
+            call()  # connections are made at first use
+            once = _agreed(_timed(call, 1, ranks))
+            repeats = max(1, int(SHORTEST_SAMPLE_S / once))
+            used_s += once * repeats
+            yield _Sample(operation=operation, sent_bytes=sent, call=call, repeats=repeats)
+        size, count = size * GROWTH, count + 1
+        if count >= 3 and used_s * (1 + GROWTH) > budget_s:
+            return
+
+
+def _calls(group: AxisGroup, size: int, workspace: torch.Tensor, device: torch.device) -> dict[str, tuple[Call, int]]:
+    chunk = size // 4 // group.size
+    region = torch.ones(chunk * group.size, device=device)
+    out = torch.empty(chunk, device=device)
+    sent = 4 * chunk * (group.size - 1)
+    return {
+        "all_gather": (lambda: all_gather(region, group), sent),
+        "reduce_scatter": (
+            lambda: reduce_scatter(region, out, group, workspace=workspace, scale=1 / group.size),
+            sent,
+        ),
+    }
+
+
+def _timed(call: Call, repeats: int, ranks: Ranks) -> float:
+    """Seconds of one call on this rank, all ranks starting together."""
+    ranks.settle()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    ranks.settle()
+    return (time.perf_counter() - start) / repeats
+
+
+def _agreed(seconds: float) -> float:
+    """The slowest rank's: what follows from it must be the same on all."""
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def _host_seconds(samples: list[_Sample], ranks: Ranks) -> float:
+    """Processor seconds of one rank, all its threads, for each byte that it sends; the mean of all ranks."""
+    longest = {sample.operation: sample for sample in samples}
+    spent, sent = 0.0, 0
+    for sample in longest.values():
+        repeats = max(3, sample.repeats)
+        dist.barrier()
+        start = time.process_time()
+        for _ in range(repeats):
+            sample.call()
+        spent += time.process_time() - start
+        sent += sample.sent_bytes * repeats
+    total = torch.tensor([spent / sent], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / ranks.world

@@ -1,0 +1,79 @@
+"""A few steps of sharded training beside plain training of the same global batch, in fp64, on all ranks.
+
+Plain training holds the whole model on every rank and sums gradients with torch's own all-reduce; zeromesh has no part
+in it. So it costs as much on 4 ranks as on 4,096.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeromesh as zm
+from zeromesh.measure.llama import loss_of, make_llama
+from zeromesh.measure.ranks import Ranks
+from zeromesh.measure.shapes import SHAPES
+
+MICRO_BATCHES, SEQUENCES, TOKENS, STEPS = 2, 2, 16, 3
+MODEL = "tiny"
+
+
+def largest_difference(ranks: Ranks, strategy: str) -> float:
+    """Largest difference of any parameter after the steps, over the largest magnitude of that parameter.
+
+    The whole parameters are held against each other on the first rank, and the figure is told to all.
+    """
+    sharded = zm.shard(
+        make_llama(MODEL).double().to(ranks.device),
+        ranks.mesh,
+        strategy,
+        reduce_dtype=torch.float64,
+        grad_dtype=torch.float64,
+        master_dtype=torch.float64,
+        group_factory=ranks.groups,
+    )
+    _train_sharded(sharded, ranks)
+    found = zm.full_state_dict(sharded)
+    plain = make_llama(MODEL).double().to(ranks.device)
+    _train_plainly(plain, ranks)
+    worst = torch.zeros((), dtype=torch.float64)
+    if ranks.rank == 0:
+        pairs = [(found[name], value.detach().cpu()) for name, value in plain.named_parameters()]
+        worst = torch.stack([_difference(one, other) for one, other in pairs]).max()
+    dist.broadcast(worst, src=0)
+    return float(worst)
+
+
+def _difference(one: Tensor, other: Tensor) -> Tensor:
+    return ((one - other).abs().max() / other.abs().max()).nan_to_num(nan=float("inf"))
+
+
+def _batch(rank: int, step: int, micro: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(1_000_000 * step + 1000 * micro + rank)
+    return torch.randint(0, SHAPES[MODEL].vocab, (SEQUENCES, TOKENS), generator=generator).to(device)
+
+
+def _train_sharded(model: nn.Module, ranks: Ranks) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for micro in range(MICRO_BATCHES):
+            with zm.accumulate(model, last=micro == MICRO_BATCHES - 1):
+                loss = loss_of(model, _batch(ranks.rank, step, micro, ranks.device)) / MICRO_BATCHES
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _train_plainly(model: nn.Module, ranks: Ranks) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for micro in range(MICRO_BATCHES):
+            loss = loss_of(model, _batch(ranks.rank, step, micro, ranks.device)) / MICRO_BATCHES
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= ranks.world
+        optimizer.step()
+        optimizer.zero_grad()

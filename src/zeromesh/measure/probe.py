@@ -1,0 +1,184 @@
+"""Measures a cluster: a rate and a latency for each level, a device, and the file that the planner reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from zeromesh.cluster import Cluster, Device, Level
+from zeromesh.cost.constants import default_constants
+from zeromesh.errors import MeasurementError
+from zeromesh.measure.fit import Fit, fit
+from zeromesh.measure.launch import Mesh, on_all_ranks, require_several
+
+if TYPE_CHECKING:
+    from zeromesh.lab import Lab
+    from zeromesh.measure.ranks import Ranks
+
+ROUNDS = 16
+SECONDS_PER_LEVEL = 12.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelProbe:
+    """One level as measured, a rank's own view of it.
+
+    Args:
+        name, size: of the level.
+        gather, reduce: fits of our all-gather and reduce-scatter, by bytes sent by one rank.
+        host_s_per_byte: processor seconds for each byte sent; None where the device has no part in it.
+    """
+
+    name: str
+    size: int
+    gather: Fit
+    reduce: Fit
+    host_s_per_byte: float | None
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of one rank: a step gathers about as much as it reduces, so their times add."""
+        return 2 / (1 / self.gather.line.bytes_per_s + 1 / self.reduce.line.bytes_per_s)
+
+    @property
+    def latency_s(self) -> float:
+        """Of one of the size - 1 steps, the cost model's launch taken off."""
+        whole = (self.gather.line.latency_s + self.reduce.line.latency_s) / 2
+        return max(0.0, whole - default_constants().launch_s) / (self.size - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A measured cluster: what the planner reads, and what it was made from."""
+
+    cluster: Cluster
+    levels: tuple[LevelProbe, ...]
+    raw: Mapping[str, Any]
+
+    def require_trust(self) -> None:
+        """Raises MeasurementError if a level's timings are too noisy."""
+        for level in self.levels:
+            for operation, found in (("all-gather", level.gather), ("reduce-scatter", level.reduce)):
+                found.require_trust(f"{operation} over {level.name} ({level.size} ranks)")
+
+
+def probe(
+    mesh: Mesh,
+    *,
+    name: str = "measured",
+    rounds: int = ROUNDS,
+    seconds: float = SECONDS_PER_LEVEL,
+    lab: Lab | None = None,
+) -> Probe | None:
+    """Measures the ranks of `mesh`.
+
+    Args:
+        mesh: sizes by level, outermost first.
+        name: of the cluster.
+        rounds: timings of each size; at least 4.
+        seconds: for each level, about.
+        lab: an emulated cluster to measure.
+
+    Returns:
+        The probe; None on ranks of a torchrun other than the first.
+
+    Raises:
+        MeasurementError: a single rank, or too few rounds.
+    """
+    require_several(mesh)
+    if rounds < 4:
+        raise MeasurementError(f"a spread takes at least 4 rounds, got {rounds}")
+    raw = on_all_ranks("probe:measure", {"rounds": rounds, "seconds": seconds}, mesh, lab=lab)
+    return None if raw is None else from_raw(raw, mesh, name)
+
+
+def measure(ranks: Ranks, *, rounds: int, seconds: float) -> dict[str, Any]:
+    """The task of every rank."""
+    from zeromesh.measure.links import measure_links
+    from zeromesh.measure.machine import measure_machine
+
+    return {"machine": measure_machine(ranks), "levels": measure_links(ranks, rounds=rounds, seconds=seconds)}
+
+
+def from_raw(raw: Mapping[str, Any], mesh: Mesh, name: str) -> Probe:
+    """The probe of what the ranks have measured."""
+    levels = tuple(_level_probe(level, mesh[level], found) for level, found in raw["levels"].items())
+    return Probe(cluster=_cluster(levels, raw, mesh, name), levels=levels, raw=raw)
+
+
+def _level_probe(name: str, size: int, found: Mapping[str, Any]) -> LevelProbe:
+    fits = {
+        operation: fit({int(sent): times for sent, times in by_size.items()})
+        for operation, by_size in found["timings"].items()
+    }
+    return LevelProbe(
+        name=name,
+        size=size,
+        gather=fits["all_gather"],
+        reduce=fits["reduce_scatter"],
+        host_s_per_byte=found["host_s_per_byte"],
+    )
+
+
+def _cluster(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any], mesh: Mesh, name: str) -> Cluster:
+    machine = raw["machine"]
+    device = Device(
+        name=machine["name"],
+        memory_bytes=machine["memory_bytes"],
+        memory_bytes_per_s=machine["memory_bytes_per_s"],
+        peak_flops=machine["peak_flops"],
+        achievable_flops=machine["peak_flops"],
+        cores=machine["cores"],
+    )
+    by_name = {level.name: level for level in levels}
+    inner = list(mesh.items())[::-1]
+    made: list[Level] = []
+    for index, (axis, size) in enumerate(inner):
+        found = by_name.get(axis)
+        below = prod(count for _, count in inner[:index])
+        made.append(_level(axis, size, found, below, made))
+    return Cluster(
+        name=name,
+        description=f"measured by zeromesh probe, {date.today().isoformat()}",
+        device=device,
+        levels=tuple(made),
+        sources=tuple(sorted(_sources(levels, raw).items())),
+    )
+
+
+def _level(name: str, size: int, found: LevelProbe | None, below: int, inside: list[Level]) -> Level:
+    if found is None:  # a single member: nothing is ever sent, so what stands here is as good as anything
+        rate = inside[-1].bandwidth_bytes_per_s if inside else 1e9
+        return Level(name=name, size=1, bandwidth_bytes_per_s=rate, latency_s=0.0, kind="loopback")
+    host = found.host_s_per_byte
+    return Level(
+        name=name,
+        size=size,
+        # All ranks of a member have sent at once; the file wants what leaves the member.
+        bandwidth_bytes_per_s=found.bytes_per_s * below,
+        latency_s=found.latency_s,
+        kind="loopback",  # a rate of this kind is taken as it is, not as a data sheet's
+        host_bytes_per_s=1 / host if host else None,
+    )
+
+
+def _sources(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any]) -> dict[str, str]:
+    sources = {
+        "device.memory": "the machine's, divided by its ranks" if raw["machine"]["cores"] else "the driver's",
+        "device.memory_bandwidth": "measured: a copy, read and write counted, on all ranks at once",
+        "device.peak": "measured: the fastest of a few square products, on all ranks at once; not a data sheet's",
+    }
+    for level in levels:
+        fits = {"gather": level.gather, "reduce": level.reduce}
+        rates = ", ".join(f"{name} {one.line.bytes_per_s / 1e6:.4g} MB/s" for name, one in fits.items())
+        spread = max(one.spread for one in fits.values())
+        sources[f"level.{level.name}.bandwidth"] = (
+            f"measured: our collectives on {raw['levels'][level.name]['backend']}, all groups at once: {rates} of one "
+            f"rank; timings spread by {spread:.0%}"
+        )
+        latencies = ", ".join(f"{name} {one.line.latency_s * 1e6:.4g} us" for name, one in fits.items())
+        sources[f"level.{level.name}.latency"] = f"measured: {latencies} for the whole collective of {level.size}"
+    return sources

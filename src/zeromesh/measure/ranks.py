@@ -1,0 +1,98 @@
+"""What a process that takes part in a measurement knows of itself and the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zeromesh.comm import AxisGroup, make_groups
+from zeromesh.strategy import Axis
+
+TIMEOUT_S = 120.0
+"""Of each collective: long enough for ranks that start late, short enough that a dead one is noticed."""
+
+
+class SharedGroups:
+    """Makes an axis's communicators once, for one model after another: each has threads and a socket for every peer,
+    and torch gives a group that takes the place of a destroyed one that one's addresses."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int, int], AxisGroup] = {}
+
+    def __call__(self, mesh: DeviceMesh, axes: Sequence[Axis]) -> dict[str, AxisGroup]:
+        """As `zeromesh.comm.make_groups`."""
+        return {axis.name: self._group(mesh, axis) for axis in axes if axis.size > 1}
+
+    def _group(self, mesh: DeviceMesh, axis: Axis) -> AxisGroup:
+        key = (axis.mesh_axis, axis.size, axis.stride)
+        if key not in self._made:
+            self._made[key] = make_groups(mesh, [axis])[axis.name]
+        return replace(self._made[key], name=axis.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process among the others.
+
+    Args:
+        rank, world: over all.
+        device: where this rank computes.
+        mesh: of all ranks, outermost axis first.
+        groups: communicators of its axes.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+    mesh: DeviceMesh
+    groups: SharedGroups = field(default_factory=SharedGroups)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    def settle(self) -> None:
+        """Waits for the device, where it is not the host."""
+        if not self.on_cpu:
+            torch.accelerator.synchronize()
+
+
+@contextmanager
+def join(mesh: Mapping[str, int], store_file: Path | None) -> Iterator[Ranks]:
+    """Makes the process group and the mesh of the ranks that the environment names, as torchrun does.
+
+    Args:
+        mesh: sizes by axis name, outermost first.
+        store_file: where local processes meet; None takes torchrun's address from the environment.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, world, local_rank, local_world = (int(os.environ[name]) for name in names)
+    device = _device(local_rank, local_world)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=TIMEOUT_S)
+    if store_file is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = FileStore(str(store_file), world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    made = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    yield Ranks(rank=rank, world=world, device=device, mesh=made)
+    # Only on success: after an error other ranks may never arrive, and the process ends anyway.
+    dist.destroy_process_group()
+
+
+def _device(local_rank: int, local_world: int) -> torch.device:
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_world:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")

@@ -1,0 +1,149 @@
+"""A schedule on the simulator's clock, with seconds of units that were measured. Torch-free.
+
+`zeromesh simulate` makes the schedule from a model's description and takes seconds from the cost model. Here both are
+given: the schedule that the engine has run, and what each unit was measured to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zeromesh.cluster import Cluster
+from zeromesh.cost.compute import ComputeModel
+from zeromesh.cost.constants import default_constants
+from zeromesh.cost.transfer import TransferModel
+from zeromesh.errors import InputError
+from zeromesh.schedule import FlatBuffer, Interpreter, Role, Schedule, Unit
+from zeromesh.schedule.step import Phase, run_micro_batch
+from zeromesh.simulator.chains import Chains
+from zeromesh.simulator.clock import ClockBackend
+from zeromesh.simulator.mechanics import find_engine
+from zeromesh.simulator.network import Job
+from zeromesh.strategy import Layout
+from zeromesh.trace import Trace
+
+ROOT = ""
+JOINED = " to "
+"""Between the first and the last name of units that the engine has joined."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Seconds of one rank.
+
+    Args:
+        forward, backward: of one micro-batch, by unit, in the order in which the model registers them.
+        optimizer_s: of a step over all `elements`.
+        elements: of the model.
+    """
+
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
+    optimizer_s: float
+    elements: int
+
+    def seconds(self, phase: Phase, unit: str) -> float:
+        """Of a unit, or of several that are joined.
+
+        Raises:
+            InputError: it has not been measured.
+        """
+        if phase == "recompute":
+            raise InputError("seconds of units were measured without activation checkpointing")
+        known = self.forward if phase == "forward" else self.backward
+        return sum(known[name] for name in self._members(unit))
+
+    def _members(self, unit: str) -> Sequence[str]:
+        names = list(self.forward)
+        first, _, last = unit.partition(JOINED)
+        if first not in names or (last or first) not in names:
+            raise InputError(
+                f"unit {unit!r} has not been measured; known: {', '.join(name or 'root' for name in names)}"
+            )
+        between = names[names.index(first) : names.index(last or first) + 1]
+        return [name for name in between if name != ROOT or unit == ROOT]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """One step as the simulator sees it; bytes are a rank's, by axis."""
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    sent_bytes: Mapping[str, float]
+    trace: Trace
+
+
+def replay(schedule: Schedule, cluster: Cluster, compute: Compute, *, micro_batches: int) -> Replayed:
+    """Runs a steady step of `schedule` on a virtual clock.
+
+    Args:
+        schedule: of the engine, in the order that its first step has shown.
+        cluster: its levels are the axes of the schedule's mesh.
+        compute: seconds of its units.
+        micro_batches: of the step.
+    """
+    constants, mechanics = default_constants(), find_engine("zeromesh")
+    transfers = TransferModel(cluster, constants, ComputeModel(device=cluster.device, constants=constants))
+    names = tuple(unit.name for unit in schedule.units)
+    chains = Chains(schedule, mechanics, transfers)
+    clock = ClockBackend(chains, mechanics, constants.contention, names, record=True, cores=cluster.device.cores)
+    interpreter: Interpreter[Job] = Interpreter(schedule=schedule, backend=clock)
+
+    def computed(phase: Phase, unit: int) -> None:
+        clock.compute(phase, unit, compute.seconds(phase, names[unit]))
+
+    interpreter.stepped(range(len(names)))
+    for micro in range(micro_batches):
+        clock.micro_batch = micro
+        run_micro_batch(interpreter, last=micro == micro_batches - 1, compute=computed, recompute=False)
+    clock.drain()
+    clock.micro_batch = -1
+    share = schedule.layout.degree(schedule.layout.significant)
+    clock.compute("optimizer", -1, compute.optimizer_s / share)
+    totals = clock.totals
+    return Replayed(
+        step_s=clock.now_s,
+        compute_s=totals.compute_s,
+        exposed_s=sum(totals.exposed_s.values()),
+        sent_bytes={axis.name: totals.sent_bytes[axis.name] for axis in schedule.layout.axes},
+        trace=Trace(
+            label=f"{schedule.layout.strategy} on {cluster.name} (predicted)",
+            events=tuple(sorted(clock.events, key=lambda event: (event.start_s, event.resource))),
+        ),
+    )
+
+
+def schedule_json(schedule: Schedule) -> dict[str, Any]:
+    """A schedule for a result file; `read_schedule` is its inverse, but for the collectives' workspace."""
+    return {
+        "strategy": str(schedule.layout.strategy),
+        "mesh": list(schedule.layout.mesh),
+        "order": list(schedule.order),
+        "units": [
+            {"name": unit.name, "role": unit.role.value, "buffers": [_buffer_json(buffer) for buffer in unit.buffers]}
+            for unit in schedule.units
+        ],
+    }
+
+
+def read_schedule(data: Mapping[str, Any]) -> Schedule:
+    """The schedule that `schedule_json` has written."""
+    units = [
+        Unit(
+            name=unit["name"],
+            role=Role(unit["role"]),
+            buffers=tuple(FlatBuffer(**buffer) for buffer in unit["buffers"]),
+        )
+        for unit in data["units"]
+    ]
+    layout = Layout.of(data["strategy"], [(name, size) for name, size in data["mesh"]])
+    return Schedule.of(layout, units).reordered(data["order"])
+
+
+def _buffer_json(buffer: FlatBuffer) -> dict[str, Any]:
+    names = ("numel", "param_dtype", "master_dtype", "grad_dtype", "reduce_dtype")
+    return {name: getattr(buffer, name) for name in names}

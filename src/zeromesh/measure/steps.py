@@ -1,0 +1,242 @@
+"""Training steps of a small Llama: measured by the engine's recorder, and predicted from a probe.
+
+What the prediction is fed: the schedule that the engine has made, the probed cluster, and seconds of each unit, which
+every rank measures by training the same model for itself at the same time as all others (no link is used, all cores are
+shared as in training). Never a time that the predicted steps have taken.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from zeromesh.cluster import Cluster
+from zeromesh.errors import InputError
+from zeromesh.measure.replay import Compute, Replayed, read_schedule, replay, schedule_json
+from zeromesh.trace import Event, Trace
+
+if TYPE_CHECKING:
+    from zeromesh.measure.ranks import Ranks
+
+DTYPES = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a rank trains on in a step.
+
+    Args:
+        model: a name of `llama.SHAPES`.
+        dtype: of compute and of both wires; masters and sums are fp32.
+        sequences, tokens: of one micro-batch.
+        micro_batches: of a step.
+    """
+
+    model: str = "7M"
+    dtype: str = "fp32"
+    sequences: int = 2
+    tokens: int = 64
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name in ("sequences", "tokens", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+# Measuring, on every rank ---------------------------------------------------------------------------------------------
+
+
+class Training:
+    """The model of a batch, sharded, and its steps on this rank.
+
+    Args:
+        ranks: all of them.
+        batch: what is trained.
+        strategy: how it is sharded; None: not at all, each rank for itself.
+    """
+
+    def __init__(self, ranks: Ranks, batch: Batch, strategy: str | None) -> None:
+        import torch
+
+        import zeromesh as zm
+        from zeromesh.measure.llama import make_llama
+        from zeromesh.measure.shapes import SHAPES
+
+        mesh = ranks.mesh if strategy is not None else _alone(ranks)
+        dtype = {"fp32": None, "bf16": torch.bfloat16}[batch.dtype]
+        model = make_llama(batch.model).to(ranks.device)
+        # Alone it is cut as finely as it can be, so that seconds are known of every part that is joined elsewhere.
+        options = {"bucket_bytes": 0} if strategy is None else {"group_factory": ranks.groups}
+        self.model = zm.shard(model, mesh, strategy or "node=0", param_dtype=dtype, **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        generator = torch.Generator().manual_seed(ranks.rank)
+        shape = (batch.sequences, batch.tokens)
+        vocab = SHAPES[batch.model].vocab
+        self.data = [
+            torch.randint(0, vocab, shape, generator=generator).to(ranks.device) for _ in range(batch.micro_batches)
+        ]
+
+    def step(self) -> None:
+        import zeromesh as zm
+        from zeromesh.measure.llama import loss_of
+
+        for index, ids in enumerate(self.data):
+            with zm.accumulate(self.model, last=index == len(self.data) - 1):
+                (loss_of(self.model, ids) / len(self.data)).backward()  # type: ignore[no-untyped-call]  # torch's
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def recorded(self, count: int) -> tuple[Trace, ...]:
+        """Traces of `count` steps in steady state."""
+        import zeromesh as zm
+
+        with zm.record_trace(self.model) as recording:
+            for _ in range(count + 1):
+                self.step()
+        return recording.steps[1:]
+
+
+def _alone(ranks: Ranks) -> Any:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    own = torch.tensor([ranks.rank])
+    return DeviceMesh(ranks.device.type, own, mesh_dim_names=("node",), _init_backend=False)
+
+
+def measure_steps(
+    ranks: Ranks,
+    batch: Batch,
+    strategy: str,
+    *,
+    steps: int,
+    warmup: int,
+    mark: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """Steps of `strategy` on all ranks.
+
+    Args:
+        ranks: all of them.
+        batch, strategy: what is trained, and how it is sharded.
+        steps, warmup: recorded, and taken before.
+        mark: called with "begin" and "end" around `steps` + 1 steps, while all ranks stand still.
+
+    Returns:
+        Seconds of each step (the slowest rank's), of computation and waits in it (means over the ranks), bytes that a
+        rank sends by axis (means), model state in bytes, this rank's events by step, and the schedule.
+    """
+    import torch
+    import torch.distributed as dist
+
+    import zeromesh as zm
+    from zeromesh.engine.api import engine_of
+
+    training = Training(ranks, batch, strategy)
+    for _ in range(max(1, warmup)):
+        training.step()
+    dist.barrier()
+    mark("begin")
+    traces = training.recorded(steps)
+    mark("end")
+    figures = [(t.step_s, t.seconds(kind="compute"), t.seconds(kind="wait")) for t in traces]
+    slowest, summed = torch.tensor(figures, dtype=torch.float64), torch.tensor(figures, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(summed)
+    schedule = engine_of(training.model).schedule
+    axes = [axis.name for axis in schedule.layout.axes]
+    sent = torch.tensor([sum(t.sent_bytes(axis=axis) for t in traces) / len(traces) for axis in axes])
+    dist.all_reduce(sent)
+    memory = zm.memory_report(training.model, training.optimizer)
+    return {
+        "step_s": slowest[:, 0].tolist(),
+        "compute_s": (summed[:, 1] / ranks.world).tolist(),
+        "exposed_s": (summed[:, 2] / ranks.world).tolist(),
+        "sent_bytes": dict(zip(axes, (sent / ranks.world).tolist(), strict=True)),
+        "memory_bytes": {line.kind: (line.predicted_bytes, line.allocated_bytes) for line in memory},
+        "traces": [to_json(trace) for trace in traces],
+        "schedule": schedule_json(schedule),
+    }
+
+
+def measure_compute(ranks: Ranks, batch: Batch, *, steps: int) -> dict[str, Any]:
+    """Seconds of each unit, each rank training for itself while all others do.
+
+    Returns:
+        Seconds of one micro-batch by phase and unit, of the optimizer's step, and the elements it covers; means over
+        the ranks.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from zeromesh.engine.api import engine_of
+
+    training = Training(ranks, batch, None)
+    units = [unit.name for unit in engine_of(training.model).schedule.units]
+    for _ in range(2):
+        training.step()
+    dist.barrier()
+    traces = training.recorded(steps)
+    sums = [_by_unit(trace, batch.micro_batches) for trace in traces]
+    keys = [(phase, unit) for phase in ("forward", "backward") for unit in units]
+    keys += [("optimizer", ""), ("wait", "")]
+    medians = [statistics.median(one.get(key, 0.0) for one in sums) for key in keys]
+    found = torch.tensor(medians, dtype=torch.float64)
+    dist.all_reduce(found)
+    seconds = dict(zip(keys, (found / ranks.world).tolist(), strict=True))
+    return {
+        "forward": {unit: seconds["forward", unit] for unit in units},
+        "backward": {unit: seconds["backward", unit] for unit in units},
+        # Casts of updated parameters, which nobody else waits for, are part of what a step costs a rank.
+        "optimizer_s": seconds["optimizer", ""] + seconds["wait", ""],
+        "elements": sum(p.numel() for p in training.model.parameters()),
+    }
+
+
+def _by_unit(trace: Trace, micro_batches: int) -> dict[tuple[str, str], float]:
+    """Seconds by (phase, unit): of one micro-batch, but for the optimizer and the waits, which are a step's."""
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for event in trace.events:
+        if event.kind == "wait":
+            found["wait", ""] += event.seconds
+        elif event.kind == "compute":
+            share = 1 if event.name == "optimizer" else micro_batches
+            found[event.name, event.unit or ""] += event.seconds / share
+    return found
+
+
+def to_json(trace: Trace) -> dict[str, Any]:
+    """A trace for a result file; `from_json` is its inverse."""
+    return {"label": trace.label, "events": [asdict(event) for event in trace.events]}
+
+
+def from_json(data: Mapping[str, Any]) -> Trace:
+    return Trace(label=data["label"], events=tuple(Event(**event) for event in data["events"]))
+
+
+# Predicting -----------------------------------------------------------------------------------------------------------
+
+
+def compute_of(found: Mapping[str, Any]) -> Compute:
+    """What `measure_compute` has found, for the simulator."""
+    return Compute(
+        forward=found["forward"],
+        backward=found["backward"],
+        optimizer_s=found["optimizer_s"],
+        elements=found["elements"],
+    )
+
+
+def predict(schedule: Mapping[str, Any], cluster: Cluster, batch: Batch, compute: Mapping[str, Any]) -> Replayed:
+    """The step that `measure_steps` measures: its schedule on the probed cluster, with what `measure_compute` found."""
+    return replay(read_schedule(schedule), cluster, compute_of(compute), micro_batches=batch.micro_batches)
+
+
+def median_step(traces: Sequence[Trace]) -> Trace:
+    """The trace whose step is the (lower) median."""
+    return sorted(traces, key=lambda trace: trace.step_s)[(len(traces) - 1) // 2]

@@ -1,0 +1,140 @@
+"""What each rank does in a probe, a bench and a self-test, on ranks that are there already."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.engine.reference import TIMEOUT_S, mesh_of
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+from zeromesh.measure import parity, selftest
+from zeromesh.measure.bench import run_cells
+from zeromesh.measure.links import measure_links
+from zeromesh.measure.matrix import make_cells
+from zeromesh.measure.probe import from_raw, measure
+from zeromesh.measure.ranks import Ranks
+from zeromesh.measure.replay import schedule_json
+from zeromesh.measure.shapes import SHAPES
+from zeromesh.measure.steps import Batch, Training, from_json, measure_compute, measure_steps, predict
+from zeromesh.trace import compare
+
+BATCH = Batch(model="tiny", sequences=1, tokens=16, micro_batches=2)
+
+
+def ranks_of(*shape: int) -> Ranks:
+    return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), device=torch.device("cpu"), mesh=mesh_of(*shape))
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_every_level_is_timed_on_all_its_groups():
+    found = measure_links(ranks_of(2, 2), rounds=4, seconds=0.5)
+    assert list(found) == ["node", "cluster"]
+    for level in found.values():
+        assert set(level["timings"]) == {"all_gather", "reduce_scatter"}
+        for by_size in level["timings"].values():
+            assert len(by_size) >= 3 and all(len(times) == 4 for times in by_size.values())
+            assert all(seconds > 0 for times in by_size.values() for seconds in times)
+        assert 0 < level["host_s_per_byte"] < 1e-6
+    mine = json.dumps({name: level["timings"] for name, level in found.items()})
+    all_ranks = [None] * 4
+    dist.all_gather_object(all_ranks, mine)
+    assert len(set(all_ranks)) == 1  # the slowest rank's times, on every rank
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_probe_is_a_cluster_that_predicts():
+    ranks = ranks_of(2)
+    raw = json.loads(json.dumps(measure(ranks, rounds=4, seconds=0.5)))
+    cluster = from_raw(raw, {"node": 2}, "here").cluster
+    assert cluster.device.cores is not None and cluster.device.memory_bytes > 1e6
+    assert 1e6 < cluster.levels[0].bandwidth_bytes_per_s < 1e12
+    found = measure_compute(ranks, BATCH, steps=2)
+    written = schedule_json(engine_of(Training(ranks, BATCH, "node=3").model).schedule)
+    simulated = predict(written, cluster, BATCH, found)
+    assert simulated.step_s > sum(found["forward"].values()) * BATCH.micro_batches
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_compute_is_measured_for_every_unit():
+    found = measure_compute(ranks_of(2), BATCH, steps=2)
+    units = {"", "embed_tokens", "layers.0", "layers.1", "layers.2", "lm_head"}
+    assert set(found["forward"]) == units and set(found["backward"]) == units
+    assert all(seconds > 0 for phase in ("forward", "backward") for seconds in found[phase].values())
+    assert found["optimizer_s"] > 0
+    assert found["elements"] == SHAPES["tiny"].num_params
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=0", "node=3,cluster=3;overlap=none"])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_measured_steps_send_what_the_simulator_says(strategy):
+    ranks = ranks_of(2, 2)
+    found = json.loads(json.dumps(measure_steps(ranks, BATCH, strategy, steps=2, warmup=2)))
+    assert len(found["step_s"]) == len(found["exposed_s"]) == len(found["traces"]) == 2
+    raw = measure(ranks, rounds=4, seconds=0.3)
+    cluster = from_raw(raw, {"cluster": 2, "node": 2}, "here").cluster
+    simulated = predict(found["schedule"], cluster, BATCH, measure_compute(ranks, BATCH, steps=2))
+    assert found["sent_bytes"] == simulated.sent_bytes
+    for line in compare(simulated.trace, from_json(found["traces"][0])):
+        if line.kind == "communicate":
+            assert (line.predicted_count, line.predicted_bytes) == (line.measured_count, line.measured_bytes), line
+    for predicted, allocated in found["memory_bytes"].values():
+        assert predicted == allocated
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_bench_writes_each_cell(tmp_path):
+    cells = make_cells(["node=2"], ["node=3", "node=1"], [BATCH])
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder, src=0)
+    run_cells(ranks_of(2), cells=[c.to_json() for c in cells], steps=1, warmup=1, directory=folder[0], marks=False)
+    dist.barrier()
+    for cell in cells:
+        assert len(json.loads((Path(folder[0]) / f"{cell.key}.json").read_text())["step_s"]) == 1
+
+
+@pytest.mark.parametrize("strategy", ["node=3", "node=1"])
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_parity_is_seen_and_so_is_its_lack(strategy):
+    ranks = ranks_of(2)
+    assert parity.largest_difference(ranks, strategy) < 1e-12
+    with pytest.MonkeyPatch.context() as patch:
+        wrong = parity._batch
+
+        def shifted(rank, step, micro, device):
+            return wrong(rank, step, micro + (rank == 1 and patched["sharded"]), device)
+
+        patched = {"sharded": True}
+        plain = parity._train_plainly
+
+        def train_plainly(model, ranks):
+            patched["sharded"] = False
+            plain(model, ranks)
+
+        patch.setattr(parity, "_batch", shifted)
+        patch.setattr(parity, "_train_plainly", train_plainly)
+        assert parity.largest_difference(ranks, strategy) > 1e-4  # one micro-batch of one rank is another
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_wrong_accounts_fail_the_self_test():
+    training = Training(ranks_of(2), BATCH, "node=3")
+    group = engine_of(training.model).backend.groups["node"]
+    good, detail = selftest._accounts(training)
+    assert good, detail
+    training = Training(ranks_of(2), BATCH, "node=3")
+    group = engine_of(training.model).backend.groups["node"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zeromesh.engine.report.sent_bytes_per_axis", lambda *_, **__: {"node": 1000})
+        good, detail = selftest._accounts(training)
+    assert not good and group.size == 2, detail
+
+
+def test_layouts_of_a_mesh():
+    assert set(selftest.strategies({"node": 4}).values()) == {f"node={stage}" for stage in ("0", "1", "2", "3", "3d")}
+    two = set(selftest.strategies({"cluster": 2, "node": 4}).values())
+    assert {"node=3,cluster=0", "node=3,cluster=1", "node=3,cluster=3k", "node=3d,cluster=3d"} <= two

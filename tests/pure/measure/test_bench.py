@@ -1,0 +1,186 @@
+"""Rows and summary from files of known content: what is measured here is made up."""
+
+import json
+from typing import Any
+
+import pytest
+
+from zeromesh.errors import InputError, MeasurementError
+from zeromesh.measure.bench import Bench, compute_key, shown, summarise
+from zeromesh.measure.matrix import Topology, estimate_s, make_cells
+from zeromesh.measure.probe import from_raw
+from zeromesh.measure.replay import read_schedule, schedule_json
+from zeromesh.measure.shapes import SHAPES
+from zeromesh.measure.steps import Batch, compute_of, predict, to_json
+from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
+from zeromesh.strategy import Layout
+from zeromesh.trace import Event, Trace
+
+BATCH = Batch(model="tiny", sequences=1, tokens=16, micro_batches=2)
+TREE = "2@200mbit,2"
+MESH = Topology(text=TREE).mesh
+UNITS = ["", *(f"layers.{index}" for index in range(3))]
+
+
+def raw(latency: float = 1e-4, *, loaded: float = 1.0) -> dict[str, Any]:
+    """A probe of 500 MB/s inside and 25 MB/s outside."""
+
+    def times(rate: float) -> dict[str, list[float]]:
+        return {
+            str(size): [(latency + size / rate) * (1 if i < 4 else loaded) for i in range(8)]
+            for size in (10_000, 100_000, 1_000_000)
+        }
+
+    levels = {
+        name: {
+            "backend": "gloo",
+            "timings": {"all_gather": times(rate), "reduce_scatter": times(rate)},
+            "host_s_per_byte": 1e-9,
+        }
+        for name, rate in (("node", 5e8), ("cluster", 12.5e6))
+    }
+    machine = {
+        "name": "cpu",
+        "memory_bytes": 1e9,
+        "memory_bytes_per_s": 1e10,
+        "peak_flops": {"fp32": 1e10},
+        "cores": 0.5,
+        "ranks_per_machine": 4,
+    }
+    return {"machine": machine, "levels": levels}
+
+
+def compute() -> dict[str, Any]:
+    return {
+        "forward": dict.fromkeys(UNITS, 1e-3),
+        "backward": dict.fromkeys(UNITS, 2e-3),
+        "optimizer_s": 4e-3,
+        "elements": 1000,
+    }
+
+
+def schedule(strategy: str, names: list[str] = UNITS) -> Schedule:
+    buffers = (FlatBuffer(numel=10_000, param_dtype="fp32", master_dtype="fp32"),)
+    units = [Unit(name=name, role=Role.BLOCK if name else Role.RESIDENT, buffers=buffers) for name in names]
+    return Schedule.of(Layout.of(strategy, Topology(text=TREE).axes), units)
+
+
+@pytest.fixture
+def bench(tmp_path):
+    made = Bench(tmp_path, steps=3, warmup=1)
+    (tmp_path / "probes" / f"{TREE}.json").write_text(
+        json.dumps({"probe": raw(), "compute": {compute_key(BATCH): compute()}})
+    )
+    return made
+
+
+def measured(bench: Bench, cell, step_s: float, **fields) -> None:
+    """Writes a cell that took `step_s`."""
+    event = Event(name="forward", kind="compute", resource="compute", start_s=0.0, end_s=step_s, unit="")
+    found = {
+        "step_s": [step_s * 0.9, step_s, step_s * 5],
+        "exposed_s": [0.0] * 3,
+        "sent_bytes": {"node": 1.0, "cluster": 2.0},
+        "schedule": schedule_json(schedule(cell.strategy)),
+        "traces": [to_json(Trace(label="made up", events=(event,)))] * 3,
+    }
+    (bench.directory / "cells" / f"{cell.key}.json").write_text(json.dumps(found | fields))
+
+
+def test_a_probe_becomes_a_cluster():
+    found = from_raw(raw(), MESH, "here")
+    node, cluster = found.cluster.levels
+    assert (node.name, node.size, node.kind) == ("node", 2, "loopback")
+    assert node.bandwidth_bytes_per_s == pytest.approx(5e8) and node.host_bytes_per_s == pytest.approx(1e9)
+    # Both ranks of a node have sent 12.5 MB/s at once.
+    assert cluster.bandwidth_bytes_per_s == pytest.approx(25e6)
+    assert cluster.latency_s == pytest.approx(1e-4, rel=0.1)
+    assert found.cluster.device.cores == 0.5
+    found.require_trust()
+    with pytest.raises(MeasurementError, match="all-gather over node"):
+        from_raw(raw(loaded=3.0), MESH, "here").require_trust()
+
+
+def test_the_simulator_is_fed_by_the_probe_alone(bench):
+    (cell,) = make_cells([TREE], ["node=3,cluster=1"], [BATCH])
+    measured(bench, cell, 0.1)
+    (row,) = bench.rows([cell])
+    cluster, written = from_raw(raw(), MESH, TREE).cluster, schedule_json(schedule(cell.strategy))
+    expected = predict(written, cluster, BATCH, compute())
+    assert row.predicted_s == expected.step_s
+    assert row.step_s == 0.1 and row.error == pytest.approx(expected.step_s / 0.1 - 1)
+    slower = {**compute(), "forward": dict.fromkeys(UNITS, 1e-2)}
+    later = predict(written, cluster, BATCH, slower)
+    assert later.compute_s - expected.compute_s == pytest.approx(2 * len(UNITS) * 9e-3, rel=0.2)
+
+
+def test_a_schedule_survives_its_file():
+    made = schedule("node=3,cluster=1;prefetch=2").reordered([0, 2, 1, 3])
+    again = read_schedule(json.loads(json.dumps(schedule_json(made))))
+    assert again.describe() == made.describe()
+    assert again.units == made.units and again.layout == made.layout and again.memory == made.memory
+
+
+def test_joined_units_take_what_their_members_take():
+    found = compute_of({**compute(), "forward": {"": 8.0, "layers.0": 1.0, "layers.1": 2.0, "layers.2": 4.0}})
+    assert found.seconds("forward", "layers.0 to layers.1") == 3.0
+    assert found.seconds("forward", "layers.0 to layers.2") == 7.0
+    assert found.seconds("forward", "layers.1") == 2.0 and found.seconds("forward", "") == 8.0
+    for unknown in ("layers.7", "layers.0 to layers.7"):
+        with pytest.raises(InputError, match=r"has not been measured; known: root, layers\.0"):
+            found.seconds("forward", unknown)
+    with pytest.raises(InputError, match="activation checkpointing"):
+        found.seconds("recompute", "layers.0")
+
+
+def test_bytes_out_of_links(bench):
+    """Out of a node go what its two ranks send over the cluster axis; counted bytes are set beside them."""
+    (cell,) = make_cells([TREE], ["node=0,cluster=0"], [BATCH])
+    measured(bench, cell, 0.1, link_bytes=[3.0])
+    (row,) = bench.rows([cell])
+    assert row.predicted_link_bytes == (2 * row.predicted_bytes["cluster"],)
+    assert "3 B" in next(iter(shown([row])))[-1]
+
+
+def test_what_is_done_is_not_done_again(bench):
+    cells = make_cells([TREE], (), [BATCH])
+    measured(bench, cells[0], 0.1)
+    assert bench.pending(cells) == cells[1:]
+    assert [row.cell for row in bench.rows(cells)] == cells[:1]
+
+
+def test_the_best_predicted_is_held_against_the_best_measured(bench):
+    cells = make_cells([TREE], (), [BATCH])
+    predicted = {}
+    for cell in cells:
+        measured(bench, cell, 1.0)
+        predicted[cell] = bench.rows([cell])[0].predicted_s
+    best = min(predicted, key=predicted.get)
+    for cell in cells:  # measured as predicted
+        measured(bench, cell, predicted[cell])
+    summary = summarise(bench.rows(cells))
+    assert summary.median_error < 1e-9 and (summary.choices, summary.right) == (1, 1)
+    measured(bench, best, 1.02 * min(p for c, p in predicted.items() if c != best))
+    assert summarise(bench.rows(cells)).right == 1  # within 3 % of the best
+    measured(bench, best, 1.05 * min(p for c, p in predicted.items() if c != best))
+    assert summarise(bench.rows(cells)).right == 0
+    result = bench.write_result(cells)
+    assert json.loads((bench.directory / "result.json").read_text())["summary"] == result["summary"]
+    assert (bench.directory / "traces" / best.key / "predicted.json").exists()
+
+
+def test_an_estimate_grows_with_what_is_to_do():
+    few = make_cells([TREE], ["node=3,cluster=3"], [BATCH])
+    many = make_cells([TREE, "2@1gbit,2"], ["node=3,cluster=3", "node=0,cluster=0"], [BATCH])
+    times = [estimate_s(cells, steps=5, cores=2) for cells in (few, many)]
+    assert 0 < times[0] < times[1]
+    # 30 million parameters of 4 bytes, 8 times over half of 25 MB/s at the least.
+    large = make_cells([TREE], ["node=0,cluster=0"], [Batch(model="30M")])
+    assert SHAPES["30M"].num_params > 3e7
+    assert estimate_s(large, steps=12, cores=64) - estimate_s(large, steps=4, cores=64) >= 8 * 30e6 * 4 / 12.5e6
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(0, 1), (1, -1)])
+def test_steps_that_are_none(tmp_path, steps, warmup):
+    with pytest.raises(InputError, match="at least 1 step"):
+        Bench(tmp_path, steps=steps, warmup=warmup)

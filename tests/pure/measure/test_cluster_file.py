@@ -1,0 +1,42 @@
+from dataclasses import asdict, is_dataclass, replace
+
+import pytest
+
+from zeromesh.cluster import parse_cluster, preset, preset_names
+from zeromesh.measure.cluster_file import cluster_toml
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_what_is_written_is_read_back(name):
+    cluster = preset(name)
+    require_same(parse_cluster(cluster_toml(cluster)), cluster)
+
+
+def test_optional_keys_and_odd_text_are_read_back():
+    cluster = preset("gloo-laptop")
+    level = replace(cluster.levels[0], host_bytes_per_s=1.25e9, ports=2)
+    odd = replace(
+        cluster,
+        description='say "hi"\\ in 2 lines\n',
+        device=replace(cluster.device, cores=0.5),
+        levels=(level,),
+        sources=(("device.memory", "measured: µs"),),
+    )
+    text = cluster_toml(odd, remarks=("made by hand",))
+    assert text.startswith("# made by hand\n")
+    require_same(parse_cluster(text), odd)
+
+
+def require_same(one: object, other: object) -> None:
+    """Equal to five digits, which is what a file keeps."""
+    got, expected = flat(one), flat(other)
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert got[key] == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value), key
+
+
+def flat(value: object, key: str = "") -> dict[str, object]:
+    if isinstance(value, dict | tuple):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return {name: leaf for k, item in pairs for name, leaf in flat(item, f"{key}.{k}").items()}
+    return flat(asdict(value), key) if is_dataclass(value) else {key: value}
