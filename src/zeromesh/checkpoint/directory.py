@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeromesh.checkpoint.manifest import MANIFEST, read_head
+from zeromesh.checkpoint.manifest import MANIFEST, MAX_INDEX_BYTES, DamagedError, read_head
 from zeromesh.checkpoint.storage import Storage
 from zeromesh.errors import CheckpointError
 
@@ -65,12 +65,43 @@ def list_checkpoints(storage: Storage) -> Listing:
         where = storage.where(name, MANIFEST)
         try:
             head = read_head(storage.read(name, MANIFEST, _HEAD_BYTES), where)
+            require_named(name, head["step"], where)
             complete.append(Found(name=name, step=head["step"], serial=head["serial"]))
         except CheckpointError as error:
             refused.append(str(error))
         except OSError as error:
             refused.append(f"{where} cannot be read: {error.strerror or error}")
     return Listing(complete=tuple(sorted(complete, key=lambda f: (-f.serial, f.name))), refused=tuple(refused))
+
+
+def require_named(name: str, step: int, where: str) -> None:
+    """Raises DamagedError if `name` is that of a checkpoint of another step; names of other kinds may hold any."""
+    named = _NAME.fullmatch(name)
+    if named and int(named[1]) != step:
+        raise DamagedError(
+            f"{where} is the manifest of step {step}, in a directory that is named as one of step {int(named[1])}: "
+            f"files of two checkpoints are mixed"
+        )
+
+
+def read_index(storage: Storage, directory: str, file: str) -> bytes:
+    """A file that says what lies where.
+
+    Raises:
+        DamagedError: it is longer than any such file.
+        OSError: it cannot be read.
+    """
+    source = storage.open(directory, file)
+    try:
+        if source.num_bytes > MAX_INDEX_BYTES:
+            raise DamagedError(
+                f"{storage.where(directory, file)} is longer than any index is: {source.num_bytes} bytes of at most "
+                f"{MAX_INDEX_BYTES}"
+            )
+        data = bytearray(source.num_bytes)
+        return bytes(data[: source.read_into(0, memoryview(data))])
+    finally:
+        source.close()
 
 
 def free_name(step: int, taken: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 Their index is a pickle. A pickle is a program that names what it calls; here every name outside of a short list is
 refused, and the names on it stand for records that do nothing, so that no code of the checkpoint's choice can run.
+Nor does a number in it decide how much memory is taken: that is bounded by the bytes that are there.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import pickle
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, ClassVar
 
 from zeromesh.checkpoint.boxes import runs_of
 from zeromesh.checkpoint.container import DTYPES
 from zeromesh.checkpoint.dcp import METADATA
+from zeromesh.checkpoint.directory import read_index
 from zeromesh.checkpoint.manifest import Chunk, DamagedError, Manifest, TensorEntry
 from zeromesh.checkpoint.storage import Storage
 from zeromesh.errors import CheckpointError
@@ -69,7 +72,23 @@ def _maker(kind: str) -> Callable[..., _Record]:
 _MAKERS = {(module, name): _maker(name) for module, names in _RECORDS.items() for name in names}
 
 
-class _Inert(pickle.Unpickler):
+_MAX_DESCRIPTION_BYTES = 1 << 16
+"""Of one tensor in a zip of torch's: a few hundred bytes."""
+
+
+class _Bounded(pickle._Unpickler):
+    """The unpickler that is written in Python: a list index or a length in the pickle costs no memory there.
+
+    The one in C makes a table as large as any index that it reads. One changed byte can name four thousand million.
+    """
+
+    # A bytearray is made as long as the pickle says, before its content is looked for; no index has one.
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }
+
+
+class _Inert(_Bounded):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _MAKERS:
             return _MAKERS[module, name]
@@ -100,15 +119,18 @@ def read_foreign(storage: Storage, directory: str) -> Manifest:
     """
     where = storage.where(directory, METADATA)
     try:
-        index = _Inert(io.BytesIO(storage.read(directory, METADATA))).load()
+        index = _Inert(io.BytesIO(read_index(storage, directory, METADATA))).load()
         entries = dict(_tensors(storage, directory, index))
     except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from error
+        text = str(error)
+        raise type(error)(text if where in text else f"{where}: {text}") from error
     except OSError as error:
         raise DamagedError(f"{where} or a file that it names cannot be read: {error}") from error
     except Exception as error:  # whatever a broken pickle or zip makes of itself
         raise DamagedError(f"{where} is not an index of torch.distributed.checkpoint: {error!r}") from error
-    return Manifest(step=0, serial=0, tensors=entries, about={"written_by": "torch.distributed.checkpoint"})
+    return Manifest(
+        step=0, serial=0, tensors=entries, about={"written_by": "torch.distributed.checkpoint"}, index=METADATA
+    )
 
 
 def _tensors(storage: Storage, directory: str, index: _Record) -> Any:
@@ -140,8 +162,10 @@ def _runs(
         raise CheckpointError(f"data file {file!r} is not in the checkpoint's own directory")
     if place.fields.get("transform_descriptors"):
         raise CheckpointError(f"{file} is compressed or encrypted, which is not supported")
-    begin = _data_offset(storage, directory, file, place.fields["offset"], place.fields["length"], sizes)
     size = DTYPES[dtype].itemsize
+    begin, stored = _data_offset(storage, directory, file, place.fields["offset"], place.fields["length"], sizes)
+    if stored != prod(sizes) * size:
+        raise CheckpointError(f"{file} has {stored} bytes for a box of {sizes} elements of {dtype}")
     return [
         Chunk(start=start, stop=start + length, file=file, offset=begin + at * size, crcs=None)
         for start, length, at in runs_of(shape, offsets, sizes)
@@ -174,7 +198,7 @@ class _Window(io.RawIOBase):
         return count
 
 
-class _Layout(pickle.Unpickler):
+class _Layout(_Bounded):
     """Of the one tensor in a zip of torch's: (offset, sizes, strides)."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -190,24 +214,33 @@ class _Layout(pickle.Unpickler):
         return pid
 
 
-def _data_offset(storage: Storage, directory: str, file: str, begin: int, length: int, sizes: tuple[int, ...]) -> int:
-    """Where in the file a tensor's bytes begin."""
+def _data_offset(
+    storage: Storage, directory: str, file: str, begin: int, length: int, sizes: tuple[int, ...]
+) -> tuple[int, int]:
+    """Where in the file a tensor's bytes begin, and how many they are."""
     source = storage.open(directory, file)
     try:
         archive = zipfile.ZipFile(io.BufferedReader(_Window(source, begin, length)))
         entries = archive.infolist()
         names = {"data" if "/data/" in e.filename else e.filename.rpartition("/")[2]: e for e in entries}
-        first, stored, strides = _Layout(io.BytesIO(archive.read(names["data.pkl"]))).load()
-        info = names["data"]
+        info, description = names["data"], names["data.pkl"]
+        if any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size > length for entry in (info, description)):
+            raise CheckpointError(f"{file} has compressed entries, or longer ones than it is itself: not read")
+        if description.file_size > _MAX_DESCRIPTION_BYTES:
+            raise CheckpointError(f"{file} describes a tensor in {description.file_size} bytes: not read")
+        first, stored, strides = _Layout(io.BytesIO(archive.read(description))).load()
         header = bytearray(30)
         source.read_into(begin + info.header_offset, memoryview(header))
+        skip = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        start = begin + info.header_offset + 30 + skip
+        if info.file_size and not source.read_into(start + info.file_size - 1, memoryview(bytearray(1))):
+            raise DamagedError(f"{file} is too short: a tensor needs {info.file_size} bytes from {start} on")
     finally:
         source.close()
     dense = [1] * len(sizes)
     for dim in reversed(range(len(sizes) - 1)):
         dense[dim] = dense[dim + 1] * max(1, sizes[dim + 1])
     relevant = [(s, d) for s, d, n in zip(strides, dense, stored, strict=True) if n > 1]
-    if stored != sizes or first != 0 or any(s != d for s, d in relevant) or info.compress_type != zipfile.ZIP_STORED:
+    if stored != sizes or first != 0 or any(s != d for s, d in relevant):
         raise CheckpointError(f"{file}: a tensor of shape {stored} does not lie row by row, which is not supported")
-    skip = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return begin + info.header_offset + 30 + skip
+    return start, info.file_size

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from zeromesh.checkpoint.dcp import OBJECTS
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.foreign import is_foreign, read_foreign
 from zeromesh.checkpoint.manifest import MANIFEST, DamagedError
@@ -43,6 +44,7 @@ def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Loaded | No
 
     Raises:
         CheckpointError: there are checkpoints, but none can be loaded; or one is of another model.
+        CommunicationError: a rank did not take part.
     """
     names, refused = _candidates(storage, peers)
     for problem in refused:
@@ -69,7 +71,7 @@ def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) 
     """
     parent, name = os.path.split(os.fspath(location).rstrip("/"))
     storage = open_storage(parent or ".")
-    kind = peers.broadcast(_kind(storage, name))
+    kind = peers.broadcast(_kind(storage, name), "what is to be loaded")
     if kind == "checkpoint":
         return _attempt(storage, name, peers, restore)
     loaded = load_newest(open_storage(location), peers, restore)
@@ -82,11 +84,7 @@ def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) 
 
 
 def _kind(storage: Storage, name: str) -> str:
-    try:
-        storage.read(name, MANIFEST, 1)
-    except OSError:
-        return "checkpoint" if is_foreign(storage, name) else "directory"
-    return "checkpoint"
+    return "checkpoint" if _has(storage, name, MANIFEST) or is_foreign(storage, name) else "directory"
 
 
 def _candidates(storage: Storage, peers: Peers) -> tuple[list[str], list[str]]:
@@ -99,7 +97,7 @@ def _candidates(storage: Storage, peers: Peers) -> tuple[list[str], list[str]]:
             names, refused = [found.name for found in listing.complete], list(listing.refused)
         except OSError as error:
             problem = f"cannot read {storage.where()}: {error.strerror or error}"
-    names, refused, problem = peers.broadcast((names, refused, problem))
+    names, refused, problem = peers.broadcast((names, refused, problem), "the list of checkpoints")
     if problem:
         raise CheckpointError(problem)
     return names, refused
@@ -109,7 +107,12 @@ def _attempt(storage: Storage, name: str, peers: Peers, restore: Restore) -> Loa
     """Loads one; what one rank finds wrong, all ranks raise."""
     loaded, problem, damaged = None, "", False
     try:
-        foreign = not _has_manifest(storage, name) and is_foreign(storage, name)
+        foreign = not _has(storage, name, MANIFEST) and is_foreign(storage, name)
+        if foreign and _has(storage, name, OBJECTS):
+            raise DamagedError(
+                f"{storage.where(name, MANIFEST)} is missing or no file: a checkpoint of zeromesh's is not complete "
+                f"without it"
+            )
         manifest = read_foreign(storage, name) if foreign else read_manifest(storage, name)
         with Reader(storage, name, manifest) as reader:
             restore(reader)
@@ -118,7 +121,9 @@ def _attempt(storage: Storage, name: str, peers: Peers, restore: Restore) -> Loa
         problem, damaged = str(error), isinstance(error, DamagedError)
     except OSError as error:
         problem, damaged = f"{storage.where(name)} cannot be read: {error.strerror or error}", True
-    found = peers.all_gather((problem, damaged, None if loaded is None else loaded.step))
+    found = peers.all_gather(
+        (problem, damaged, None if loaded is None else loaded.step), f"whether all have loaded {name}"
+    )
     # Damage first: what else a rank says may follow from it.
     for problem, damaged, _ in sorted((f for f in found if f[0]), key=lambda f: not f[1]):
         raise (DamagedError if damaged else CheckpointError)(problem)
@@ -129,9 +134,9 @@ def _attempt(storage: Storage, name: str, peers: Peers, restore: Restore) -> Loa
     return loaded
 
 
-def _has_manifest(storage: Storage, name: str) -> bool:
+def _has(storage: Storage, name: str, file: str) -> bool:
     try:
-        storage.read(name, MANIFEST, 1)
+        storage.read(name, file, 1)
     except OSError:
         return False
     return True

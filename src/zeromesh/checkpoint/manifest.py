@@ -24,11 +24,17 @@ from typing import Any, Self
 from zeromesh.errors import CheckpointError
 
 FORMAT = "zeromesh-checkpoint"
-VERSION = 1
+VERSION = 2
 _FILE = re.compile(r"\w+\.distcp")
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 4 << 20
 """A checksum covers this much, so that a reader of a part verifies little more than it needs."""
+
+MAX_INDEX_BYTES = 1 << 30
+"""Some ten million chunks. What is longer is no manifest, and is not read to find that out."""
+
+_MAX_DIMS = 64  # torch's own limit
+_MAX_NUMBER = 1 << 63
 
 
 class DamagedError(CheckpointError):
@@ -80,6 +86,8 @@ class Manifest:
         step: optimizer steps done.
         serial: numbers the checkpoints of a directory in the order in which they were made.
         tensors: by name.
+        files: bytes of each data file; of another tool's checkpoint nothing is known.
+        index: the file that this is the content of.
         state: what is not a tensor, as JSON has it.
         about: strategy, mesh, versions: for people, and for messages.
     """
@@ -87,12 +95,13 @@ class Manifest:
     step: int
     serial: int
     tensors: Mapping[str, TensorEntry]
+    files: Mapping[str, int] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
+    index: str = MANIFEST
 
     def to_bytes(self) -> bytes:
-        files = sorted({chunk.file for entry in self.tensors.values() for chunk in entry.chunks})
-        number = {file: index for index, file in enumerate(files)}
+        number = {file: index for index, file in enumerate(self.files)}
         tensors = {
             name: [
                 entry.dtype,
@@ -101,7 +110,7 @@ class Manifest:
             ]
             for name, entry in self.tensors.items()
         }
-        content = {"about": self.about, "state": self.state, "files": files, "tensors": tensors}
+        content = {"about": self.about, "state": self.state, "files": list(self.files.items()), "tensors": tensors}
         body = json.dumps(content, separators=(",", ":")).encode()
         head = {
             "format": FORMAT,
@@ -134,10 +143,15 @@ class Manifest:
             )
         try:
             content = json.loads(body)
+            if not all(isinstance(content[key], dict) for key in ("tensors", "state", "about")):
+                raise ValueError("tensors, state and about must be objects")
+            files = _files(content["files"])
+            names = list(files)
             return cls(
                 step=head["step"],
                 serial=head["serial"],
-                tensors={name: _entry(content["files"], *row) for name, row in content["tensors"].items()},
+                tensors={name: _entry(names, *row) for name, row in content["tensors"].items()},
+                files=files,
                 state=content["state"],
                 about=content["about"],
             )
@@ -157,7 +171,7 @@ def read_head(data: bytes, where: str) -> dict[str, Any]:
         if head["format"] != FORMAT:
             raise ValueError(f"format {head['format']!r}")
         version = head["version"]
-        complete = all(isinstance(head[key], int) and head[key] >= 0 for key in ("step", "serial", "bytes"))
+        complete = all(_is_count(head[key]) for key in ("step", "serial", "bytes"))
         if not complete or not isinstance(head["sha256"], str):
             raise ValueError("step, serial, bytes and sha256 are not all there")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -167,17 +181,32 @@ def read_head(data: bytes, where: str) -> dict[str, Any]:
     return dict(head)
 
 
+def _files(rows: list[list[Any]]) -> dict[str, int]:
+    files = {name: num_bytes for name, num_bytes in rows}
+    if not all(_FILE.fullmatch(name) for name in files) or len(files) != len(rows):
+        raise ValueError("data files must lie in the checkpoint's own directory, each once")
+    if not all(map(_is_count, files.values())):
+        raise ValueError("sizes of files must be whole numbers")
+    return files
+
+
 def _entry(files: list[str], dtype: str, shape: list[int], rows: list[list[Any]]) -> TensorEntry:
     numbers = [*shape, *(number for row in rows for number in (*row[:4], *row[4]))]
-    if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        raise ValueError("sizes and places must be whole numbers, zero or more")
-    if not all(_FILE.fullmatch(file) for file in files):
-        raise ValueError("data files must lie in the checkpoint's own directory")
+    if not all(map(_is_count, numbers)):
+        raise ValueError("sizes and places must be whole numbers, zero or more, below 2**63")
+    if len(shape) > _MAX_DIMS:
+        raise ValueError(f"a tensor has {len(shape)} dimensions; at most {_MAX_DIMS} are possible")
+    if not isinstance(dtype, str):
+        raise ValueError("dtypes must be names")
     chunks = tuple(
         Chunk(start=start, stop=stop, file=files[number], offset=offset, crcs=tuple(crcs))
         for start, stop, number, offset, crcs in rows
     )
     return TensorEntry(dtype=dtype, shape=tuple(shape), chunks=chunks)
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and 0 <= number < _MAX_NUMBER
 
 
 def check_cover(name: str, entry: TensorEntry, where: str) -> None:

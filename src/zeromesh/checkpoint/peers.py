@@ -2,48 +2,148 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from zeromesh.errors import CommunicationError
 
 T = TypeVar("T")
+
+WAIT_S = 5.0
+"""How long the others get to come to an exchange that has failed: this rank may hear of that before they are there."""
+
+ANSWER_S = 5.0
+"""What the store gets to answer on top of that; it dies with the process that holds it."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where every rank is, in a store that all of them see.
+
+    A collective that failed does not say who was missing. So each rank writes down which exchange it has come to, and
+    who has not come to this one is missing.
+
+    Args:
+        store: torch's.
+        key: of these ranks, in the store.
+        rank, size: in the group.
+        count: of the exchanges that this rank has come to.
+        failure: why one failed; no later one can succeed, since the group is closed then.
+    """
+
+    store: Store
+    key: str
+    rank: int
+    size: int
+    count: int = 0
+    failure: str = ""
+
+    def __post_init__(self) -> None:
+        self._write("the start")
+
+    def arrive(self, what: str) -> None:
+        """This rank takes part in the next exchange."""
+        self.count += 1
+        self._write(what)
+
+    def missing(self) -> list[str]:
+        """The ranks that do not come to this exchange, with the last that they came to."""
+        answers: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        # In a thread: a store that has gone may never answer.
+        threading.Thread(target=lambda: answers.put(self._wait()), daemon=True).start()
+        try:
+            return answers.get(timeout=WAIT_S + ANSWER_S)
+        except queue.Empty:
+            return ["the process that holds the ranks' store, which does not answer"]
+
+    def _wait(self) -> list[str]:
+        end = time.monotonic() + WAIT_S
+        try:
+            while (missing := self._look()) and time.monotonic() < end:
+                time.sleep(0.05)
+        except RuntimeError:
+            return ["the process that holds the ranks' store, which has ended"]
+        return missing
+
+    def _look(self) -> list[str]:
+        found = []
+        for rank in range(self.size):
+            name = f"{self.key}/{rank}"
+            seen = self.store.get(name).decode() if self.store.check([name]) else "-1 nothing"
+            count, _, what = seen.partition(" ")
+            if int(count) < self.count:
+                found.append(f"rank {rank} (the last that it came to: {what})")
+        return found
+
+    def _write(self, what: str) -> None:
+        self.store.set(f"{self.key}/{self.rank}", f"{self.count} {what}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
     """All ranks that save or load together.
 
+    Every exchange has a name, for messages. Where one fails or takes longer than the group's timeout, it raises
+    CommunicationError, which names the ranks that did not come.
+
     Args:
         group: of their own, of a backend that works on the host (gloo), since a background thread talks on it; None on
             a single rank.
         rank, size: in the group.
+        progress: of all ranks; None where nobody could say who is missing.
     """
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
+    progress: Progress | None = field(default=None, compare=False)
 
-    def all_gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T, what: str) -> list[T]:
         """Every rank's value, by rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        self._exchange(what, lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
-    def gather(self, value: T) -> list[T] | None:
+    def gather(self, value: T, what: str) -> list[T] | None:
         """Every rank's value on rank 0, None on the others."""
         if self.group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self.group, group_dst=0)
+        self._exchange(what, lambda: dist.gather_object(value, values, group=self.group, group_dst=0))
         return values
 
-    def broadcast(self, value: T) -> T:
+    def broadcast(self, value: T, what: str) -> T:
         """Rank 0's value."""
         if self.group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        self._exchange(what, lambda: dist.broadcast_object_list(values, group=self.group, group_src=0))
         return values[0]
+
+    def _exchange(self, what: str, collective: Callable[[], object]) -> None:
+        progress = self.progress
+        if progress is not None and progress.failure:
+            raise CommunicationError(f"rank {self.rank} cannot come to {what}: {progress.failure}")
+        try:
+            if progress is not None:
+                progress.arrive(what)
+            collective()
+        except RuntimeError as error:
+            missing = progress.missing() if progress is not None else []
+            failure = (
+                f"rank {self.rank} waited in vain for {what}, of {self.size} ranks. "
+                f"Missing: {'; '.join(missing) or 'a rank that has ended since'}. It has died, has stalled, or has "
+                f"raised an error of its own, which then says why. [{str(error).splitlines()[0]}]"
+            )
+            if progress is not None:
+                progress.failure = failure
+            raise CommunicationError(failure) from error

@@ -11,6 +11,8 @@ from torch import Tensor
 from zeromesh.checkpoint.container import DTYPES
 from zeromesh.errors import CheckpointError, InternalError
 
+_DTYPES = frozenset(DTYPES.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
@@ -31,7 +33,7 @@ class Piece:
     def __post_init__(self) -> None:
         if self.local.dim() != 1 or not self.local.is_contiguous():
             raise InternalError(f"{self.name}: a piece must be contiguous and 1-D; got {tuple(self.local.shape)}")
-        if self.local.dtype not in DTYPES.values():
+        if self.local.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{self.name} must have a dtype that a checkpoint holds ({', '.join(DTYPES)}); got {self.local.dtype}"
             )
@@ -62,6 +64,8 @@ def share(pieces: Sequence[Piece], index: int, count: int) -> list[Piece]:
     >>> [p.local.tolist() for p in share([piece], 1, 2)]
     [[3.0, 4.0, 5.0]]
     """
+    if count == 1:
+        return list(pieces)
     total = sum(piece.num_bytes for piece in pieces)
     first, last = total * index // count, total * (index + 1) // count
     return list(_between(pieces, first, last))
@@ -80,30 +84,46 @@ def _between(pieces: Iterable[Piece], first: int, last: int) -> Iterator[Piece]:
 
 
 class Staging:
-    """Host memory that pieces are copied to, so that training may go on while they are written. Kept between saves."""
+    """Host memory that pieces are copied to, so that training may go on while they are written. Kept between saves.
+
+    Training waits for `copy`, so what can be kept is kept: the memory, whose pages the kernel has handed out, and the
+    views into it, since a save holds the same pieces as the one before.
+    """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._layout: list[tuple[int, torch.dtype]] = []
+        self._views: list[Tensor] = []
 
     @property
     def num_bytes(self) -> int:
         return self._buffer.numel()
 
-    def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Copies; returns the pieces in host memory, valid until the next call."""
-        starts, end = [], 0
-        for piece in pieces:
-            starts.append(end)
-            end += -(-piece.num_bytes // 64) * 64
-        on_device = any(piece.local.device.type != "cpu" for piece in pieces)
-        if end > self._buffer.numel():
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=on_device)
-            self._buffer.zero_()  # the kernel hands out its pages here, not in the first copy
-        copies = []
-        for piece, start in zip(pieces, starts, strict=True):
-            local = self._buffer[start : start + piece.num_bytes].view(piece.local.dtype)
-            local.copy_(piece.local, non_blocking=on_device)
-            copies.append(Piece(name=piece.name, shape=piece.shape, start=piece.start, local=local))
+    def copy(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Copies; returns the elements of each piece in host memory, valid until the next call."""
+        sources = [piece.local for piece in pieces]
+        layout = [(source.numel(), source.dtype) for source in sources]
+        on_device = any(source.device.type != "cpu" for source in sources)
+        if layout != self._layout:
+            self._cut(layout, pinned=on_device)
+        if sources:
+            torch._foreach_copy_(self._views, sources, non_blocking=on_device)
         if on_device:
             torch.accelerator.synchronize()
-        return copies
+        return self._views
+
+    def _cut(self, layout: list[tuple[int, torch.dtype]], *, pinned: bool) -> None:
+        sizes = [numel * dtype.itemsize for numel, dtype in layout]
+        starts, end = [], 0
+        for size in sizes:
+            starts.append(end)
+            end += -(-size // 64) * 64
+        if end > self._buffer.numel():
+            self._views = []
+            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer.zero_()  # the kernel hands out its pages here, not in the first copy
+        self._layout = layout
+        self._views = [
+            self._buffer[start : start + size].view(dtype)
+            for start, size, (_, dtype) in zip(starts, sizes, layout, strict=True)
+        ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zeromesh.checkpoint.manifest import DamagedError
 from zeromesh.errors import CheckpointError
 
 
@@ -40,15 +41,25 @@ def to_plain(value: Any, path: str) -> Any:
 def from_plain(value: Any) -> Any:
     """The inverse of `to_plain`.
 
+    Raises:
+        DamagedError: `to_plain` has not made this.
+
     >>> from_plain(to_plain({"betas": (0.9, 0.95), 30: 1}, "x"))
     {'betas': (0.9, 0.95), 30: 1}
     """
+    try:
+        return _from_plain(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(f"a state is not what a checkpoint holds: {error}") from error
+
+
+def _from_plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [from_plain(item) for item in value]
+        return [_from_plain(item) for item in value]
     if isinstance(value, dict):
         if set(value) == {"__tuple__"}:
-            return tuple(from_plain(item) for item in value["__tuple__"])
+            return tuple(_from_plain(item) for item in value["__tuple__"])
         if set(value) == {"__items__"}:
-            return {from_plain(key): from_plain(item) for key, item in value["__items__"]}
-        return {key: from_plain(item) for key, item in value.items()}
+            return {_from_plain(key): _from_plain(item) for key, item in value["__items__"]}
+        return {key: _from_plain(item) for key, item in value.items()}
     return value

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zeromesh.checkpoint.piece import Piece, whole
+from zeromesh.errors import CheckpointError
 
 PREFIX = "rng."
+_MAX_NUMEL = 1 << 16
+"""Of one generator's state: several times that of the largest, numpy's and torch's Mersenne twisters."""
 
 
 def random_pieces(rank: int) -> list[Piece]:
     """Of torch on the CPU and on this rank's device, of Python and of numpy."""
     states = {"torch": torch.get_rng_state(), "python": _python(), "numpy": _numpy()}
-    if torch.cuda.is_available():
+    # Else nothing has been drawn there, and to ask would take memory on the device.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it so
         states["cuda"] = torch.cuda.get_rng_state()
     return [whole(f"{PREFIX}{rank}.{key}", value) for key, value in states.items()]
 
@@ -29,17 +34,33 @@ def empty_pieces(rank: int, shapes: dict[str, tuple[int, ...]]) -> list[Piece]:
     Args:
         rank: this one.
         shapes: of the tensors of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: one of them is none that a generator has.
     """
     mine = f"{PREFIX}{rank}."
     dtypes = {"python": torch.int64, "numpy": torch.int64}
     names = [name for name in shapes if name.startswith(mine)]
+    for name in names:
+        if prod(shapes[name]) > _MAX_NUMEL:
+            raise CheckpointError(f"{name} cannot be a generator's state: it has shape {shapes[name]}")
     tensors = {n: torch.empty(shapes[n], dtype=dtypes.get(n.removeprefix(mine), torch.uint8)) for n in names}
     return [whole(name, tensor) for name, tensor in tensors.items()]
 
 
 def restore_random(pieces: Iterable[Piece]) -> None:
-    """Sets the generators to what `random_pieces` returned on a rank."""
-    states = {piece.name.rpartition(".")[2]: piece.local for piece in pieces}
+    """Sets the generators to what `random_pieces` returned on a rank.
+
+    Raises:
+        CheckpointError: a state is none that the generator takes.
+    """
+    try:
+        _restore({piece.name.rpartition(".")[2]: piece.local for piece in pieces})
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        raise CheckpointError(f"a random generator does not take the state that was saved: {error}") from error
+
+
+def _restore(states: Mapping[str, Tensor]) -> None:
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from zeromesh.checkpoint.container import DTYPES
-from zeromesh.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Chunk, DamagedError, Manifest, TensorEntry, check_cover
+from zeromesh.checkpoint.directory import read_index, require_named
+from zeromesh.checkpoint.manifest import (
+    BLOCK_BYTES,
+    MANIFEST,
+    Chunk,
+    DamagedError,
+    Manifest,
+    TensorEntry,
+    check_cover,
+)
 from zeromesh.checkpoint.piece import Piece
 from zeromesh.checkpoint.storage import Source, Storage
 from zeromesh.errors import CheckpointError
@@ -32,6 +41,7 @@ class Reader:
         self._storage = storage
         self._directory = directory
         self._sources: dict[str, Source] = {}
+        self._checked: set[str] = set()
         self._scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
     @property
@@ -48,6 +58,22 @@ class Reader:
             source.close()
         self._sources.clear()
 
+    def entry(self, name: str) -> TensorEntry:
+        """A tensor whose elements are all there, each once.
+
+        Raises:
+            DamagedError: they are not.
+            CheckpointError: it has a dtype that is not supported.
+        """
+        entry = self.manifest.tensors[name]
+        if name not in self._checked:
+            where = self._storage.where(self._directory, self.manifest.index)
+            check_cover(name, entry, where)
+            if entry.dtype not in DTYPES:
+                raise CheckpointError(f"{where}: {name} has dtype {entry.dtype}, which is not supported")
+            self._checked.add(name)
+        return entry
+
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Fills each piece's memory with its range of the tensor of its name, converted to its dtype and device.
 
@@ -55,10 +81,7 @@ class Reader:
             DamagedError: a file is missing, too short, or its content is not what was written.
         """
         for piece in pieces:
-            entry = self.manifest.tensors[piece.name]
-            check_cover(piece.name, entry, self.where)
-            if entry.dtype not in DTYPES:
-                raise CheckpointError(f"{self.where}: {piece.name} has dtype {entry.dtype}, which is not supported")
+            entry = self.entry(piece.name)
             starts = [chunk.start for chunk in entry.chunks]
             first = max(0, bisect_right(starts, piece.start) - 1)
             for chunk in entry.chunks[first:]:
@@ -84,8 +107,11 @@ class Reader:
         begin = block * BLOCK_BYTES
         length = min(BLOCK_BYTES, (chunk.stop - chunk.start) * dtype.itemsize - begin)
         view = memoryview(self._scratch.numpy())[:length]  # type: ignore[arg-type]  # numpy's stubs
-        found = self._source(chunk.file).read_into(chunk.offset + begin, view)
         file = self._storage.where(self._directory, chunk.file)
+        try:
+            found = self._source(chunk.file).read_into(chunk.offset + begin, view)
+        except OSError as error:
+            raise DamagedError(f"{file} cannot be read: {error.strerror or error}") from error
         if found < length:
             raise DamagedError(
                 f"{file} is too short: {name} needs {length} bytes from {chunk.offset + begin} on, {found} are there"
@@ -103,16 +129,19 @@ class Reader:
 
     def _source(self, file: str) -> Source:
         if file not in self._sources:
-            try:
-                self._sources[file] = self._storage.open(self._directory, file)
-            except OSError as error:
-                name = self._storage.where(self._directory, file)
-                raise DamagedError(f"{name} cannot be read: {error.strerror or error}") from error
+            source = self._sources[file] = self._storage.open(self._directory, file)
+            expected, where = self.manifest.files.get(file), self._storage.where(self._directory, file)
+            if expected is not None and source.num_bytes != expected:
+                too = "short" if source.num_bytes < expected else "long"
+                raise DamagedError(f"{where} is too {too}: it must have {expected} bytes, and has {source.num_bytes}")
         return self._sources[file]
 
 
 def require_match(where: str, entries: Mapping[str, TensorEntry], wanted: Sequence[Piece], prefix: str) -> None:
-    """Raises CheckpointError, naming what differs, unless the tensors under `prefix` are those that are wanted."""
+    """Raises CheckpointError, naming what differs, unless the tensors under `prefix` are those that are wanted.
+
+    Values of another precision are converted; numbers for what holds integers, and the reverse, are not.
+    """
     shapes = {piece.name: piece.shape for piece in wanted}
     found = {name: entry.shape for name, entry in entries.items() if name.startswith(prefix)}
     lines = [f"{n.removeprefix(prefix)}: in the model, not in the checkpoint" for n in shapes if n not in found]
@@ -121,6 +150,11 @@ def require_match(where: str, entries: Mapping[str, TensorEntry], wanted: Sequen
         f"{name.removeprefix(prefix)}: shape {shape} in the model, {found[name]} in the checkpoint"
         for name, shape in shapes.items()
         if name in found and found[name] != shape
+    ]
+    lines += [
+        f"{p.name.removeprefix(prefix)}: {p.local.dtype} in the model, {entries[p.name].dtype} in the checkpoint"
+        for p in wanted
+        if p.name in found and not _same_kind(p.local.dtype, DTYPES.get(entries[p.name].dtype))
     ]
     if lines:
         more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
@@ -131,6 +165,10 @@ def require_match(where: str, entries: Mapping[str, TensorEntry], wanted: Sequen
         )
 
 
+def _same_kind(one: torch.dtype, other: torch.dtype | None) -> bool:
+    return other is None or (one.is_floating_point, one is torch.bool) == (other.is_floating_point, other is torch.bool)
+
+
 def read_manifest(storage: Storage, directory: str) -> Manifest:
     """The manifest of a checkpoint.
 
@@ -139,7 +177,9 @@ def read_manifest(storage: Storage, directory: str) -> Manifest:
     """
     where = storage.where(directory, MANIFEST)
     try:
-        data = storage.read(directory, MANIFEST)
+        data = read_index(storage, directory, MANIFEST)
     except OSError as error:
         raise DamagedError(f"{where} cannot be read: {error.strerror or error}") from error
-    return Manifest.from_bytes(data, where)
+    manifest = Manifest.from_bytes(data, where)
+    require_named(directory, manifest.step, where)
+    return manifest

@@ -44,7 +44,10 @@ class RemoteStorage:
         with self._files.open(self._path(name, file), "wb") as stream:
             yield stream
 
-    def read(self, name: str, file: str, limit: int = -1) -> bytes:
+    def settle(self) -> None:
+        """Nothing: a file is on the medium when it has been closed."""
+
+    def read(self, name: str, file: str, limit: int) -> bytes:
         data: bytes
         with self._files.open(self._path(name, file), "rb") as stream:
             data = stream.read(limit)
@@ -77,6 +80,11 @@ class RemoteStorage:
 class _RemoteSource:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+
+    @property
+    def num_bytes(self) -> int:
+        length: int = self._stream.seek(0, 2)
+        return length
 
     def read_into(self, offset: int, target: memoryview) -> int:
         self._stream.seek(offset)

@@ -19,6 +19,7 @@ import torch
 
 from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.piece import Piece
+from zeromesh.checkpoint.storage import open_regular
 from zeromesh.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -38,6 +39,8 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _CHUNK = 1 << 22
+_MAX_DIMS = 64  # torch's own limit
+_MAX_NUMBER = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +97,7 @@ def _together(peers: Peers, work: Any) -> None:
         work()
     except OSError as error:
         problem = f"cannot write {error.filename or 'a file'}: {error.strerror or error}"
-    for found in peers.all_gather(problem):
+    for found in peers.all_gather(problem, "whether all can go on with the export"):
         if found:
             raise CheckpointError(f"the export was not finished: {found}")
 
@@ -207,8 +210,8 @@ def read_headers(location: Path) -> dict[str, Stored]:
 
 def _read_header(path: Path) -> dict[str, Stored]:
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as stream:
+        with open(open_regular(path), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(f"{path} is damaged: its header has {length} bytes, the file {size}")
@@ -228,6 +231,8 @@ def _stored(path: Path, name: str, row: Mapping[str, Any], base: int, size: int)
     if row["dtype"] not in _DTYPES:
         raise CheckpointError(f"{path}: {name} has dtype {row['dtype']}, which is not supported")
     dtype = _DTYPES[row["dtype"]]
+    if len(shape) > _MAX_DIMS or not all(type(size) is int and 0 <= size < _MAX_NUMBER for size in shape):
+        raise ValueError(f"{name} has shape {str(shape)[:80]}")
     if not 0 <= begin <= end or end - begin != prod(shape) * dtype.itemsize or base + end > size:
         raise CheckpointError(
             f"{path} is damaged: {name} of shape {shape} needs bytes {base + begin} to {base + end} of {size}"

@@ -4,11 +4,14 @@
 
     every rank   copy its share to host memory          the caller waits for this
     rank 0       make .saving-step-00000020             from here on in a thread
-    every rank   write __<rank>_0.distcp, sync it
-    rank 0       write .metadata and manifest.json, sync, rename to step-00000020
+    every rank   write __<rank>_0.distcp                each file's sync begins when it is written
+    rank 0       write .metadata and manifest.json
+    every rank   wait for its syncs
+    rank 0       rename to step-00000020
     rank 0       delete what retention does not keep
 
-A rank that fails tells the others; then rank 0 deletes what was written, and all of them raise the same error.
+A rank that fails tells the others; then rank 0 deletes what was written, and all of them raise the same error. A rank
+that dies or stops is named by the others when the group's timeout is over: what was being written stays invisible.
 """
 
 from __future__ import annotations
@@ -20,14 +23,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from zeromesh.checkpoint.dcp import METADATA, write_metadata
 from zeromesh.checkpoint.directory import SAVING, clear_leftovers, free_name, list_checkpoints, superfluous
 from zeromesh.checkpoint.manifest import MANIFEST, Manifest
 from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.piece import Piece, Staging
 from zeromesh.checkpoint.storage import Storage
-from zeromesh.checkpoint.write import Written, entries_of, write_file
-from zeromesh.errors import CheckpointError
+from zeromesh.checkpoint.write import Written, entries_of, files_of, write_file
+from zeromesh.errors import CheckpointError, CommunicationError
 
 LOCK_WAIT_S = 10.0
 """A job that is restarted may find its predecessor still ending."""
@@ -56,6 +61,23 @@ class Snapshot:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """What rank 0 tells the others at the start.
+
+    Args:
+        name: of the checkpoint.
+        directory: its name while it is written.
+        serial: its place in the order of checkpoints.
+        problem: why it cannot be written.
+    """
+
+    name: str = ""
+    directory: str = ""
+    serial: int = 0
+    problem: str = ""
+
+
 class Saver:
     """Writes the checkpoints of one run to one directory, which it locks. Made, used and closed by all ranks.
 
@@ -68,6 +90,7 @@ class Saver:
 
     Raises:
         CheckpointError: the directory cannot be written, or another job writes to it.
+        CommunicationError: a rank did not take part.
     """
 
     def __init__(
@@ -89,7 +112,11 @@ class Saver:
                 problem = str(error)
             except OSError as error:
                 problem = _cannot(storage.where(), error)
-        problem = peers.broadcast(problem)
+        try:
+            problem = peers.broadcast(problem, "the lock of the checkpoints' directory")
+        except CommunicationError:
+            storage.unlock()
+            raise
         if problem:
             raise CheckpointError(problem)
 
@@ -118,6 +145,7 @@ class Saver:
 
         Raises:
             CheckpointError: it failed, on all ranks.
+            CommunicationError: a rank did not take part.
         """
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
@@ -130,77 +158,111 @@ class Saver:
             self._thread.shutdown()
             self.storage.unlock()
 
-    def _write(self, snapshot: Snapshot, copies: Sequence[Piece]) -> str:
-        storage, peers = self.storage, self.peers
-        name, directory, serial, problem = peers.broadcast(self._begin(snapshot.step))
+    def _write(self, snapshot: Snapshot, copies: Sequence[Tensor]) -> str:
+        peers, what = self.peers, f"the checkpoint of step {snapshot.step}"
+        begun = peers.broadcast(self._begin(snapshot.step), f"the name of {what}")
+        problem = begun.problem
         if not problem:
-            written, problem = self._write_own(directory, copies)
-            gathered = peers.gather((written, problem))
+            manifest = None
+            pieces = [replace(piece, local=local) for piece, local in zip(snapshot.pieces, copies, strict=True)]
+            written, problem = self._write_own(begun.directory, pieces)
+            gathered = peers.gather((written, problem), f"what each rank has written of {what}")
             if gathered is not None:
-                problem = next((problem for _, problem in gathered if problem), "")
-                rows = [row for written, _ in gathered for row in written]
-                problem = problem or self._finish(snapshot, name, directory, serial, rows)
-                if problem:
-                    self._discard(directory)
-            problem = peers.broadcast(problem)
+                manifest, problem = self._describe(snapshot, begun, gathered)
+            unsettled = self._settle(begun.directory)  # in any case: nothing of it may be left for the next save
+            problems = peers.gather(problem or unsettled, f"the syncs of {what}")
+            if problems is not None:
+                problem = next(filter(None, problems), "") or self._publish(begun, manifest)
+            problem = peers.broadcast(problem, f"the end of {what}")
         if problem:
-            raise CheckpointError(f"the checkpoint of step {snapshot.step} was not saved: {problem}")
-        return storage.where(name)
+            self._discard(begun.directory)
+            raise CheckpointError(f"{what} was not saved: {problem}")
+        self._retire()
+        return self.storage.where(begun.name)
 
-    def _begin(self, step: int) -> tuple[str, str, int, str]:
-        """Rank 0 makes the directory: (final name, name while it is written, serial, what went wrong)."""
+    def _begin(self, step: int) -> _Begun:
+        """Rank 0 makes the directory."""
         if self.peers.rank != 0:
-            return "", "", 0, ""
+            return _Begun()
         try:
             taken = self.storage.names()
             name = free_name(step, taken)
             directory = f"{SAVING}{name}-{os.getpid()}" if self.storage.renames else name
             self.storage.make(directory)
-            return name, directory, list_checkpoints(self.storage).next_serial, ""
+            serial = list_checkpoints(self.storage).next_serial
+            return _Begun(name=name, directory=directory, serial=serial)
         except OSError as error:
-            return "", "", 0, _cannot(self.storage.where(), error)
+            return _Begun(problem=_cannot(self.storage.where(), error))
 
-    def _write_own(self, directory: str, copies: Sequence[Piece]) -> tuple[list[Written], str]:
+    def _write_own(self, directory: str, pieces: Sequence[Piece]) -> tuple[list[Written], str]:
         file = f"__{self.peers.rank}_0.distcp"
-        if not copies:
+        if not pieces:
             return [], ""
         try:
-            return write_file(self.storage, directory, file, copies), ""
+            return write_file(self.storage, directory, file, pieces), ""
         except OSError as error:
             return [], _cannot(self.storage.where(directory, file), error)
 
-    def _finish(self, snapshot: Snapshot, name: str, directory: str, serial: int, rows: Sequence[Written]) -> str:
-        """Rank 0 makes the checkpoint visible; what went wrong."""
-        storage = self.storage
+    def _describe(
+        self, snapshot: Snapshot, begun: _Begun, gathered: Sequence[tuple[Sequence[Written], str]]
+    ) -> tuple[Manifest | None, str]:
+        """Rank 0 writes what lies where; what went wrong, here or before."""
+        problem = next((problem for _, problem in gathered if problem), "")
+        if problem:
+            return None, problem
+        rows = [row for written, _ in gathered for row in written]
         manifest = Manifest(
             step=snapshot.step,
-            serial=serial,
+            serial=begun.serial,
             tensors=entries_of(rows, snapshot.empty),
+            files=files_of(rows),
             state=snapshot.state,
             about=snapshot.about,
         )
-        file = METADATA
+        described = [*rows, *_aliased(rows, snapshot.aliases)]
         try:
-            write_metadata(
-                storage, directory, [*rows, *_aliased(rows, snapshot.aliases)], snapshot.empty, snapshot.objects
-            )
-            file = MANIFEST
-            with storage.create(directory, MANIFEST) as stream:
-                stream.write(manifest.to_bytes())
-            if storage.renames:
-                storage.publish(directory, name)
+            write_metadata(self.storage, begun.directory, described, snapshot.empty, snapshot.objects)
         except OSError as error:
-            return _cannot(storage.where(directory, file), error)
-        self._retire()
+            return None, _cannot(self.storage.where(begun.directory, METADATA), error)
+        # Where nobody looks at this directory yet, the manifest need not wait for the data.
+        return manifest, self._write_manifest(begun.directory, manifest) if self.storage.renames else ""
+
+    def _write_manifest(self, directory: str, manifest: Manifest) -> str:
+        try:
+            with self.storage.create(directory, MANIFEST) as stream:
+                stream.write(manifest.to_bytes())
+        except OSError as error:
+            return _cannot(self.storage.where(directory, MANIFEST), error)
+        return ""
+
+    def _settle(self, directory: str) -> str:
+        try:
+            self.storage.settle()
+        except OSError as error:
+            return _cannot(error.filename or self.storage.where(directory), error)
+        return ""
+
+    def _publish(self, begun: _Begun, manifest: Manifest | None) -> str:
+        """Rank 0 makes the checkpoint visible; what went wrong."""
+        if not self.storage.renames:
+            assert manifest is not None
+            return self._write_manifest(begun.directory, manifest)
+        try:
+            self.storage.publish(begun.directory, begun.name)
+        except OSError as error:
+            return _cannot(self.storage.where(begun.directory), error)
         return ""
 
     def _discard(self, directory: str) -> None:
         # Where the disk is gone too, the next job deletes it.
-        with suppress(OSError):
-            self.storage.remove(directory)
+        if self.peers.rank == 0 and directory:
+            with suppress(OSError):
+                self.storage.remove(directory)
 
     def _retire(self) -> None:
         # The checkpoint itself is complete; what cannot be deleted now is tried again with the next one.
+        if self.peers.rank != 0:
+            return
         with suppress(OSError):
             complete = list_checkpoints(self.storage).complete
             for found in superfluous(complete, keep=self._keep, keep_every=self._keep_every):

@@ -3,17 +3,24 @@
 Only what checkpoints need. A directory is made under a name that readers do not look at, filled, and then published
 under its own: by a rename where that is atomic. On an object store there is no rename, so files are written under their
 final name, and the manifest, which is written last, makes the checkpoint visible.
+
+A file that has been written is not yet on the medium: its sync begins at once, in a thread, and goes on while ranks
+exchange what they have written and other files follow; `settle` waits for all of them. A file system commits syncs
+that come together once, and one after the other once each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -21,10 +28,17 @@ from typing import IO, Any, Protocol, cast
 from zeromesh.errors import CheckpointError
 
 LOCK = ".lock"
+_SYNC_THREADS = 4
+"""A rank creates as many files."""
 
 
 class Source(Protocol):
     """A file that is being read."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length."""
+        ...
 
     def read_into(self, offset: int, target: memoryview) -> int:
         """Fills `target` from `offset` on; the number of bytes, fewer only at the end of the file."""
@@ -41,16 +55,22 @@ class Storage(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """Directories; none where the storage does not exist yet."""
+        """What lies in it, checkpoints or not; nothing where the storage does not exist yet."""
         ...
 
     def make(self, name: str) -> None: ...
 
     def create(self, name: str, file: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-        """A new file; when the context ends without an error its content is on the medium."""
+        """A new file; when the context ends without an error its content is on its way to the medium."""
         ...
 
-    def read(self, name: str, file: str, limit: int = -1) -> bytes: ...
+    def settle(self) -> None:
+        """Returns when all that this process has created is on the medium."""
+        ...
+
+    def read(self, name: str, file: str, limit: int) -> bytes:
+        """The first bytes of a file, at most `limit`."""
+        ...
 
     def open(self, name: str, file: str) -> Source: ...
 
@@ -88,13 +108,15 @@ class LocalStorage:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._lock: int | None = None
+        self._syncing: list[Future[None]] = []
+        self._threads = ThreadPoolExecutor(max_workers=_SYNC_THREADS, thread_name_prefix="zeromesh-sync")
 
     def where(self, *parts: str) -> str:
         return str(self.root.joinpath(*parts))
 
     def names(self) -> list[str]:
         try:
-            return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
+            return sorted(os.listdir(self.root))
         except FileNotFoundError:
             return []
 
@@ -103,31 +125,46 @@ class LocalStorage:
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[IO[bytes]]:
+        path = self.root / name / file
         # Unbuffered: tensors are written from their own memory.
-        with open(self.root / name / file, "xb", buffering=0) as stream:
+        with open(path, "xb", buffering=0) as stream:
             yield cast(IO[bytes], _Whole(stream))
-            os.fsync(stream.fileno())
+            # The same open file, so that what the kernel could not write is told to the one who syncs it.
+            self._syncing.append(self._threads.submit(_sync, os.dup(stream.fileno()), path))
 
-    def read(self, name: str, file: str, limit: int = -1) -> bytes:
-        with open(self.root / name / file, "rb") as stream:
-            return stream.read(limit)
+    def settle(self) -> None:
+        syncing, self._syncing = self._syncing, []
+        wait(syncing)  # all of them, before one raises
+        for future in syncing:
+            future.result()
+
+    def read(self, name: str, file: str, limit: int) -> bytes:
+        descriptor = open_regular(self.root / name / file)
+        try:
+            # Never more than there is: `limit` may be much, and the memory for it is taken first.
+            data = bytearray(min(limit, os.fstat(descriptor).st_size))
+            return bytes(data[: _read_at(descriptor, 0, memoryview(data))])
+        finally:
+            os.close(descriptor)
 
     def open(self, name: str, file: str) -> Source:
         return _LocalSource(self.root / name / file)
 
     def publish(self, temporary: str, final: str) -> None:
-        _sync_directory(self.root / temporary)
+        _sync(os.open(self.root / temporary, os.O_RDONLY), self.root / temporary)
         os.rename(self.root / temporary, self.root / final)
-        _sync_directory(self.root)
+        _sync(os.open(self.root, os.O_RDONLY), self.root)
 
     def remove(self, name: str) -> None:
-        # Out of sight at once: what is half deleted must not look like a checkpoint.
-        hidden = self.root / f".removed-{name.lstrip('.')}"
+        hidden = self.root / name
         if not name.startswith("."):
+            # Out of sight at once: what is half deleted must not look like a checkpoint.
+            hidden = self.root / f".removed-{name}"
             os.rename(self.root / name, hidden)
+        if hidden.is_symlink() or not hidden.is_dir():
+            hidden.unlink()  # what it points to is not ours
         else:
-            hidden = self.root / name
-        shutil.rmtree(hidden, ignore_errors=True)
+            shutil.rmtree(hidden, ignore_errors=True)
 
     def lock(self, wait_s: float) -> None:
         """flock: the kernel releases it with the process, however that ends."""
@@ -176,24 +213,43 @@ class _Whole:
 
 class _LocalSource:
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._descriptor = open_regular(path)
+
+    @property
+    def num_bytes(self) -> int:
+        return os.fstat(self._descriptor).st_size
 
     def read_into(self, offset: int, target: memoryview) -> int:
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._descriptor, [target[done:]], offset + done)
-            if count == 0:
-                break
-            done += count
-        return done
+        return _read_at(self._descriptor, offset, target)
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def open_regular(path: Path) -> int:
+    """Refuses what is no file: to open a pipe would wait for its other end for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def _read_at(descriptor: int, offset: int, target: memoryview) -> int:
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def _sync(descriptor: int, path: Path) -> None:
+    """Syncs and closes."""
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)

@@ -89,6 +89,14 @@ def _running_crcs(content: memoryview) -> tuple[int, ...]:
     return tuple(crcs)
 
 
+def files_of(written: Iterable[Written]) -> dict[str, int]:
+    """Bytes of each file that ranks have written."""
+    files: dict[str, int] = {}
+    for row in written:
+        files[row.chunk.file] = max(files.get(row.chunk.file, 0), row.position + row.length)
+    return files
+
+
 def entries_of(written: Iterable[Written], empty: Iterable[Piece] = ()) -> dict[str, TensorEntry]:
     """What all ranks have written, by tensor.
 

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,12 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
-from zeromesh.checkpoint.peers import Peers
+from zeromesh.checkpoint.manifest import DamagedError
+from zeromesh.checkpoint.peers import Peers, Progress
 from zeromesh.checkpoint.plain import from_plain, to_plain
 from zeromesh.checkpoint.randomness import empty_pieces, random_pieces, restore_random
 from zeromesh.checkpoint.read import Reader
 from zeromesh.checkpoint.saver import LOCK_WAIT_S, Saver, Snapshot
 from zeromesh.checkpoint.storage import open_storage
+from zeromesh.comm.groups import default_timeout_s
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.pieces import (
@@ -29,10 +32,12 @@ from zeromesh.engine.pieces import (
     collect,
     describe_groups,
     groups_for_torch,
+    read_groups,
     restore_groups,
     restore_model,
     restore_optimizers,
 )
+from zeromesh.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +154,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it could not be written, on all ranks.
+            CommunicationError: a rank did not take part within the timeout of the process group: names it. What was
+                being written stays invisible.
         """
         return self._saver.wait() if self._saver else None
 
@@ -168,20 +175,23 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the checkpoint is damaged (with "auto": all of them are), or of another model.
+            CommunicationError: a rank did not take part.
         """
         self.wait()
 
         def restore(reader: Reader) -> None:
+            options = read_groups(reader)
+            user[:] = [_read_state(reader)]
             restore_model(self._model, self._engine, reader)
             restore_optimizers(self._engine, self._optimizers, reader)
-            described = reader.manifest.state.get("groups", [])
             if optimizer_options:
-                restore_groups(self._optimizers, described)
+                restore_groups(self._optimizers, options, reader.where)
             if random_states and reader.manifest.about.get("world") == self._engine.control.size:
                 _restore_random(self._engine.control.rank, reader)
             found.append(any(name.startswith(STATE) for name in reader.manifest.tensors))
 
         found: list[bool] = []
+        user: list[dict[str, Any]] = []
         loaded: Loaded | None
         if which == "auto":
             loaded = load_newest(self._storage, self._peers, restore)
@@ -189,8 +199,7 @@ class Checkpoints:
             loaded = load_path(which, self._peers, restore)
         if loaded is None:
             return None
-        state = from_plain(loaded.state.get("user", {}))
-        return Restored(where=loaded.where, step=loaded.step, state=state, has_optimizer=found[-1])
+        return Restored(where=loaded.where, step=loaded.step, state=user[-1], has_optimizer=found[-1])
 
     def close(self) -> None:
         """Waits, unlocks the directory and frees the copies."""
@@ -210,16 +219,22 @@ class Checkpoints:
 def peers_of(engine: Engine) -> Peers:
     """All ranks of the mesh in a group of their own: a background thread talks on it, beside the training's.
 
-    One for each engine, and never destroyed before the default group: torch names such groups by their ranks and the
-    number of groups alive, and would find the addresses of a destroyed one in the store.
+    Its timeout is that of the process group. One for each engine, and never destroyed before the default group: torch
+    names such groups by their ranks and the number of groups alive, and would find the addresses of a destroyed one in
+    the store.
     """
     control = engine.control
     if control.group is None:
         return Peers()
     if engine not in _groups:
         ranks = dist.get_process_group_ranks(control.group)
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        _groups[engine] = Peers(group=group, rank=control.rank, size=control.size)
+        timeout = timedelta(seconds=default_timeout_s(control.device.type))
+        group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        rank, size = control.rank, control.size
+        store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
+        progress = Progress(store=store, key=f"zeromesh/checkpoints/{group.group_name}", rank=rank, size=size)
+        _groups[engine] = Peers(group=group, rank=rank, size=size, progress=progress)
     return _groups[engine]
 
 
@@ -239,8 +254,23 @@ def _about(engine: Engine) -> dict[str, Any]:
     }
 
 
+def _read_state(reader: Reader) -> dict[str, Any]:
+    try:
+        state = from_plain(reader.manifest.state.get("user", {}))
+    except CheckpointError as error:
+        raise DamagedError(f"{reader.where}: {error}") from error
+    if not isinstance(state, dict):
+        raise DamagedError(f"{reader.where}: its state must be a dict; got {type(state).__name__}")
+    return state
+
+
 def _restore_random(rank: int, reader: Reader) -> None:
     shapes = {name: entry.shape for name, entry in reader.manifest.tensors.items()}
-    pieces = empty_pieces(rank, shapes)
-    reader.fill(pieces)
-    restore_random(pieces)
+    try:
+        pieces = empty_pieces(rank, shapes)
+        reader.fill(pieces)
+        restore_random(pieces)
+    except DamagedError:
+        raise
+    except CheckpointError as error:
+        raise DamagedError(f"{reader.where}: {error}") from error

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.container import DTYPES
-from zeromesh.checkpoint.manifest import TensorEntry
+from zeromesh.checkpoint.manifest import DamagedError, TensorEntry
 from zeromesh.checkpoint.piece import Piece, share, whole
 from zeromesh.checkpoint.plain import from_plain, to_plain
 from zeromesh.checkpoint.read import Reader, require_match
@@ -128,7 +128,7 @@ def _state_piece(param: ShardedParameter, key: str, value: Tensor) -> Piece:
             f"state {key!r} of {param.full_name} must be 0-d or have an element for each of the slice's "
             f"{param.local.numel()}; it has shape {tuple(value.shape)}"
         )
-    local = value.as_subclass(Tensor).detach()
+    local = value if type(value) is Tensor and not value.requires_grad else value.as_subclass(Tensor).detach()
     return Piece(name=name, shape=tuple(param.global_shape), start=param.flat_start, local=local)
 
 
@@ -211,7 +211,7 @@ def _read_states(
     device = param.local.device
     number_device = device if group.get("capturable") or group.get("fused") else torch.device("cpu")
     for name, entry in found.items():
-        key, dtype = name.rpartition(".")[2], DTYPES[entry.dtype]
+        key, dtype = name.rpartition(".")[2], DTYPES[reader.entry(name).dtype]
         if entry.shape == () and (param.global_shape != () or key in _NUMBERS):
             states[key] = torch.empty((), dtype=dtype, device=number_device)
             pieces.append(whole(name, states[key]))
@@ -240,17 +240,52 @@ def _describe(group: Mapping[str, Any]) -> dict[str, Any]:
     return {"options": to_plain(options, "the optimizer's options"), "params": names}
 
 
-def restore_groups(optimizers: Sequence[Optimizer], described: Sequence[Any]) -> None:
-    """Sets each group's options to those that its first parameter had."""
-    saved = {name: group["options"] for groups in described for group in groups for name in group["params"]}
+def read_groups(reader: Reader) -> dict[str, dict[str, Any]]:
+    """By parameter: the options of its group.
+
+    Raises:
+        DamagedError: they are not what `describe_groups` returned.
+    """
+    described = reader.manifest.state.get("groups", [])
+    try:
+        groups = [(group["params"], from_plain(group["options"])) for groups in described for group in groups]
+        return {name: dict(options) for names, options in groups for name in names}
+    except (TypeError, KeyError, ValueError, CheckpointError) as error:
+        raise DamagedError(f"{reader.where}: the optimizer's options cannot be read: {error!r}") from error
+
+
+def restore_groups(optimizers: Sequence[Optimizer], options: Mapping[str, Mapping[str, Any]], where: str) -> None:
+    """Sets each group's options to those that its first parameter had.
+
+    Raises:
+        CheckpointError: an option has a value of another type; nothing is changed then.
+    """
+    changes: list[tuple[dict[str, Any], str, Any]] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             name = getattr(group["params"][0], "full_name", "") if group["params"] else ""
-            for key, value in from_plain(saved.get(name, {})).items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
+            changes += [(group, key, value) for key, value in options.get(name, {}).items() if key != "params"]
+    for group, key, value in changes:
+        if not _fits(group.get(key), value):  # what is not there yet may be anything
+            raise CheckpointError(f"{where}: the optimizer's {key} cannot be {value!r}; here it is {group.get(key)!r}")
+    for group, key, value in changes:
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+def _fits(now: Any, value: Any) -> bool:
+    """Whether an option may become `value`: a number a number, as many numbers as many; the rest are flags."""
+    if now is None or isinstance(now, Tensor):
+        return now is None or _is_number(value)
+    if isinstance(now, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(now) and all(map(_fits, now, value))
+    return _is_number(now) == _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def groups_for_torch(optimizers: Sequence[Optimizer]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def load_safetensors(model: nn.Module, location: str | os.PathLike[str]) -> None
         _load(model, Path(location))
     except (CheckpointError, ModelError) as error:
         problem = str(error), isinstance(error, ModelError)
-    for message, of_model in peers.all_gather(problem):
+    for message, of_model in peers.all_gather(problem, f"whether all have loaded {location}"):
         if message:
             raise (ModelError if of_model else CheckpointError)(message)
     engine.changed()

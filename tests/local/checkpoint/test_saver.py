@@ -136,10 +136,15 @@ def test_the_copy_is_taken_at_once_and_its_memory_is_kept(tmp_path: Path) -> Non
     source = torch.arange(1000.0)
     first = staging.copy([whole("a", source)])
     source.zero_()
-    assert torch.equal(first[0].local, torch.arange(1000.0))
-    address = first[0].local.data_ptr()
-    assert staging.copy([whole("a", source)])[0].local.data_ptr() == address
+    assert torch.equal(first[0], torch.arange(1000.0))
+    address = first[0].data_ptr()
+    assert staging.copy([whole("a", source)])[0].data_ptr() == address
     assert staging.num_bytes == 4032  # 4000, padded to 64
+    other, same = torch.arange(7), torch.full((900,), 2.5)
+    copies = staging.copy([whole("b", other), whole("a", same)])  # other pieces: other views of the same memory
+    assert torch.equal(copies[0], other) and torch.equal(copies[1], same)
+    assert copies[0].data_ptr() == address and staging.num_bytes == 4032
+    assert staging.copy([]) == []
 
 
 # ---- damage

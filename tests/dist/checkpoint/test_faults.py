@@ -1,0 +1,132 @@
+"""Faults of one rank in a save: all say the same of it, and the checkpoint before stays the newest."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.checkpoint.models import make, train
+from tests.dist.pool import Pool
+from zeromesh.checkpoint import saver
+from zeromesh.checkpoint.directory import list_checkpoints
+from zeromesh.checkpoint.peers import WAIT_S
+from zeromesh.checkpoint.storage import LocalStorage
+from zeromesh.engine.checkpoint import Checkpoints
+from zeromesh.errors import CheckpointError, CommunicationError
+
+WORLD = 3
+TIMEOUT_S = 5.0
+
+
+def rank_main(rank: int, directory: Path, victim: int, number: int) -> None:
+    """Saves twice; in the second save one rank sends itself a signal when it is about to write its file."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(str(directory / "store"), WORLD)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timeout)
+    model, optimizer = make((("cluster", 1), ("node", WORLD)), "node=3,cluster=0")
+    train(model, optimizer, 1)
+    checkpoints = Checkpoints(directory / "checkpoints", model, optimizer)
+    checkpoints.save(1)
+    checkpoints.wait()
+    if rank == victim:
+
+        def write_file(*args: Any) -> Any:
+            os.kill(os.getpid(), number)
+            time.sleep(TIMEOUT_S * 20)  # the signal stops this thread when the kernel gets round to it
+
+        saver.write_file = write_file  # type: ignore[assignment]
+    checkpoints.save(2)
+    start = time.monotonic()
+    try:
+        checkpoints.wait()
+        text = "no error"
+    except CommunicationError as error:
+        text = str(error)
+    seconds = time.monotonic() - start
+    try:
+        checkpoints.save(3)  # the group is of no use any more, and that is said at once
+        checkpoints.wait()
+    except CommunicationError as error:
+        text += "\n" + str(error)
+    (directory / f"error-{rank}").write_text(f"{seconds}\n{text}")
+    os._exit(0)  # threads of the process group may wait for the victim
+
+
+def alone() -> int:
+    return dist.get_rank()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stops"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_name_it_and_keep_the_checkpoint_before(
+    pool: Pool, tmp_path: Path, victim: int, number: signal.Signals
+) -> None:
+    pool.run(1, alone)  # starts the server from which these processes are forked too
+    context = get_context("forkserver")
+    ranks = [context.Process(target=rank_main, args=(rank, tmp_path, victim, number)) for rank in range(WORLD)]
+    try:
+        for process in ranks:
+            process.start()
+        for rank, process in enumerate(ranks):
+            if rank != victim:
+                process.join(40)
+                assert process.exitcode == 0
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    for rank in {*range(WORLD)} - {victim}:
+        seconds, first, second = (tmp_path / f"error-{rank}").read_text().splitlines()
+        assert float(seconds) < TIMEOUT_S + WAIT_S + 10
+        for message in (first, second):
+            assert f"rank {rank} waited in vain for " in message
+            assert (
+                f"Missing: rank {victim} (the last that it came to: the name of the checkpoint of step 2)." in message
+            )
+        assert "cannot come to the name of the checkpoint of step 3" in second
+        assert "what each rank has written of the checkpoint of step 2" in first
+    listing = list_checkpoints(LocalStorage(tmp_path / "checkpoints"))
+    assert [found.step for found in listing.complete] == [1] and listing.refused == ()
+
+
+def full_disk(directory: Path, where: str) -> str:
+    """Rank 1 alone finds the disk full, as it writes or as it syncs; what this rank is told."""
+    model, optimizer = make((("cluster", 1), ("node", 2)), "node=3,cluster=0")
+    train(model, optimizer, 1)
+
+    def fails(*args: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Checkpoints(directory, model, optimizer) as checkpoints:
+        checkpoints.save(1)
+        checkpoints.wait()
+        target = "os.fsync" if where == "sync" else "zeromesh.checkpoint.saver.write_file"
+        with mock.patch(target, fails) if dist.get_rank() == 1 else nullcontext():
+            checkpoints.save(2)
+            with pytest.raises(CheckpointError) as caught:
+                checkpoints.wait()
+        checkpoints.save(3)  # training goes on, and so does saving
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["write", "sync"])
+def test_all_are_told_of_one_ranks_full_disk(pool: Pool, tmp_path: Path, where: str) -> None:
+    first, second = pool.run(2, full_disk, tmp_path, where)
+    assert first == second
+    assert "the checkpoint of step 2 was not saved: cannot write " in first
+    assert "__1_0.distcp: No space left on device" in first
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000001", "step-00000003"]

@@ -1,0 +1,123 @@
+"""Any layout's shards load under any other: all ranks of both sides in this process, chosen by hypothesis.
+
+What ranks exchange is left out here; tests/dist/checkpoint/test_reshard.py has it, for fewer pairs.
+"""
+
+from __future__ import annotations
+
+import uuid
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from zeromesh.checkpoint.manifest import Manifest
+from zeromesh.checkpoint.piece import Piece, share
+from zeromesh.checkpoint.read import Reader, read_manifest
+from zeromesh.checkpoint.storage import Storage, open_storage
+from zeromesh.checkpoint.write import Written, entries_of, files_of, write_file
+from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.pieces import param_piece, replica_of
+from zeromesh.engine.units import ParamInfo, Precision
+from zeromesh.schedule import Role, Unit
+from zeromesh.strategy import Layout
+
+STRATEGIES = (
+    "node=0,cluster=0",
+    "node=1,cluster=0",
+    "node=2,cluster=2",
+    "node=3,cluster=3",
+    "node=3,cluster=0",
+    "node=3,cluster=1",
+    "node=3,cluster=3k",
+    "node=0,cluster=3",
+)
+MESHES = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4), (6, 1), (3, 2), (2, 3), (1, 6))
+"""(node, cluster): worlds 1, 2, 3, 4 and 6, in all ways to cut them."""
+
+LAYOUTS = [
+    Layout.of(strategy, [("node", node), ("cluster", cluster)]) for strategy in STRATEGIES for node, cluster in MESHES
+]
+SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=5)
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+
+
+def buffer_of(
+    layout: Layout, rank: int, shapes: list[tuple[int, ...]], dtype: torch.dtype, trainable: bool
+) -> FlatShards:
+    """One unit's only flat buffer on one rank, as `zm.shard` makes it."""
+    infos = [
+        ParamInfo(names=(f"p{i}",), param=nn.Parameter(torch.empty(shape, dtype=dtype)), sites=())
+        for i, shape in enumerate(shapes)
+    ]
+    spec = Precision().buffer(dtype, sum(map(prod, shapes)), trainable)
+    unit = Unit(name="unit", role=Role.BLOCK, buffers=(spec,))
+    buffer = FlatShards.allocate(unit, spec, infos, layout, layout.coordinates(rank), torch.device("cpu"))
+    buffer.make_optimizer_params()
+    return buffer
+
+
+def pieces_of(buffer: FlatShards, values: dict[str, Tensor] | None) -> list[Piece]:
+    """Slices of parameters and of a state of each; of `values` where they are given, empty memory else."""
+    found = []
+    for param in buffer.optimizer_params:
+        own = param_piece(param)
+        for name in (own.name, f"{own.name}.exp_avg"):
+            local = torch.zeros_like(own.local)
+            if values is not None:
+                local.copy_(values[name][own.start : own.stop])
+            found.append(Piece(name=name, shape=own.shape, start=own.start, local=local))
+    return found
+
+
+def save(storage: Storage, layout: Layout, values: dict[str, Tensor], *buffer: object) -> list[Written]:
+    rows: list[Written] = []
+    empty: list[Piece] = []
+    storage.make("c")
+    for rank in range(layout.world):
+        held = buffer_of(layout, rank, *buffer)
+        pieces = pieces_of(held, values)
+        empty += [piece for piece in pieces if not prod(piece.shape)]
+        mine = share([piece for piece in pieces if prod(piece.shape)], *replica_of(held))
+        rows += write_file(storage, "c", f"__{rank}_0.distcp", mine)
+    manifest = Manifest(step=3, serial=1, tensors=entries_of(rows, empty), files=files_of(rows))
+    with storage.create("c", "manifest.json") as stream:
+        stream.write(manifest.to_bytes())
+    return rows
+
+
+@settings(max_examples=120)
+@given(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS), SHAPES, DTYPES, st.booleans())
+def test_any_pair(
+    saved: Layout, loaded: Layout, shapes: list[tuple[int, ...]], dtype: torch.dtype, trainable: bool
+) -> None:
+    buffer = (shapes, dtype, trainable)
+    pieces = pieces_of(buffer_of(LAYOUTS[0], 0, *buffer), None)
+    generator = torch.Generator().manual_seed(0)
+    values = {p.name: torch.rand(prod(p.shape), generator=generator).to(p.local.dtype) for p in pieces}
+    storage = open_storage(f"memory://{uuid.uuid4()}")
+    rows = save(storage, saved, values, *buffer)
+    assert sum(row.chunk.stop - row.chunk.start for row in rows) == sum(value.numel() for value in values.values())
+    with Reader(storage, "c", read_manifest(storage, "c")) as reader:
+        assert set(reader.manifest.tensors) == set(values)
+        for rank in range(loaded.world):
+            found = pieces_of(buffer_of(loaded, rank, *buffer), None)
+            reader.fill(found)
+            for piece in found:
+                assert torch.equal(piece.local, values[piece.name][piece.start : piece.stop])
+    storage.remove("c")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.strategy} on {dict(layout.mesh)}")
+def test_ranks_of_a_layout_write_as_much_as_each_other(layout: Layout) -> None:
+    """No rank writes more than its share, whatever is replicated."""
+    buffer = ([(12, 10), (60,)], torch.float32, True)
+    sizes = []
+    for rank in range(layout.world):
+        held = buffer_of(layout, rank, *buffer)
+        sizes.append(sum(piece.num_bytes for piece in share(pieces_of(held, None), *replica_of(held))))
+    assert sum(sizes) == 2 * 180 * 4
+    assert max(sizes) - min(sizes) <= 8 * 4
