@@ -3,7 +3,8 @@
 A lane carries out its jobs in the order of issue, one at a time. A job is latency, then a transfer that keeps each
 level's links busy for a known time if it is alone. Jobs of different lanes run at once; where together they ask for
 more of a level's links than there is, they slow down in proportion. Compute slows down while any job runs
-(`contention`); where the processor that computes also moves the bytes (`cores`), by what they take of it.
+(`contention`). Where the processor that computes also moves the bytes (`cores`), it is a resource like a level's links,
+of which compute asks for a core: together they slow down in proportion.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from zeromesh.cost import CollectiveCost
 from zeromesh.cost.collective import HOST
 from zeromesh.errors import InternalError
 
-_STARVED = 0.05
-"""Share of the cores that a computation gets at least."""
+Load = dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +88,37 @@ class Network:
         left = seconds
         while left > 0:
             active = self._active()
-            slow = self._slowness(active)
-            step = self._next_event(active)
+            load = self._load(active, computing=True)
+            slow = self._slowness(active, load)
+            step = self._next_event(active, load)
             if left * slow <= step:
-                self._advance(active, left * slow)
+                self._advance(active, left * slow, load)
                 return
-            self._advance(active, step)
+            self._advance(active, step, load)
             left -= step / slow
 
-    def _slowness(self, active: list[Job]) -> float:
+    def _slowness(self, active: list[Job], load: Load | None) -> float:
         """Seconds that a second of compute takes now."""
         if not active:
             return 1.0
         if self.cores is None:
             return self.contention
-        # Both want the cores; what is sent is sent first, and the system lets nobody starve.
-        left = self.cores * (1.0 - min(1.0, _load(active).get(HOST, 0.0)))
-        return max(1.0, min(1.0, self.cores) / max(left, _STARVED * self.cores))
+        return 1.0 if load is None else max(1.0, load.get(HOST, 0.0))
+
+    def _load(self, active: list[Job], *, computing: bool) -> Load | None:
+        """By level: the share of its links that is asked for, above 1 where all who ask must slow down; None where a
+        single job has everything to itself."""
+        alone = len(active) <= 1 and not (computing and active and self.cores is not None)
+        if alone:
+            return None
+        load: Load = {HOST: min(1.0, self.cores) / self.cores} if computing and self.cores is not None else {}
+        for job in active:
+            if job.latency_left <= 0:
+                work = job.chain[job.position]
+                whole = work.transfer_s
+                for level, busy in work.cost.busy:
+                    load[level] = load.get(level, 0.0) + (busy / whole if whole else 0.0)
+        return load
 
     def wait_for(self, job: Job) -> None:
         """Lets time pass until `job` has ended."""
@@ -112,10 +126,11 @@ class Network:
             active = self._active()
             if job.done_s is not None:
                 return
-            step = self._next_event(active)
+            load = self._load(active, computing=False)
+            step = self._next_event(active, load)
             if step == inf:
                 raise InternalError(f"{job.kind} of unit {job.unit} waits for something that never ends")
-            self._advance(active, step)
+            self._advance(active, step, load)
 
     def signature(self) -> tuple[object, ...]:
         """What is in flight, relative to now: equal signatures have equal futures."""
@@ -148,9 +163,8 @@ class Network:
             job.begun, job.started_s, job.share_left = True, self.now_s, 1.0
             job.latency_left = work.cost.seconds - work.transfer_s
 
-    def _next_event(self, active: list[Job]) -> float:
+    def _next_event(self, active: list[Job], load: Load | None) -> float:
         """Seconds until a latency or transfer ends or a waiting job becomes ready."""
-        load = _load(active) if len(active) > 1 else None
         step = inf
         for job in active:
             if job.latency_left > 0:
@@ -162,8 +176,7 @@ class Network:
                 step = min(step, queue[0].ready_s - self.now_s)
         return step
 
-    def _advance(self, active: list[Job], step: float) -> None:
-        load = _load(active) if len(active) > 1 else None
+    def _advance(self, active: list[Job], step: float, load: Load | None) -> None:
         self.now_s += step
         for job in active:
             if job.latency_left > 0:
@@ -187,19 +200,7 @@ class Network:
             self.lanes[job.lane].popleft()
 
 
-def _load(active: list[Job]) -> dict[int, float]:
-    """By level: the share of its links that the running transfers ask for, above 1 where they must slow down."""
-    load: dict[int, float] = {}
-    for job in active:
-        if job.latency_left <= 0:
-            work = job.chain[job.position]
-            alone = work.transfer_s
-            for level, busy in work.cost.busy:
-                load[level] = load.get(level, 0.0) + (busy / alone if alone else 0.0)
-    return load
-
-
-def _seconds_under(load: dict[int, float] | None, job: Job) -> float:
+def _seconds_under(load: Load | None, job: Job) -> float:
     """Seconds of the job's whole transfer under `load`; None: it is alone."""
     work = job.chain[job.position]
     if load is None:

@@ -35,13 +35,24 @@ def computed(cores: float | None, *busy: tuple[tuple[int, float], ...]) -> float
 
 
 def test_bytes_that_need_the_whole_processor_are_added_to_the_computation():
-    assert computed(0.5, ((0, 1.0), (HOST, 1.0))) == pytest.approx(5.0, rel=0.02)
-    assert computed(1.0, ((0, 1.0), (HOST, 1.0))) == pytest.approx(5.0, rel=0.02)
+    assert computed(0.5, ((0, 1.0), (HOST, 1.0))) == pytest.approx(5.0)
+    assert computed(1.0, ((0, 1.0), (HOST, 1.0))) == pytest.approx(5.0)
 
 
 def test_a_slow_link_takes_little_of_the_processor():
-    """A tenth of the processor for 2 s, of which 1.8 s are computed."""
+    """A tenth of the processor for 2 s."""
     assert computed(0.5, ((0, 2.0), (HOST, 0.2))) == pytest.approx(4.2)
+
+
+def test_computation_and_transfer_share_the_processor_alike():
+    """Both want all of it: after a second either has done half a second's work."""
+    clock = network(0.5)
+    started(clock, ((0, 1.0), (HOST, 1.0)))
+    (job,) = clock.lanes["lane 0"]
+    clock.compute(0.5)
+    assert clock.now_s == pytest.approx(1.0) and job.share_left == pytest.approx(0.5)
+    clock.wait_for(job)
+    assert clock.now_s == pytest.approx(1.5)
 
 
 def test_two_transfers_on_different_levels_share_the_processor():
