@@ -6,6 +6,7 @@ import random
 import struct
 from collections.abc import Iterable, Mapping
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,12 +76,17 @@ def _restore(states: Mapping[str, Tensor]) -> None:
 
 def _python() -> Tensor:
     _, words, gauss = random.getstate()
-    return torch.tensor([*words, gauss is not None, _bits(gauss or 0.0)], dtype=torch.int64)
+    return _state(np.array(words, dtype=np.int64), gauss is not None, _bits(gauss or 0.0))
 
 
 def _numpy() -> Tensor:
     _, key, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return torch.tensor([*map(int, key), position, has_gauss, _bits(float(cached))], dtype=torch.int64)
+    return _state(np.asarray(key, dtype=np.int64), int(position), int(has_gauss), _bits(float(cached)))
+
+
+def _state(words: Any, *numbers: int) -> Tensor:
+    # Not from one list of Python's numbers: training waits for this.
+    return torch.cat([torch.from_numpy(words), torch.tensor(numbers, dtype=torch.int64)])
 
 
 def _bits(value: float) -> int:

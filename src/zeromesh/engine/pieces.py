@@ -85,10 +85,10 @@ def collect(model: nn.Module, engine: Engine, optimizers: Sequence[Optimizer]) -
     for buffer in buffers_of(engine):
         pieces = [param_piece(param) for param in buffer.optimizer_params]
         numbers: list[Piece] = []
-        for param in buffer.optimizer_params:
+        for param, own in zip(buffer.optimizer_params, tuple(pieces), strict=True):
             for key, value in sorted(states.pop(param, {}).items()):
                 target = pieces if value.dim() else numbers
-                target.append(_state_piece(param, key, value))
+                target.append(_state_piece(param.full_name, own, key, value))
         collected.add(pieces, replica_of(buffer))
         if first:
             collected.add(numbers, (0, 1))
@@ -119,17 +119,18 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, Tensor]]:
     return states
 
 
-def _state_piece(param: ShardedParameter, key: str, value: Tensor) -> Piece:
-    name = f"{STATE}{param.full_name}.{key}"
+def _state_piece(param: str, own: Piece, key: str, value: Tensor) -> Piece:
+    """A state of the parameter of this name, whose slice is `own`."""
+    name = f"{STATE}{param}.{key}"
     if value.dim() == 0:
         return whole(name, value)
-    if value.shape != param.local.shape:
-        raise CheckpointError(
-            f"state {key!r} of {param.full_name} must be 0-d or have an element for each of the slice's "
-            f"{param.local.numel()}; it has shape {tuple(value.shape)}"
-        )
     local = value if type(value) is Tensor and not value.requires_grad else value.as_subclass(Tensor).detach()
-    return Piece(name=name, shape=tuple(param.global_shape), start=param.flat_start, local=local)
+    if local.shape != own.local.shape:
+        raise CheckpointError(
+            f"state {key!r} of {param} must be 0-d or have an element for each of the slice's {own.local.numel()}; it "
+            f"has shape {tuple(value.shape)}"
+        )
+    return Piece(name=name, shape=own.shape, start=own.start, local=local)
 
 
 # ---- loading
