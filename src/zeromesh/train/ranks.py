@@ -12,15 +12,20 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from zeromesh.errors import CommunicationError, ConfigError, InputError, ZeromeshError
 from zeromesh.train.config import RunConfig
 from zeromesh.train.environment import Launched
+from zeromesh.train.meeting import meet
 from zeromesh.train.roll_call import RollCall, is_communication
 
 T = TypeVar("T")
+
+START_S = 120.0
+"""What ranks get to start in, at least: interpreters and imports take long where many share a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,26 +74,26 @@ def join_ranks(
     rank, world = launched.rank, launched.world
     device = _device(run, launched.local_rank, launched.local_world)
     _set_threads(run, device, launched.local_world)
-    _meet(run, "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store_file, launched)
+    store = _meet(run, "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store_file, launched)
     try:
-        roll_call = RollCall(dist.distributed_c10d._get_default_store(), rank, world)
-        try:
-            device_mesh = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-            yield Ranks(
-                rank=rank,
-                world=world,
-                local_rank=launched.local_rank,
-                local_world=launched.local_world,
-                device=device,
-                mesh=device_mesh,
-                restarts=launched.restarts,
-                job=launched.job,
-            )
-        except Exception as error:
-            explained = roll_call.explain(error)
-            if explained is error:
-                raise
-            raise explained from error
+        with RollCall(store, rank, world) as roll_call:
+            try:
+                device_mesh = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+                yield Ranks(
+                    rank=rank,
+                    world=world,
+                    local_rank=launched.local_rank,
+                    local_world=launched.local_world,
+                    device=device,
+                    mesh=device_mesh,
+                    restarts=launched.restarts,
+                    job=launched.job,
+                )
+            except Exception as error:
+                explained = roll_call.explain(error)
+                if explained is error:
+                    raise
+                raise explained from error
     except BaseException:
         if world == 1:
             dist.destroy_process_group()
@@ -97,23 +102,29 @@ def join_ranks(
     dist.destroy_process_group()
 
 
-def _meet(run: RunConfig, backend: str, store_file: Path | None, launched: Launched) -> None:
-    timeout = timedelta(seconds=run.timeout_s)
+def _meet(run: RunConfig, backend: str, store_file: Path | None, launched: Launched) -> Store:
+    """Make the process group once all ranks are there; the store that they met in.
+
+    Processes begin at different times, and import for longer than a collective should take: `START_S` is theirs.
+    """
+    rank, world = launched.rank, launched.world
+    start_s = max(run.timeout_s, START_S)
     where = "in a file"
     try:
         if store_file is None:
             where = f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            dist.init_process_group(backend, timeout=timeout, rank=launched.rank, world_size=launched.world)
+            store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=start_s)))
         else:
-            store = FileStore(str(store_file), launched.world)
-            dist.init_process_group(
-                backend, store=store, rank=launched.rank, world_size=launched.world, timeout=timeout
-            )
+            store = FileStore(str(store_file), world)
+        met = meet(store, rank, world, wait_s=start_s)
+        timeout = timedelta(seconds=run.timeout_s)
+        dist.init_process_group(backend, store=met, rank=rank, world_size=world, timeout=timeout)
     except RuntimeError as error:
         raise CommunicationError(
-            f"rank {launched.rank} could not meet the other {launched.world - 1} ranks {where} within "
-            f"{run.timeout_s:g} s (run.timeout_s): one was not started, has died, or cannot reach the others. {error}"
+            f"rank {rank} could not meet the other {world - 1} ranks {where}: one was not started, has died, or cannot "
+            f"be reached; {error}"
         ) from error
+    return met
 
 
 @contextmanager

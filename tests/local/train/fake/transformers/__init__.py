@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -14,6 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.train.preemption import was_asked
+
+if "RANK" in os.environ:
+    # A test that gives up kills the launcher; torchrun's processes would live on.
+    _PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 DEFAULTS = {"vocab_size": 0, "hidden": 8, "layers": 2, "faults": []}
 

@@ -1,0 +1,57 @@
+"""Processes of one start find each other in a store that remembers earlier starts. Threads stand for processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch._C._distributed_c10d import HashStore, Store
+
+from zeromesh.errors import CommunicationError
+from zeromesh.train.meeting import meet
+
+
+def start(store: Store, ranks: list[int], world: int = 3, wait_s: float = 20.0) -> list[Store]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(lambda rank: meet(store, rank, world, wait_s=wait_s), ranks))
+
+
+def test_all_share_one_store_whoever_comes_first() -> None:
+    for order in ([0, 1, 2], [2, 1, 0]):
+        first, second, third = start(HashStore(), order)
+        first.set("key", "value")
+        assert second.get("key") == third.get("key") == b"value"
+
+
+def test_a_later_start_has_a_store_of_its_own() -> None:
+    store = HashStore()
+    before = start(store, [0, 1, 2])
+    before[0].set("address", "of a process that is gone")
+    for order in ([0, 1, 2], [1, 2, 0]):  # also those that come before rank 0 has said the new name
+        again = start(store, order)
+        assert not any(found.check(["address"]) for found in again)
+        again[0].set("own", "1")
+        assert all(found.check(["own"]) for found in again)
+        assert not before[0].check(["own"])
+
+
+def test_a_smaller_start_after_a_larger() -> None:
+    store = HashStore()
+    start(store, [0, 1, 2])
+    assert len(start(store, [1, 0], world=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [([0, 2], "rank 1 did not come within 0.2 s"), ([0], "ranks 1, 2 did not come"), ([1, 2], "rank 0 did not come")],
+)
+def test_who_did_not_come_is_named(ranks: list[int], message: str) -> None:
+    with pytest.raises(CommunicationError, match=message):
+        start(HashStore(), ranks, wait_s=0.2)
+
+
+def test_what_is_left_of_an_earlier_start_lets_nobody_in() -> None:
+    store = HashStore()
+    start(store, [0, 1, 2])
+    with pytest.raises(CommunicationError, match="did not come"):
+        start(store, [1, 2], wait_s=0.2)
