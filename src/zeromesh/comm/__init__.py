@@ -10,6 +10,7 @@ from zeromesh.comm.quantised import (
     quantised_all_gather,
     quantised_all_reduce,
     quantised_reduce_scatter,
+    restore_kept,
 )
 from zeromesh.comm.two_level import (
     check_ho_ring,
@@ -39,5 +40,6 @@ __all__ = [
     "quantised_all_reduce",
     "quantised_reduce_scatter",
     "reduce_scatter",
+    "restore_kept",
     "workspace_bytes",
 ]

@@ -17,6 +17,7 @@ import importlib.util
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,6 +86,7 @@ def quantised_all_gather(
     *,
     workspace: Tensor,
     generator: torch.Generator | None = None,
+    keep: Tensor | None = None,
 ) -> None:
     """Fills `region` with every rank's chunk, as it came over the wire; the own chunk too.
 
@@ -93,12 +95,29 @@ def quantised_all_gather(
         form: of the wire, the same on all ranks.
         workspace: `workspace_bytes(group)` bytes.
         generator: of stochastic rounding: `noise_generator(group)`, kept from call to call.
+        keep: room for all messages, `group.size * form.message_bytes(chunk)` bytes, which `restore_kept` reads.
 
     Raises:
         CommunicationError: a peer died or stalled, or issued something else.
     """
     chunks = even_chunks(region, group.size)
-    _all_gather(chunks, _Wire.cut(form, group, workspace, generator), group.gather, "all_gather")
+    wire = _Wire.cut(form, group, workspace, generator)
+    kept = None if keep is None else wire.cut_kept(keep, chunks)
+    _all_gather(chunks, wire, group.gather, "all_gather", kept=kept)
+
+
+def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: QuantFormat, *, workspace: Tensor) -> None:
+    """Fills `region` from the messages that a gather over `group` kept: the same bits, and nothing is sent.
+
+    Args:
+        keep: what `quantised_all_gather` filled, with a workspace of the same length.
+        region: of n equal chunks.
+    """
+    chunks = even_chunks(region, group.size)
+    wire = _Wire.cut(form, group, workspace, None)
+    for pieces, messages in zip(wire.cut_up(chunks), wire.cut_kept(keep, chunks), strict=True):
+        for piece, message in zip(pieces, messages, strict=True):
+            wire.quantiser.dequantise(message, piece)
 
 
 @hosted
@@ -123,7 +142,8 @@ def quantised_reduce_scatter(
         workspace: `workspace_bytes(group)` bytes.
         scale: factor of the sum.
         accumulate: add to `out`.
-        residual: error feedback, as long as `region`: what earlier calls lost, added to what is sent.
+        residual: error feedback, as long as `region`: what earlier calls lost, added to what is sent. The own chunk is
+            not sent and loses nothing.
         generator: of stochastic rounding.
 
     Raises:
@@ -150,7 +170,8 @@ def quantised_all_reduce(
 
     Args:
         tensor: flat, contiguous, of any length.
-        form, workspace, scale, residual, generator: as for `quantised_reduce_scatter`.
+        residual: as for `quantised_reduce_scatter`; the own chunk's part is what the sum lost on its way back.
+        form, workspace, scale, generator: as for `quantised_reduce_scatter`.
 
     Raises:
         CommunicationError: a peer died or stalled, or issued something else.
@@ -160,7 +181,8 @@ def quantised_all_reduce(
     target = Target(out=chunks[group.rank], scale=scale, accumulate=False)
     wire = _Wire.cut(form, group, workspace, generator)
     _reduce_scatter(chunks, residuals, target, wire, "all_reduce")
-    _all_gather(chunks, wire, group.reduce, "all_reduce")
+    owed = None if residuals is None else wire.cut_up(residuals)
+    _all_gather(chunks, wire, group.reduce, "all_reduce", owed=owed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,28 +245,56 @@ class _Wire:
         rounds = parts(max(chunk.numel() for chunk in chunks), self.numel)
         return [[chunk[part] for chunk in chunks] for part in rounds]
 
+    def cut_kept(self, keep: Tensor, chunks: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """The messages of all pieces of equal chunks, round by round: chunk after chunk, piece after piece."""
+        length, numel = self.form.message_bytes(chunks[0].numel()), chunks[0].numel()
+        if keep.numel() != length * len(chunks):
+            raise InternalError(
+                f"kept messages of {len(chunks)} chunks of {numel} need {length} bytes each; got {len(keep)}"
+            )
+        # Pieces are whole blocks but the last, so their messages are as long as the chunk's in one.
+        bounds = [self.form.message_bytes(part.start) for part in parts(numel, self.numel)] + [length]
+        return [
+            [keep[start + chunk * length : stop + chunk * length] for chunk in range(len(chunks))]
+            for start, stop in pairwise(bounds)
+        ]
 
-def _all_gather(chunks: Sequence[Tensor], wire: _Wire, channel: Channel, operation: str) -> None:
+
+def _all_gather(
+    chunks: Sequence[Tensor],
+    wire: _Wire,
+    channel: Channel,
+    operation: str,
+    *,
+    kept: Sequence[Sequence[Tensor]] | None = None,
+    owed: Sequence[Sequence[Tensor]] | None = None,
+) -> None:
+    """`kept`: where messages are received and left, by round and rank; `owed`: error feedback, by round and rank."""
     rank = wire.group.rank
     exchange = wire.exchange(channel, operation, chunks)
     rounds = wire.cut_up(chunks)
 
+    def arriving(index: int) -> Sequence[Tensor]:
+        if kept is not None:
+            return kept[index]
+        slots = wire.incoming[index % WINDOW]
+        return [wire.room(slot, piece) for slot, piece in zip(slots, rounds[index], strict=True)]
+
     def start(index: int) -> Wait:
-        pieces = rounds[index]
-        incoming = [wire.room(slot, piece) for slot, piece in zip(wire.incoming[index % WINDOW], pieces, strict=True)]
-        message = wire.room(wire.outgoing[index % WINDOW][0], pieces[rank])
+        own, incoming = rounds[index][rank], arriving(index)
+        message = wire.room(wire.outgoing[index % WINDOW][0], own) if kept is None else incoming[rank]
 
         def fill() -> Sequence[Tensor]:
-            wire.quantiser.quantise(pieces[rank], message)
-            wire.quantiser.dequantise(message, pieces[rank])
-            return [message] * len(pieces)
+            wire.quantiser.quantise(own, message, None if owed is None else owed[index][rank])
+            wire.quantiser.dequantise(message, own)
+            return [message] * len(incoming)
 
         return _swap_messages(exchange, incoming, fill)
 
     def end(index: int) -> None:
+        incoming = arriving(index)
         for peer in exchange.peers:
-            piece = rounds[index][peer]
-            wire.quantiser.dequantise(wire.room(wire.incoming[index % WINDOW][peer], piece), piece)
+            wire.quantiser.dequantise(incoming[peer], rounds[index][peer])
 
     _run(exchange, len(rounds), start, end)
 

@@ -74,6 +74,12 @@ class UnitShards:
         """The accumulator is empty."""
         self.used, self.written = self._flags(), self._flags()
 
+    def forget_owed(self) -> None:
+        """What error feedback owes belongs to gradients at other parameters than those that are there now."""
+        for buffer in self.buffers:
+            if buffer.owed is not None:
+                buffer.owed.zero_()
+
     def open(self, target: Target) -> None:
         """A first gradient of a backward: the target holds nothing, unless it is the accumulator."""
         self.target = target

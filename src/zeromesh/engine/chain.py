@@ -5,7 +5,11 @@ least significant axis to the most; reductions shrink one, the other way. Where 
 region passes through staging memory; quantised wires take it as it is, by pieces.
 
 Parameters are quantised to the nearest code: every rank holds the same copy, and its error does not add up. Gradients
-are rounded stochastically: their errors add up over steps, and so must have mean zero.
+are rounded stochastically: their errors add up over steps, and so must have mean zero. With error feedback (`+ef`) they
+are rounded to nearest, which errs half as much: what is lost is owed, and sent with the next gradient.
+
+A kept copy is held as it came over the wire of the last gather that fills it: on a quantised wire that is the messages
+of all ranks of the axis, which the backward's gather restores first.
 
 With `collective=ho_ring` neighbours in a chain run overlapped where both are lossless and nothing is copied between
 them; the values are the same to the bit.
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +39,7 @@ from zeromesh.comm.quantised import (
     quantised_all_gather,
     quantised_all_reduce,
     quantised_reduce_scatter,
+    restore_kept,
 )
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPES
@@ -69,6 +74,7 @@ class Gather:
     own: Tensor
     source: Tensor | None
     form: QuantFormat | None
+    keep: Tensor | None = None
 
     def run(self, workspace: Tensor) -> None:
         if self.source is not None:
@@ -76,7 +82,20 @@ class Gather:
         if self.form is None:
             all_gather(self.region, self.group)
         else:
-            quantised_all_gather(self.region, self.group, self.form, workspace=workspace)
+            quantised_all_gather(self.region, self.group, self.form, workspace=workspace, keep=self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """`region` from the messages that an earlier gather over `group` kept."""
+
+    messages: Tensor
+    region: Tensor
+    group: AxisGroup
+    form: QuantFormat
+
+    def run(self, workspace: Tensor) -> None:
+        restore_kept(self.messages, self.region, self.group, self.form, workspace=workspace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +122,17 @@ def _overlap_gathers(steps: Sequence[Gather]) -> Iterator[Gather | OverlappedGat
 
 @dataclass(frozen=True, slots=True)
 class GatherChain:
-    """Gathers in order; `last` is copied into `destination` if the chain ended elsewhere."""
+    """Gathers in order; `last` is copied into `destination` if the chain ended elsewhere. `restore` comes first."""
 
     steps: tuple[Gather | OverlappedGather, ...]
     destination: Tensor
     last: Tensor | None
     workspace: Tensor
+    restore: Restore | None = None
 
     def run(self) -> None:
+        if self.restore is not None:
+            self.restore.run(self.workspace)
         for step in self.steps:
             step.run(self.workspace)
         if self.last is not None:
@@ -120,9 +142,23 @@ class GatherChain:
 def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, *, from_kept: bool) -> GatherChain:
     """Gathers `params` (or `kept`) into `full`, filling `kept` on the way."""
     steps = transfer.unshard(shards.layout, shards.spec, from_kept=from_kept)
-    source = shards.kept if from_kept and shards.kept is not None else shards.params
-    detour = None if from_kept else shards.kept
-    return _gather_chain(shards, steps, source, shards.full, slice(0, shards.padded), groups, scratch, detour)
+    whole = slice(0, shards.padded)
+    if not from_kept or shards.kept is None:
+        return _gather_chain(shards, steps, shards.params, shards.full, whole, groups, scratch, shards.kept)
+    if shards.kept.dtype != torch.uint8:
+        return _gather_chain(shards, steps, shards.kept, shards.full, whole, groups, scratch, None)
+    restore = _restore(shards, groups)
+    chain = _gather_chain(shards, steps, restore.region, shards.full, whole, groups, scratch, None)
+    return replace(chain, restore=restore)
+
+
+def _restore(shards: FlatShards, groups: Groups) -> Restore:
+    """From the kept messages into the part of `full` that the gather over the kept axes filled."""
+    axis = transfer.kept_axis(shards.layout)
+    assert axis is not None and shards.kept is not None
+    step = next(s for s in transfer.unshard(shards.layout, shards.spec) if s.axis is axis)
+    region = _region(shards, shards.full, slice(0, shards.padded), step)
+    return Restore(shards.kept, region, groups[axis.name], QuantFormat.of(step.wire))
 
 
 def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch) -> GatherChain | None:
@@ -146,15 +182,18 @@ def _gather_chain(
 ) -> GatherChain:
     steps, current = [], source
     for step in transfers:
-        region = _region(shards, destination, held, step)
-        if kept is not None and kept.numel() == step.numel and step.axis.stage.kept:
-            region = kept
+        region, keep = _region(shards, destination, held, step), None
+        if kept is not None and step.axis is transfer.kept_axis(shards.layout):
+            if kept.dtype == torch.uint8:
+                keep = kept
+            else:
+                region = kept
         elif DTYPES.get(step.wire, destination.dtype) != destination.dtype:
             region = scratch.region(step.numel, DTYPES[step.wire])
         group = groups[step.axis.name]
         own = _own_chunk(region, group)
         form = _form(step, region, stochastic=False)
-        steps.append(Gather(group, region, own, None if _same(own, current) else current, form))
+        steps.append(Gather(group, region, own, None if _same(own, current) else current, form, keep))
         current = region
     last = None if _same(destination, current) else current
     # Not where regions are staged: whether one lies inside the next would then depend on the rank.
@@ -200,6 +239,7 @@ class Reduce:
     accumulates: bool
     form: QuantFormat | None
     noise: torch.Generator | None
+    owed: Tensor | None
 
     @property
     def plain(self) -> bool:
@@ -226,7 +266,15 @@ class Reduce:
     def _run_quantised(self, form: QuantFormat, workspace: Tensor, add: bool) -> None:
         scale = 1 / self.group.size
         if self.operation == "all_reduce":
-            quantised_all_reduce(self.region, self.group, form, workspace=workspace, scale=scale, generator=self.noise)
+            quantised_all_reduce(
+                self.region,
+                self.group,
+                form,
+                workspace=workspace,
+                scale=scale,
+                residual=self.owed,
+                generator=self.noise,
+            )
         else:
             quantised_reduce_scatter(
                 self.region,
@@ -236,6 +284,7 @@ class Reduce:
                 workspace=workspace,
                 scale=scale,
                 accumulate=add,
+                residual=self.owed,
                 generator=self.noise,
             )
 
@@ -292,16 +341,21 @@ def reduce_chain(shards: FlatShards, groups: Groups, scratch: Scratch, accumulat
     micro: list[Reduce] = []
     transfers = transfer.reduce_micro(shards.layout, shards.spec)
     current = shards.waiting
+    owed = {
+        step.axis.name: shards.owed[part]
+        for step, part in transfer.feedback(shards.layout, shards.spec)
+        if shards.owed is not None
+    }
     for step in transfers:
         assert current is not None
         into = accumulator if step is transfers[-1] else None
-        reduction = _reduction(step, current, groups, scratch, into)
+        reduction = _reduction(step, current, groups, scratch, into, owed.get(step.axis.name))
         micro.append(reduction)
         current = reduction.out
     boundary: list[Reduce] = []
     current = accumulator
     for step in transfer.reduce_boundary(shards.layout, shards.spec):
-        reduction = _reduction(step, current, groups, scratch, None)
+        reduction = _reduction(step, current, groups, scratch, None, owed.get(step.axis.name))
         boundary.append(reduction)
         current = reduction.out
     if shards.layout.strategy.collective == "ho_ring":
@@ -309,12 +363,14 @@ def reduce_chain(shards: FlatShards, groups: Groups, scratch: Scratch, accumulat
     return ReduceChain(tuple(micro), tuple(boundary), scratch)
 
 
-def _reduction(step: Transfer, region: Tensor, groups: Groups, scratch: Scratch, into: Tensor | None) -> Reduce:
+def _reduction(
+    step: Transfer, region: Tensor, groups: Groups, scratch: Scratch, into: Tensor | None, owed: Tensor | None
+) -> Reduce:
     group = groups[step.axis.name]
     wire = DTYPES.get(step.wire, region.dtype)
     staged = None if wire == region.dtype else scratch.region(step.numel, wire)
     scatter = step.operation == "reduce_scatter"
     out = into if into is not None else (_own_chunk(region, group) if scatter else region)
-    form = _form(step, region, stochastic=True)
-    noise = None if form is None else noise_generator(group)
-    return Reduce(step.operation, group, region, staged, out, into is not None, form, noise)
+    form = _form(step, region, stochastic=owed is None)
+    noise = noise_generator(group) if form is not None and form.stochastic else None
+    return Reduce(step.operation, group, region, staged, out, into is not None, form, noise, owed)

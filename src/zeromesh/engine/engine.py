@@ -320,6 +320,8 @@ class Engine:
         """Masters were changed by hand or by a load."""
         self.recover()
         self.interpreter.quiesce()
+        for unit in self.backend.units:
+            unit.forget_owed()
         self.interpreter.stepped(range(len(self.backend.units)))
 
 

@@ -4,7 +4,9 @@
 
     master   state shard, optimizer's dtype     the optimizer's parameters are views of it
     params   parameter shard, compute dtype     master cast, then gathered over the stage-1/2 axes
-    kept     gathered over the kept axes        filled by the forward's gather, read by the backward's
+    kept     gathered over the kept axes        filled by the forward's gather, read by the backward's; as it came over
+                                                the wire, so of messages where that is quantised
+    owed     by reductions with error feedback  what their messages have lost, added to the next ones
     full     all of it, in a gather slot        the compute leaves are views of it; `params` itself where that is full
     waiting  all of it, in a reduce slot        a micro-batch's gradient, on its way to
     grads    gradient shard, accumulator dtype  its state shard's part is what `.grad` shows
@@ -21,7 +23,14 @@ from torch import Tensor, nn
 from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.schedule import FlatBuffer
-from zeromesh.schedule.memory import kept_numel, master_is_param, slot_dtype
+from zeromesh.schedule.memory import (
+    FEEDBACK_DTYPE,
+    feedback_numel,
+    kept_bytes,
+    kept_wire,
+    master_is_param,
+    slot_dtype,
+)
 from zeromesh.schedule.unit import Unit
 from zeromesh.strategy import Axis, Layout
 
@@ -57,6 +66,7 @@ class FlatShards:
     master: Tensor | None = None
     grads: Tensor | None = None
     kept: Tensor | None = None
+    owed: Tensor | None = None
     full: Tensor = field(init=False)
     waiting: Tensor | None = None
     leaves: list[nn.Parameter] = field(default_factory=list)
@@ -86,9 +96,13 @@ class FlatShards:
             merged = master_is_param(layout, spec)
             self.master = self.params if merged else self._zeros(layout.significant, spec.master_dtype)
             self.grads = self._zeros(layout.grad_axes, spec.grad_dtype)
-        kept = kept_numel(layout, unit, spec)
+        kept = kept_bytes(layout, unit, spec)
         if kept:
-            self.kept = torch.zeros(kept, dtype=DTYPES[spec.param_dtype], device=device)
+            dtype = DTYPES.get(kept_wire(layout, spec), torch.uint8)
+            self.kept = torch.zeros(kept // dtype.itemsize, dtype=dtype, device=device)
+        owed = feedback_numel(layout, spec)
+        if owed:
+            self.owed = torch.zeros(owed, dtype=DTYPES[FEEDBACK_DTYPE], device=device)
         return self
 
     def _zeros(self, axes: Sequence[Axis], dtype: str) -> Tensor:
@@ -174,7 +188,13 @@ class FlatShards:
 
     def tensors(self) -> dict[str, Tensor]:
         """The persistent tensors, by kind, each storage once."""
-        kinds = {"params": self.params, "master": self.master, "grads": self.grads, "kept": self.kept}
+        kinds = {
+            "params": self.params,
+            "master": self.master,
+            "grads": self.grads,
+            "kept": self.kept,
+            "owed": self.owed,
+        }
         if self.master is self.params:
             del kinds["master"]
         return {kind: tensor for kind, tensor in kinds.items() if tensor is not None}

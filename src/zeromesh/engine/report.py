@@ -32,7 +32,8 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
             holds for its first parameter. Without it the masters alone count.
 
     Returns:
-        Lines params, grads, optimizer (masters and states), buffers (slots, kept copies, staging, workspace), total.
+        Lines params, grads, optimizer (masters and states), buffers (slots, kept copies, residuals, staging,
+        workspace), total.
     """
     engine = engine_of(model)
     plan = engine.schedule.memory
@@ -46,7 +47,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         "params": (plan.params_bytes, _storage_bytes(found["params"])),
         "grads": (plan.grads_bytes, _storage_bytes(found["grads"])),
         "optimizer": (plan.master_bytes + predicted_states, _storage_bytes(found["master"]) + states),
-        "buffers": (plan.buffers_bytes, _storage_bytes([*found["kept"], *engine.working_buffers()])),
+        "buffers": (plan.buffers_bytes, _storage_bytes([*found["kept"], *found["owed"], *engine.working_buffers()])),
     }
     lines = [MemoryLine(kind=k, predicted_bytes=p, allocated_bytes=a) for k, (p, a) in kinds.items()]
     total = [sum(line.predicted_bytes for line in lines), sum(line.allocated_bytes for line in lines)]

@@ -48,14 +48,14 @@ from zeromesh.cost.collective import HOST
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
 from zeromesh.model.spec import DTYPE_BYTES
-from zeromesh.planner.memory import ADAM_MOMENT_BYTES
+from zeromesh.planner.memory import ADAM_MOMENT_BYTES, bytes_each
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import Operation, Transfer
 from zeromesh.strategy import Axis, Stage, Wire
-
 from zeromesh.strategy.strategy import Collective
+
 Floats = npt.NDArray[np.float64]
 
 PREFETCH = 1
@@ -84,11 +84,11 @@ _GRAD_STAGES = [Stage.THREE, Stage.THREE_KEPT, Stage.TWO]
 of one block's, of one block's reduction and of the other units'; of the level's links."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 _OVERLAPPING = slice(_GATHER_MICRO, _EDGE_REDUCE + 1)
 """Rows of which the longest part counts where levels overlap."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBound:
     """Seconds of the layouts of a block.
 
@@ -150,16 +150,16 @@ class Bounds:
     Args:
         cluster: cut to the world in use.
         wires: by level, as after `@`; "" for the default.
-    """
         collective: of the strategies; "ho_ring" where levels overlap.
+    """
 
     model: ModelSpec
     cluster: Cluster
     workload: Workload
     constants: Constants
     wires: tuple[str, ...] = ()
-
     collective: Collective = "auto"
+
     # Compute --------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -349,7 +349,9 @@ class Bounds:
         one_tensor = (by_param == by_state) & (work.param_dtype == work.master_dtype)
         master = np.where(one_tensor, 0.0, DTYPE_BYTES[work.master_dtype])
         blocks = sum(unit.count * unit.num_params for unit in model.units if unit.kind is UnitKind.BLOCK)
-        kept = np.where((dropped > 1) & (dropped < by_param), width * blocks / dropped, 0.0)  # others stay gathered
+        kept_width = min(bytes_each(wire) for wire in self._param_wires)
+        copied = (dropped > 1) & (dropped < by_param)  # others stay gathered
+        kept = np.where(copied, kept_width * blocks / dropped, 0.0)
         return np.asarray(
             width * model.num_params / by_param
             + DTYPE_BYTES[work.grad_dtype] * model.num_trainable / by_grad
@@ -358,6 +360,12 @@ class Bounds:
             + np.where(by_param > 1, np.where(dropped > 1, self._gather_slots, width * model.num_params), 0.0)
             + np.where(by_grad > 1, self._reduce_slots, 0.0)
         )
+
+    @property
+    def _param_wires(self) -> Iterator[str]:
+        """Of each level: a kept copy is held as it came over one of them."""
+        for text in self.wires or ("",):
+            yield (Wire.parse(text).param if text else None) or self.workload.param_dtype
 
     @cached_property
     def _gather_slots(self) -> float:

@@ -103,6 +103,8 @@ def _deepspeed_wires(plan: Plan, layout: Layout) -> dict[str, object]:
     wires = [axis.wire for axis in layout.axes if axis.size > 1]
     params, grads = {wire.param for wire in wires}, {wire.grad for wire in wires}
     known: dict[str, object] = {}
+    if any(wire.feedback for wire in wires):
+        _refuse("DeepSpeed", plan, "error feedback (+ef): its quantised gradients have none")
     if params == {"int8"} and layout.param_axes:
         known["zero_quantized_weights"] = True
     elif params - {None, plan.param_dtype}:

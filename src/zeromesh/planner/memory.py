@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeromesh.model.spec import DTYPE_BYTES
+from zeromesh.schedule.transfer import QUANTISED_BLOCK, kept_axis, wire_bytes
 from zeromesh.strategy import Layout
 
 ADAM_MOMENT_BYTES = 8
@@ -34,6 +35,11 @@ class ModelState:
     @property
     def total(self) -> float:
         return self.params + self.grads + self.optimizer + self.kept
+
+
+def bytes_each(wire: str) -> float:
+    """Bytes of one element on a wire, the scales of quantised blocks included."""
+    return wire_bytes(QUANTISED_BLOCK, wire) / QUANTISED_BLOCK
 
 
 def model_state(
@@ -65,9 +71,11 @@ def model_state(
     master = 0.0 if one_tensor else DTYPE_BYTES[master_dtype]
     dropped = layout.degree([axis for axis in layout.param_axes if not axis.stage.kept])
     has_kept_copy = bool(layout.kept_axes) and 1 < dropped < by_param
+    axis = kept_axis(layout)
+    kept_width = bytes_each((axis.wire.param if axis else None) or param_dtype)
     return ModelState(
         params=DTYPE_BYTES[param_dtype] * num_params / by_param,
         grads=DTYPE_BYTES[grad_dtype] * trainable / by_grad,
         optimizer=(master + moment_bytes) * trainable / by_state,
-        kept=DTYPE_BYTES[param_dtype] * num_params / dropped if has_kept_copy else 0.0,
+        kept=kept_width * num_params / dropped if has_kept_copy else 0.0,
     )

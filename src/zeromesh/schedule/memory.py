@@ -34,12 +34,14 @@ class Persistent:
         master: the optimizer's copy, the state shard; 0 where it is the parameter shard itself.
         grads: the accumulated gradient shard.
         kept: copy that stays gathered over the kept axes from forward to backward.
+        feedback: what quantised reductions with error feedback have lost and still owe.
     """
 
     params: int
     master: int
     grads: int
     kept: int
+    feedback: int = 0
 
     @classmethod
     def of(cls, layout: Layout, unit: Unit, buffer: FlatBuffer) -> Persistent:
@@ -53,7 +55,8 @@ class Persistent:
             params=padded // layout.degree(layout.param_axes) * ITEM_BYTES[buffer.param_dtype],
             master=master,
             grads=grads,
-            kept=kept_numel(layout, unit, buffer) * ITEM_BYTES[buffer.param_dtype],
+            kept=kept_bytes(layout, unit, buffer),
+            feedback=feedback_numel(layout, buffer) * ITEM_BYTES[FEEDBACK_DTYPE],
         )
 
 
@@ -69,6 +72,30 @@ def kept_numel(layout: Layout, unit: Unit, buffer: FlatBuffer) -> int:
         return 0
     dropped = [axis for axis in layout.param_axes if not axis.stage.kept]
     return layout.padded(buffer.numel) // layout.degree(dropped)
+
+
+def kept_wire(layout: Layout, buffer: FlatBuffer) -> str:
+    """How the kept copy is held: as it came over the wire of the last gather that fills it."""
+    axis = transfer.kept_axis(layout)
+    return (axis.wire.param if axis else None) or buffer.param_dtype
+
+
+def kept_bytes(layout: Layout, unit: Unit, buffer: FlatBuffer) -> int:
+    """Bytes of the kept copy; a quantised one is the messages of all ranks of its axis, scales and all."""
+    numel, axis = kept_numel(layout, unit, buffer), transfer.kept_axis(layout)
+    if not numel or axis is None:
+        return 0
+    return axis.size * transfer.wire_bytes(numel // axis.size, kept_wire(layout, buffer))
+
+
+FEEDBACK_DTYPE = "fp32"
+"""Of what is owed: then what was sent and what is owed add up to the gradient to within fp32's rounding."""
+
+
+def feedback_numel(layout: Layout, buffer: FlatBuffer) -> int:
+    """Elements of the residuals: for each reduction with error feedback, the region that it quantises."""
+    parts = transfer.feedback(layout, buffer)
+    return parts[-1][1].stop if parts else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +242,7 @@ class MemoryPlan:
 
     @property
     def buffers_bytes(self) -> int:
-        """Slots, kept copies, staging and workspace."""
-        kept = sum(buffer.kept for unit in self.persistent for buffer in unit)
+        """Slots, kept copies, residuals, staging and workspace."""
+        kept = sum(buffer.kept + buffer.feedback for unit in self.persistent for buffer in unit)
         staging = self.gather_staging + self.reduce_staging
         return self.gather.total_bytes + self.reduce.total_bytes + kept + staging + self.workspace

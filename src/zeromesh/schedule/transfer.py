@@ -69,6 +69,21 @@ class Transfer:
         return (2 if self.operation == "all_reduce" else 1) * others * wire_bytes(self.chunk_numel, self.wire)
 
 
+def kept_axis(layout: Layout) -> Axis | None:
+    """The axis whose gather fills the kept copy: the last of the kept ones to be gathered; None without any."""
+    return next((axis for axis in layout.kept_axes if axis.size > 1), None)
+
+
+def feedback(layout: Layout, buffer: FlatBuffer) -> list[tuple[Transfer, slice]]:
+    """The reductions with error feedback, each with its part of the buffer's residuals, in the order of the chain."""
+    parts, start = [], 0
+    for step in (*reduce_micro(layout, buffer), *reduce_boundary(layout, buffer)):
+        if step.axis.wire.feedback:
+            parts.append((step, slice(start, start + step.numel)))
+            start += step.numel
+    return parts
+
+
 def wire_bytes(numel: int, wire: str) -> int:
     """Bytes of `numel` elements on a wire; quantised ones are padded to whole blocks and carry a scale for each."""
     bits = QUANTISED_BITS.get(wire)

@@ -70,15 +70,22 @@ class Stage(enum.Enum):
 
 
 WIRE_DTYPES = ("fp32", "bf16", "fp16", "int8", "int4")
+_QUANTISED = ("int8", "int4")
+_FEEDBACK = "+ef"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
     """Dtypes on one axis's wire for parameters and for gradients; None is the engine's default (`param_dtype`,
-    `reduce_dtype`)."""
+    `reduce_dtype`).
+
+    Args:
+        feedback: of gradients: what a quantised message loses is added to the next one.
+    """
 
     param: str | None = None
     grad: str | None = None
+    feedback: bool = False
 
     def __post_init__(self) -> None:
         for dtype in (self.param, self.grad):
@@ -87,14 +94,24 @@ class Wire:
                     f"a wire's dtype must be one of {', '.join(WIRE_DTYPES)}; got {dtype!r}: "
                     f"{nearest(dtype, WIRE_DTYPES)}"
                 )
+        if self.feedback and self.grad not in _QUANTISED:
+            raise NotationError(
+                f"{_FEEDBACK} makes up for what quantised gradients lose, as in @/int4{_FEEDBACK}; "
+                f"the gradients of this wire are {self.grad or 'not quantised'}"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Wire:
-        """Parses what follows ``@``: ``P``, ``P/G``, ``P/`` or ``/G``."""
+        """Parses what follows ``@``: ``P``, ``P/G``, ``P/`` or ``/G``; ``G+ef`` has error feedback."""
+        text, plus, suffix = text.partition("+")
+        if plus and plus + suffix != _FEEDBACK:
+            raise NotationError(
+                f"after a wire's dtypes only {_FEEDBACK} may stand, as in @/int4+ef; got {plus + suffix!r}"
+            )
         param, _, grad = text.partition("/")
         if not param and not grad:
             raise NotationError(f"a wire must name at least one dtype, as in @int8 or @/int4; got '@{text}'")
-        return cls(param=param or None, grad=grad or None)
+        return cls(param=param or None, grad=grad or None, feedback=bool(plus))
 
     @property
     def default(self) -> bool:
@@ -102,10 +119,10 @@ class Wire:
 
     @property
     def quantised(self) -> bool:
-        return bool({self.param, self.grad} & {"int8", "int4"})
+        return bool({self.param, self.grad} & set(_QUANTISED))
 
     def __str__(self) -> str:
-        return "" if self.default else f"@{self.param or ''}/{self.grad or ''}"
+        return "" if self.default else f"@{self.param or ''}/{self.grad or ''}{_FEEDBACK if self.feedback else ''}"
 
 
 DEFAULT_WIRE = Wire()

@@ -5,7 +5,7 @@
     strategy = axis "=" stage wire? ("," axis ...)* (";" option "=" value)*        innermost axis first
     axis     = name | name "[" size "]" | name "[*]"     a size splits a level; [*] is what the splits leave over
     stage    = "0" | "1" | "2" | "3" | "3k" | "3d" | "3dk"
-    wire     = "@" [P] "/" [G] | "@" P
+    wire     = "@" [P] "/" [G ["+ef"]] | "@" P           +ef: error feedback, on a quantised G
     option   = collective=auto|flat|hierarchical|ho_ring, overlap=all|gather|none, prefetch=K
 """
 

@@ -18,6 +18,7 @@ from zeromesh.comm.quantised import (
     quantised_all_gather,
     quantised_all_reduce,
     quantised_reduce_scatter,
+    restore_kept,
 )
 from zeromesh.errors import InputError, InternalError
 from zeromesh.schedule.transfer import wire_bytes
@@ -121,6 +122,35 @@ def test_regions_of_many_pieces(pool: Pool):
     pool.run(2, scatter, (2,), 900_001, QuantFormat(bits=8), 1, True)
 
 
+def kept_and_restored(chunk: int, form: QuantFormat) -> None:
+    group = grid((2,))["a"]
+    region = torch.cat([values(rank, chunk, 4, 1.0) for rank in range(2)]).bfloat16()
+    keep = torch.zeros(2 * form.message_bytes(chunk), dtype=torch.uint8)
+    plain, room = region.clone(), workspace(group)
+    quantised_all_gather(plain, group, form, workspace=room)
+    quantised_all_gather(region, group, form, workspace=room, keep=keep)
+    assert torch.equal(region, plain)
+    restored = torch.full_like(region, float("nan"))
+    restore_kept(keep, restored, group, form, workspace=room)
+    assert torch.equal(restored, region)
+    first = keep.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, keep), "replicas of a kept copy are equal to the bit"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("chunk", [1, 127, 128, 3001, 600_001])
+def test_kept_messages_give_the_same_bits_back(pool: Pool, chunk, bits):
+    pool.run(2, kept_and_restored, chunk, QuantFormat(bits=bits))
+
+
+@on_ranks(2)
+def test_room_for_kept_messages_must_be_right():
+    group, form = grid((2,))["a"], QuantFormat(bits=8)
+    with pytest.raises(InternalError, match=r"kept messages of 2 chunks of 100 need 132 bytes each; got 100"):
+        restore_kept(torch.zeros(100).byte(), torch.zeros(200), group, form, workspace=workspace(group))
+
+
 @on_ranks(3)
 def test_reduce_scatter_sums_dequantised_chunks_in_the_order_of_the_ranks():
     group, form, chunk = grid((3,))["a"], QuantFormat(bits=8), 300
@@ -177,6 +207,27 @@ def test_error_feedback_makes_up_for_what_was_lost():
     assert error["without"] > 5 * error["with"]
     own = slice(group.rank * chunk, (group.rank + 1) * chunk)
     assert (residual[own] == 0).all()  # the own chunk is not quantised
+
+
+@on_ranks(3)
+def test_error_feedback_of_an_all_reduce_covers_both_its_quantisations():
+    group, form, numel = grid((3,))["a"], QuantFormat(bits=4), 500
+    own = values(group.rank, numel, 8, 0.0)
+    residual, total, repeats = torch.zeros(numel), torch.zeros(numel), 30
+    plain = torch.zeros(numel)
+    for _ in range(repeats):
+        for sums, owed in ((total, residual), (plain, None)):
+            tensor = own.clone()
+            quantised_all_reduce(tensor, group, form, workspace=workspace(group), scale=1 / 3, residual=owed)
+            sums += tensor
+    everyone = torch.stack([values(rank, numel, 8, 0.0) for rank in range(3)])
+    exact = repeats * everyone.mean(0)
+    # What is owed in the end, once for each quantisation, of values that may hold what was owed before.
+    assert (total - exact).abs().max() <= 2 * form.error_bound(2) * everyone.abs().max()
+    assert (plain - exact).abs().max() > 5 * (total - exact).abs().max()
+    first = total.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, total)
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4"])

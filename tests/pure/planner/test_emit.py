@@ -69,6 +69,7 @@ def test_deepspeed_configurations(strategy: str, zero: dict[str, object]) -> Non
         ("node=3@int4/,cluster=3@int4/", "parameter wires int4"),
         ("node=3@/int8,cluster=3@/int8", "gradient wires int8"),
         ("node=3@int8/,cluster=3", "parameter wires default, int8"),
+        ("node=3@int8/int4+ef,cluster=3@int8/int4+ef", "error feedback"),
     ],
 )
 def test_deepspeed_says_what_it_cannot_express(strategy: str, message: str) -> None:

@@ -38,7 +38,16 @@ def test_model_state_equals_the_published_table(strategy: str, printed: tuple[st
 
 
 @pytest.mark.parametrize(
-    "strategy", [*TABLE, "node=3,cluster=3k", "node=3k,cluster=3k", "node=2,cluster=2", "node=3,cluster=3"]
+    "strategy",
+    [
+        *TABLE,
+        "node=3,cluster=3k",
+        "node=3,cluster=3k@int8/",
+        "node=3,cluster=3k@fp32/",
+        "node=3k,cluster=3k",
+        "node=2,cluster=2",
+        "node=3,cluster=3",
+    ],
 )
 @pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
 def test_closed_form_equals_what_the_schedule_allocates(strategy: str, grad_dtype: str) -> None:

@@ -155,6 +155,43 @@ def test_staging(strategy, gather, reduce):
     assert (plan.gather_staging, plan.reduce_staging) == (gather, reduce)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "kept"),
+    [
+        ("node=3,cluster=3k", 1024 * 2),
+        ("node=3,cluster=3k@fp32/", 1024 * 4),
+        ("node=3,cluster=3k@int8/", 2 * 4 * (128 + 4)),  # two messages of 4 blocks, each of 128 codes and a scale
+        ("node=3,cluster=3k@int4/", 2 * 4 * (64 + 4)),
+        ("node=3@int8/,cluster=3k", 1024 * 2),  # the wire of the axis that is not kept does not matter
+    ],
+)
+def test_a_kept_copy_is_held_as_it_came_over_the_wire(strategy, kept):
+    plan = Schedule.of(Layout.of(strategy, [("node", 2), ("cluster", 2)]), stack(2048, 2)).memory
+    # None for the root, which has nothing but zero length here, nor for units that stay gathered.
+    assert [copy.kept for unit in plan.persistent for copy in unit if copy.kept] == [kept] * 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "numel"),
+    [
+        ("node=3@/int4,cluster=1@/int4", 0),
+        ("node=3@/int4+ef,cluster=1@/int4", 2048),
+        ("node=3@/int4,cluster=1@/int4+ef", 2048 // 2),
+        ("node=3@/int4+ef,cluster=1@/int4+ef", 2048 + 2048 // 2),
+        ("node=0@/int8+ef,cluster=0@/int8+ef", 2048 + 2048),
+    ],
+)
+def test_error_feedback_holds_the_regions_that_it_quantises(strategy, numel):
+    layout = Layout.of(strategy, [("node", 2), ("cluster", 2)])
+    plan, plain = (Schedule.of(of, stack(2048, 2)).memory for of in (layout, _without_feedback(layout)))
+    assert [copy.feedback for unit in plan.persistent for copy in unit] == [4 * numel] * 2
+    assert plan.buffers_bytes - plain.buffers_bytes == 2 * 4 * numel
+
+
+def _without_feedback(layout: Layout) -> Layout:
+    return Layout.of(str(layout.strategy).replace("+ef", ""), layout.mesh)
+
+
 def test_all_buffers_are_added_up():
     layout = Layout.of("node=3,cluster=3k", [("node", 2), ("cluster", 2)])
     plan = Schedule.of(layout, stack(64, 3), workspace_bytes=1000).memory

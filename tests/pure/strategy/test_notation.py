@@ -20,7 +20,8 @@ def texts(draw, stage: str) -> str:
     """A wire that this stage may have."""
     grad = draw(st.sampled_from(["", *DTYPES]))
     param = "" if stage == "0" else draw(st.sampled_from(["", *DTYPES]))
-    return f"@{param}/{grad}" if param or grad else ""
+    feedback = draw(st.sampled_from(["", "+ef"])) if grad in ("int8", "int4") else ""
+    return f"@{param}/{grad}{feedback}" if param or grad else ""
 
 
 @st.composite
@@ -250,6 +251,9 @@ def test_presets_elsewhere(text, axes, expected):
         ("node=3;prefetch=two", r"prefetch must be a whole number of units.*; got 'two'"),
         ("node=3;prefetch=65", r"prefetch must be 0 to 64 units; got 65"),
         ("node=3;overlap=some", r"overlap must be one of all, gather, none; got 'some'"),
+        ("node=3@int8+ef", r"\+ef makes up for what quantised gradients lose.*this wire are not quantised"),
+        ("node=3@int8/bf16+ef", r"\+ef makes up for what quantised gradients lose.*this wire are bf16"),
+        ("node=3@/int4+fe", r"only \+ef may stand, as in @/int4\+ef; got '\+fe'"),
         ("node=3;collective=ring", r"collective must be one of auto, flat, hierarchical, ho_ring; got 'ring'"),
     ],
 )
