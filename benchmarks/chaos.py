@@ -4,8 +4,14 @@
 
 A job of two ranks trains a small model and saves after every step, so that about every second kill comes during a save.
 After each kill of a random rank the others are killed too, as torchrun does, and the job starts again from the newest
-checkpoint. Checked at each start: a checkpoint was found where one had been announced, not older than that, without a
-warning. Checked at each end: parameters and optimizer states equal those of a job that nobody disturbed.
+checkpoint. Checked:
+
+- after each kill, from outside: the newest complete checkpoint is not older than any that had been announced, and
+  nothing that is named like a checkpoint is anything less;
+- at each start: the job went on from it, without a warning;
+- at each end: parameters and optimizer states equal, to the bit, those of a job that nobody disturbed.
+
+The output is written anew after every kill, so what was reached counts even if the run is ended, or fails.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
@@ -33,28 +39,40 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
+from zeromesh.checkpoint.directory import list_checkpoints
+from zeromesh.checkpoint.storage import LocalStorage
 
 WORLD = 2
 TIMEOUT_S = 50.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What a soak run saw.
+    """What a soak run has seen so far.
 
     Args:
-        kills: ranks killed.
+        asked: kills to be made.
+        kills: ranks killed, each with its directory checked.
         kills_during_save: of those, how many left a half-written checkpoint behind.
-        jobs: that ran to their end.
-        restarts_from: steps that restarted jobs went on from.
+        kills_before_load: of those, how many came before the job had loaded its checkpoint.
+        kills_by_rank: how often each rank was the one.
+        jobs: that ran to their end, with the results of an undisturbed one.
+        restarts: starts that found a checkpoint and went on from it.
+        restarts_from: steps that they went on from.
         seconds: of the whole run.
+        failed: why the run ended early; "" while all is well.
     """
 
-    kills: int
-    kills_during_save: int
-    jobs: int
-    restarts_from: tuple[int, ...]
-    seconds: float
+    asked: int
+    kills: int = 0
+    kills_during_save: int = 0
+    kills_before_load: int = 0
+    kills_by_rank: list[int] = field(default_factory=lambda: [0] * WORLD)
+    jobs: int = 0
+    restarts: int = 0
+    restarts_from: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    failed: str = ""
 
 
 class ChaosError(Exception):
@@ -112,7 +130,8 @@ def _digest(optimizer: torch.optim.Optimizer) -> str:
 
 def _start(directory: Path, attempt: int, steps: int) -> list[ForkServerProcess]:
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "zeromesh.engine.checkpoint"])
+    # Imported once. The first optimizer imports torch._dynamo, which takes seconds.
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.device_mesh", "zeromesh.engine.checkpoint"])
     ranks = []
     for rank in range(WORLD):
         ranks.append(context.Process(target=rank_main, args=(rank, str(directory), attempt, steps), daemon=True))
@@ -135,25 +154,32 @@ class _Job:
     steps: int
     generator: random.Random
     delay_s: float
-    kills: int = 0
-    during_save: int = 0
-    resumed: list[int] = field(default_factory=list)
+    outcome: Outcome
 
-    def run(self, kills: int) -> None:
+    def run(self, kills: int, killed: Callable[[], None] = lambda: None) -> None:
         """Starts the job until it ends; the first `kills` starts are killed, unless they end before."""
         for attempt in itertools.count():
             announced = max(_said(self.directory / "announced"), default=0)
             ranks = _start(self.directory, attempt, self.steps)
             try:
-                ended = self._watch(ranks, attempt, killing=self.kills < kills)
-                self._check_resumed(attempt, announced)
-                if ended:
-                    return
-                self.generator.choice([process for process in ranks if process.is_alive()] or list(ranks)).kill()
+                ended = self._watch(ranks, attempt, killing=attempt < kills)
+                if not ended:
+                    self._kill_one(ranks)
             finally:
                 _end(ranks)
-            self.kills += 1
-            self.during_save += any((self.directory / "checkpoints").glob(".saving-*"))
+            self._check_resumed(attempt, announced)
+            if ended:
+                return
+            self._check_directory()
+            self.outcome.kills += 1
+            self.outcome.kills_before_load += not (self.directory / f"resumed-{attempt}").exists()
+            killed()
+
+    def _kill_one(self, ranks: Sequence[ForkServerProcess]) -> None:
+        running = [rank for rank, process in enumerate(ranks) if process.is_alive()] or list(range(WORLD))
+        victim = self.generator.choice(running)
+        ranks[victim].kill()
+        self.outcome.kills_by_rank[victim] += 1
 
     def _watch(self, ranks: Sequence[ForkServerProcess], attempt: int, *, killing: bool) -> bool:
         """Returns at the moment for a kill (False), or when the job has ended (True)."""
@@ -171,44 +197,87 @@ class _Job:
             raise ChaosError(f"ranks of {self.directory} that nobody disturbed ended with {codes}")
         return codes == [0] * WORLD
 
+    def _check_directory(self) -> None:
+        """Nobody runs: what lies on the disk is what a next job would find."""
+        checkpoints = self.directory / "checkpoints"
+        listing = list_checkpoints(LocalStorage(checkpoints))
+        if listing.refused:
+            raise ChaosError("visible, but not complete: " + "; ".join(listing.refused))
+        newest = listing.complete[0].step if listing.complete else 0
+        announced = max(_said(self.directory / "announced"), default=0)
+        if newest < announced:
+            raise ChaosError(f"step {announced} had been announced; the newest in {checkpoints} is {newest}")
+        self.outcome.kills_during_save += any(checkpoints.glob(".saving-*"))
+
     def _check_resumed(self, attempt: int, announced: int) -> None:
         resumed = _said(self.directory / f"resumed-{attempt}")
         if resumed and resumed[0] < announced:
             raise ChaosError(f"step {announced} had been announced, and the job went on from step {resumed[0]}")
-        self.resumed += resumed
+        self.outcome.restarts += bool(attempt and resumed and resumed[0])
+        self.outcome.restarts_from += resumed if attempt else []
 
 
-def soak(kills: int, directory: Path, *, steps: int = 60, seed: int = 0, kills_a_job: int = 10) -> Outcome:
+def soak(
+    kills: int,
+    directory: Path,
+    *,
+    steps: int = 60,
+    seed: int = 0,
+    kills_a_job: int = 10,
+    report: Callable[[Outcome], None] = lambda outcome: None,
+) -> Outcome:
     """Jobs one after another until `kills` ranks have been killed.
+
+    Args:
+        kills: to be made.
+        directory: empty.
+        steps: of each job.
+        seed: decides when who is killed.
+        kills_a_job: after which a job is left to end.
+        report: is told after every kill and every job.
 
     Raises:
         ChaosError: a checkpoint was lost, a job failed, or its result differs.
     """
     started = time.monotonic()
-    calm = _Job(directory=directory / "calm", steps=steps, generator=random.Random(seed), delay_s=0.0)
+    outcome = Outcome(asked=kills)
+
+    def tell() -> None:
+        outcome.seconds = round(time.monotonic() - started, 1)
+        report(outcome)
+
+    calm = _Job(
+        directory=directory / "calm",
+        steps=steps,
+        generator=random.Random(seed),
+        delay_s=0.0,
+        outcome=Outcome(asked=0),
+    )
     calm.directory.mkdir()
     calm.run(0)
     expected = _digests(calm.directory)
     # From the first checkpoint's file to the last: so that a job has time for several kills, on any machine.
     delay_s = ((calm.directory / "announced").stat().st_mtime - (calm.directory / "resumed-0").stat().st_mtime) / 3
-    jobs: list[_Job] = []
-    while sum(job.kills for job in jobs) < kills:
-        left = kills - sum(job.kills for job in jobs)
-        jobs.append(
-            _Job(directory=directory / f"job-{len(jobs)}", steps=steps, generator=calm.generator, delay_s=delay_s)
-        )
-        jobs[-1].directory.mkdir()
-        jobs[-1].run(min(kills_a_job, left))
-        if _digests(jobs[-1].directory) != expected:
-            raise ChaosError(f"{jobs[-1].directory}: parameters or optimizer states differ from the undisturbed job's")
-        print(f"{sum(job.kills for job in jobs)} kills, {len(jobs)} jobs", file=sys.stderr, flush=True)
-    return Outcome(
-        kills=sum(job.kills for job in jobs),
-        kills_during_save=sum(job.during_save for job in jobs),
-        jobs=len(jobs),
-        restarts_from=tuple(step for job in jobs for step in job.resumed),
-        seconds=round(time.monotonic() - started, 1),
-    )
+    try:
+        while outcome.kills < kills:
+            job = _Job(
+                directory=directory / f"job-{outcome.jobs}",
+                steps=steps,
+                generator=calm.generator,
+                delay_s=delay_s,
+                outcome=outcome,
+            )
+            job.directory.mkdir()
+            job.run(min(kills_a_job, kills - outcome.kills), tell)
+            if _digests(job.directory) != expected:
+                raise ChaosError(f"{job.directory}: parameters or optimizer states differ from the undisturbed job's")
+            outcome.jobs += 1
+            tell()
+    except ChaosError as error:
+        outcome.failed = str(error)
+        tell()
+        raise
+    return outcome
 
 
 def _digests(directory: Path) -> list[str]:
@@ -221,12 +290,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
+
+    def report(outcome: Outcome) -> None:
+        print(f"{outcome.kills} kills, {outcome.jobs} jobs, {outcome.seconds} s", file=sys.stderr, flush=True)
+        if arguments.output:
+            temporary = arguments.output.with_suffix(".writing")
+            temporary.write_text(json.dumps(asdict(outcome), indent=2) + "\n")
+            temporary.replace(arguments.output)
+
     with tempfile.TemporaryDirectory() as directory:
-        outcome = asdict(soak(arguments.kills, Path(directory), seed=arguments.seed))
-    text = json.dumps(outcome)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+        outcome = soak(arguments.kills, Path(directory), seed=arguments.seed, report=report)
+    print(json.dumps(asdict(outcome)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,11 @@
 
     python benchmarks/checkpoint.py -o benchmarks/results/checkpoint.json
 
-Reads may come from the page cache, on both sides. Every save is synced to the disk, on both sides.
+Both sides save parameters and AdamW's states in fp32 (zeromesh also the ranks' random states), to one file a rank.
+Reads may come from the page cache, on both sides. When a save ends, everything is on the disk, on both sides: DCP syncs
+each data file and its index, which is its default; zeromesh also its manifest and both directories, and it copies the
+shards before it writes them. Both compute CRC-32s of what they write. What a side saved before is deleted, and that
+synced, before the clock starts.
 """
 
 from __future__ import annotations
@@ -15,11 +19,12 @@ import statistics
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -38,28 +43,30 @@ WORLD = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Medians over the repeats of the slowest rank, seconds.
+    """Times of the slowest rank, seconds: medians, and what they are the medians of.
 
     Args:
         state_bytes: parameters and moments of all ranks.
-        save_s, dcp_save_s: until everything is on the disk.
-        block_s: how long an asynchronous save keeps training waiting.
-        copy_s: a copy of this rank's shards into memory that is there already, for comparison with `block_s`.
-        load_s, dcp_load_s: into a model of the same layout.
-        load_other_s: into one of another strategy.
-        staging_bytes: host memory of the copy, on one rank.
+        staging_bytes: host memory of the copy that an asynchronous save makes, on one rank.
+        median_s: by what was timed.
+        all_s: one for each turn.
+        save_cpu_s, dcp_save_cpu_s: of this process in a save, all threads, median over the turns, on the slower rank.
         load_average: of the machine at the end; above the number of cores the seconds say little.
+
+    Timed are:
+        save, dcp_save: until everything is on the disk.
+        block: how long an asynchronous save keeps training waiting.
+        copy: of this rank's shards into memory that is there already, for comparison with `block`.
+        load, dcp_load: into a model of the same layout.
+        load_other: into one of another strategy.
     """
 
     state_bytes: int
-    save_s: float
-    dcp_save_s: float
-    block_s: float
-    copy_s: float
-    load_s: float
-    dcp_load_s: float
-    load_other_s: float
     staging_bytes: int
+    median_s: dict[str, float]
+    all_s: dict[str, list[float]]
+    save_cpu_s: float
+    dcp_save_cpu_s: float
     load_average: float
 
 
@@ -76,14 +83,14 @@ def train_once(model: nn.Module, hidden: int) -> torch.optim.Optimizer:
     return optimizer
 
 
-def timed(work: Callable[[], Any]) -> float:
-    """Seconds of the slowest rank, started together."""
+def timed(work: Callable[[], Any]) -> tuple[float, float]:
+    """(seconds, seconds of CPU) of the slowest rank, started together."""
     dist.barrier()
-    start = perf_counter()
+    start, cpu = perf_counter(), process_time()
     work()
-    seconds = torch.tensor(perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
+    spent = torch.tensor([perf_counter() - start, process_time() - cpu], dtype=torch.float64)
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    return float(spent[0]), float(spent[1])
 
 
 def rank_main(rank: int, directory: str, layers: int, hidden: int, repeats: int) -> None:
@@ -107,10 +114,24 @@ def rank_main(rank: int, directory: str, layers: int, hidden: int, repeats: int)
     shards = [p.local for p in ours.parameters()]  # type: ignore[attr-defined]
     shards += [value for values in our_optimizer.state.values() for value in values.values()]
     warm = [torch.zeros_like(shard) for shard in shards]
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = defaultdict(list)
+    cpu: dict[str, list[float]] = defaultdict(list)
 
     def record(name: str, work: Callable[[], Any]) -> None:
-        times.setdefault(name, []).append(timed(work))
+        seconds, cpu_s = timed(work)
+        times[name].append(seconds)
+        cpu[name].append(cpu_s)
+
+    def delete(directory: Path) -> None:
+        if rank == 0:
+            for path in [path for path in directory.glob("*") if path.name != ".lock"]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            os.sync()
+        dist.barrier()
+
+    def save() -> None:
+        checkpoints.save(1)
+        checkpoints.wait()
 
     def dcp_save() -> None:
         model_state, optimizer_state = get_state_dict(theirs, their_optimizer)
@@ -124,27 +145,31 @@ def rank_main(rank: int, directory: str, layers: int, hidden: int, repeats: int)
         set_state_dict(theirs, their_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
     for turn in range(repeats + 1):
-        if rank == 0:
-            shutil.rmtree(root / "theirs", ignore_errors=True)
-        record("dcp_save_s", dcp_save)
-        start = perf_counter()
-        record("block_s", lambda: checkpoints.save(1))
+        for name, work in (("save", save), ("dcp_save", dcp_save))[:: 1 if turn % 2 else -1]:
+            delete(root / ("ours" if work is save else "theirs"))
+            record(name, work)
+        record("dcp_load", dcp_load)
+        record("load", checkpoints.load)
+        record("load_other", elsewhere.load)
+        delete(root / "ours")
+        record("copy", lambda: torch._foreach_copy_(warm, shards))
+        record("block", lambda: checkpoints.save(1))
         checkpoints.wait()
-        whole = torch.tensor(perf_counter() - start, dtype=torch.float64)
-        dist.all_reduce(whole, op=dist.ReduceOp.MAX)
-        times.setdefault("save_s", []).append(float(whole))
-        record("copy_s", lambda: torch._foreach_copy_(warm, shards))
-        record("dcp_load_s", dcp_load)
-        record("load_s", checkpoints.load)
-        record("load_other_s", elsewhere.load)
         if turn == 0:
             times.clear()  # the first turn makes buffers and fills caches
+            cpu.clear()
     staging_bytes = checkpoints.staging_bytes
     checkpoints.close()
     if rank == 0:
-        medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-        total = sum(shard.numel() * shard.itemsize for shard in shards) * WORLD
-        result = Result(state_bytes=total, staging_bytes=staging_bytes, load_average=os.getloadavg()[0], **medians)
+        result = Result(
+            state_bytes=sum(shard.numel() * shard.itemsize for shard in shards) * WORLD,
+            staging_bytes=staging_bytes,
+            median_s={name: statistics.median(seconds) for name, seconds in times.items()},
+            all_s=dict(times),
+            save_cpu_s=statistics.median(cpu["save"]),
+            dcp_save_cpu_s=statistics.median(cpu["dcp_save"]),
+            load_average=os.getloadavg()[0],
+        )
         (root / "result.json").write_text(json.dumps(asdict(result)))
     dist.destroy_process_group()
 
@@ -152,7 +177,7 @@ def rank_main(rank: int, directory: str, layers: int, hidden: int, repeats: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the temporary one")
     parser.add_argument("-o", "--output", type=Path)
@@ -168,12 +193,14 @@ def main() -> None:
             sys.exit("a rank failed")
         result = json.loads((Path(directory) / "result.json").read_text())
     for name, ours, reference, bound in (
-        ("save against DCP of FSDP2", result["save_s"], result["dcp_save_s"], 1.05),
-        ("load against DCP of FSDP2", result["load_s"], result["dcp_load_s"], 1.1),
-        ("block against a warm copy", result["block_s"], result["copy_s"], 1.2),
-        ("load under another strategy", result["load_other_s"], result["load_s"], 1.5),
+        ("save against DCP of FSDP2", "save", "dcp_save", 1.05),
+        ("load against DCP of FSDP2", "load", "dcp_load", 1.1),
+        ("block against a warm copy", "block", "copy", 1.2),
+        ("load under another strategy", "load_other", "load", 1.5),
     ):
-        print(f"{name:<30} {ours:8.3f} s  {reference:8.3f} s  {ours / reference:6.2f} x  (at most {bound} x)")
+        median, every = result["median_s"], result["all_s"]
+        shown = [f"{median[key]:8.4f} s ({min(every[key]):.4f} to {max(every[key]):.4f})" for key in (ours, reference)]
+        print(f"{name:<28} {'  '.join(shown)}  {median[ours] / median[reference]:5.2f} x  (at most {bound} x)")
     print(json.dumps(result))
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=2) + "\n")
