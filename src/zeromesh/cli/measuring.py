@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def emulated(tree: str) -> Iterator[Lab | None]:
-    """The emulated cluster that `--lab` names, None without; ranks that fail end the command with 1."""
+    """The emulated cluster that `--lab` names, None without. Ranks that fail end the command with 1."""
     try:
         if not tree:
             yield None
@@ -30,6 +30,12 @@ def emulated(tree: str) -> Iterator[Lab | None]:
             raise InputError("--lab starts ranks of its own: leave torchrun out")
         with Lab(tree) as lab:
             yield lab
+    except InputError:
+        from zeromesh.measure.launch import is_first
+
+        if is_first():
+            raise
+        raise typer.Exit(2) from None  # all ranks of a torchrun have the same arguments: the first says it once
     except RanksFailedError as error:
         print(f"zeromesh: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.cluster import Cluster
-from zeromesh.errors import InputError
+from zeromesh.errors import InputError, nearest
 from zeromesh.measure.replay import Compute, Replayed, read_schedule, replay, schedule_json
+from zeromesh.measure.shapes import SHAPES
 from zeromesh.trace import Event, Trace
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Batch:
     """What a rank trains on in a step.
 
     Args:
-        model: a name of `llama.SHAPES`.
+        model: a name of `shapes.SHAPES`.
         dtype: of compute and of both wires; masters and sums are fp32.
         sequences, tokens: of one micro-batch.
         micro_batches: of a step.
@@ -42,6 +43,8 @@ class Batch:
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
+        if self.model not in SHAPES:
+            raise InputError(f"unknown model size {self.model!r}; {nearest(self.model, SHAPES)}")
         if self.dtype not in DTYPES:
             raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         for name in ("sequences", "tokens", "micro_batches"):
@@ -66,7 +69,6 @@ class Training:
 
         import zeromesh as zm
         from zeromesh.measure.llama import make_llama
-        from zeromesh.measure.shapes import SHAPES
 
         mesh = ranks.mesh if strategy is not None else _alone(ranks)
         dtype = {"fp32": None, "bf16": torch.bfloat16}[batch.dtype]
