@@ -1,6 +1,6 @@
 """Collectives over the axes of a mesh, and the lanes they run on."""
 
-from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter, workspace_bytes
+from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter, sums_in_place, workspace_bytes
 from zeromesh.comm.groups import AxisGroup, Sent, make_groups
 from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.comm.quantise import QuantFormat
@@ -41,5 +41,6 @@ __all__ = [
     "quantised_reduce_scatter",
     "reduce_scatter",
     "restore_kept",
+    "sums_in_place",
     "workspace_bytes",
 ]

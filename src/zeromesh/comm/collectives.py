@@ -22,6 +22,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -98,12 +99,17 @@ def all_reduce(tensor: Tensor, group: AxisGroup, *, workspace: Tensor, scale: fl
         CommunicationError: a peer died or stalled, or issued something else.
     """
     chunks = uneven_chunks(tensor, group.size)
-    if tensor.dtype == sum_dtype(tensor.dtype):
+    if sums_in_place(tensor.dtype):
         _native_all_reduce(tensor, group, scale)
         return
     target = Target(out=chunks[group.rank], scale=scale, accumulate=False)
     _reduce_scatter(tensor, chunks, target, group, workspace, "all_reduce")
     _all_gather(tensor, chunks, group, group.reduce, "all_reduce")
+
+
+def sums_in_place(dtype: torch.dtype) -> bool:
+    """Whether `all_reduce` of this dtype is the backend's own; a scale is then a pass over the memory of its own."""
+    return dtype == sum_dtype(dtype)
 
 
 def even_chunks(region: Tensor, count: int) -> Sequence[Tensor]:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeromesh.comm import Lane, Ticket
 from zeromesh.engine.chain import (
@@ -32,8 +33,11 @@ from zeromesh.engine.param import plain_attributes
 from zeromesh.errors import InternalError
 from zeromesh.schedule import Op, Reduction, Target
 
+Site = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
+"""The `_parameters` of a module, a key, and what stands there: the compute leaf, or else the optimizer's parameter."""
 
-@dataclass(slots=True)
+
+@dataclass
 class UnitShards:
     """One unit on this rank: its flat buffers, and what is collected of the running backward.
 
@@ -42,33 +46,44 @@ class UnitShards:
         buffers: its flat buffers.
         used: by (buffer, parameter): whether it has had a gradient since the accumulator was empty.
         written: by (buffer, parameter): whether its part of the target holds something of this accumulation.
+        num_leaves: parameters that are trained.
         fired: leaves whose gradients the running backward has computed.
         waited: whether some of them are still on their leaves.
         apart: accumulators of a backward whose unit had been reduced before, by buffer.
         homes: by (buffer, parameter): where the target collects its gradient.
+        factors: what is collected is multiplied by, by buffer: see `ReduceChain.first`.
     """
 
     name: str
     buffers: list[FlatShards]
     used: list[list[bool]] = field(init=False)
     written: list[list[bool]] = field(init=False)
+    num_leaves: int = field(init=False)
     fired: int = 0
     waited: bool = False
     target: Target | None = None
     apart: list[Tensor | None] = field(init=False)
     homes: list[list[Tensor]] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.used = self._flags()
         self.written = self._flags()
+        self.num_leaves = sum(len(flags) for flags in self.used)
         self.apart = [None] * len(self.buffers)
 
     def _flags(self) -> list[list[bool]]:
         return [[False] * len(buffer.places) if buffer.spec.trainable else [] for buffer in self.buffers]
 
-    @property
-    def num_leaves(self) -> int:
-        return sum(len(flags) for flags in self.used)
+    @cached_property
+    def sites(self) -> list[Site]:
+        """Every place in the model that holds one of its parameters."""
+        return [
+            (params, key, leaf, param)
+            for buffer in self.buffers
+            for place, leaf, param in zip(buffer.places, buffer.leaves, buffer.optimizer_params, strict=True)
+            for params, key in place.info.sites
+        ]
 
     def forget(self) -> None:
         """The accumulator is empty."""
@@ -148,6 +163,8 @@ class DeviceBackend:
         self.final_scale: Callable[[], float] | None = None
         self.watch_chain: Callable[[ReduceChain, str], ReduceChain] = _unwatched
         self.chains = [self._bind(unit, gather_scratch) for unit in units]
+        for unit, chains in zip(units, self.chains, strict=True):
+            unit.factors = [1.0 if chain is None else chain.first for chain in chains.reduce]
 
     def _bind(self, unit: UnitShards, scratch: Scratch) -> UnitChains:
         sharded = [b for b in unit.buffers if b.full.data_ptr() != b.params.data_ptr()]
@@ -197,16 +214,12 @@ class DeviceBackend:
         ticket.wait()
 
     def use(self, unit: int) -> None:
-        for buffer in self.units[unit].buffers:
-            for place, leaf in zip(buffer.places, buffer.leaves, strict=True):
-                for params, key in place.info.sites:
-                    params[key] = leaf
+        for params, key, leaf, _ in self.units[unit].sites:
+            params[key] = leaf
 
     def unuse(self, unit: int) -> None:
-        for buffer in self.units[unit].buffers:
-            for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
-                for params, key in place.info.sites:
-                    params[key] = param
+        for params, key, _, param in self.units[unit].sites:
+            params[key] = param
 
     def grads_discarded(self, unit: int) -> bool:
         """Whether no reduced gradient of the unit is alive; zeroes the parts of those that are not, if others are."""
@@ -251,12 +264,16 @@ class DeviceBackend:
             # Not 0 * grad: a mean over no tokens is NaN.
             if not written[position]:
                 home.zero_()
-        elif written[position]:
-            home.add_(grad, alpha=1 if self.weight is None else self.weight)
         else:
-            home.copy_(grad)
-            if self.weight is not None:
-                home.mul_(self.weight)
+            factor = shards.factors[index] * (1.0 if self.weight is None else self.weight)
+            if written[position]:
+                home.add_(grad, alpha=factor)
+            elif factor != 1 and grad.dtype == home.dtype:
+                torch.mul(grad, factor, out=home)
+            else:
+                home.copy_(grad)
+                if factor != 1:
+                    home.mul_(factor)
         written[position] = shards.used[index][position] = True
 
     def _collect_leftovers(self, shards: UnitShards, reduction: Reduction) -> None:

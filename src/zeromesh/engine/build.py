@@ -107,7 +107,7 @@ def build_engine(
     engine = Engine(schedule, backend, control, precision, debug=debug)
     _make_optimizer_params(engine)
     for index, module in enumerate(modules):
-        install(engine, index, module.module, precision.param)
+        install(engine, index, module.modules, precision.param)
         backend.unuse(index)
     return engine
 

@@ -31,6 +31,7 @@ from zeromesh.comm import (
     ho_ring_all_gather,
     ho_ring_reduce_scatter,
     reduce_scatter,
+    sums_in_place,
 )
 from zeromesh.comm.quantise import QuantFormat
 from zeromesh.comm.quantised import (
@@ -240,6 +241,13 @@ class Reduce:
     form: QuantFormat | None
     noise: torch.Generator | None
     owed: Tensor | None
+    scale: float
+
+    @property
+    def native(self) -> bool:
+        """Whether it is the backend's own all-reduce, in place."""
+        wire = self.region if self.staged is None else self.staged
+        return self.operation == "all_reduce" and self.form is None and sums_in_place(wire.dtype)
 
     @property
     def plain(self) -> bool:
@@ -255,16 +263,15 @@ class Reduce:
         if self.staged is not None:
             wire = self.staged
             wire.copy_(self.region)
-        scale = 1 / self.group.size
         if self.operation == "all_reduce":
-            all_reduce(wire, self.group, workspace=workspace, scale=scale)
+            all_reduce(wire, self.group, workspace=workspace, scale=self.scale)
             if self.staged is not None:
                 self.region.copy_(wire)
         else:
-            reduce_scatter(wire, self.out, self.group, workspace=workspace, scale=scale, accumulate=add)
+            reduce_scatter(wire, self.out, self.group, workspace=workspace, scale=self.scale, accumulate=add)
 
     def _run_quantised(self, form: QuantFormat, workspace: Tensor, add: bool) -> None:
-        scale = 1 / self.group.size
+        scale, noise = self.scale, self.noise
         if self.operation == "all_reduce":
             quantised_all_reduce(
                 self.region,
@@ -273,7 +280,7 @@ class Reduce:
                 workspace=workspace,
                 scale=scale,
                 residual=self.owed,
-                generator=self.noise,
+                generator=noise,
             )
         else:
             quantised_reduce_scatter(
@@ -285,7 +292,7 @@ class Reduce:
                 scale=scale,
                 accumulate=add,
                 residual=self.owed,
-                generator=self.noise,
+                generator=noise,
             )
 
 
@@ -304,7 +311,7 @@ class OverlappedReduce:
             major.group,
             minor.group,
             workspace=workspace,
-            scales=(1 / major.group.size, 1 / minor.group.size),
+            scales=(major.scale, minor.scale),
             accumulate=accumulate and minor.accumulates,
         )
 
@@ -322,12 +329,17 @@ def _overlap_reductions(steps: Sequence[Reduce]) -> Iterator[Reduce | Overlapped
 class ReduceChain:
     """A unit's reductions of one buffer: a micro-batch's into the accumulator, and the boundary's from there.
 
-    Each axis averages over its ranks as it sums: fp16 wires then never carry a sum larger than the gradient.
+    Each axis averages over its ranks as it sums: fp16 wires then never carry a sum larger than the gradient. Where the
+    backend sums in place, though, that would be a pass over the memory of its own; what comes before scales instead.
+
+    Args:
+        first: factor that whoever fills the chain's source gives to it, on the way.
     """
 
     micro: tuple[Reduce | OverlappedReduce, ...]
     boundary: tuple[Reduce | OverlappedReduce, ...]
     scratch: Scratch
+    first: float
 
     def run(self, *, accumulate: bool, boundary: bool) -> None:
         for step in self.micro:
@@ -358,9 +370,21 @@ def reduce_chain(shards: FlatShards, groups: Groups, scratch: Scratch, accumulat
         reduction = _reduction(step, current, groups, scratch, None, owed.get(step.axis.name))
         boundary.append(reduction)
         current = reduction.out
+    first, steps = _scaled_early([*micro, *boundary])
+    early, late = steps[: len(micro)], steps[len(micro) :]
     if shards.layout.strategy.collective == "ho_ring":
-        return ReduceChain(tuple(_overlap_reductions(micro)), tuple(_overlap_reductions(boundary)), scratch)
-    return ReduceChain(tuple(micro), tuple(boundary), scratch)
+        return ReduceChain(tuple(_overlap_reductions(early)), tuple(_overlap_reductions(late)), scratch, first)
+    return ReduceChain(tuple(early), tuple(late), scratch, first)
+
+
+def _scaled_early(steps: Sequence[Reduce]) -> tuple[float, list[Reduce]]:
+    """The same steps, those that the backend sums in place with their factor at the step before, or before all."""
+    factor, scaled = 1.0, deque[Reduce]()
+    for step in reversed(steps):
+        factor *= step.scale
+        scaled.appendleft(replace(step, scale=1.0 if step.native else factor))
+        factor = factor if step.native else 1.0
+    return factor, list(scaled)
 
 
 def _reduction(
@@ -373,4 +397,4 @@ def _reduction(
     out = into if into is not None else (_own_chunk(region, group) if scatter else region)
     form = _form(step, region, stochastic=owed is None)
     noise = noise_generator(group) if form is not None and form.stochastic else None
-    return Reduce(step.operation, group, region, staged, out, into is not None, form, noise, owed)
+    return Reduce(step.operation, group, region, staged, out, into is not None, form, noise, owed, scale=1 / group.size)

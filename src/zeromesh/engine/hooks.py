@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,16 +17,26 @@ if TYPE_CHECKING:
     from zeromesh.engine.engine import Engine
 
 
-def install(engine: Engine, unit: int, module: nn.Module, cast: torch.dtype | None) -> None:
+def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch.dtype | None) -> None:
     """Registers the hooks of one unit.
 
     Args:
         engine: held weakly.
         unit: its index.
-        module: the unit's module.
+        modules: the unit's; the forward of each is one call of the unit.
         cast: dtype that floating-point inputs are cast to; None leaves them.
     """
     reference = weakref.ref(engine)
+    for module in modules:
+        _on_module(reference, unit, module, cast)
+    for index, buffer in enumerate(engine.units[unit].buffers):
+        for position, leaf in enumerate(buffer.leaves):
+            if leaf.requires_grad:
+                leaf_hook = _leaf_hook(reference, unit, index, position)
+                leaf.register_post_accumulate_grad_hook(leaf_hook)  # type: ignore[no-untyped-call]  # torch leaves it so
+
+
+def _on_module(reference: weakref.ref[Engine], unit: int, module: nn.Module, cast: torch.dtype | None) -> None:
 
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         _alive(reference).pre_forward(unit)
@@ -45,11 +55,6 @@ def install(engine: Engine, unit: int, module: nn.Module, cast: torch.dtype | No
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     # always_call: after a forward that raised, nothing may count as in use.
     module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
-    for index, buffer in enumerate(engine.units[unit].buffers):
-        for position, leaf in enumerate(buffer.leaves):
-            if leaf.requires_grad:
-                leaf_hook = _leaf_hook(reference, unit, index, position)
-                leaf.register_post_accumulate_grad_hook(leaf_hook)  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 def _leaf_hook(reference: weakref.ref[Engine], unit: int, index: int, position: int) -> Callable[[Tensor], None]:

@@ -55,6 +55,8 @@ class _Slice(torch.Tensor):
     norm_of: NormOf
     agree_max: AgreeMax
     zeroed: bool
+    # Asked by optimizers of each tensor in each step: an attribute of Tensor costs a detour, one of ours does not.
+    is_sparse = False
 
     @property
     def local(self) -> Tensor:
@@ -128,6 +130,28 @@ class ShardedParameter(_Slice, nn.Parameter):
     flat_start: int
     unit: int
     engine: Callable[[], Any]
+    _shown: Tensor | None = None
+
+    # Autograd never writes it, so it need not be where C++ would look for it, behind a detour.
+    @property
+    def grad(self) -> Tensor | None:
+        """The slice of the reduced gradient; None before the last micro-batch's backward."""
+        return self._shown
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and not isinstance(value, ShardedGrad):
+            local = self.local
+            if (value.shape, value.device) != (local.shape, local.device):
+                raise OptimizerError(
+                    f"the gradient of {self.full_name} must be of this rank's slice, {tuple(local.shape)} on "
+                    f"{local.device}; got {tuple(value.shape)} on {value.device}"
+                )
+        self._shown = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._shown = None
 
 
 class ShardedGrad(_Slice):

@@ -72,19 +72,35 @@ class ParamInfo:
 
 @dataclass(slots=True, kw_only=True)
 class ModuleUnit:
-    """A unit with its module.
+    """A unit with its modules.
 
     Args:
-        name: of the module, without wrappers' parts; "" for the root.
-        module: where hooks go: the outermost wrapper of the unit's module.
+        names: of its modules, without wrappers' parts; one, unless units were joined; "" for the root.
+        modules: where hooks go: the outermost wrapper of each.
         role: how long its gathered parameters live.
         groups: its parameters, by (dtype, trainable), each the content of one flat buffer, in order.
     """
 
-    name: str
-    module: nn.Module
+    names: list[str]
+    modules: list[nn.Module]
     role: Role
     groups: dict[tuple[torch.dtype, bool], list[ParamInfo]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
+
+    @property
+    def bytes(self) -> int:
+        """Of its parameters, in their own dtypes."""
+        return sum(i.param.numel() * i.param.element_size() for infos in self.groups.values() for i in infos)
+
+    def join(self, other: ModuleUnit) -> None:
+        """Takes the modules and parameters of `other`, which follows in the forward."""
+        self.names += other.names
+        self.modules += other.modules
+        for key, infos in other.groups.items():
+            self.groups.setdefault(key, []).extend(infos)
 
     def describe(self, precision: Precision) -> Unit:
         """The unit as the schedule sees it."""
@@ -113,21 +129,38 @@ def find_units(model: nn.Module, classes: UnitClasses | None = None, resident: S
     edges = [] if classes is not None else _edges(model, blocks)
     _check_resident(resident, [names[module] for module in blocks])
     chosen = {module for module in (*blocks, *edges) if module is not model}
-    units = {model: ModuleUnit(name="", module=model, role=Role.RESIDENT)}
+    units = {model: ModuleUnit(names=[""], modules=[model], role=Role.RESIDENT)}
     for module in (module for module in names if module in chosen):
-        nested = any(names[module].startswith(f"{names[other]}.") for other in chosen)
+        nested = any(_inside(names[module], names[other]) for other in chosen)
         own_slot = nested or module in edges or names[module] in resident
         role = Role.RESIDENT if own_slot else Role.BLOCK
-        units[module] = ModuleUnit(name=names[module], module=_outermost(model, module), role=role)
+        units[module] = ModuleUnit(names=[names[module]], modules=[_outermost(model, module)], role=role)
     _assign(model, units)
-    return [unit for unit in units.values() if unit.groups or unit.module is model]
+    return [unit for unit in units.values() if unit.groups or unit is units[model]]
+
+
+def join_units(units: Sequence[ModuleUnit], bucket_bytes: int) -> list[ModuleUnit]:
+    """Joins neighbours until their parameters take `bucket_bytes`, for strategies that shard no parameters: a unit then
+    only says what is reduced together, and a collective has a cost of its own, whatever it carries. The root stays as
+    it is, and so do units inside others."""
+    names = [unit.name for unit in units]
+    joined: list[ModuleUnit] = []
+    bucket: ModuleUnit | None = None
+    for unit in units:
+        alone = unit.name == "" or any(_inside(unit.name, name) or _inside(name, unit.name) for name in names)
+        if bucket is not None and not alone and bucket.bytes < bucket_bytes:
+            bucket.join(unit)
+        else:
+            joined.append(unit)
+            bucket = None if alone else unit
+    return joined
 
 
 def modules_by_unit(model: nn.Module, units: Sequence[ModuleUnit]) -> dict[str, list[nn.Module]]:
     """Every module under the name of the innermost unit that holds it; one registered in several, under each."""
     names = {clean_name(name): module for name, module in model.named_modules()}
     found: dict[str, list[nn.Module]] = {unit.name: [] for unit in units}
-    by_module = {names[unit.name]: unit for unit in units}
+    by_module = {names[name]: unit for unit in units for name in unit.names}
     for module, _, home in _walk(model, model, by_module):
         found[by_module[home].name].append(module)
     return found
@@ -167,9 +200,13 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return _outer(model, [child for group in repeated for child in group])
 
 
+def _inside(name: str, other: str) -> bool:
+    return name.startswith(f"{other}.")
+
+
 def _outer(model: nn.Module, found: Sequence[nn.Module]) -> list[nn.Module]:
     names = {module: name for name, module in model.named_modules()}
-    return [m for m in found if not any(names[m].startswith(f"{names[other]}.") for other in found)]
+    return [m for m in found if not any(_inside(names[m], names[other]) for other in found)]
 
 
 def _edges(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -106,6 +106,7 @@ class Case:
         evaluate: a forward without a backward between each last backward and the optimizer's step.
         every_last: each micro-batch's gradients are reduced over all axes, and added, as without `zm.accumulate`.
         clip: norm to clip to; None does not.
+        bucket_bytes: as for `zm.shard`.
     """
 
     optimizer: str = "adamw"
@@ -117,6 +118,7 @@ class Case:
     evaluate: bool = False
     every_last: bool = False
     clip: float | None = 0.5
+    bucket_bytes: int = 0
 
     @property
     def wide(self) -> torch.dtype:
@@ -140,6 +142,9 @@ class Case:
         return net
 
     def shard_options(self) -> dict[str, Any]:
+        return {"bucket_bytes": self.bucket_bytes} | self._dtypes()
+
+    def _dtypes(self) -> dict[str, Any]:
         if self.precision == "fp64":
             return {"reduce_dtype": torch.float64, "grad_dtype": torch.float64, "master_dtype": torch.float64}
         if self.precision == "fp32":

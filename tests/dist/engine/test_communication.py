@@ -89,7 +89,7 @@ def test_the_worked_example_on_the_wire(strategy):
     mesh = mesh_of(2, 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zeromesh.engine.build.make_groups", reuse_groups)
-        model = zm.shard(Stack(), mesh, f"{strategy};prefetch=0")
+        model = zm.shard(Stack(), mesh, f"{strategy};prefetch=0", bucket_bytes=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def micro_batches() -> None:

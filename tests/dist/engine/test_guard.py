@@ -36,7 +36,7 @@ def test_a_sound_run_passes(strategy):
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_a_slot_in_other_hands_is_named(fault):
     strategy = "node=3,cluster=3" if fault is stale_after_evaluation else STRATEGY
-    with debug(), fault(), pytest.raises(InternalError, match="slot|gathered"):
+    with debug(), fault(), pytest.raises(InternalError, match=r"slot|gathered"):
         check(strategy, CASE, 2, 2)
 
 

@@ -64,6 +64,13 @@ def test_split_axis(strategy):
     check(strategy, Case(), 4)
 
 
+@pytest.mark.parametrize("bucket_bytes", [600, 1 << 20])
+@pytest.mark.parametrize("strategy", ["node=0,cluster=0", "node=1,cluster=2", "node=2,cluster=0"])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_joined_units(strategy, bucket_bytes):
+    check(strategy, Case(optimizer="both", weighted=True, bucket_bytes=bucket_bytes), 2, 2)
+
+
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=2", "node=3d,cluster=3", "node=0,cluster=0"])
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_unequal_token_counts(strategy):

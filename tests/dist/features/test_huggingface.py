@@ -88,6 +88,30 @@ def test_trains_as_plain(kind):
             strategy=strategy,
             loss_of=loss_of,
             data_of=lambda step, micro, rank: data_of(kind, step, micro, rank),
+            options={"bucket_bytes": 0},
         )
         assert sorted(unit.name for unit in engine_of(pair.model).units) == UNITS[kind]
+        pair.train(steps=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bucket_bytes", "names"),
+    [
+        ("llama", 1 << 20, ["", "model.embed_tokens to lm_head"]),
+        ("llama", 1, ["", "lm_head", "model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"]),
+        ("gpt2", 1 << 20, ["", "transformer.h.0 to transformer.h.2"]),
+        ("t5", 1 << 20, ["", "encoder.block.0 to decoder.block.1"]),
+    ],
+)
+@on_ranks(4, timeout_s=50)
+def test_small_units_are_joined_where_no_parameters_are_sharded(kind, bucket_bytes, names):
+    for strategy in ("node=1,cluster=2", "node=0,cluster=0"):
+        pair = Pair(
+            base=build(kind),
+            strategy=strategy,
+            loss_of=loss_of,
+            data_of=lambda step, micro, rank: data_of(kind, step, micro, rank),
+            options={"bucket_bytes": bucket_bytes},
+        )
+        assert sorted(unit.name for unit in engine_of(pair.model).units) == names
         pair.train(steps=2)
