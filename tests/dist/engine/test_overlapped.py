@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -11,7 +12,11 @@ from tests.dist.engine.reference import TIMEOUT_S, Case, mesh_of
 from tests.dist.engine.test_parity import trained
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine import chain
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.chain import OverlappedGather, OverlappedReduce
 from zeromesh.errors import NotationError
+from zeromesh.schedule import Transfer, transfer
+from zeromesh.schedule.memory import kept_numel, slot_dtype
 
 
 def trained_and_counted(strategy: str, case: Case) -> tuple[list[tuple[str, bytes]], int, int]:
@@ -45,3 +50,43 @@ def test_staged_wires_are_not_overlapped(pool: Pool):
 def test_flat_is_refused():
     with pytest.raises(NotationError, match=r"collective=flat: the engine goes over one axis at a time.*hierarchical"):
         zm.shard(Case().build(), mesh_of(2, 2), "node=3,cluster=3;collective=flat")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "node=3,cluster=3",
+        "node=3,cluster=3k",
+        "node=3@int8/,cluster=3k@int8/",
+        "node=2,cluster=2@/int4",
+        "node=1@fp32/,cluster=1",
+        "node=3d,cluster=1",
+    ],
+)
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_the_engine_overlaps_what_the_schedule_says(strategy):
+    """The simulator asks the schedule; the engine sees what lies where. Both must pair the same steps."""
+    model = zm.shard(Case(precision="bf16").build(), mesh_of(2, 2), f"{strategy};collective=ho_ring")
+    engine = engine_of(model)
+    for unit, shards, chains in zip(engine.schedule.units, engine.units, engine.backend.chains, strict=True):
+        sharded = [b for b in shards.buffers if b.full.data_ptr() != b.params.data_ptr()]
+        for buffer, built in zip(sharded, chains.unshard, strict=True):
+            steps = transfer.unshard(buffer.layout, buffer.spec)
+            kept = kept_numel(buffer.layout, unit, buffer.spec) > 0
+            assert _pairs(built.steps) == _sizes(transfer.overlapped(steps, buffer.spec.param_dtype, kept=kept))
+        for buffer, reduce in zip(shards.buffers, chains.reduce, strict=True):
+            if reduce is not None:
+                micro = transfer.reduce_micro(buffer.layout, buffer.spec)
+                boundary = transfer.reduce_boundary(buffer.layout, buffer.spec)
+                assert _pairs(reduce.micro) == _sizes(
+                    transfer.overlapped(micro, slot_dtype(buffer.layout, buffer.spec))
+                )
+                assert _pairs(reduce.boundary) == _sizes(transfer.overlapped(boundary, buffer.spec.grad_dtype))
+
+
+def _pairs(steps: Sequence[object]) -> list[int]:
+    return [2 if isinstance(step, OverlappedGather | OverlappedReduce) else 1 for step in steps]
+
+
+def _sizes(groups: Sequence[Sequence[Transfer]]) -> list[int]:
+    return [len(group) for group in groups]
