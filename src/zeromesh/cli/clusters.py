@@ -49,6 +49,7 @@ def _as_dict(cluster: Cluster) -> dict[str, Any]:
                 "kind": level.kind,
                 "ports": level.ports,
                 "host_bytes_per_s": level.host_bytes_per_s,
+                "shares": dict(level.shares),
             }
             for level in cluster.levels
         ],

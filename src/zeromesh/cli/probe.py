@@ -65,7 +65,7 @@ def _print(found: Probe) -> None:
 
     table = Table("level", "ranks", "operation", "one rank sends", "latency", "spread", "halves differ", box=None)
     for level in found.levels:
-        for operation, one in (("all-gather", level.gather), ("reduce-scatter", level.reduce)):
+        for operation, one in level.fits.items():
             rate, latency = format_bytes_per_s(one.line.bytes_per_s), format_seconds(one.line.latency_s)
             table.add_row(
                 level.name, str(level.size), operation, rate, latency, f"{one.spread:.0%}", f"{one.disagreement:.0%}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from zeromesh.errors import ClusterError, nearest
 
 #: Kinds of link whose achieved share of nominal bandwidth and latency of a step the cost model knows apart.
 #: "auto" goes by the level's place: see `link_kind`.
 LINK_KINDS = ("auto", "nvlink", "xgmi", "pcie", "infiniband", "roce", "efa", "slingshot", "loopback", "other")
+
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -35,6 +38,8 @@ class Level:
             talks alone reaches `bandwidth / ports`. None: no such limit.
         host_bytes_per_s: what one processor core sends, and receives, if it does nothing else; matters to devices that
             state their `cores`. None: moving bytes takes no processor.
+        shares: what an operation ("all_gather", "reduce_scatter", "all_reduce") was measured to reach of both rates,
+            where that differs. A mapping; stored as sorted pairs so that levels hash.
     """
 
     name: str
@@ -44,8 +49,15 @@ class Level:
     kind: str = "auto"
     ports: int | None = None
     host_bytes_per_s: float | None = None
+    shares: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shares", tuple(sorted(dict(self.shares).items())))
+        for operation, share in dict(self.shares).items():
+            if operation not in OPERATIONS or share <= 0:
+                raise ClusterError(
+                    f"level {self.name!r}: shares are above 0, of {', '.join(OPERATIONS)}; got {operation} = {share}"
+                )
         if not _NAME.fullmatch(self.name):
             raise ClusterError(f"level {self.name!r}: a name is letters, digits and _, as axes of a strategy are")
         if self.size < 1:
@@ -60,6 +72,10 @@ class Level:
             raise ClusterError(f"level {self.name!r}: ports must be at least 1, got {self.ports}")
         if self.host_bytes_per_s is not None and self.host_bytes_per_s <= 0:
             raise ClusterError(f"level {self.name!r}: host_rate must be positive, got {self.host_bytes_per_s}")
+
+    def share(self, operation: str) -> float:
+        """What `operation` reaches of the level's rates."""
+        return dict(self.shares).get(operation, 1.0)
 
     @property
     def bandwidth_per_device_bytes_per_s(self) -> float:

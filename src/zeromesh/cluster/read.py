@@ -20,6 +20,7 @@
     kind = "nvlink"                     # optional, `LINK_KINDS`; else by place: the outermost level is a network
     ports = 4                           # optional, links that the bandwidth is made of
     host_rate = "1.2 GB/s"              # optional: on CPU, bytes that one core sends and receives
+    shares = { all_reduce = 1.3 }       # optional: what an operation was measured to reach of both rates
     [sources]                           # optional: where each value comes from
     "device.memory" = "data sheet"
 """
@@ -35,7 +36,7 @@ from zeromesh import units
 from zeromesh.cluster.chips import complete
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.cluster.device import MATRIX_DTYPES, Device
-from zeromesh.cluster.level import Level
+from zeromesh.cluster.level import OPERATIONS, Level
 from zeromesh.errors import ClusterError, InputError, nearest
 
 _T = TypeVar("_T")
@@ -140,8 +141,13 @@ def _rates(table: _Table) -> dict[str, float]:
     return rates
 
 
+def _shares(table: _Table) -> dict[str, float]:
+    table.only(*OPERATIONS)
+    return {operation: table.get(operation, _number) for operation in table.values}
+
+
 def _level(table: _Table) -> Level:
-    table.only("name", "size", "bandwidth", "latency", "kind", "ports", "host_rate")
+    table.only("name", "size", "bandwidth", "latency", "kind", "ports", "host_rate", "shares")
     try:
         return Level(
             name=table.get("name", _string),
@@ -151,6 +157,7 @@ def _level(table: _Table) -> Level:
             kind=table.get("kind", _string, "auto"),
             ports=table.get("ports", _count, None),
             host_bytes_per_s=table.get("host_rate", _bandwidth, None),
+            shares=_shares(table.table("shares", {})),
         )
     except _Located:
         raise

@@ -58,15 +58,23 @@ class TransferModel:
         """
         key = (*((axis.mesh_axis, axis.size) for axis in axes), operation, numel, wire, algorithm)
         if key not in self._costs:
-            self._costs[key] = self._hosted(self._joint(axes, operation, numel, wire, algorithm), axes)
+            cost = self._as_measured(self._joint(axes, operation, numel, wire, algorithm), operation)
+            self._costs[key] = self._hosted(cost, axes, operation)
         return self._costs[key]
 
-    def _hosted(self, cost: CollectiveCost, axes: Sequence[Axis]) -> CollectiveCost:
+    def _as_measured(self, cost: CollectiveCost, operation: Operation) -> CollectiveCost:
+        """At what the operation was measured to reach of each level's rate."""
+        levels = self.cluster.levels
+        busy = tuple((level, seconds / levels[level].share(operation)) for level, seconds in cost.busy)
+        longer = max((s for _, s in busy), default=0.0) - max((s for _, s in cost.busy), default=0.0)
+        return replace(cost, seconds=cost.seconds + longer, busy=busy) if longer or busy != cost.busy else cost
+
+    def _hosted(self, cost: CollectiveCost, axes: Sequence[Axis], operation: Operation) -> CollectiveCost:
         """With the time that the device's own cores need to move the bytes, where they do; over several axes at the
         rate of the slowest."""
         cores = self.cluster.device.cores
-        rates = [self.cluster.level(axis.mesh_axis).host_bytes_per_s for axis in axes]
-        known = [rate for rate in rates if rate is not None]
+        levels = [self.cluster.level(axis.mesh_axis) for axis in axes]
+        known = [level.host_bytes_per_s * level.share(operation) for level in levels if level.host_bytes_per_s]
         if cores is None or not known or not cost.busy:
             return cost
         moving = cost.sent_bytes / min(known) / cores

@@ -52,6 +52,9 @@ def _level(level: Level) -> Iterator[str]:
         yield f"ports = {level.ports}"
     if level.host_bytes_per_s is not None:
         yield f"host_rate = {_text(format_bytes_per_s(level.host_bytes_per_s, _DIGITS))}"
+    if level.shares:
+        shares = ", ".join(f"{operation} = {share:.4g}" for operation, share in dict(level.shares).items())
+        yield f"shares = {{ {shares} }}"
 
 
 def _text(value: str) -> str:

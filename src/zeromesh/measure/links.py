@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import AxisGroup, all_gather, reduce_scatter, workspace_bytes
+from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter, workspace_bytes
 from zeromesh.engine.build import mesh_axes
 from zeromesh.measure.ranks import Ranks
 from zeromesh.strategy import Layout
@@ -94,7 +94,7 @@ def _samples(group: AxisGroup, ranks: Ranks, budget_s: float) -> Iterator[_Sampl
 
 def _calls(group: AxisGroup, size: int, workspace: torch.Tensor, device: torch.device) -> dict[str, tuple[Call, int]]:
     chunk = size // 4 // group.size
-    region = torch.ones(chunk * group.size, device=device)
+    region = torch.zeros(chunk * group.size, device=device)  # what is summed again and again stays 0
     out = torch.empty(chunk, device=device)
     sent = 4 * chunk * (group.size - 1)
     return {
@@ -103,6 +103,7 @@ def _calls(group: AxisGroup, size: int, workspace: torch.Tensor, device: torch.d
             lambda: reduce_scatter(region, out, group, workspace=workspace, scale=1 / group.size),
             sent,
         ),
+        "all_reduce": (lambda: all_reduce(region, group, workspace=workspace, scale=1 / group.size), 2 * sent),
     }
 
 

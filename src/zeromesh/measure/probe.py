@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from zeromesh.lab import Lab
     from zeromesh.measure.ranks import Ranks
 
+SCATTERING = ("all_gather", "reduce_scatter")
+"""The operations that a level's rate and latency are the mean of."""
+
 ROUNDS = 16
 SECONDS_PER_LEVEL = 12.0
 
@@ -28,26 +31,30 @@ class LevelProbe:
 
     Args:
         name, size: of the level.
-        gather, reduce: fits of our all-gather and reduce-scatter, by bytes sent by one rank.
+        fits: of our all-gather, reduce-scatter and all-reduce, by bytes sent by one rank.
         host_s_per_byte: processor seconds for each byte sent; None where the device has no part in it.
     """
 
     name: str
     size: int
-    gather: Fit
-    reduce: Fit
+    fits: Mapping[str, Fit]
     host_s_per_byte: float | None
 
     @property
     def bytes_per_s(self) -> float:
         """Of one rank: a step gathers about as much as it reduces, so their times add."""
-        return 2 / (1 / self.gather.line.bytes_per_s + 1 / self.reduce.line.bytes_per_s)
+        return 2 / sum(1 / self.fits[operation].line.bytes_per_s for operation in SCATTERING)
 
     @property
     def latency_s(self) -> float:
         """Of one of the size - 1 steps, the cost model's launch taken off."""
-        whole = (self.gather.line.latency_s + self.reduce.line.latency_s) / 2
+        whole = sum(self.fits[operation].line.latency_s for operation in SCATTERING) / len(SCATTERING)
         return max(0.0, whole - default_constants().launch_s) / (self.size - 1)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What each operation reaches of the level's rate."""
+        return {operation: one.line.bytes_per_s / self.bytes_per_s for operation, one in self.fits.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +68,7 @@ class Probe:
     def require_trust(self) -> None:
         """Raises MeasurementError if a level's timings are too noisy."""
         for level in self.levels:
-            for operation, found in (("all-gather", level.gather), ("reduce-scatter", level.reduce)):
+            for operation, found in level.fits.items():
                 found.require_trust(f"{operation} over {level.name} ({level.size} ranks)")
 
 
@@ -117,8 +124,7 @@ def _level_probe(name: str, size: int, found: Mapping[str, Any]) -> LevelProbe:
     return LevelProbe(
         name=name,
         size=size,
-        gather=fits["all_gather"],
-        reduce=fits["reduce_scatter"],
+        fits=fits,
         host_s_per_byte=found["host_s_per_byte"],
     )
 
@@ -162,6 +168,7 @@ def _level(name: str, size: int, found: LevelProbe | None, below: int, inside: l
         latency_s=found.latency_s,
         kind="loopback",  # a rate of this kind is taken as it is, not as a data sheet's
         host_bytes_per_s=1 / host if host else None,
+        shares=found.shares,
     )
 
 
@@ -172,13 +179,12 @@ def _sources(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any]) -> dict[str
         "device.peak": "measured: the fastest of a few square products, on all ranks at once; not a data sheet's",
     }
     for level in levels:
-        fits = {"gather": level.gather, "reduce": level.reduce}
-        rates = ", ".join(f"{name} {one.line.bytes_per_s / 1e6:.4g} MB/s" for name, one in fits.items())
-        spread = max(one.spread for one in fits.values())
+        rates = ", ".join(f"{name} {one.line.bytes_per_s / 1e6:.4g} MB/s" for name, one in level.fits.items())
+        spread = max(one.spread for one in level.fits.values())
         sources[f"level.{level.name}.bandwidth"] = (
             f"measured: our collectives on {raw['levels'][level.name]['backend']}, all groups at once: {rates} of one "
             f"rank; timings spread by {spread:.0%}"
         )
-        latencies = ", ".join(f"{name} {one.line.latency_s * 1e6:.4g} us" for name, one in fits.items())
+        latencies = ", ".join(f"{name} {one.line.latency_s * 1e6:.4g} us" for name, one in level.fits.items())
         sources[f"level.{level.name}.latency"] = f"measured: {latencies} for the whole collective of {level.size}"
     return sources

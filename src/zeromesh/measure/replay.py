@@ -37,12 +37,14 @@ class Compute:
         forward, backward: of one micro-batch, by unit, in the order in which the model registers them.
         optimizer_s: of a step over all `elements`.
         elements: of the model.
+        agreement_s: in which all ranks agree, at the end of a step, on which parameters had gradients.
     """
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
     optimizer_s: float
     elements: int
+    agreement_s: float = 0.0
 
     def seconds(self, phase: Phase, unit: str) -> float:
         """Of a unit, or of several that are joined.
@@ -106,7 +108,8 @@ def replay(schedule: Schedule, cluster: Cluster, compute: Compute, *, micro_batc
     clock.compute("optimizer", -1, compute.optimizer_s / share)
     totals = clock.totals
     return Replayed(
-        step_s=clock.now_s,
+        # The engine's few words between the last reduction and the optimizer; no schedule has them.
+        step_s=clock.now_s + compute.agreement_s,
         compute_s=totals.compute_s,
         exposed_s=sum(totals.exposed_s.values()),
         sent_bytes={axis.name: totals.sent_bytes[axis.name] for axis in schedule.layout.axes},

@@ -223,11 +223,11 @@ def _accounts(training: Any) -> tuple[bool, str]:
 
 def _probed(found: Probe | None) -> Iterator[Check]:
     for level in found.levels if found else ():
-        rates = f"{level.gather.line.bytes_per_s / 1e6:.4g} and {level.reduce.line.bytes_per_s / 1e6:.4g} MB/s"
-        detail = f"one rank gathers and reduces at {rates}; a step takes {level.latency_s * 1e6:.3g} us"
+        rates = ", ".join(f"{name} {one.line.bytes_per_s / 1e6:.4g} MB/s" for name, one in level.fits.items())
+        detail = f"one rank sends: {rates}; a step takes {level.latency_s * 1e6:.3g} us"
         try:
-            for one in (level.gather, level.reduce):
-                one.require_trust(level.name)
+            for operation, one in level.fits.items():
+                one.require_trust(operation)
         except MeasurementError as error:
             yield Check(name=f"links, {level.name}", status="look", detail=f"{detail}; {error}")
         else:

@@ -8,6 +8,7 @@ shared as in training). Never a time that the predicted steps have taken.
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -170,8 +171,8 @@ def measure_compute(ranks: Ranks, batch: Batch, *, steps: int) -> dict[str, Any]
     """Seconds of each unit, each rank training for itself while all others do.
 
     Returns:
-        Seconds of one micro-batch by phase and unit, of the optimizer's step, and the elements it covers; means over
-        the ranks.
+        Seconds of one micro-batch by phase and unit, of the optimizer's step, the elements it covers (means over the
+        ranks), and the seconds in which all ranks agree on a few words.
     """
     import torch
     import torch.distributed as dist
@@ -197,7 +198,25 @@ def measure_compute(ranks: Ranks, batch: Batch, *, steps: int) -> dict[str, Any]
         # Casts of updated parameters, which nobody else waits for, are part of what a step costs a rank.
         "optimizer_s": seconds["optimizer", ""] + seconds["wait", ""],
         "elements": sum(p.numel() for p in training.model.parameters()),
+        "agreement_s": _agreement_s(ranks, sum(1 for _ in training.model.parameters())),
     }
+
+
+def _agreement_s(ranks: Ranks, words: int) -> float:
+    """Seconds in which all ranks agree on a few words, as the engine does at the end of each last backward."""
+    import torch
+    import torch.distributed as dist
+
+    seconds = []
+    for _ in range(12):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(torch.zeros(words + 4, dtype=torch.int32, device=ranks.device), dist.ReduceOp.MAX)
+        ranks.settle()
+        seconds.append(time.perf_counter() - start)
+    found = torch.tensor([statistics.median(seconds)], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def _by_unit(trace: Trace, micro_batches: int) -> dict[tuple[str, str], float]:
@@ -231,6 +250,7 @@ def compute_of(found: Mapping[str, Any]) -> Compute:
         backward=found["backward"],
         optimizer_s=found["optimizer_s"],
         elements=found["elements"],
+        agreement_s=found["agreement_s"],
     )
 
 

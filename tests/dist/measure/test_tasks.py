@@ -35,7 +35,7 @@ def test_every_level_is_timed_on_all_its_groups():
     found = measure_links(ranks_of(2, 2), rounds=4, seconds=0.5)
     assert list(found) == ["node", "cluster"]
     for level in found.values():
-        assert set(level["timings"]) == {"all_gather", "reduce_scatter"}
+        assert set(level["timings"]) == {"all_gather", "reduce_scatter", "all_reduce"}
         for by_size in level["timings"].values():
             assert len(by_size) >= 3 and all(len(times) == 4 for times in by_size.values())
             assert all(seconds > 0 for times in by_size.values() for seconds in times)

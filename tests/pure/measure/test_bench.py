@@ -34,7 +34,11 @@ def raw(latency: float = 1e-4, *, loaded: float = 1.0) -> dict[str, Any]:
     levels = {
         name: {
             "backend": "gloo",
-            "timings": {"all_gather": times(rate), "reduce_scatter": times(rate)},
+            "timings": {
+                "all_gather": times(rate),
+                "reduce_scatter": times(rate),
+                "all_reduce": times(1.5 * rate),
+            },
             "host_s_per_byte": 1e-9,
         }
         for name, rate in (("node", 5e8), ("cluster", 12.5e6))
@@ -56,6 +60,7 @@ def compute() -> dict[str, Any]:
         "backward": dict.fromkeys(UNITS, 2e-3),
         "optimizer_s": 4e-3,
         "elements": 1000,
+        "agreement_s": 5e-3,
     }
 
 
@@ -94,10 +99,11 @@ def test_a_probe_becomes_a_cluster():
     assert node.bandwidth_bytes_per_s == pytest.approx(5e8) and node.host_bytes_per_s == pytest.approx(1e9)
     # Both ranks of a node have sent 12.5 MB/s at once.
     assert cluster.bandwidth_bytes_per_s == pytest.approx(25e6)
+    assert dict(node.shares) == pytest.approx({"all_gather": 1.0, "all_reduce": 1.5, "reduce_scatter": 1.0})
     assert cluster.latency_s == pytest.approx(1e-4, rel=0.1)
     assert found.cluster.device.cores == 0.5
     found.require_trust()
-    with pytest.raises(MeasurementError, match="all-gather over node"):
+    with pytest.raises(MeasurementError, match="all_gather over node"):
         from_raw(raw(loaded=3.0), MESH, "here").require_trust()
 
 
@@ -109,6 +115,8 @@ def test_the_simulator_is_fed_by_the_probe_alone(bench):
     expected = predict(written, cluster, BATCH, compute())
     assert row.predicted_s == expected.step_s
     assert row.step_s == 0.1 and row.error == pytest.approx(expected.step_s / 0.1 - 1)
+    agreeing = predict(written, cluster, BATCH, {**compute(), "agreement_s": 0.0})
+    assert expected.step_s - agreeing.step_s == pytest.approx(5e-3)
     slower = {**compute(), "forward": dict.fromkeys(UNITS, 1e-2)}
     later = predict(written, cluster, BATCH, slower)
     assert later.compute_s - expected.compute_s == pytest.approx(2 * len(UNITS) * 9e-3, rel=0.2)

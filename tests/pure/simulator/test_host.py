@@ -86,6 +86,31 @@ def test_a_transfer_is_no_faster_than_the_processor_moves_it(cores, host, second
     assert (HOST in dict(found.busy)) == (cores is not None)
 
 
+@pytest.mark.parametrize("host", [None, 1e9])
+def test_an_operation_reaches_the_share_that_it_was_measured_to_reach(host):
+    device = Device(name="cpu", memory_bytes=1e12, peak_flops={"fp32": 1e11}, cores=0.5)
+    level = Level(
+        name="node",
+        size=2,
+        bandwidth_bytes_per_s=1e9,
+        latency_s=0.0,
+        kind="loopback",
+        host_bytes_per_s=host,
+        shares={"all_reduce": 2.0, "reduce_scatter": 0.5},
+    )
+    constants = default_constants()
+    model = TransferModel(
+        Cluster(name="c", device=device, levels=(level,)), constants, ComputeModel(device=device, constants=constants)
+    )
+    (axis,) = Layout.of("node=3", [("node", 2)]).axes
+    seconds = {
+        operation: model.cost(Transfer(operation=operation, axis=axis, numel=500_000_000, wire="fp32")).seconds
+        for operation in ("all_gather", "reduce_scatter", "all_reduce")
+    }
+    scale = 1 if host is None else 2
+    assert seconds == pytest.approx({"all_gather": scale, "reduce_scatter": 2 * scale, "all_reduce": scale}, rel=1e-3)
+
+
 def test_the_keys_of_the_file():
     text = """
     name = "c"
@@ -101,9 +126,13 @@ def test_the_keys_of_the_file():
     bandwidth = "1 GB/s"
     latency = "1 us"
     host_rate = "2 GB/s"
+    shares = { all_reduce = 1.5 }
     """
     found = parse_cluster(text)
     assert found.device.cores == 0.5 and found.levels[0].host_bytes_per_s == 2e9
+    assert found.levels[0].share("all_reduce") == 1.5 and found.levels[0].share("all_gather") == 1.0
+    with pytest.raises(ClusterError, match=r"level\[0\]\.shares\.all_reduc: unknown key; did you mean all_reduce"):
+        parse_cluster(text.replace("all_reduce", "all_reduc"))
     with pytest.raises(ClusterError, match=r"device\.cores: expected a value above zero"):
         parse_cluster(text.replace("0.5", "0"))
     with pytest.raises(ClusterError, match=r"level\[0\]\.host_rate: expected a rate"):
