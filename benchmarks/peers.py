@@ -80,12 +80,27 @@ def plain_step(size: str, dtype: torch.dtype, data: list[torch.Tensor]) -> Step:
 
 
 def fsdp_step(
-    size: str, dtype: torch.dtype, data: list[torch.Tensor], mesh: Any, *, exchange: bool, keep: bool
+    size: str,
+    dtype: torch.dtype,
+    data: list[torch.Tensor],
+    mesh: Any,
+    *,
+    exchange: bool = False,
+    reshard: bool | int = True,
+    reduce_last: bool = False,
 ) -> Step:
+    """FSDP2, a unit for each block.
+
+    Args:
+        exchange: with a reduce-scatter for gloo that is as good as ours.
+        reshard: of blocks after their forward; a number: to shards over as many ranks.
+        reduce_last: gradients stay whole between micro-batches.
+    """
     model = make_model(size)
     policy = MixedPrecisionPolicy() if dtype is torch.float32 else MixedPrecisionPolicy(param_dtype=dtype)
-    for module in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in (*model.model.layers, model.model.embed_tokens, model.lm_head):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if exchange and isinstance(module, torch.distributed.fsdp.FSDPModule):
             module.set_custom_reduce_scatter(ExchangeReduceScatter())
@@ -95,6 +110,8 @@ def fsdp_step(
         # The same layout: gradients are reduced over the shard axis every micro-batch, between groups at the last.
         if mesh.ndim == 2:
             model.set_requires_all_reduce(last)
+        if reduce_last:
+            model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
         return nullcontext()
 
@@ -135,19 +152,19 @@ def pairs(world: int) -> dict[str, tuple[Callable[..., Step], Callable[..., Step
     return {
         "3 / FSDP2": (
             partial(zeromesh_step, strategy="node=3", mesh=flat),
-            partial(fsdp_step, mesh=flat, exchange=False, keep=False),
+            partial(fsdp_step, mesh=flat),
         ),
         "3 / FSDP2+exchange": (
             partial(zeromesh_step, strategy="node=3", mesh=flat),
-            partial(fsdp_step, mesh=flat, exchange=True, keep=False),
+            partial(fsdp_step, mesh=flat, exchange=True),
         ),
         "3,0 / FSDP2 2-D": (
             partial(zeromesh_step, strategy="node=3,cluster=0", mesh=grid),
-            partial(fsdp_step, mesh=grid, exchange=False, keep=False),
+            partial(fsdp_step, mesh=grid),
         ),
         "3,0 / FSDP2 2-D+exchange": (
             partial(zeromesh_step, strategy="node=3,cluster=0", mesh=grid),
-            partial(fsdp_step, mesh=grid, exchange=True, keep=False),
+            partial(fsdp_step, mesh=grid, exchange=True),
         ),
         "1 / DDP+ZeRO": (partial(zeromesh_step, strategy="node=1", mesh=flat), partial(ddp_step, zero=True)),
         "0 / DDP": (partial(zeromesh_step, strategy="node=0", mesh=flat), partial(ddp_step, zero=False)),

@@ -1,0 +1,205 @@
+"""Lossless strategies of zeromesh against DDP and FSDP2 behind slow links: who is fastest in how much memory.
+
+    python benchmarks/shaped.py --tree 2@200mbit,2 --micro-batches 1 4 --out benchmarks/results/shaped.json
+
+Needs root: the cluster is emulated (`zeromesh lab`). All systems live in the same processes and take turns, a step each
+in every round, in an order that changes from round to round; the figure is the median. Memory is counted in bytes a
+rank: parameters, gradients, optimizer's states, gathered and kept copies. Ours as allocated; the peers' by formula, in
+their favour: two gathered blocks and the gradients of one where they shard (`peer_bytes`). One thread per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peers import MODELS, Step, batches, ddp_step, fsdp_step, make_model, timed
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeromesh as zm
+from zeromesh.engine.api import engine_of
+from zeromesh.lab import Lab, Tree
+
+OURS = (
+    "node=0,cluster=0",
+    "node=1,cluster=0",
+    "node=1,cluster=1",
+    "node=2,cluster=1",
+    "node=2,cluster=2",
+    "node=3,cluster=0",
+    "node=3,cluster=1",
+    "node=3,cluster=2",
+    "node=3,cluster=3k",
+    "node=3,cluster=3",
+)
+CAPS = (1.0, 1.3, 1.6, 1.9, 2.5, 4.0)
+"""Times what FSDP2 takes."""
+
+Maker = Callable[..., Step]
+
+
+def peers(sizes: tuple[int, int]) -> dict[str, Maker]:
+    world, node = math.prod(sizes), sizes[1]
+    flat = init_device_mesh("cpu", (world,), mesh_dim_names=("all",))
+    grid = init_device_mesh("cpu", sizes, mesh_dim_names=("cluster", "node"))
+    return {
+        "DDP": partial(ddp_step, zero=False),
+        "DDP + ZeroRedundancyOptimizer": partial(ddp_step, zero=True),
+        "FSDP2": partial(fsdp_step, mesh=flat),
+        "FSDP2, gradients whole between micro-batches": partial(fsdp_step, mesh=flat, reduce_last=True),
+        "FSDP2, no reshard": partial(fsdp_step, mesh=flat, reshard=False),
+        f"FSDP2, reshard to {node}": partial(fsdp_step, mesh=flat, reshard=node),
+        "FSDP2 2-D": partial(fsdp_step, mesh=grid),
+        "FSDP2 2-D, no reshard": partial(fsdp_step, mesh=grid, reshard=False),
+    }
+
+
+def peer_bytes(name: str, size: str, item: int, sizes: tuple[int, int]) -> int:
+    """Bytes a rank of a peer: fp32 masters, gradients and two moments; `item` bytes of a gathered element."""
+    model = make_model(size)
+    world, node = math.prod(sizes), sizes[1]
+    whole = sum(p.numel() for p in model.parameters())
+    block = sum(p.numel() for p in model.model.layers[0].parameters())
+    if name == "DDP":
+        return 16 * whole if item == 4 else 8 * whole  # with bf16 parameters, gradients and states
+    if name.startswith("DDP +"):
+        return (8 if item == 4 else 4) * whole + (8 if item == 4 else 4) * whole // world
+    shards = node if "2-D" in name else world
+    held = 16 * whole // shards
+    gathered = item * whole if "no reshard" in name else 2 * item * block
+    kept = item * whole // node if "reshard to" in name else 0
+    grads = item * whole if "whole between" in name else item * block
+    return held + gathered + kept + grads
+
+
+def our_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, strategy: str, mesh: Any) -> tuple[Step, int]:
+    """A step, and bytes a rank."""
+    options = {} if dtype is torch.float32 else {"param_dtype": dtype}
+    model = zm.shard(make_model(size), mesh, strategy, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        for index, batch in enumerate(data):
+            with zm.accumulate(model, last=index == len(data) - 1):
+                (model(input_ids=batch, labels=batch, use_cache=False).loss / len(data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    plan = engine_of(model).schedule.memory
+    total = zm.memory_report(model, optimizer)[-1].allocated_bytes
+    return step, total - plan.workspace - plan.gather_staging - plan.reduce_staging
+
+
+def rank_program(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    sizes = (args.nodes, dist.get_world_size() // args.nodes)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("cluster", "node"))
+    for dtype in [getattr(torch, name) for name in args.dtypes]:
+        for micro_batches in args.micro_batches:
+            data = batches(micro_batches, 2, 64)
+            steps, memory = {}, {}
+            for strategy in OURS:
+                steps[strategy], memory[strategy] = our_step(args.model, dtype, data, strategy=strategy, mesh=mesh)
+            for name, maker in peers(sizes).items():
+                steps[name] = maker(args.model, dtype, data)
+                memory[name] = peer_bytes(name, args.model, dtype.itemsize, sizes)
+                steps[name]()
+            times = _rounds(steps, args.rounds)
+            rows = [
+                {
+                    "system": name,
+                    "step_s": round(statistics.median(times[name]), 4),
+                    "all_s": [round(value, 4) for value in times[name]],
+                    "bytes": memory[name],
+                }
+                for name in steps
+            ]
+            if dist.get_rank() == 0:
+                print(json.dumps({"dtype": str(dtype)[6:], "micro_batches": micro_batches, "rows": rows}), flush=True)
+    dist.barrier()
+    os._exit(0)  # gloo's threads outlive the groups
+
+
+def _rounds(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds):
+        names = list(steps)[:: -1 if index % 2 else 1]
+        for name in names:
+            times[name].append(timed(steps[name]))
+    return times
+
+
+def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each cap, the fastest of ours and of the peers that fit under it."""
+    unit = next(row["bytes"] for row in rows if row["system"] == "FSDP2")
+    found = []
+    for cap in (*CAPS, math.inf):
+        fitting = [row for row in rows if row["bytes"] <= cap * unit]
+        best = [
+            min((r for r in fitting if (r["system"] in OURS) == own), key=lambda r: r["step_s"], default=None)
+            for own in (True, False)
+        ]
+        if best[0] and best[1]:
+            found.append(
+                {
+                    "cap": cap if math.isfinite(cap) else None,
+                    "ours": best[0]["system"],
+                    "peer": best[1]["system"],
+                    "speedup": round(best[1]["step_s"] / best[0]["step_s"], 3),
+                }
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", default="2@200mbit,2", help="two levels, as for `zeromesh lab`")
+    parser.add_argument("--model", choices=MODELS, default="7M")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", default="", help="added to what is there")
+    parser.add_argument("--nodes", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.nodes:
+        rank_program(args)
+        return
+    tree = Tree.parse(args.tree)
+    command = [sys.executable, __file__, *sys.argv[1:], "--nodes", str(tree.levels[0].size)]
+    with Lab(tree) as lab:
+        lab.run(command, check=True, timeout_s=7200, on_line=partial(_collect, args))
+
+
+def _collect(args: argparse.Namespace, rank: int, stream: str, line: str) -> None:
+    if rank != 0 or not line.startswith("{"):
+        return
+    cell = {"tree": args.tree, **json.loads(line)}
+    cell["under_caps"] = compare(cell["rows"])
+    for row in sorted(cell["rows"], key=lambda row: row["step_s"]):
+        print(f"{row['step_s']:8.3f} s {row['bytes'] / 1e6:7.1f} MB  {row['system']}")
+    for entry in cell["under_caps"]:
+        print(entry, flush=True)
+    if args.out:
+        out = Path(args.out)
+        held = json.loads(out.read_text()) if out.exists() else {"cells": []}
+        setting = {"date": date.today().isoformat(), "torch": torch.__version__, "cores": os.cpu_count()}
+        held["setting"] = setting | {"model": args.model, "rounds": args.rounds, "load_average": os.getloadavg()[0]}
+        held["cells"].append(cell)
+        out.write_text(json.dumps(held, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
