@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(150)  # interpreters that import torch start, some of them twice
+
 FAKE = Path(__file__).parent / "fake"
 CONFIG = """
 strategy = "node=3"
