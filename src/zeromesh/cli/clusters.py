@@ -48,6 +48,7 @@ def _as_dict(cluster: Cluster) -> dict[str, Any]:
                 "latency_s": level.latency_s,
                 "kind": level.kind,
                 "ports": level.ports,
+                "busy_latency_s": level.busy_latency_s,
                 "host_bytes_per_s": level.host_bytes_per_s,
                 "shares": dict(level.shares),
             }

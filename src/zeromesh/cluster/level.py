@@ -36,6 +36,8 @@ class Level:
         kind: one of `LINK_KINDS`.
         ports: links (NICs) that `bandwidth_bytes_per_s` is made of. One device drives one of them, so a device that
             talks alone reaches `bandwidth / ports`. None: no such limit.
+        busy_latency_s: the same while the device computes, where that differs: on CPU a message waits until the system
+            lets its process run. None: no different.
         host_bytes_per_s: what one processor core sends, and receives, if it does nothing else; matters to devices that
             state their `cores`. None: moving bytes takes no processor.
         shares: what an operation ("all_gather", "reduce_scatter", "all_reduce") was measured to reach of both rates,
@@ -48,6 +50,7 @@ class Level:
     latency_s: float
     kind: str = "auto"
     ports: int | None = None
+    busy_latency_s: float | None = None
     host_bytes_per_s: float | None = None
     shares: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
 
@@ -66,6 +69,11 @@ class Level:
             raise ClusterError(f"level {self.name!r}: bandwidth must be positive, got {self.bandwidth_bytes_per_s}")
         if self.latency_s < 0:
             raise ClusterError(f"level {self.name!r}: latency must not be negative, got {self.latency_s}")
+        if self.busy_latency_s is not None and self.busy_latency_s < self.latency_s:
+            raise ClusterError(
+                f"level {self.name!r}: busy_latency is the latency while devices compute, so at least the latency of "
+                f"{self.latency_s} s, got {self.busy_latency_s} s"
+            )
         if self.kind not in LINK_KINDS:
             raise ClusterError(f"level {self.name!r}: unknown kind {self.kind!r}; {nearest(self.kind, LINK_KINDS)}")
         if self.ports is not None and self.ports < 1:

@@ -19,6 +19,7 @@
     latency = "6 us"
     kind = "nvlink"                     # optional, `LINK_KINDS`; else by place: the outermost level is a network
     ports = 4                           # optional, links that the bandwidth is made of
+    busy_latency = "2 ms"               # optional: on CPU, the latency while devices compute
     host_rate = "1.2 GB/s"              # optional: on CPU, bytes that one core sends and receives
     shares = { all_reduce = 1.3 }       # optional: what an operation was measured to reach of both rates
     [sources]                           # optional: where each value comes from
@@ -147,7 +148,7 @@ def _shares(table: _Table) -> dict[str, float]:
 
 
 def _level(table: _Table) -> Level:
-    table.only("name", "size", "bandwidth", "latency", "kind", "ports", "host_rate", "shares")
+    table.only("name", "size", "bandwidth", "latency", "kind", "ports", "busy_latency", "host_rate", "shares")
     try:
         return Level(
             name=table.get("name", _string),
@@ -156,6 +157,7 @@ def _level(table: _Table) -> Level:
             latency_s=table.get("latency", _latency),
             kind=table.get("kind", _string, "auto"),
             ports=table.get("ports", _count, None),
+            busy_latency_s=table.get("busy_latency", _latency, None),
             host_bytes_per_s=table.get("host_rate", _bandwidth, None),
             shares=_shares(table.table("shares", {})),
         )

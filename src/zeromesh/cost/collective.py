@@ -40,11 +40,13 @@ class CollectiveCost:
         busy: (level index, seconds) that it keeps its share of the level's links busy; the links are a resource that
             other communicators wait for or share.
         sent_bytes: out of one rank, over all levels together.
+        busy_latency: how many times longer than alone its latency is while the device computes.
     """
 
     seconds: float
     busy: tuple[tuple[int, float], ...] = ()
     sent_bytes: float = 0.0
+    busy_latency: float = 1.0
 
 
 HOST = -1

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from zeromesh.cluster import Cluster
+from zeromesh.cluster import Cluster, Level
 from zeromesh.cost.collective import HOST, Algorithm, CollectiveCost, Operation, collective_cost, merge_busy
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants
 from zeromesh.cost.group import Group
 from zeromesh.schedule.transfer import QUANTISED_BITS, Transfer, wire_bytes
 from zeromesh.strategy import Axis
+
+_SHORTEST_S = 1e-6
+"""Of a latency that another is held against: shorter ones are not told from none."""
 
 _COMPUTE_BYTES = 2  # a quantiser reads and writes 16-bit values
 
@@ -58,16 +61,19 @@ class TransferModel:
         """
         key = (*((axis.mesh_axis, axis.size) for axis in axes), operation, numel, wire, algorithm)
         if key not in self._costs:
-            cost = self._as_measured(self._joint(axes, operation, numel, wire, algorithm), operation)
+            cost = self._as_measured(self._joint(axes, operation, numel, wire, algorithm), axes, operation)
             self._costs[key] = self._hosted(cost, axes, operation)
         return self._costs[key]
 
-    def _as_measured(self, cost: CollectiveCost, operation: Operation) -> CollectiveCost:
-        """At what the operation was measured to reach of each level's rate."""
+    def _as_measured(self, cost: CollectiveCost, axes: Sequence[Axis], operation: Operation) -> CollectiveCost:
+        """At what the operation was measured to reach of each level's rate, and its latency beside computation."""
         levels = self.cluster.levels
         busy = tuple((level, seconds / levels[level].share(operation)) for level, seconds in cost.busy)
         longer = max((s for _, s in busy), default=0.0) - max((s for _, s in cost.busy), default=0.0)
-        return replace(cost, seconds=cost.seconds + longer, busy=busy) if longer or busy != cost.busy else cost
+        stretch = max((_stretch(self.cluster.level(axis.mesh_axis)) for axis in axes), default=1.0)
+        if busy == cost.busy and stretch == 1.0:
+            return cost
+        return replace(cost, seconds=cost.seconds + longer, busy=busy, busy_latency=stretch)
 
     def _hosted(self, cost: CollectiveCost, axes: Sequence[Axis], operation: Operation) -> CollectiveCost:
         """With the time that the device's own cores need to move the bytes, where they do; over several axes at the
@@ -112,3 +118,10 @@ class TransferModel:
         # Scatter: quantise all, sum into one part. Gather: quantise one part, restore all. The wire's bytes twice.
         kernels = self.compute.memory(whole + part + 2 * full_bytes)
         return CollectiveCost(seconds=wire.seconds + kernels, busy=wire.busy, sent_bytes=wire.sent_bytes)
+
+
+def _stretch(level: Level) -> float:
+    """How many times longer a step's latency is beside computation."""
+    if level.busy_latency_s is None:
+        return 1.0
+    return level.busy_latency_s / max(level.latency_s, _SHORTEST_S)

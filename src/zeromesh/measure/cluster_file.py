@@ -50,6 +50,8 @@ def _level(level: Level) -> Iterator[str]:
         yield f"kind = {_text(level.kind)}"
     if level.ports is not None:
         yield f"ports = {level.ports}"
+    if level.busy_latency_s is not None:
+        yield f"busy_latency = {_text(format_seconds(level.busy_latency_s, _DIGITS))}"
     if level.host_bytes_per_s is not None:
         yield f"host_rate = {_text(format_bytes_per_s(level.host_bytes_per_s, _DIGITS))}"
     if level.shares:

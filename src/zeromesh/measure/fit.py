@@ -1,7 +1,8 @@
 """A line through timings: seconds = latency + bytes / rate, and how far it can be trusted.
 
-Timings of one size scatter upwards, so each size is represented by its median, and each median weighs by its relative
-error: a small message's 20 us say as much about the latency as a long one's 20 ms about the rate. Trust comes from
+Timings of one size scatter upwards, so each size is represented by its median. A median weighs by the inverse of its
+seconds, between absolute errors, which would leave the latency to chance, and relative ones, which would let the noise
+of short messages, larger in proportion, tilt the rate. Trust comes from
 repetition: the same line is fitted through the first and the second half of the rounds, which saw different moments of
 the machine.
 """
@@ -97,9 +98,9 @@ def _spread(times: Sequence[float]) -> float:
 
 
 def _through(medians: Mapping[int, float]) -> Line:
-    """Least squares of the relative error, with a latency of at least 0 and a finite rate."""
+    """Weighted least squares with a latency of at least 0 and a finite rate."""
     points = sorted(medians.items())
-    weights = [1 / seconds**2 for _, seconds in points]
+    weights = [1 / seconds for _, seconds in points]
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
     mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total

@@ -7,8 +7,10 @@ computation that the transfer runs beside.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,9 @@ from zeromesh.strategy import Layout
 
 SMALLEST_BYTES = 1 << 14
 LARGEST_BYTES = 1 << 26
+LEAST_BYTES = 1 << 22
+"""A rate is not known before transfers are as long as a block of a model: shaped links let a short one pass at once."""
+
 GROWTH = 4
 SHORTEST_SAMPLE_S = 2e-3
 """Shorter calls are repeated within a sample: a barrier lets ranks go up to some 100 us apart."""
@@ -71,25 +76,64 @@ def _measure_level(group: AxisGroup, ranks: Ranks, rounds: int, seconds: float) 
     timings: dict[str, dict[int, list[float]]] = {}
     for sample, row in zip(samples, times.tolist(), strict=True):
         timings.setdefault(sample.operation, {})[sample.sent_bytes] = row
-    host = _host_seconds(samples, ranks) if ranks.on_cpu else None
-    return {"backend": group.backend, "timings": timings, "host_s_per_byte": host}
+    return {
+        "backend": group.backend,
+        "timings": timings,
+        "host_s_per_byte": _host_seconds(samples, ranks) if ranks.on_cpu else None,
+        "busy_latency_s": _beside_computation(samples, ranks, rounds) if ranks.on_cpu else None,
+    }
+
+
+def _beside_computation(samples: list[_Sample], ranks: Ranks, rounds: int) -> float:
+    """Seconds of the shortest transfers while every rank computes in another thread, as it does in training; the mean
+    over the operations of their medians."""
+    shortest = min(sample.sent_bytes for sample in samples if sample.operation != "all_reduce")
+    calls = [sample.call for sample in samples if sample.sent_bytes == shortest and sample.operation != "all_reduce"]
+    times = torch.zeros(len(calls), 4 * rounds, dtype=torch.float64)
+    with _computing():
+        for index in range(times.shape[1]):
+            for row, call in enumerate(calls):
+                times[row, index] = _timed(call, 1, ranks)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return float(times.median(dim=1).values.mean())
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """Multiplies matrices in a thread for as long as the context is open."""
+    ended = threading.Event()
+    matrix = torch.randn(256, 256)
+
+    def compute() -> None:
+        while not ended.is_set():
+            matrix @ matrix
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _samples(group: AxisGroup, ranks: Ranks, budget_s: float) -> Iterator[_Sample]:
-    """Sizes from small to large, as long as a round over all of them stays within the budget; at least three."""
+    """Sizes from small to large, to `LEAST_BYTES` and on as long as a round over all stays within the budget."""
     workspace = torch.empty(workspace_bytes(group), dtype=torch.uint8, device=ranks.device)
-    size, used_s, count = SMALLEST_BYTES, 0.0, 0
+    size, used_s = SMALLEST_BYTES, 0.0
     while size <= LARGEST_BYTES:
         made = _calls(group, size, workspace, ranks.device)
+        this_s = 0.0
         for operation, (call, sent) in made.items():
             call()  # connections are made at first use
-            once = _agreed(_timed(call, 1, ranks))
+            once = _agreed(min(_timed(call, 1, ranks) for _ in range(2)))
             repeats = max(1, int(SHORTEST_SAMPLE_S / once))
-            used_s += once * repeats
+            this_s += once * repeats
             yield _Sample(operation=operation, sent_bytes=sent, call=call, repeats=repeats)
-        size, count = size * GROWTH, count + 1
-        if count >= 3 and used_s * (1 + GROWTH) > budget_s:
+        used_s += this_s
+        if size >= LEAST_BYTES and used_s + GROWTH * this_s > budget_s:
             return
+        size *= GROWTH
 
 
 def _calls(group: AxisGroup, size: int, workspace: torch.Tensor, device: torch.device) -> dict[str, tuple[Call, int]]:

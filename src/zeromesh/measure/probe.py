@@ -33,12 +33,14 @@ class LevelProbe:
         name, size: of the level.
         fits: of our all-gather, reduce-scatter and all-reduce, by bytes sent by one rank.
         host_s_per_byte: processor seconds for each byte sent; None where the device has no part in it.
+        busy_latency_s: of a whole short collective while the ranks compute; None likewise.
     """
 
     name: str
     size: int
     fits: Mapping[str, Fit]
     host_s_per_byte: float | None
+    busy_latency_s: float | None
 
     @property
     def bytes_per_s(self) -> float:
@@ -126,6 +128,7 @@ def _level_probe(name: str, size: int, found: Mapping[str, Any]) -> LevelProbe:
         size=size,
         fits=fits,
         host_s_per_byte=found["host_s_per_byte"],
+        busy_latency_s=found["busy_latency_s"],
     )
 
 
@@ -159,7 +162,7 @@ def _level(name: str, size: int, found: LevelProbe | None, below: int, inside: l
     if found is None:  # a single member: nothing is ever sent, so what stands here is as good as anything
         rate = inside[-1].bandwidth_bytes_per_s if inside else 1e9
         return Level(name=name, size=1, bandwidth_bytes_per_s=rate, latency_s=0.0, kind="loopback")
-    host = found.host_s_per_byte
+    host, beside = found.host_s_per_byte, found.busy_latency_s
     return Level(
         name=name,
         size=size,
@@ -167,6 +170,7 @@ def _level(name: str, size: int, found: LevelProbe | None, below: int, inside: l
         bandwidth_bytes_per_s=found.bytes_per_s * below,
         latency_s=found.latency_s,
         kind="loopback",  # a rate of this kind is taken as it is, not as a data sheet's
+        busy_latency_s=None if beside is None else max(found.latency_s, beside / (found.size - 1)),
         host_bytes_per_s=1 / host if host else None,
         shares=found.shares,
     )

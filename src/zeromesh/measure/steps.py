@@ -143,6 +143,7 @@ def measure_steps(
     training = Training(ranks, batch, strategy)
     for _ in range(max(1, warmup)):
         training.step()
+    engine_of(training.model).interpreter.quiesce()  # refreshes of the last step before would be counted
     dist.barrier()
     mark("begin")
     traces = training.recorded(steps)

@@ -90,11 +90,11 @@ class Network:
             active = self._active()
             load = self._load(active, computing=True)
             slow = self._slowness(active, load)
-            step = self._next_event(active, load)
+            step = self._next_event(active, load, computing=True)
             if left * slow <= step:
-                self._advance(active, left * slow, load)
+                self._advance(active, left * slow, load, computing=True)
                 return
-            self._advance(active, step, load)
+            self._advance(active, step, load, computing=True)
             left -= step / slow
 
     def _slowness(self, active: list[Job], load: Load | None) -> float:
@@ -127,10 +127,10 @@ class Network:
             if job.done_s is not None:
                 return
             load = self._load(active, computing=False)
-            step = self._next_event(active, load)
+            step = self._next_event(active, load, computing=False)
             if step == inf:
                 raise InternalError(f"{job.kind} of unit {job.unit} waits for something that never ends")
-            self._advance(active, step, load)
+            self._advance(active, step, load, computing=False)
 
     def signature(self) -> tuple[object, ...]:
         """What is in flight, relative to now: equal signatures have equal futures."""
@@ -163,12 +163,12 @@ class Network:
             job.begun, job.started_s, job.share_left = True, self.now_s, 1.0
             job.latency_left = work.cost.seconds - work.transfer_s
 
-    def _next_event(self, active: list[Job], load: Load | None) -> float:
+    def _next_event(self, active: list[Job], load: Load | None, *, computing: bool) -> float:
         """Seconds until a latency or transfer ends or a waiting job becomes ready."""
         step = inf
         for job in active:
             if job.latency_left > 0:
-                step = min(step, job.latency_left)
+                step = min(step, job.latency_left * _stretch(job, computing))
             else:
                 step = min(step, job.share_left * _seconds_under(load, job))
         for queue in self.lanes.values():
@@ -176,11 +176,11 @@ class Network:
                 step = min(step, queue[0].ready_s - self.now_s)
         return step
 
-    def _advance(self, active: list[Job], step: float, load: Load | None) -> None:
+    def _advance(self, active: list[Job], step: float, load: Load | None, *, computing: bool) -> None:
         self.now_s += step
         for job in active:
             if job.latency_left > 0:
-                job.latency_left -= step
+                job.latency_left -= step / _stretch(job, computing)
                 if job.latency_left <= 1e-15:
                     job.latency_left = 0.0
                     if job.chain[job.position].transfer_s == 0.0:
@@ -198,6 +198,10 @@ class Network:
         if job.position == len(job.chain):
             job.done_s = self.now_s
             self.lanes[job.lane].popleft()
+
+
+def _stretch(job: Job, computing: bool) -> float:
+    return job.chain[job.position].cost.busy_latency if computing else 1.0
 
 
 def _seconds_under(load: Load | None, job: Job) -> float:

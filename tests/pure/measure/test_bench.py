@@ -40,6 +40,7 @@ def raw(latency: float = 1e-4, *, loaded: float = 1.0) -> dict[str, Any]:
                 "all_reduce": times(1.5 * rate),
             },
             "host_s_per_byte": 1e-9,
+            "busy_latency_s": 2e-3,
         }
         for name, rate in (("node", 5e8), ("cluster", 12.5e6))
     }
@@ -100,6 +101,7 @@ def test_a_probe_becomes_a_cluster():
     # Both ranks of a node have sent 12.5 MB/s at once.
     assert cluster.bandwidth_bytes_per_s == pytest.approx(25e6)
     assert dict(node.shares) == pytest.approx({"all_gather": 1.0, "all_reduce": 1.5, "reduce_scatter": 1.0})
+    assert node.busy_latency_s == 2e-3
     assert cluster.latency_s == pytest.approx(1e-4, rel=0.1)
     assert found.cluster.device.cores == 0.5
     found.require_trust()

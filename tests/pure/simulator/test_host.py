@@ -111,6 +111,17 @@ def test_an_operation_reaches_the_share_that_it_was_measured_to_reach(host):
     assert seconds == pytest.approx({"all_gather": scale, "reduce_scatter": 2 * scale, "all_reduce": scale}, rel=1e-3)
 
 
+def test_latency_is_longer_beside_computation():
+    """3 ms of latency take 12 ms while the device computes, and what is left of them no longer than alone."""
+    clock = network(0.5)
+    cost = CollectiveCost(seconds=3e-3, busy=(), sent_bytes=1.0, busy_latency=4.0)
+    job = clock.submit(Job((Work("gather", ("node",), cost, (1.0,)),), 0.0, 0, 0, "unshard"), "gather")
+    clock.compute(8e-3)
+    assert clock.now_s == pytest.approx(8e-3)
+    clock.wait_for(job)
+    assert clock.now_s == pytest.approx(9e-3)
+
+
 def test_the_keys_of_the_file():
     text = """
     name = "c"
@@ -127,9 +138,13 @@ def test_the_keys_of_the_file():
     latency = "1 us"
     host_rate = "2 GB/s"
     shares = { all_reduce = 1.5 }
+    busy_latency = "5 us"
     """
     found = parse_cluster(text)
     assert found.device.cores == 0.5 and found.levels[0].host_bytes_per_s == 2e9
+    assert found.levels[0].busy_latency_s == pytest.approx(5e-6)
+    with pytest.raises(ClusterError, match="busy_latency is the latency while devices compute"):
+        parse_cluster(text.replace('"5 us"', '"0 us"'))
     assert found.levels[0].share("all_reduce") == 1.5 and found.levels[0].share("all_gather") == 1.0
     with pytest.raises(ClusterError, match=r"level\[0\]\.shares\.all_reduc: unknown key; did you mean all_reduce"):
         parse_cluster(text.replace("all_reduce", "all_reduc"))
