@@ -17,7 +17,6 @@ from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend
 from zeromesh.errors import InternalError
 from zeromesh.schedule import Interpreter, Op, Reduction
-from zeromesh.schedule.transfer import QUANTISED_BITS
 
 Stamp = tuple[int, int]
 """Unit and generation."""
@@ -38,9 +37,6 @@ class SlotGuard:
         self._interpreter = interpreter
         self._stamps: dict[int, Stamp] = {}
         self._seen: dict[int, tuple[int, int]] = {}
-        # A copy gathered from a quantised kept copy is quantised once more.
-        axes = interpreter.schedule.layout.axes
-        self._exact = not any(axis.wire.param in QUANTISED_BITS for axis in axes)
 
     def unshard(self, unit: int, *, from_kept: bool) -> Ticket | None:
         slot = self._slot(unit)
@@ -53,7 +49,7 @@ class SlotGuard:
         generation, found = self._interpreter.states[unit].generation, self._fingerprint(unit)
         before = self._seen.get(unit)
         self._seen[unit] = generation, found
-        if self._exact and before is not None and before[0] == generation and before[1] != found:
+        if before is not None and before[0] == generation and before[1] != found:
             raise InternalError(
                 f"unit {self._name(unit)!r} was gathered twice in generation {generation} with different values: a "
                 f"parameter was changed by hand without zm.refresh(model), or the gather or its source is at fault"
