@@ -50,7 +50,7 @@ class Result:
         staging_bytes: host memory of the copy that an asynchronous save makes, on one rank.
         median_s: by what was timed.
         all_s: one for each turn.
-        save_cpu_s, dcp_save_cpu_s: of this process in a save, all threads, median over the turns, on the slower rank.
+        median_cpu_s: of all threads of a rank, of the one that used most; hardly depends on what else the machine does.
         load_average: of the machine at the end; above the number of cores the seconds say little.
 
     Timed are:
@@ -65,8 +65,7 @@ class Result:
     staging_bytes: int
     median_s: dict[str, float]
     all_s: dict[str, list[float]]
-    save_cpu_s: float
-    dcp_save_cpu_s: float
+    median_cpu_s: dict[str, float]
     load_average: float
 
 
@@ -166,8 +165,7 @@ def rank_main(rank: int, directory: str, layers: int, hidden: int, repeats: int)
             staging_bytes=staging_bytes,
             median_s={name: statistics.median(seconds) for name, seconds in times.items()},
             all_s=dict(times),
-            save_cpu_s=statistics.median(cpu["save"]),
-            dcp_save_cpu_s=statistics.median(cpu["dcp_save"]),
+            median_cpu_s={name: statistics.median(seconds) for name, seconds in cpu.items()},
             load_average=os.getloadavg()[0],
         )
         (root / "result.json").write_text(json.dumps(asdict(result)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import IO
 from zlib import crc32
 
 import torch
@@ -53,10 +54,10 @@ def write_file(storage: Storage, directory: str, file: str, pieces: Sequence[Pie
                     data = piece.part(box.start, box.stop).local
                     container = Container(dtype=data.dtype, sizes=box.sizes, position=position)
                     content = memoryview(data.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs
-                    crcs = _running_crcs(content)
+                    stream.write(container.head)
+                    crcs = _write_blocks(stream, content)
                     tail = container.tail(crcs[-1], len(content))
-                    for part in (container.head, content, tail):
-                        stream.write(part)
+                    stream.write(tail)
                     length = len(container.head) + len(content) + len(tail)
                     chunk = Chunk(start=box.start, stop=box.stop, file=file, offset=container.data_offset, crcs=crcs)
                     written.append(
@@ -81,11 +82,14 @@ def _cuts(piece: Piece) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, piece.stop)
 
 
-def _running_crcs(content: memoryview) -> tuple[int, ...]:
+def _write_blocks(stream: IO[bytes], content: memoryview) -> tuple[int, ...]:
+    """Writes each block when its checksum is known: it is in the processor's cache then, and the disk begins early."""
     crcs, crc = [], 0
     for start in range(0, len(content), BLOCK_BYTES):
-        crc = crc32(content[start : start + BLOCK_BYTES], crc)
+        block = content[start : start + BLOCK_BYTES]
+        crc = crc32(block, crc)
         crcs.append(crc)
+        stream.write(block)
     return tuple(crcs)
 
 

@@ -167,11 +167,14 @@ def restore_model(model: nn.Module, engine: Engine, reader: Reader) -> None:
 def restore_optimizers(engine: Engine, optimizers: Sequence[Optimizer], reader: Reader) -> None:
     """Replaces the optimizers' states by those of the checkpoint, in the layout of this run.
 
+    States that are there already are filled in place: no rank holds two copies.
+
     Raises:
-        CheckpointError: states of parameters that no optimizer has; nothing is changed then.
+        CheckpointError: states of parameters that no optimizer has, or of other shapes; nothing is changed then.
     """
     saved = _saved_states(reader.manifest.tensors)
     fresh: dict[Optimizer, dict[Tensor, dict[str, Tensor]]] = {}
+    pieces: list[Piece] = []
     names = _names(engine)
     for optimizer in optimizers:
         states = fresh[optimizer] = {}
@@ -179,12 +182,15 @@ def restore_optimizers(engine: Engine, optimizers: Sequence[Optimizer], reader: 
             for param in group["params"]:
                 found = next((saved.pop(name) for name in names.get(param, ()) if name in saved), None)
                 if found:
-                    states[param] = _read_states(param, group, found, reader)
+                    targets = _state_targets(param, group, found, reader, optimizer.state.get(param, {}))
+                    states[param] = {piece.name.rpartition(".")[2]: tensor for piece, tensor in targets}
+                    pieces += [piece for piece, _ in targets]
     if saved:
         raise CheckpointError(
             f"{reader.where} has optimizer states of {len(saved)} parameters that the optimizer does not have, such as "
             f"{next(iter(saved))}: give all optimizers that were saved, over the same parameters"
         )
+    reader.fill(pieces)
     for optimizer, states in fresh.items():
         optimizer.state.clear()
         optimizer.state.update(states)
@@ -204,27 +210,37 @@ def _saved_states(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Ten
     return saved
 
 
-def _read_states(
-    param: ShardedParameter, group: Mapping[str, Any], found: Mapping[str, TensorEntry], reader: Reader
-) -> dict[str, Tensor]:
-    states: dict[str, Tensor] = {}
-    pieces = []
-    device = param.local.device
-    number_device = device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+def _state_targets(
+    param: ShardedParameter,
+    group: Mapping[str, Any],
+    found: Mapping[str, TensorEntry],
+    reader: Reader,
+    present: Mapping[str, Any],
+) -> list[tuple[Piece, Tensor]]:
+    """What each state of a parameter is read into, and the tensor that it is then."""
+    targets = []
+    local, shape = param.local, tuple(param.global_shape)
+    number_device = local.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
     for name, entry in found.items():
         key, dtype = name.rpartition(".")[2], DTYPES[reader.entry(name).dtype]
-        if entry.shape == () and (param.global_shape != () or key in _NUMBERS):
-            states[key] = torch.empty((), dtype=dtype, device=number_device)
-            pieces.append(whole(name, states[key]))
-        elif entry.shape == tuple(param.global_shape):
-            states[key] = torch.empty(param.local.numel(), dtype=dtype, device=device)
-            pieces.append(Piece(name=name, shape=entry.shape, start=param.flat_start, local=states[key]))
-        else:
-            raise CheckpointError(
-                f"{reader.where}: {name} must have shape {tuple(param.global_shape)} or (); it has {entry.shape}"
-            )
-    reader.fill(pieces)
-    return states
+        number = entry.shape == () and (shape != () or key in _NUMBERS)
+        if not number and entry.shape != shape:
+            raise CheckpointError(f"{reader.where}: {name} must have shape {shape} or (); it has {entry.shape}")
+        sizes = () if number else (local.numel(),)
+        tensor = _in_place(present.get(key), sizes, dtype, number_device if number else local.device)
+        start = 0 if number else param.flat_start
+        targets.append((Piece(name=name, shape=entry.shape, start=start, local=tensor.view(-1)), tensor))
+    return targets
+
+
+def _in_place(held: Any, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if (
+        type(held) is Tensor
+        and (held.shape, held.dtype, held.device) == (sizes, dtype, device)
+        and held.is_contiguous()
+    ):
+        return held
+    return torch.empty(sizes, dtype=dtype, device=device)
 
 
 # ---- what an optimizer has beside tensors
