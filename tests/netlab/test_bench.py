@@ -15,7 +15,7 @@ BATCH = Batch(model="1M", sequences=1, tokens=16, micro_batches=1)
 @pytest.mark.timeout(180)
 def test_bytes_out_of_a_node_are_the_predicted_ones(tmp_path):
     cells = make_cells(["2@1gbit,2"], ["node=3,cluster=1", "node=3,cluster=3"], [BATCH])
-    bench = Bench(tmp_path, steps=2, warmup=1, accept_noise=True, probe_s=1.0)
+    bench = Bench(tmp_path, steps=2, warmup=1, accept_noise=True, probe_s=1.0, probe_rounds=4)
     bench.run(cells)
     assert not bench.pending(cells)
     for row in bench.rows(cells):

@@ -94,7 +94,7 @@ class Bench:
         directory: made if it is not there; holds probes, cells, traces and, at the end, `result.json`.
         steps, warmup: of each cell, recorded and taken before.
         accept_noise: use probes that cannot be trusted.
-        probe_s: for each level of a topology, about.
+        probe_s, probe_rounds: for each level of a topology, about, and timings of each size.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Bench:
         warmup: int,
         accept_noise: bool = False,
         probe_s: float = SECONDS_PER_LEVEL,
+        probe_rounds: int = ROUNDS,
     ) -> None:
         if steps < 1 or warmup < 0:
             raise InputError(f"at least 1 step and no negative warm-up; got {steps} and {warmup}")
@@ -112,7 +113,7 @@ class Bench:
         self.steps = steps
         self.warmup = warmup
         self.accept_noise = accept_noise
-        self.probe_s = probe_s
+        self.probe_s, self.probe_rounds = probe_s, probe_rounds
         for name in ("cells", "probes", "traces"):
             (directory / name).mkdir(parents=True, exist_ok=True)
 
@@ -144,6 +145,7 @@ class Bench:
             "batches": {key: _batch_json(batch) for key, batch in missing.items()},
             "steps": max(4, self.steps // 2),
             "probe_s": self.probe_s if held["probe"] is None else 0.0,
+            "rounds": self.probe_rounds,
         }
         found = on_all_ranks("bench:probe_topology", options, topology.mesh, lab=lab)
         probe = found["probe"] or held["probe"]
@@ -323,13 +325,15 @@ class _Counted:
 # On every rank --------------------------------------------------------------------------------------------------------
 
 
-def probe_topology(ranks: Ranks, *, batches: Mapping[str, Any], steps: int, probe_s: float) -> dict[str, Any]:
+def probe_topology(
+    ranks: Ranks, *, batches: Mapping[str, Any], steps: int, probe_s: float, rounds: int
+) -> dict[str, Any]:
     """A task of `launch`: the links, unless they get no time, and what each batch's units compute."""
     from zeromesh.measure.probe import measure
     from zeromesh.measure.steps import measure_compute
 
     return {
-        "probe": measure(ranks, rounds=ROUNDS, seconds=probe_s) if probe_s else None,
+        "probe": measure(ranks, rounds=rounds, seconds=probe_s) if probe_s else None,
         "compute": {key: measure_compute(ranks, Batch(**batch), steps=steps) for key, batch in batches.items()},
     }
 
