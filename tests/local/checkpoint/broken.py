@@ -343,11 +343,18 @@ KINDS: dict[str, Kind] = {
     "index empty": Kind(file=INDEX, foreign=True, breaks=rewrite(INDEX, lambda d: b""), reason="is not an index"),
     "index cut": Kind(file=INDEX, foreign=True, breaks=rewrite(INDEX, lambda d: d[:400]), reason="is not an index"),
     "index that calls": Kind(file=INDEX, foreign=True, breaks=rewrite(INDEX, lambda d: EVIL), reason=r"posix\.system"),
+    # Not for want of memory, which would be the end of the process where there is enough to begin with.
     "index of huge places": Kind(
-        file=INDEX, foreign=True, breaks=rewrite(INDEX, lambda d: LONG_BINPUT_BOMB), reason="is not an index"
+        file=INDEX,
+        foreign=True,
+        breaks=rewrite(INDEX, lambda d: LONG_BINPUT_BOMB),
+        reason="is not an index.*has no attribute 'fields'",
     ),
     "index of huge bytes": Kind(
-        file=INDEX, foreign=True, breaks=rewrite(INDEX, lambda d: BYTEARRAY_BOMB), reason="is not an index"
+        file=INDEX,
+        foreign=True,
+        breaks=rewrite(INDEX, lambda d: BYTEARRAY_BOMB),
+        reason=r"is not an index.*KeyError\(150\)",
     ),
     "index of 2 TiB": Kind(
         file=INDEX, foreign=True, breaks=lambda at: os.truncate(at / INDEX, 1 << 41), reason="longer than"
