@@ -52,6 +52,8 @@ def _print(result: Result, output: Path) -> None:
     for check in result.checks:
         table.add_row(check.status, check.name, check.detail)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
     console.print(
         f"zeromesh {env['zeromesh']}, torch {env['torch']}, {env['device']}, {env['backend']}; mesh {env['mesh']} on "
         f"{len(env['hosts'])} host(s)"

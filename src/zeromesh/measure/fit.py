@@ -47,14 +47,25 @@ class Fit:
     disagreement: float
     residual: float
 
+    @property
+    def trusted(self) -> bool:
+        """Whether the halves agree."""
+        return self.disagreement <= MAX_DISAGREEMENT
+
+    @property
+    def noise(self) -> str:
+        """How far it can be trusted, in words."""
+        return (
+            f"the first and the second half of the measurement disagree by {self.disagreement:.0%} (allowed "
+            f"{MAX_DISAGREEMENT:.0%}; single timings spread by {self.spread:.0%})"
+        )
+
     def require_trust(self, what: str) -> None:
         """Raises MeasurementError if the halves disagree."""
-        if self.disagreement > MAX_DISAGREEMENT:
+        if not self.trusted:
             raise MeasurementError(
-                f"{what}: the first and the second half of the measurement disagree by {self.disagreement:.0%} "
-                f"(allowed {MAX_DISAGREEMENT:.0%}; single timings spread by {self.spread:.0%}): something else uses "
-                f"these processors or links. Measure again when they are idle, or longer with --rounds; "
-                f"--accept-noise takes the figures as they are"
+                f"{what}: {self.noise}: something else uses these processors or links. Measure again when they are "
+                f"idle, or longer with --rounds; --accept-noise takes the figures as they are"
             )
 
 

@@ -65,6 +65,31 @@ def test_ranks_of_a_torchrun_say_it_once(monkeypatch, capsys):
     assert "leave torchrun out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("look", 0), ("failed", 1)])
+def test_a_failed_check_is_an_exit_code(monkeypatch, capsys, tmp_path, status, code):
+    from zeromesh.measure import selftest
+
+    environment = {
+        "zeromesh": "1",
+        "torch": "2",
+        "device": "cpu",
+        "backend": "gloo",
+        "mesh": "node=2",
+        "hosts": {"a": 2},
+    }
+    checks = (
+        selftest.Check(name="parity", status="ok", detail="same"),
+        selftest.Check(name="links", status=status, detail="slow"),
+    )
+    result = selftest.Result(environment=environment, checks=checks, seconds=1.0, cluster="", raw={})
+    monkeypatch.setattr(selftest, "selftest", lambda *_, **__: result)
+    assert run(monkeypatch, "selftest", "--ranks", "2", "-o", "found.json") == code
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert written["passed"] == (code == 0)
+    assert [check["status"] for check in written["checks"]] == ["ok", status]
+    assert "links" in capsys.readouterr().out
+
+
 def test_an_estimate_starts_nothing(monkeypatch, capsys):
     assert run(monkeypatch, "bench", "cluster=2,node=2", "--estimate") == 0
     assert capsys.readouterr().out.startswith("32 of 32 cells to measure, about ")
