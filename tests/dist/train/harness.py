@@ -95,6 +95,7 @@ class Meddling:
         left_out: steps, counted from 0, that are not run at all.
         batches: by step, the batch it takes; others take their own.
         stop_after: steps after which the last rank is asked to end.
+        restarts, job: as a launcher says them.
     """
 
     poisoned: Sequence[int] = ()
@@ -102,6 +103,8 @@ class Meddling:
     left_out: Sequence[int] = ()
     batches: dict[int, int] = field(default_factory=dict)
     stop_after: int | None = None
+    restarts: int = 0
+    job: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +139,16 @@ def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
     mesh = kept(init_device_mesh, "cpu", tuple(config.mesh.values()), mesh_dim_names=tuple(config.mesh))
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")
-    ranks = Ranks(rank=rank, world=world, local_rank=rank, local_world=world, device=device, mesh=mesh)
+    ranks = Ranks(
+        rank=rank,
+        world=world,
+        local_rank=rank,
+        local_world=world,
+        device=device,
+        mesh=mesh,
+        restarts=meddling.restarts,
+        job=meddling.job,
+    )
     trainers: list[Any] = []
 
     class Meddled(loop.Trainer):

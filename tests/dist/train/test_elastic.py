@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.dist.pool import Pool
 from tests.dist.train.harness import Meddling, Mesh, Outcome, config, equal, lines, train, write_text
+from zeromesh.train.config import TrainConfig
 
 FOUR: Mesh = (("cluster", 2), ("node", 2))
 ONE: Mesh = (("cluster", 1), ("node", 1))
@@ -49,6 +52,42 @@ def make(directory: Path, *names: str) -> tuple[str, ...]:
     for name in names:
         (directory / name).mkdir()
     return names
+
+
+ONE_RANK = ONE, "node=0,cluster=0"
+
+
+def first_step(pool: Pool, made: TrainConfig, **meddling: Any) -> int:
+    """The step after which a start went on."""
+    (outcome,) = pool.run(1, train, made, Meddling(**meddling), timeout_s=50.0)
+    assert not outcome.error
+    return made.run.steps - len(outcome.samples) if meddling.get("stop_after") is None else -1
+
+
+def test_a_restart_of_a_new_run_goes_on_and_does_not_start_anew(pool: Pool, tmp_path: Path) -> None:
+    directory = write_text(tmp_path)
+    older = config(directory, *ONE_RANK, run__steps=6)
+    assert first_step(pool, older) == 0
+    anew = config(directory, *ONE_RANK, checkpoint__resume="never")
+    # Killed before its first checkpoint: those in the directory are another run's.
+    assert first_step(pool, anew, stop_after=1, restarts=0, job="7") == -1
+    shutil.rmtree(directory / "run/checkpoints/step-00000001")
+    assert first_step(pool, anew, restarts=1, job="7", stop_after=4) == -1
+    # Now it has one of its own, by the count of restarts, and by the name where nodes have come or gone.
+    assert first_step(pool, anew, restarts=2) == 4
+    assert first_step(pool, config(directory, *ONE_RANK, checkpoint__resume="never", run__steps=9), job="7") == 8
+    # Started by hand it is a new run, as it says.
+    assert first_step(pool, anew) == 0
+
+
+def test_a_restart_of_a_run_from_another_goes_on(pool: Pool, tmp_path: Path) -> None:
+    first, second = (write_text(tmp_path / name) for name in make(tmp_path, "first", "second"))
+    pool.run(1, train, config(first, *ONE_RANK, run__steps=3), Meddling(), timeout_s=50.0)
+    path = str(first / "run" / "checkpoints")
+    fine = config(second, *ONE_RANK, checkpoint__resume=path)
+    assert first_step(pool, fine, job="8", stop_after=5) == -1
+    assert first_step(pool, fine, job="8", restarts=1) == 5
+    assert first_step(pool, fine, job="9") == 3
 
 
 def test_auto_plans_anew_for_what_is_left(pool: Pool, tmp_path: Path) -> None:
