@@ -17,7 +17,8 @@ from zeromesh.train.roll_call import RollCall, is_communication, whereabouts
 TIMEOUT = CommunicationError("all_gather over axis node failed.")
 
 
-def called(store: Store, rank: int, wait_s: float = 0.3) -> RollCall:
+def called(store: Store, rank: int, wait_s: float = 20.0) -> RollCall:
+    """Where all answer, nobody waits for the 20 s."""
     return RollCall(store, rank, 3, wait_s=wait_s, poll_s=0.01)
 
 
@@ -27,7 +28,7 @@ def store() -> Iterator[Store]:
 
 
 def test_who_does_not_answer_is_missing(store: Store) -> None:
-    with called(store, 0) as first, called(store, 1) as second:
+    with called(store, 0, wait_s=0.3) as first, called(store, 1, wait_s=0.3) as second:
         told = second.explain(TIMEOUT)
         assert isinstance(told, CommunicationError)
         assert str(told).startswith(
@@ -42,7 +43,7 @@ def test_an_error_of_its_own_is_the_cause(store: Store) -> None:
         assert third.explain(error) is error
         start = time.monotonic()
         assert "The cause: rank 2 failed with ValueError: no such file." in str(first.explain(TIMEOUT))
-        assert time.monotonic() - start < 0.25  # all have answered
+        assert time.monotonic() - start < 15  # all have answered
 
 
 def test_who_is_alive_but_elsewhere_is_named_with_the_place(store: Store) -> None:
@@ -64,7 +65,7 @@ def test_who_waits_in_a_collective_is_not_missing(store: Store) -> None:
 
     def ask() -> None:
         with ExitStack() as stack:
-            ranks = [stack.enter_context(called(store, rank, wait_s=5.0)) for rank in range(3)]
+            ranks = [stack.enter_context(called(store, rank)) for rank in range(3)]
             asked.append(str(ranks[1].explain(TIMEOUT)))
 
     lane.submit(ask).wait()  # the main thread is in the lane, as in an unshard
@@ -80,7 +81,7 @@ class Gone(HashStore):
 
 def test_a_store_that_is_gone_is_said_so() -> None:
     store = HashStore()
-    roll_call = called(store, 0)
+    roll_call = called(store, 0, wait_s=0.1)
     roll_call._store = Gone()
     assert "Nobody could be asked who is missing" in str(roll_call.explain(TIMEOUT))
 
