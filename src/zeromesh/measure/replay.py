@@ -24,7 +24,6 @@ from zeromesh.simulator.network import Job
 from zeromesh.strategy import Layout
 from zeromesh.trace import Trace
 
-ROOT = ""
 JOINED = " to "
 """Between the first and the last name of units that the engine has joined."""
 
@@ -64,8 +63,7 @@ class Compute:
             raise InputError(
                 f"unit {unit!r} has not been measured; known: {', '.join(name or 'root' for name in names)}"
             )
-        between = names[names.index(first) : names.index(last or first) + 1]
-        return [name for name in between if name != ROOT or unit == ROOT]
+        return names[names.index(first) : names.index(last or first) + 1]  # the root, which is never joined, is first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
