@@ -1,6 +1,13 @@
 """Collectives over the axes of a mesh, and the lanes they run on."""
 
-from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter, sums_in_place, workspace_bytes
+from zeromesh.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_max,
+    reduce_scatter,
+    sums_in_place,
+    workspace_bytes,
+)
 from zeromesh.comm.groups import AxisGroup, Sent, make_groups
 from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.comm.quantise import QuantFormat
@@ -28,6 +35,7 @@ __all__ = [
     "Ticket",
     "all_gather",
     "all_reduce",
+    "all_reduce_max",
     "check_ho_ring",
     "check_quantisable",
     "hierarchical_all_gather",

@@ -107,6 +107,17 @@ def all_reduce(tensor: Tensor, group: AxisGroup, *, workspace: Tensor, scale: fl
     _all_gather(tensor, chunks, group, group.reduce, "all_reduce")
 
 
+@hosted
+def all_reduce_max(words: Tensor, group: AxisGroup) -> None:
+    """Replaces a few `words` by their maximum over the group, in the order of its reductions; not counted as traffic.
+
+    Raises:
+        CommunicationError: a peer died or stalled, or issued something else.
+    """
+    exchange = Exchange(group, group.reduce, "all_reduce_max", words.numel())
+    exchange.native(lambda: dist.all_reduce(words, dist.ReduceOp.MAX, group=group.reduce.process_group), 0)
+
+
 def sums_in_place(dtype: torch.dtype) -> bool:
     """Whether `all_reduce` of this dtype is the backend's own; a scale is then a pass over the memory of its own."""
     return dtype == sum_dtype(dtype)

@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from zeromesh.comm import Lane, Ticket
+from zeromesh.comm import Lane, Ticket, all_reduce_max
 from zeromesh.engine.chain import (
     GatherChain,
     Groups,
@@ -236,6 +236,15 @@ class DeviceBackend:
             if not live:
                 grad.local.zero_()
         return False
+
+    def agree(self, words: Tensor) -> Ticket:
+        """Replaces `words` by their maximum over all ranks, after the reductions that were issued before."""
+
+        def run() -> None:
+            for group in self.groups.values():
+                all_reduce_max(words, group)
+
+        return self.reductions.submit(run, label="agree on gradients")
 
     # ---- gradients
 

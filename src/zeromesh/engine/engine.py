@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -118,6 +118,8 @@ class Engine:
         self._total_weight: Tensor | None = None
         self._task = -1
         self._ordered = False
+        self._depth = [0] * len(schedule.units)
+        self._words = torch.empty(0)  # lives until the lane has long done with it
 
     @property
     def schedule(self) -> Schedule:
@@ -152,10 +154,14 @@ class Engine:
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
         self.recover()
+        self._depth[unit] += 1
         self.interpreter.pre_forward(unit)
 
     def post_forward(self, unit: int, outputs: Iterable[Tensor]) -> None:
         """After a unit's forward; makes its outputs' gradients call `pre_backward`."""
+        self._depth[unit] -= 1
+        if self._depth[unit] > 0:
+            return  # a module of the unit that another one of it calls: the outer call is the unit's
         # Of a recomputation too: reentrant checkpointing runs a backward of its own from there, and a segment longer
         # than the slots then has to gather its first units again. (Otherwise these hooks are never reached.)
         tensors = [t for t in outputs if t.requires_grad] if torch.is_grad_enabled() else []
@@ -198,6 +204,7 @@ class Engine:
         """After a backward that raised, and whose callback therefore never came: nothing is in use any more."""
         if self._task != -1 and torch._C._current_graph_task_id() == -1:
             self._task = -1
+            self._depth = [0] * len(self._depth)
             self.interpreter.abort()
 
     def _end_backward(self) -> None:
@@ -254,6 +261,9 @@ class Engine:
     def _show_grads(self) -> None:
         """Every rank agrees on which parameters had gradients, and shows those as `.grad`."""
         used = [flag for unit in self.backend.units for flags in unit.used for flag in flags]
+        if self._ordered and not self.schedule.shards_params:
+            self._assign(self._agree_beside(used))
+            return
         order = zlib.crc32(repr(self.interpreter.seen).encode()) % _PRIME
         calls = self.interpreter.digest % _PRIME
         words = [*map(int, used), order, -order, calls, -calls]
@@ -261,6 +271,19 @@ class Engine:
         *flags, high_order, low_order, high_calls, low_calls = self.control.reduce(agreed, dist.ReduceOp.MAX).tolist()
         self._learn_order(high_order == -low_order, high_calls == -low_calls)
         self._assign(flags)
+
+    def _agree_beside(self, used: list[bool]) -> list[bool]:
+        """Which parameters any rank has used. A rank that has used all knows, and does not wait for what the others
+        say, where nothing else is to be compared: no gathers, and an order that all have learnt."""
+        self.interpreter.digest = 0
+        if self.control.group is None:
+            return used
+        self._words = torch.tensor(used, dtype=torch.int32, device=self.control.device)
+        agreed = self.backend.agree(self._words)
+        if all(used):
+            return used
+        agreed.wait()
+        return [bool(word) for word in self._words.tolist()]
 
     def _learn_order(self, same_order: bool, same_gathers: bool) -> None:
         if self.schedule.shards_params and not (same_order and same_gathers):
@@ -276,7 +299,7 @@ class Engine:
             self.interpreter.adopt([*self.interpreter.seen, *unseen])
         self.interpreter.digest = 0
 
-    def _assign(self, flags: list[int]) -> None:
+    def _assign(self, flags: Sequence[int]) -> None:
         left = iter(flags)
         trained = (buffer for unit in self.backend.units for buffer in unit.buffers if buffer.spec.trainable)
         with plain_attributes():

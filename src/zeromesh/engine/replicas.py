@@ -258,8 +258,8 @@ def _message(engine: Engine, drifts: Sequence[Drift], ranks: Sequence[int]) -> s
     elsewhere = f" ({len(drifts) - 1} more differences in other places)" if len(drifts) > 1 else ""
     return (
         f"{who}: over axis {axes} they must hold the same {thing.what} of unit {thing.unit or '(root)'!r} to the bit, "
-        f"and differ in {parts[0]}{also}{elsewhere}. What was learnt since they were last equal cannot be trusted: go on "
-        f"from a checkpoint of before, and look for faulty memory and for unequal software"
+        f"and differ in {parts[0]}{also}{elsewhere}. What was learnt since they were last equal cannot be trusted: go "
+        f"on from a checkpoint of before, and look for faulty memory and for unequal software"
     )
 
 

@@ -36,7 +36,8 @@ class Compute:
         forward, backward: of one micro-batch, by unit, in the order in which the model registers them.
         optimizer_s: of a step over all `elements`.
         elements: of the model.
-        agreement_s: in which all ranks agree, at the end of a step, on which parameters had gradients.
+        agreement_s: in which all ranks agree, at the end of a step, on which parameters had gradients; nobody waits for
+            that where no parameters are sharded.
     """
 
     forward: Mapping[str, float]
@@ -107,7 +108,7 @@ def replay(schedule: Schedule, cluster: Cluster, compute: Compute, *, micro_batc
     totals = clock.totals
     return Replayed(
         # The engine's few words between the last reduction and the optimizer; no schedule has them.
-        step_s=clock.now_s + compute.agreement_s,
+        step_s=clock.now_s + (compute.agreement_s if schedule.shards_params else 0.0),
         compute_s=totals.compute_s,
         exposed_s=sum(totals.exposed_s.values()),
         sent_bytes={axis.name: totals.sent_bytes[axis.name] for axis in schedule.layout.axes},

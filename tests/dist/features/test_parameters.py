@@ -162,7 +162,7 @@ def test_dtypes_mixed_in_a_unit(strategy):
         data_of=lambda *at: torch.randn(3, 6, generator=torch.Generator().manual_seed(hash(at))).double(),
         bound=2e-6,
     )
-    assert [len(unit.buffers) for unit in engine_of(pair.model).units if unit.name] == [4, 4, 4]
+    assert {len(unit.buffers) for unit in engine_of(pair.model).units if unit.name} == {4}
     assert {name: p.dtype for name, p in pair.model.named_parameters()} == {
         name: p.dtype for name, p in base.named_parameters()
     }
