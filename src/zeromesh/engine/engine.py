@@ -153,6 +153,10 @@ class Engine:
     def pre_forward(self, unit: int) -> None:
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
+        elif unit == 0 and any(self._depth):
+            # The forward before was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions.
+            self._depth = [0] * len(self._depth)
+            self.interpreter.abort()
         self.recover()
         self._depth[unit] += 1
         self.interpreter.pre_forward(unit)
@@ -204,7 +208,6 @@ class Engine:
         """After a backward that raised, and whose callback therefore never came: nothing is in use any more."""
         if self._task != -1 and torch._C._current_graph_task_id() == -1:
             self._task = -1
-            self._depth = [0] * len(self._depth)
             self.interpreter.abort()
 
     def _end_backward(self) -> None:

@@ -195,6 +195,34 @@ def test_the_model_is_usable_after_an_exception(strategy, where):
     pair.train(steps=2, after_step=fail)
 
 
+class Interrupted(Block):
+    armed: list[bool]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+@MODES
+@on_ranks(4)
+def test_the_model_is_usable_after_an_interrupted_forward(strategy):
+    """torch calls no hooks then, not even those for exceptions."""
+    base = net()
+    base.blocks[1].__class__ = Interrupted
+    Interrupted.armed = []
+    pair = Pair(base=base, strategy=strategy)
+
+    def interrupt(step: int) -> None:
+        if step == 0:
+            Interrupted.armed.append(True)
+            with pytest.raises(KeyboardInterrupt):
+                pair.micro_backward(step, 0)
+            Interrupted.armed.clear()
+
+    pair.train(steps=3, after_step=interrupt)
+
+
 # ---- ranks that disagree
 
 
