@@ -29,7 +29,6 @@ from zeromesh.engine.chain import (
     unshard_chain,
 )
 from zeromesh.engine.flat import FlatShards, inside
-from zeromesh.engine.param import plain_attributes
 from zeromesh.errors import InternalError
 from zeromesh.schedule import Op, Reduction, Target
 
@@ -224,9 +223,7 @@ class DeviceBackend:
     def grads_discarded(self, unit: int) -> bool:
         """Whether no reduced gradient of the unit is alive; zeroes the parts of those that are not, if others are."""
         params = [param for buffer in self.units[unit].buffers for param in buffer.optimizer_params]
-        with plain_attributes():
-            grads_now = [param.grad for param in params]
-        alive = [grad is not None and not grad.zeroed for grad in grads_now]  # type: ignore[attr-defined]
+        alive = [param.grad is not None and not param.grad.zeroed for param in params]  # type: ignore[attr-defined]
         if not any(alive):
             self.units[unit].forget()
             return True

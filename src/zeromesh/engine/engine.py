@@ -19,7 +19,7 @@ from torch import Tensor
 from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.guard import SlotGuard
-from zeromesh.engine.param import ShardedParameter, plain_attributes
+from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
 from zeromesh.errors import CommunicationError, MismatchError, ModelError, OptimizerError
 from zeromesh.schedule import GradState, Interpreter, Schedule
@@ -305,12 +305,11 @@ class Engine:
     def _assign(self, flags: Sequence[int]) -> None:
         left = iter(flags)
         trained = (buffer for unit in self.backend.units for buffer in unit.buffers if buffer.spec.trainable)
-        with plain_attributes():
-            for buffer in trained:
-                for param, grad in zip(buffer.optimizer_params, buffer.optimizer_grads, strict=True):
-                    grad.zeroed = False
-                    # As in plain torch, a gradient that was zeroed and not dropped stays, of zeros if it is not used.
-                    param.grad = grad if next(left) or param.grad is not None else None
+        for buffer in trained:
+            for param, grad in zip(buffer.optimizer_params, buffer.optimizer_grads, strict=True):
+                grad.zeroed = False
+                # As in plain torch, a gradient that was zeroed and not dropped stays, of zeros if it is not used.
+                param.grad = grad if next(left) or param.grad is not None else None
 
     def discard_grads(self, *, set_to_none: bool = True) -> None:
         """Forgets all gradients, partial sums included."""

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeromesh.engine.param import ShardedGrad, ShardedParameter, plain_attributes
+from zeromesh.engine.param import ShardedGrad, ShardedParameter
 from zeromesh.errors import OptimizerError
 
 ELEMENTWISE = frozenset(
@@ -66,8 +66,7 @@ def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def _units(optimizer: Optimizer) -> dict[Any, set[int]]:
     """Units that the optimizer's step will update, by engine."""
-    with plain_attributes():
-        updated = [p for p in _params(optimizer) if type(p) is ShardedParameter and p.grad is not None]
+    updated = [p for p in _params(optimizer) if type(p) is ShardedParameter and p.grad is not None]
     return _by_engine(updated)
 
 

@@ -43,10 +43,6 @@ _UNSCALE = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
 _ZERO = frozenset({"zero_", "_foreach_zero_"})
 
 
-plain_attributes = torch._C.DisableTorchFunctionSubclass
-"""Context in which attributes of slices (`.grad`) are read and set without the detour through Python."""
-
-
 class _Slice(torch.Tensor):
     """This rank's slice of a tensor: [Note: Slices]."""
 

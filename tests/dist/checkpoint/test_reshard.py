@@ -11,6 +11,7 @@ import torch
 
 from tests.dist.checkpoint.models import Mesh, assemble, make, require_equal, slices, train
 from tests.dist.pool import Pool
+from tests.local.checkpoint.strategies import STRATEGIES
 from zeromesh.engine.checkpoint import Checkpoints
 
 ONE: Mesh = (("cluster", 1), ("node", 1))
@@ -18,16 +19,6 @@ TWO: Mesh = (("cluster", 1), ("node", 2))
 THREE: Mesh = (("cluster", 3), ("node", 1))
 FOUR: Mesh = (("cluster", 2), ("node", 2))
 SIX: Mesh = (("cluster", 3), ("node", 2))
-STRATEGIES = (
-    "node=0,cluster=0",
-    "node=1,cluster=0",
-    "node=2,cluster=2",
-    "node=3,cluster=3",
-    "node=3,cluster=0",
-    "node=3,cluster=1",
-    "node=3,cluster=3k",
-    "node=0,cluster=3",
-)
 LAYOUTS = [ONE, TWO, THREE, FOUR, SIX]
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.local.checkpoint.strategies import STRATEGIES
 from zeromesh.checkpoint.manifest import Manifest
 from zeromesh.checkpoint.piece import Piece, share
 from zeromesh.checkpoint.read import Reader, read_manifest
@@ -25,16 +26,6 @@ from zeromesh.engine.units import ParamInfo, Precision
 from zeromesh.schedule import Role, Unit
 from zeromesh.strategy import Layout
 
-STRATEGIES = (
-    "node=0,cluster=0",
-    "node=1,cluster=0",
-    "node=2,cluster=2",
-    "node=3,cluster=3",
-    "node=3,cluster=0",
-    "node=3,cluster=1",
-    "node=3,cluster=3k",
-    "node=0,cluster=3",
-)
 MESHES = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4), (6, 1), (3, 2), (2, 3), (1, 6))
 """(node, cluster): worlds 1, 2, 3, 4 and 6, in all ways to cut them."""
 
