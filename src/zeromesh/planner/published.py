@@ -1,38 +1,37 @@
 """The search spaces and objectives of earlier planners, so that their choices can be compared with ours.
 
-- AMSP (arXiv 2311.00257): degrees (s_p, s_g, s_os) with s_p <= s_g <= s_os, s_g one of the other two; a state crosses
-  nodes only once it fills the node. Memory 2 Psi/s_p + 2 Psi/s_g + 12 Psi/s_os + activations + temporaries. Objective:
-  the smallest sum of communication, none of it overlapped.
-- PaRO (arXiv 2310.06003): 14 strategies, each of p, g, os sharded not at all, inside the group or globally. Memory
-  without activations as above. Objective: max(communication, computation), from its closed forms.
+- AMSP (arXiv 2311.00257v2, section IV): degrees (s_p, s_g, s_os) with s_p <= s_g <= s_os, s_g one of the other two; a
+  state crosses nodes only once it fills the node. Memory 2 Psi/s_p + 2 Psi/s_g + 12 Psi/s_os + activations +
+  temporaries. Objective: the smallest sum of communication, none of it overlapped.
+- PaRO (arXiv 2310.06003): 14 strategies, each of p, g, os sharded not at all, inside the group or globally. Memory of
+  model states alone. Objective: max(communication, computation), from its closed forms.
 - MiCS (arXiv 2205.00119): everything sharded in one group of contiguous ranks; objective: the smallest group that fits.
 
-What the papers leave open is an `Assumptions` value, and printed with every answer.
+What the papers leave open is an `Assumptions` value, one for all models of a space, and printed with every answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass
+from itertools import groupby, pairwise
 from math import prod
 from typing import Any
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost import ComputeModel, Constants, default_constants
+from zeromesh.cost.collective import Operation
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError
-from zeromesh.model import ModelSpec, Recomputation
+from zeromesh.model import ModelSpec, Recomputation, UnitKind
+from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.memory import model_state
 from zeromesh.planner.space import divisors
 from zeromesh.planner.workload import Workload
-from zeromesh.schedule import Role, Schedule
-from zeromesh.simulator import find_engine
-from zeromesh.simulator.chains import Chains
-from zeromesh.simulator.units import schedule_units
-from zeromesh.strategy import Layout
+from zeromesh.strategy import Axis, Layout
 from zeromesh.strategy.presets import PARO
+from zeromesh.units import format_bytes
 
 SPACES = ("amsp", "paro", "mics")
 
@@ -41,15 +40,35 @@ SPACES = ("amsp", "paro", "mics")
 class Assumptions:
     """What a paper does not say.
 
+    AMSP takes activations and temporaries from "existing methodologies", of which it cites ZeRO (arXiv 1910.02054).
+    That paper's section 3.2 has both: 12 values of two bytes per token, hidden element and layer, if nothing is
+    recomputed; and all gradients fused into one fp32 buffer for their all-reduce, with AMSP those of a rank's parameters.
+
     Args:
-        usable_share: of a device's memory, for model state and activations.
-        temporary_bytes: per parameter of the optimizer's shard: the fp32 gradient that the optimizer step makes.
-        reserved_bytes: for all other temporaries; the papers give no figure.
+        usable_share: of a device's memory.
+        activation_bytes: per token, hidden element and layer, where a workload leaves recomputation open; else
+            activations are what its recomputation leaves, by this package's own model.
+        temporary_bytes: per trainable parameter of a rank's parameters.
+        reserved_bytes: for whatever else.
+        bucket_bytes: of gradients in one all-reduce; InternEvo's configurations of AMSP's models have 512 MiB.
     """
 
     usable_share: float = 1.0
+    activation_bytes: float = 24.0
     temporary_bytes: float = 4.0
     reserved_bytes: float = 0.0
+    bucket_bytes: int = 512 * 2**20
+
+    def __str__(self) -> str:
+        return (
+            f"assumed: {self.activation_bytes:g} bytes of activations per token, hidden element and layer unless "
+            f"recomputation is given, {self.temporary_bytes:g} of temporaries per parameter held, "
+            f"{format_bytes(self.reserved_bytes)} reserved"
+        )
+
+
+STATES_ALONE = Assumptions(activation_bytes=0.0, temporary_bytes=0.0)
+"""PaRO's formula counts nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +97,7 @@ class Ranking:
 
     space: str
     objective: str
+    assumptions: Assumptions
     micro_batch: int
     micro_batches: int
     recomputation: str
@@ -92,6 +112,7 @@ class Ranking:
         return {
             "space": self.space,
             "objective": self.objective,
+            "assumptions": asdict(self.assumptions),
             "micro_batch": self.micro_batch,
             "micro_batches": self.micro_batches,
             "recomputation": self.recomputation,
@@ -107,12 +128,23 @@ class _Setup:
     cluster: Cluster
     workload: Workload
     constants: Constants
+    assumptions: Assumptions
     micro_batch: int
     micro_batches: int
-    recomputation: Recomputation
+
+    @property
+    def recomputation(self) -> Recomputation:
+        return self.workload.recomputation or Recomputation.NONE
 
     def bounds(self) -> Bounds:
         return Bounds(self.model, self.cluster, self.workload, self.constants, ("",) * len(self.cluster.levels))
+
+    def activation_bytes(self) -> float:
+        """Per device."""
+        if self.workload.recomputation is not None:
+            return self.bounds().activation_bytes(self.micro_batch, self.recomputation)
+        tokens = self.micro_batch * self.workload.seq_len
+        return self.assumptions.activation_bytes * tokens * self.model.hidden * self.model.num_layers
 
 
 def search_published(
@@ -128,14 +160,15 @@ def search_published(
 
     Args:
         space: one of `SPACES`.
-        workload: micro-batch 1 and no recomputation where they are open, as in the papers' set-ups.
+        workload: micro-batch 1 where it is open; recomputation as `Assumptions` says.
+        assumptions: None for those of the space.
 
     Raises:
         InputError: the cluster has not the two levels that the papers know.
     """
     if len(cluster.levels) != 2:
         raise InputError(f"the space {space} has two levels, and {cluster.name} has {len(cluster.levels)}")
-    assumptions = assumptions or Assumptions()
+    assumptions = assumptions or (STATES_ALONE if space == "paro" else Assumptions())
     micro_batch = workload.micro_batch or 1
     share = workload.sequences_per_device(cluster.world)
     setup = _Setup(
@@ -143,17 +176,18 @@ def search_published(
         cluster=cluster,
         workload=workload,
         constants=constants or default_constants(),
+        assumptions=assumptions,
         micro_batch=micro_batch,
         micro_batches=max(1, share // micro_batch),
-        recomputation=workload.recomputation or Recomputation.NONE,
     )
     names, objective, text = _SPACES[space](setup)
     limit = cluster.device.memory_bytes * assumptions.usable_share - assumptions.reserved_bytes
-    rows = [_ranked(setup, name, strategy, objective, limit, assumptions) for name, strategy in names]
+    rows = [_ranked(setup, name, strategy, objective, limit) for name, strategy in names]
     rows.sort(key=lambda row: (not row.fits, row.objective_s if row.fits else row.memory_bytes))
     return Ranking(
         space=space,
         objective=text,
+        assumptions=assumptions,
         micro_batch=micro_batch,
         micro_batches=setup.micro_batches,
         recomputation=setup.recomputation.value,
@@ -168,12 +202,11 @@ def _ranked(
     strategy: str,
     objective: Callable[[Layout], float],
     limit: float,
-    assumptions: Assumptions,
 ) -> Ranked:
     layout = Layout.of(strategy, setup.cluster.axes)
     state = model_state(layout, setup.model.num_params, setup.model.num_trainable, grad_dtype="bf16")
-    temporary = assumptions.temporary_bytes * setup.model.num_trainable / layout.degree(layout.significant)
-    memory = state.total + temporary + setup.bounds().activation_bytes(setup.micro_batch, setup.recomputation)
+    temporary = setup.assumptions.temporary_bytes * setup.model.num_trainable / layout.degree(layout.param_axes)
+    memory = state.total + temporary + setup.activation_bytes()
     return Ranked(
         name=name,
         strategy=str(layout.strategy),
@@ -221,31 +254,44 @@ def degrees_as_strategy(cluster: Cluster, params: int, grads: int, states: int) 
 
 
 def _communication(setup: _Setup, layout: Layout) -> float:
-    """Seconds of all collectives of a step one after the other, with AMSP's mechanics.
+    """T_p + T_g + T_os0 + T_os1 of the paper's section IV-C: all collectives of a step one after the other, in seconds.
 
-    Gradients are all-reduced over whoever holds the same parameters and dropped where not owned: every micro-batch
-    where they are sharded further than the parameters, else once; updated parameters are broadcast by their owners.
+    Parameters are gathered and their gradients reduced module by module. Gradients are all-reduced in buckets over all
+    who hold the same parameters, and dropped where not owned; where they are sharded further than the parameters, also
+    after every micro-batch but the last. Each owner broadcasts its updated parameters.
     """
-    units, _ = schedule_units(setup.model, setup.workload.fixed(setup.micro_batch, setup.recomputation))
-    schedule = Schedule.of(layout, units)
     compute = ComputeModel(device=setup.cluster.device, constants=setup.constants)
     transfers = TransferModel(setup.cluster, setup.constants, compute)
-    chains = Chains(schedule, find_engine("amsp"), transfers)
-    wire = setup.workload.wire_dtype
-    three = [axis for axis in layout.param_axes if axis.size > 1]
-    two = [axis for axis in layout.grad_axes if axis.size > 1 and axis not in three]
-    micro = step = 0.0
-    for index, unit in enumerate(units):
-        gathers = 2 if unit.role is Role.BLOCK else 1
-        numel = sum(buffer.numel for buffer in unit.buffers)
-        micro += gathers * sum(work.cost.seconds for work in chains.unshard(index, from_kept=False))
-        if three:
-            micro += transfers.joint(three, "reduce_scatter", numel, wire).seconds
-        if two:
-            micro += transfers.joint(two, "all_reduce", -(-numel // layout.degree(three)), wire).seconds
-        works = (*chains.reduce_boundary(index), *chains.refresh(index))
-        step += sum(work.cost.seconds for work in works)
-    return setup.micro_batches * micro + step
+    wire, trainable = setup.workload.wire_dtype, setup.model.num_trainable
+    three = layout.param_axes
+    shards, owners = layout.degree(three), layout.degree(layout.significant)
+
+    def seconds(operation: Operation, numel: float, axes: Sequence[Axis]) -> float:
+        group = [axis for axis in axes if axis.size > 1]
+        return transfers.joint(group, operation, max(1, round(numel)), wire).seconds if group else 0.0
+
+    def others(axes: Sequence[Axis]) -> list[Axis]:
+        return [axis for axis in axes if axis not in three]
+
+    gathered = sum(
+        count * (2 * seconds("all_gather", numel, three) + seconds("reduce_scatter", trained, three))
+        for count, numel, trained in _modules(setup.model)
+    )
+    bucket = setup.assumptions.bucket_bytes / DTYPE_BYTES[wire]
+    calls = trainable / shards / bucket
+    accumulated = calls * seconds("all_reduce", bucket, others(layout.grad_axes))
+    synchronised = calls * seconds("all_reduce", bucket, others(layout.axes))
+    updated = owners / shards * seconds("broadcast", trainable / owners, others(layout.significant))
+    return setup.micro_batches * gathered + (setup.micro_batches - 1) * accumulated + synchronised + updated
+
+
+def _modules(model: ModelSpec) -> Iterator[tuple[int, int, int]]:
+    """(how many, parameters, trainable ones) of the modules of the layers; equal layers are counted."""
+    for unit in model.units:
+        if unit.kind is UnitKind.BLOCK:
+            for _, tensors in groupby(unit.tensors, key=lambda tensor: tensor.name.rpartition(".")[0]):
+                sizes = [(tensor.num_elements, tensor.trainable) for tensor in tensors]
+                yield unit.count, sum(n for n, _ in sizes), sum(n for n, trainable in sizes if trainable)
 
 
 # PaRO ---------------------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ def print_published(ranking: Ranking, top: int, console: Console | None = None) 
         f"{ranking.space}: {ranking.objective}; micro-batch {ranking.micro_batch} x {ranking.micro_batches}, "
         f"recomputation {ranking.recomputation}, {format_bytes(ranking.limit_bytes)} usable"
     )
+    console.print(str(ranking.assumptions))
     table = RichTable("name", "strategy", "objective", "memory", "fits", box=None)
     for row in ranking.rows[:top]:
         objective = f"{row.objective_s:.4g}"

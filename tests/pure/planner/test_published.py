@@ -14,35 +14,73 @@ STEP_TOKENS = 4 * 2**20
 """arXiv 2311.00257: 4 Mi tokens a step, sequences of 4096, micro-batches of one."""
 
 
-def amsp(model: str, world: int, recomputation: Recomputation, assumptions: Assumptions | None = None) -> Ranking:
+AMSPS_CHOICES = [("llama-7b", 8, "(1,1,8)"), ("llama-13b", 8, "(4,4,8)"), ("amsp-30b", 32, "(8,8,32)")]
+"""Its Table IV, with the fewest devices of its experiments (8, 32, 128, 512, 1024) on which each model fits."""
+
+
+def amsp(
+    model: str, world: int, recomputation: Recomputation | None = None, assumptions: Assumptions | None = None
+) -> Ranking:
     cluster = find_cluster("a800-8x-hdr").take(world)
     workload = Workload(seq_len=4096, global_batch_tokens=STEP_TOKENS, micro_batch=1, recomputation=recomputation)
     return search_published("amsp", preset(model), cluster, workload, assumptions=assumptions)
 
 
-@pytest.mark.parametrize(("model", "choice"), [("llama-7b", "(1,1,8)"), ("llama-13b", "(4,4,8)")])
-def test_amsps_choices_within_a_node_come_out(model: str, choice: str) -> None:
-    """On the 8 devices where the paper first shows these models, without recomputation, as it says."""
-    best = amsp(model, 8, Recomputation.NONE).best
-    assert best is not None
-    assert best.name == choice
+def chosen(ranking: Ranking) -> str:
+    assert ranking.best is not None
+    return ranking.best.name
 
 
-@pytest.mark.parametrize("reserved_bytes", [14e9, 20e9, 27e9])
-def test_amsps_choice_for_30b_comes_out_if_it_reserved_memory(reserved_bytes: float) -> None:
-    """(8,8,32) is the cheapest of its space only where 14 to 27 GB beside states and activations are taken: with less,
-    (4,4,32) fits and communicates less. The paper does not say what it reserved."""
-    best = amsp("amsp-30b", 32, Recomputation.SELECTIVE, Assumptions(reserved_bytes=reserved_bytes)).best
+@pytest.mark.parametrize(("model", "world", "choice"), AMSPS_CHOICES)
+@pytest.mark.parametrize("bucket_bytes", [32 * 2**20, 512 * 2**20])
+def test_amsps_choices_come_out(model: str, world: int, choice: str, bucket_bytes: int) -> None:
+    """With one set of assumptions for all three; what InternEvo's buckets hold does not decide."""
+    assert chosen(amsp(model, world, assumptions=Assumptions(bucket_bytes=bucket_bytes))) == choice
+
+
+def test_amsps_choices_also_come_out_at_512_devices() -> None:
+    assert [chosen(amsp(model, 512)) for model, _, _ in AMSPS_CHOICES] == [choice for _, _, choice in AMSPS_CHOICES]
+
+
+def test_what_amsps_choices_need_of_temporaries() -> None:
+    """An fp32 gradient, 4 bytes, lies between what lets 7B fit and what keeps the cheaper (2,8,8) from 13B."""
+    less, more = Assumptions(temporary_bytes=3.6), Assumptions(temporary_bytes=4.5)
+    assert chosen(amsp("llama-13b", 8, assumptions=less)) == "(2,8,8)"
+    assert chosen(amsp("llama-7b", 8, assumptions=more)) != "(1,1,8)"
+    for bytes_each in (3.71, 4.46):
+        assumptions = Assumptions(temporary_bytes=bytes_each)
+        for model, world, choice in AMSPS_CHOICES:
+            assert chosen(amsp(model, world, assumptions=assumptions)) == choice
+
+
+def test_amsps_30b_was_not_planned_with_the_recomputation_it_ran_with() -> None:
+    """Else (4,4,32) fits and communicates less."""
+    ranking = amsp("amsp-30b", 32, Recomputation.FULL)
+    assert chosen(ranking) == "(4,4,32)"
+    assert ranking.recomputation == "full"
+
+
+def test_amsps_gradients_sharded_further_cost_all_micro_batches_but_the_last() -> None:
+    """T_g of its section IV-C: (M - 1) all-reduces of the gradients, inside the node as (1,8,8) has them."""
+    extra = []
+    for world in (1024, 512, 256):  # 1, 2, 4 micro-batches
+        times = {row.name: row.objective_s for row in amsp("llama-7b", world).rows}
+        extra.append(times["(1,8,8)"] - times["(1,1,8)"])
+    assert extra[0] == pytest.approx(0.0, abs=1e-12)
+    assert extra[2] == pytest.approx(3 * extra[1])
+    assert extra[1] > 2 * 7 / 8 * 2 * 6738415616 / 200e9  # what the bytes take at NVLink's rate
+
+
+def test_amsps_memory_by_hand() -> None:
+    """2/8 + 2/8 + 12/32 bytes of state and 4/8 of temporaries a parameter; 24 of activations per layer's output."""
+    best = amsp("amsp-30b", 32).best
     assert best is not None
-    assert best.name == "(8,8,32)"
-    assert best.strategy == "node=3,cluster=1"
-    unreserved = amsp("amsp-30b", 32, Recomputation.SELECTIVE).best
-    assert unreserved is not None
-    assert unreserved.name == "(4,4,32)"
+    num_params = preset("amsp-30b").num_params
+    assert best.memory_bytes == pytest.approx(num_params * (0.875 + 0.5) + 24 * 4096 * 6144 * 60)
 
 
 def test_amsps_space_keeps_its_constraints() -> None:
-    for row in amsp("llama-7b", 64, Recomputation.NONE).rows:
+    for row in amsp("llama-7b", 64).rows:
         params, grads, states = (int(text) for text in row.name.strip("()").split(","))
         assert params <= grads <= states
         assert grads in (params, states)
@@ -60,17 +98,12 @@ def test_degrees_are_spelt_in_the_notation() -> None:
 
 
 def test_mics_takes_the_smallest_group_that_fits() -> None:
-    """By these formulas; the AMSP paper ran MiCS in groups of 8, 8 and 16, one step larger for 7B and 30B."""
+    """The AMSP paper ran MiCS in groups of 8, 8 and 16: by the same memory formula, 7B also fits in half a node."""
     cluster = find_cluster("a800-8x-hdr")
-    for model, recomputation, size in (
-        ("llama-7b", Recomputation.NONE, 4),
-        ("llama-13b", Recomputation.NONE, 8),
-        ("amsp-30b", Recomputation.FULL, 8),
-    ):
-        workload = Workload(seq_len=4096, global_batch_tokens=STEP_TOKENS, micro_batch=1, recomputation=recomputation)
-        best = search_published("mics", preset(model), cluster, workload).best
-        assert best is not None
-        assert best.name == f"group of {size}"
+    workload = Workload(seq_len=4096, global_batch_tokens=STEP_TOKENS, micro_batch=1)
+    models = ("llama-7b", "llama-13b", "amsp-30b")
+    rankings = [search_published("mics", preset(model), cluster, workload) for model in models]
+    assert [chosen(ranking) for ranking in rankings] == ["group of 4", "group of 8", "group of 16"]
 
 
 def paro() -> Ranking:
