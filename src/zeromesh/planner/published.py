@@ -42,7 +42,8 @@ class Assumptions:
 
     AMSP takes activations and temporaries from "existing methodologies", of which it cites ZeRO (arXiv 1910.02054).
     That paper's section 3.2 has both: 12 values of two bytes per token, hidden element and layer, if nothing is
-    recomputed; and all gradients fused into one fp32 buffer for their all-reduce, with AMSP those of a rank's parameters.
+    recomputed; and all gradients fused into one fp32 buffer to be all-reduced, which with AMSP are those of a rank's
+    parameters.
 
     Args:
         usable_share: of a device's memory.
