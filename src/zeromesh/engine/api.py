@@ -19,6 +19,7 @@ from zeromesh.engine.optim import elementwise, watch_optimizers
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import DTYPES, Precision, UnitClasses, find_units, join_units
 from zeromesh.errors import ModelError, NotationError
+from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Strategy
 
 __all__ = [
@@ -35,11 +36,6 @@ __all__ = [
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 ENGINE = "_zeromesh_engine"
-
-BUCKET_BYTES = 25 << 20
-"""DDP's. On 4 gloo ranks that share 2 cores a model of 29 MB takes 1.00 of DDP's step so, 1.07 with 8 MiB and 1.15 unit
-by unit: a collective has its own cost, and moving data beside computation another. Behind 1 Gbit/s 8 MiB, which hide
-more, are 7 % faster. The blocks of a model that needs a cluster are larger than either."""
 
 
 def shard(
@@ -76,8 +72,8 @@ def shard(
         resident: names of units that are to have a gather slot of their own.
         init: initialises the parameters and buffers of one module in place; for models on the meta device. Default:
             Hugging Face's `_init_weights`, else the module's `reset_parameters`.
-        bucket_bytes: where no parameters are sharded, neighbouring units are joined until their parameters take
-            this many bytes, and reduced as one; 0 joins none.
+        bucket_bytes: where no parameters are sharded, neighbouring units are joined until their parameters, as they
+            compute, take this many bytes, and reduced as one; 0 joins none.
         group_factory: makes the communicators of all axes from (mesh, axes). Default: `zeromesh.comm.make_groups`,
             which makes new ones. Models that train one after the other may share theirs.
         debug: compare what each unit computes with before and after every use; slow, for bug reports. Default: whether
@@ -103,7 +99,7 @@ def shard(
         debug = os.environ.get("ZEROMESH_DEBUG", "0") not in ("", "0")
     found = find_units(model, units, resident)
     if layout.degree(layout.param_axes) == 1:
-        found = join_units(found, bucket_bytes)
+        found = join_units(found, precision, bucket_bytes)
     engine = build_engine(model, mesh, layout, found, precision, init, group_factory, debug=debug)
     watch_optimizers()
     install_state_dict(model, engine)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ModelError, nearest
-from zeromesh.schedule import FlatBuffer, Role, Unit
+from zeromesh.schedule import FlatBuffer, Role, Unit, joined_name, neighbours
 
 UnitClasses = Sequence[type[nn.Module] | str]
 
@@ -88,12 +88,7 @@ class ModuleUnit:
 
     @property
     def name(self) -> str:
-        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
-
-    @property
-    def bytes(self) -> int:
-        """Of its parameters, in their own dtypes."""
-        return sum(i.param.numel() * i.param.element_size() for infos in self.groups.values() for i in infos)
+        return joined_name(self.names)
 
     def join(self, other: ModuleUnit) -> None:
         """Takes the modules and parameters of `other`, which follows in the forward."""
@@ -139,20 +134,13 @@ def find_units(model: nn.Module, classes: UnitClasses | None = None, resident: S
     return [unit for unit in units.values() if unit.groups or unit is units[model]]
 
 
-def join_units(units: Sequence[ModuleUnit], bucket_bytes: int) -> list[ModuleUnit]:
-    """Joins neighbours until their parameters take `bucket_bytes`, for strategies that shard no parameters: a unit then
-    only says what is reduced together, and a collective has a cost of its own, whatever it carries. The root stays as
-    it is, and so do units inside others."""
-    names = [unit.name for unit in units]
+def join_units(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes: int) -> list[ModuleUnit]:
+    """Joins what `zeromesh.schedule.neighbours` says."""
     joined: list[ModuleUnit] = []
-    bucket: ModuleUnit | None = None
-    for unit in units:
-        alone = unit.name == "" or any(_inside(unit.name, name) or _inside(name, unit.name) for name in names)
-        if bucket is not None and not alone and bucket.bytes < bucket_bytes:
-            bucket.join(unit)
-        else:
-            joined.append(unit)
-            bucket = None if alone else unit
+    for first, *others in neighbours([unit.describe(precision) for unit in units], bucket_bytes):
+        for other in others:
+            units[first].join(units[other])
+        joined.append(units[first])
     return joined
 
 

@@ -29,7 +29,7 @@ one: L and E are then taken over the longest part of each layout instead of over
 
 The transfers are those of `zeromesh.schedule.transfer`, their seconds those of `zeromesh.cost`; here they are only
 tabulated, by (level, size of a part, pieces of its region), so that a layout is a few look-ups. Padding is left out: it
-adds.
+adds. Where units are small enough to be joined, each takes its share of one transfer of the whole model.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.planner.memory import ADAM_MOMENT_BYTES, bytes_each
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.workload import Workload
+from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import Operation, Transfer
+from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Axis, Stage, Wire
 from zeromesh.strategy.strategy import Collective
 
@@ -160,6 +162,12 @@ class Bounds:
     wires: tuple[str, ...] = ()
     collective: Collective = "auto"
 
+    @cached_property
+    def joins(self) -> bool:
+        """Whether the engine joins units where no parameters are sharded; only small models have such."""
+        units = schedule_units(self.model, self.workload.fixed(1, Recomputation.NONE), BUCKET_BYTES)
+        return any(len(specs) > 1 for specs in units[1])
+
     # Compute --------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -254,11 +262,14 @@ class Bounds:
         for unit, gathers in self._gathers_by_unit(axis.stage):
             for operation, per_micro in _operations(axis.stage):
                 gather = operation == "all_gather"
-                seconds, busy = self._cost(axis, operation, unit, pieces, frozen=gather and per_micro)
+                alone, busy = self._cost(axis, operation, unit, pieces, frozen=gather and per_micro)
+                seconds = alone
+                if self.joins and not axis.stage.shards_params:
+                    seconds, busy = self._share(axis, operation, unit, pieces)
                 times = gathers if gather and per_micro else unit.count
                 row[(_GATHER_MICRO if gather else _REDUCE_MICRO) + (not per_micro)] += times * seconds
                 row[_BUSY_MICRO + (not per_micro)] += times * busy
-                self._note_meeting(row, axis.stage, unit, operation, seconds, gathers - unit.count)
+                self._note_meeting(row, axis.stage, unit, operation, alone, gathers - unit.count)
                 if gather and any(unit is other for other in first):
                     row[_EDGE_GATHER] += seconds
                 if not gather and any(unit is other for other in last):
@@ -323,18 +334,29 @@ class Bounds:
         self, axis: Axis, operation: Operation, unit: UnitSpec, pieces: int, *, frozen: bool
     ) -> tuple[float, float]:
         """Seconds of one transfer of a unit, and of its links."""
-        gather = operation == "all_gather"
-        default = self.workload.param_dtype if gather else self.workload.wire_dtype
-        wire = (axis.wire.param if gather else axis.wire.grad) or default
         seconds = busy = 0.0
         trainable, rest = self._numels[id(unit)]
         for numel in (trainable, rest if frozen else 0):
             if numel:
-                transfer = Transfer(operation=operation, axis=axis, numel=ceil(numel / pieces), wire=wire)
-                cost = self.transfers.cost(transfer)
-                seconds += cost.seconds
-                busy += sum(share for level, share in cost.busy if level != HOST)
+                one, links = self._transfer(axis, operation, numel, pieces)
+                seconds += one
+                busy += links
         return seconds, busy
+
+    def _share(self, axis: Axis, operation: Operation, unit: UnitSpec, pieces: int) -> tuple[float, float]:
+        """Of a unit in one transfer of all that is trained: with whatever it is joined, it does not take less."""
+        trainable = self.model.num_trainable
+        if not trainable:
+            return 0.0, 0.0
+        part = self._numels[id(unit)][0] / trainable
+        seconds, busy = self._transfer(axis, operation, trainable, pieces)
+        return part * seconds, part * busy
+
+    def _transfer(self, axis: Axis, operation: Operation, numel: int, pieces: int) -> tuple[float, float]:
+        default = self.workload.param_dtype if operation == "all_gather" else self.workload.wire_dtype
+        wire = (axis.wire.param if operation == "all_gather" else axis.wire.grad) or default
+        cost = self.transfers.cost(Transfer(operation=operation, axis=axis, numel=ceil(numel / pieces), wire=wire))
+        return cost.seconds, sum(share for level, share in cost.busy if level != HOST)
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
@@ -358,7 +380,7 @@ class Bounds:
             + (master + ADAM_MOMENT_BYTES) * model.num_trainable / by_state
             + kept
             + np.where(by_param > 1, np.where(dropped > 1, self._gather_slots, width * model.num_params), 0.0)
-            + np.where(by_grad > 1, self._reduce_slots, 0.0)
+            + np.where((by_grad > 1) & ((by_param > 1) | (not self.joins)), self._reduce_slots, 0.0)
         )
 
     @property

@@ -17,7 +17,7 @@ from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics, Simulation, simulate
-from zeromesh.strategy import Strategy
+from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.strategy import Collective
 
 _FEW = 6
@@ -125,7 +125,7 @@ class Evaluator:
 
     def _estimate(self, candidate: Candidate) -> Estimate:
         counts = _few_blocks(self.model)
-        if counts is None:
+        if counts is None or self._joins(candidate):
             return self.measured(candidate)
         few, more, all_of_them = counts
         low = self._simulate(_with_blocks(self.model, few), candidate)
@@ -136,6 +136,11 @@ class Evaluator:
             step_s=high.step_s + times * (high.step_s - low.step_s),
             memory_bytes=high.memory.total + times * (high.memory.total - low.memory.total),
         )
+
+    def _joins(self, candidate: Candidate) -> bool:
+        """Whether blocks are joined, so that one more does not add the same."""
+        layout = Layout.of(candidate.strategy, self.cluster.axes)
+        return layout.degree(layout.param_axes) == 1 and self.bounds().joins
 
     def _simulate(self, model: ModelSpec, candidate: Candidate, *, record: bool = False) -> Simulation:
         return simulate(

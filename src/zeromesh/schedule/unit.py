@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from zeromesh.errors import InternalError
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one element of each dtype that parameters, gradients and states may have."""
+
+BUCKET_BYTES = 25 << 20
+"""Of units that are joined where no parameters are sharded; DDP's. On 4 gloo ranks that share 2 cores a model of 29 MB
+takes 1.00 of DDP's step so, 1.07 with 8 MiB and 1.15 unit by unit: a collective has its own cost, and moving data
+beside computation another. Behind 1 Gbit/s 8 MiB, which hide more, are 7 % faster. The blocks of a model that needs a
+cluster are larger than either."""
 
 
 class Role(enum.Enum):
@@ -68,6 +75,53 @@ class Unit:
     def trainable(self) -> bool:
         return any(buffer.trainable for buffer in self.buffers)
 
+    @property
+    def bytes(self) -> int:
+        """Of its parameters, as they compute."""
+        return sum(buffer.numel * ITEM_BYTES[buffer.param_dtype] for buffer in self.buffers)
+
     def encloses(self, other: Unit) -> bool:
         """Whether `other` is registered inside this unit."""
         return self.name == "" or other.name.startswith(f"{self.name}.")
+
+
+def neighbours(units: Sequence[Unit], bucket_bytes: int) -> list[list[int]]:
+    """Which units, by index, are joined: neighbours, until their parameters take `bucket_bytes`.
+
+    For strategies that shard no parameters: a unit then only says what is reduced together, and a collective has a cost
+    of its own, whatever it carries. The root stays as it is, and so do units inside others.
+    """
+    groups: list[list[int]] = []
+    room = 0
+    for index, unit in enumerate(units):
+        size = unit.bytes
+        if room > 0 and not _alone(unit, units):
+            groups[-1].append(index)
+            room -= size
+        else:
+            groups.append([index])
+            room = bucket_bytes - size if size < bucket_bytes and not _alone(unit, units) else 0
+    return groups
+
+
+def _alone(unit: Unit, units: Sequence[Unit]) -> bool:
+    others = (other for other in units if other.name not in ("", unit.name))
+    return unit.name == "" or any(unit.encloses(other) or other.encloses(unit) for other in others)
+
+
+def joined_name(names: Sequence[str]) -> str:
+    """Of units that are joined."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def join(units: Sequence[Unit]) -> Unit:
+    """Neighbours as one unit, with one buffer for all that differ in nothing but their length."""
+    if len(units) == 1:
+        return units[0]
+    numels: dict[FlatBuffer, int] = {}
+    for unit in units:
+        for buffer in unit.buffers:
+            kind = replace(buffer, numel=0)
+            numels[kind] = numels.get(kind, 0) + buffer.numel
+    buffers = tuple(replace(kind, numel=numel) for kind, numel in numels.items())
+    return Unit(name=joined_name([unit.name for unit in units]), role=units[0].role, buffers=buffers)

@@ -3,6 +3,7 @@
 [Note: Engines] Each is the same schedule with other mechanics, from its paper or code:
 
 - zeromesh: one collective per axis, level by level; gathers and reductions on a lane each (DESIGN of the engine).
+  Small units are joined where no parameters are sharded.
 - fsdp (torch.distributed.fsdp, FullyShardedDataParallel and fully_shard): a wrapped block is gathered and reduced over
   its whole shard group at once; both share one communicator, so they queue in the order of issue; a copy into and out
   of the flat buffer each way; reduce buffers come from the caching allocator and go back to it. On two axes the
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zeromesh.errors import ConfigError, nearest
+from zeromesh.schedule import BUCKET_BYTES
 
 #: Kinds of work that lanes carry out: gathers of updated parameters, of parameters for compute, and reductions.
 LaneKind = Literal["refresh", "unshard", "reduce"]
@@ -39,6 +41,7 @@ class Mechanics:
         copies: full-size copies beside each gather and each reduction.
         planned: reduce buffers are allocated once; False: they come and go with each unit's backward.
         workspace: collectives work in memory of their own, allocated once.
+        bucket_bytes: up to which neighbouring units are joined where no parameters are sharded.
         step_bytes: that the optimizer's step needs for a moment, per element of the state shard; a fused one: none.
         refresh_ahead: updated parameters are gathered as the forward comes to them; False: queued all at the step.
         overlap_gather: False: the device stands still for every gather.
@@ -54,6 +57,7 @@ class Mechanics:
     copies: int = 0
     planned: bool = True
     workspace: bool = False
+    bucket_bytes: int = 0
     step_bytes: float = 0.0
     refresh_ahead: bool = True
     overlap_gather: bool = True
@@ -70,7 +74,7 @@ _ONE_COMMUNICATOR: tuple[tuple[LaneKind, str], ...] = (("refresh", "all"), ("uns
 _EACH_ITS_OWN: tuple[tuple[LaneKind, str], ...] = (("refresh", "refresh"), ("unshard", "gather"), ("reduce", "reduce"))
 
 ENGINES: dict[str, Mechanics] = {
-    "zeromesh": Mechanics(name="zeromesh", workspace=True),
+    "zeromesh": Mechanics(name="zeromesh", workspace=True, bucket_bytes=BUCKET_BYTES),
     "fsdp": Mechanics(name="fsdp", joint=True, lanes=_ONE_COMMUNICATOR, copies=1, planned=False, refresh_ahead=False),
     "deepspeed": Mechanics(
         name="deepspeed",

@@ -7,7 +7,9 @@ states have equal futures.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost.compute import ComputeModel, UnitSeconds
@@ -76,7 +78,7 @@ class _Setup:
     compute: ComputeModel
     transfers: TransferModel
     schedule: Schedule
-    specs: tuple[UnitSpec, ...]
+    specs: tuple[tuple[UnitSpec, ...], ...]  # of each unit of the schedule
 
     @classmethod
     def of(
@@ -88,9 +90,10 @@ class _Setup:
         engine: str | Mechanics,
         constants: Constants,
     ) -> _Setup:
-        units, specs = schedule_units(model, workload)
         layout = Layout.of(strategy, cluster.axes)
         mechanics = find_engine(engine) if isinstance(engine, str) else engine
+        whole = layout.degree(layout.param_axes) == 1
+        units, specs = schedule_units(model, workload, mechanics.bucket_bytes if whole else 0)
         stated = workload.param_dtype in dict(cluster.device.peak_flops)
         dtype = workload.param_dtype if stated else None
         compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
@@ -115,8 +118,17 @@ class _Setup:
     def micro_batches(self) -> int:
         return self.workload.micro_batches(self.cluster.world)
 
-    def unit_seconds(self) -> list[UnitSeconds]:
-        workload = self.workload
+    def parts(self) -> tuple[UnitSpec, ...]:
+        """What computes, in order; several may be one unit of the schedule."""
+        return tuple(spec for specs in self.specs for spec in specs)
+
+    def by_part(self, sizes: Sequence[float]) -> tuple[float, ...]:
+        """What is known by unit, by part."""
+        return tuple(size for size, specs in zip(sizes, self.specs, strict=True) for _ in specs)
+
+    def part_seconds(self) -> list[UnitSeconds]:
+        """Of each part."""
+        workload, parts = self.workload, self.parts()
         by_spec = {
             id(spec): self.compute.unit(
                 spec,
@@ -124,9 +136,9 @@ class _Setup:
                 seq_len=workload.seq_len,
                 recomputation=workload.recomputation,
             )
-            for spec in {id(spec): spec for spec in self.specs}.values()
+            for spec in {id(spec): spec for spec in parts}.values()
         }
-        return [by_spec[id(spec)] for spec in self.specs]
+        return [by_spec[id(spec)] for spec in parts]
 
     def optimizer_seconds(self) -> float:
         layout = self.schedule.layout
@@ -150,15 +162,17 @@ class _Step:
         )
         self.interpreter: Interpreter[Job] = Interpreter(schedule=setup.schedule, backend=self.backend)
         self.activations = Activations(
-            setup.specs,
+            setup.parts(),
             workload.micro_batch_tokens,
             workload.seq_len,
             workload.recomputation,
             ITEM_BYTES[workload.param_dtype],
-            () if setup.mechanics.planned else reduce_transients(setup.schedule),
+            () if setup.mechanics.planned else setup.by_part(reduce_transients(setup.schedule)),
             record=record,
         )
-        self.seconds = setup.unit_seconds()
+        self.seconds = setup.part_seconds()
+        ends = list(accumulate(len(specs) for specs in setup.specs))
+        self.parts = [range(end - len(specs), end) for end, specs in zip(ends, setup.specs, strict=True)]
         self.step_s = 0.0
         self._entered: dict[int, float] = {}
 
@@ -208,19 +222,27 @@ class _Step:
         self.backend.micro_batch = -1
 
     def _compute(self, phase: Phase, unit: int) -> None:
-        backend, activations, seconds = self.backend, self.activations, self.seconds[unit]
         if phase == "forward":
-            backend.compute("forward", unit, seconds.forward)
-            activations.forward(unit, backend.now_s)
-            return
-        if unit not in self._entered:
-            self._entered[unit] = activations.now
-            activations.enter_backward(unit, backend.now_s)
+            for part in self.parts[unit]:
+                self.backend.compute("forward", unit, self.seconds[part].forward)
+                self.activations.forward(part, self.backend.now_s)
+        elif len(self.parts[unit]) == 1:
+            self._backward(phase, unit, self.parts[unit][0])
+        elif phase == "backward":  # each part is recomputed when its own backward comes
+            for part in reversed(self.parts[unit]):
+                self._backward("recompute", unit, part)
+                self._backward("backward", unit, part)
+
+    def _backward(self, phase: Phase, unit: int, part: int) -> None:
+        backend, activations, seconds = self.backend, self.activations, self.seconds[part]
+        if part not in self._entered:
+            self._entered[part] = activations.now
+            activations.enter_backward(part, backend.now_s)
         if phase == "recompute":
             backend.compute("recompute", unit, seconds.recompute)
             return
         backend.compute("backward", unit, seconds.backward)
-        activations.leave_backward(unit, self._entered.pop(unit), backend.now_s)
+        activations.leave_backward(part, self._entered.pop(part), backend.now_s)
 
 
 def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) -> Simulation:

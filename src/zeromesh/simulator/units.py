@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zeromesh.model import ModelSpec, UnitKind, UnitSpec
-from zeromesh.schedule import FlatBuffer, Role, Unit
+from zeromesh.schedule import FlatBuffer, Role, Unit, join, neighbours
 from zeromesh.simulator.workload import Workload
 
 
-def schedule_units(model: ModelSpec, workload: Workload) -> tuple[tuple[Unit, ...], tuple[UnitSpec, ...]]:
-    """The units that the engine would cut `model` into, root first, each with its description."""
+def schedule_units(
+    model: ModelSpec, workload: Workload, bucket_bytes: int = 0
+) -> tuple[tuple[Unit, ...], tuple[tuple[UnitSpec, ...], ...]]:
+    """The units that the engine would cut `model` into, root first, each with the description of what it holds: one
+    unit of the model, or several neighbours, joined up to `bucket_bytes`."""
     pairs = sorted(_pairs(model, workload), key=lambda pair: pair[1].kind is not UnitKind.ROOT)
-    return tuple(unit for unit, _ in pairs), tuple(spec for _, spec in pairs)
+    units, specs = [unit for unit, _ in pairs], [spec for _, spec in pairs]
+    groups = neighbours(units, bucket_bytes)
+    return (
+        tuple(join([units[index] for index in group]) for group in groups),
+        tuple(tuple(specs[index] for index in group) for group in groups),
+    )
 
 
 def _pairs(model: ModelSpec, workload: Workload) -> Iterator[tuple[Unit, UnitSpec]]:

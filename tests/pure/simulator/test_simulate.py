@@ -208,3 +208,35 @@ def test_a_batch_that_does_not_divide_says_what_it_costs():
         Workload(seq_len=512, global_batch_tokens=512, micro_batch=0)
     with pytest.raises(ConfigError, match="unknown engine 'fdsp'; did you mean fsdp"):
         simulate(GPT2, A800.take(16), "node=3,cluster=1", work(), engine="fdsp")
+
+
+@pytest.mark.parametrize("strategy", ["node=0,cluster=0", "node=1,cluster=2"])
+@pytest.mark.parametrize("recomputation", [Recomputation.NONE, Recomputation.FULL])
+def test_small_units_are_joined_where_no_parameters_are_sharded(strategy, recomputation):
+    """Two blocks of 14 MB fill a bucket: half the calls, the same bytes, the same computation, block by block."""
+    cluster, workload = A800.take(16), work(2, recomputation=recomputation)
+    apart = replace(ENGINES["zeromesh"], bucket_bytes=0)
+    two, one = (simulate(GPT2, cluster, strategy, workload, engine=e, record=True) for e in ("zeromesh", apart))
+
+    def reduced(simulated):
+        events = simulated.trace.events
+        return {e.unit for e in events if e.kind == "communicate" and e.name.startswith("reduce")}
+
+    def computed(simulated, name):
+        return sum(event.kind == "compute" and event.name == name for event in simulated.trace.events)
+
+    pairs = {f"transformer.h.{i} to transformer.h.{i + 1}" for i in range(0, 12, 2)}
+    assert reduced(two) == {"", *pairs}
+    assert reduced(one) == {"", *(f"transformer.h.{i}" for i in range(12))}
+    assert [a.bytes_sent_per_device for a in two.axes] == pytest.approx(
+        [a.bytes_sent_per_device for a in one.axes], rel=1e-5
+    )
+    assert two.memory.activations == one.memory.activations
+    for name in ("forward", "recompute", "backward"):
+        assert computed(two, name) == computed(one, name)
+
+
+def test_units_that_are_gathered_are_never_joined():
+    cluster, apart = A800.take(16), replace(ENGINES["zeromesh"], bucket_bytes=0)
+    two, one = (simulate(GPT2, cluster, "node=3,cluster=1", work(), engine=e) for e in ("zeromesh", apart))
+    assert two == one
