@@ -26,7 +26,9 @@ def preset(name: str) -> Cluster:
         ClusterError: there is none; the message lists the nearest names.
     """
     if name not in preset_names():
-        raise ClusterError(f"unknown cluster {name!r}; {nearest(name, preset_names())}, or give a path to a TOML file")
+        raise ClusterError(
+            f"unknown cluster {name!r}, neither a preset nor the path of a TOML file; {nearest(name, preset_names())}"
+        )
     text = (files("zeromesh.cluster") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
     return parse_cluster(text, where=f"preset {name}")
 
