@@ -32,8 +32,8 @@ def preset_shape(name: str) -> TransformerShape:
     shapes = preset_shapes()
     if name not in shapes:
         raise ModelError(
-            f"unknown model {name!r}: {nearest(name, shapes)} A model is a preset, the path of a Hugging Face "
-            "config.json, or package.module:function returning an nn.Module."
+            f"unknown model {name!r}, neither a preset nor the path of a Hugging Face config.json nor "
+            f"package.module:function returning an nn.Module; {nearest(name, shapes)}"
         )
     return shapes[name]
 

@@ -149,7 +149,7 @@ def test_published_spaces_are_selectable(zeromesh: Any) -> None:
 
 
 WRONG = {
-    "model": (["--model", "llama-8b"], "unknown model 'llama-8b': did you mean"),
+    "model": (["--model", "llama-8b"], "nn.Module; did you mean"),
     "cluster": (["--cluster", "a800-8x"], "a800-8x-hdr"),
     "world": (["--world", "12"], "partly filled: take 8 or 16"),
     "batch": (["--global-batch-tokens", "1048577"], "no whole number of sequences of 4096"),
