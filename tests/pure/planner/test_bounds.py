@@ -52,6 +52,23 @@ def test_bounds_lie_below_the_simulation(data: st.DataObject) -> None:
     assert memory <= simulation.memory.total * (1 + 1e-9), str(strategy)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_bounds_lie_below_the_simulation_where_units_are_joined(micro_batches: int) -> None:
+    """Latency is most of such a step: counted for every unit, it would be twice the step."""
+    model, cluster = small_model(24, 128), small_cluster(4, 4)
+    workload = Workload(seq_len=256, global_batch_tokens=256 * 16 * micro_batches)
+    bounds = Bounds(model, cluster, workload, default_constants(), ("", ""))
+    assert bounds.joins
+    space = Space(cluster.axes, "none")
+    (block,) = space.blocks()
+    compute = bounds.micro_batch_s(1, Recomputation.NONE)
+    bound_s = bounds.time(block).at(micro_batches, compute, bounds.optimizer_s(block))
+    for row in range(len(block)):
+        strategy = space.strategy([int(column[row]) for column in block.indices])
+        step_s = simulate(model, cluster, strategy, workload.fixed(1, Recomputation.NONE)).step_s
+        assert bound_s[row] <= step_s * (1 + 1e-9), str(strategy)
+
+
 def test_bounds_are_tight_for_good_layouts() -> None:
     """Within 4 % for well-known layouts on a real cluster; what is left is the pipeline filling and draining."""
     cluster = find_cluster("a800-8x-hdr").take(64)
