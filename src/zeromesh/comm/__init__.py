@@ -8,7 +8,7 @@ from zeromesh.comm.collectives import (
     sums_in_place,
     workspace_bytes,
 )
-from zeromesh.comm.groups import AxisGroup, Sent, make_groups
+from zeromesh.comm.groups import AxisGroup, Sent, make_groups, mesh_group
 from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.comm.quantise import QuantFormat
 from zeromesh.comm.quantised import (
@@ -43,6 +43,7 @@ __all__ = [
     "ho_ring_all_gather",
     "ho_ring_reduce_scatter",
     "make_groups",
+    "mesh_group",
     "noise_generator",
     "quantised_all_gather",
     "quantised_all_reduce",

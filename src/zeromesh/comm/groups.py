@@ -2,15 +2,22 @@
 
 Two communicators, because the operations of one run in the order of issue even when they come from two threads or
 streams: a gather that is needed now would wait behind a reduction that is not.
+
+[Note: Reuse] A communicator is expensive to make and to have: threads that wake up all the time on gloo, memory of the
+device on NCCL. Nor can it be destroyed alone, since torch names the next group of the same ranks after the number of
+those that there are. So when the last user of an axis's communicators is gone they are kept for the next model, whose
+ranks first agree on which of them are free everywhere, and have been through the same collectives everywhere: a message
+that nobody received can then not be waiting in one. One that has failed is not used again.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,18 +50,22 @@ class Channel:
 
     Args:
         process_group: torch's.
-        numbers: counts its collectives, so that messages of different ones cannot be taken for each other.
+        serial: counts the channels between these ranks; the same on each of them.
+        started: counts its collectives, so that messages of different ones cannot be taken for each other.
+        failed: whether one of them has.
     """
 
     process_group: dist.ProcessGroup
-    numbers: Iterator[int] = field(default_factory=itertools.count)
+    serial: int
+    started: int = 0
+    failed: bool = False
 
 
 def _unobserved(sent: Sent) -> None:
     pass
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class AxisGroup:
     """The ranks along one axis that this rank exchanges with.
 
@@ -87,7 +98,7 @@ class AxisGroup:
 def make_groups(
     mesh: DeviceMesh, axes: Sequence[Axis], *, timeout_s: float | None = None, backend: str | None = None
 ) -> dict[str, AxisGroup]:
-    """Makes the groups of every axis with more than one rank. All ranks of the mesh call this at the same point.
+    """The groups of every axis with more than one rank. All ranks of the mesh call this at the same point.
 
     Args:
         mesh: with named dimensions; may be a part of a larger mesh.
@@ -101,8 +112,22 @@ def make_groups(
     Raises:
         MeshError: this rank is not in the mesh, or an axis does not fit its dimension.
     """
+    axes = [axis for axis in axes if axis.size > 1]
+    if not axes:
+        return {}
+    timeout_s = default_timeout_s(mesh.device_type) if timeout_s is None else timeout_s
+    keys = {axis.name: Key(axis_ranks(mesh, axis), timeout_s, backend) for axis in axes}
+    pool = _Pool.current()
+    free = pool.agree(mesh_group(mesh), keys)
     # Each rank makes only the groups it belongs to, so set-up does not grow with the world.
-    return {axis.name: _make_group(mesh, axis, timeout_s, backend) for axis in axes if axis.size > 1}
+    return {axis.name: _make_group(mesh, axis.name, keys[axis.name], pool, free[axis.name]) for axis in axes}
+
+
+def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """All ranks of the mesh."""
+    group = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
+    assert group is not None
+    return group
 
 
 def default_timeout_s(device_type: str) -> float:
@@ -138,36 +163,92 @@ def axis_ranks(mesh: DeviceMesh, axis: Axis) -> tuple[int, ...]:
     return tuple(int(line[first + index * axis.stride]) for index in range(axis.size))
 
 
-def _make_group(mesh: DeviceMesh, axis: Axis, timeout_s: float | None, backend: str | None) -> AxisGroup:
-    ranks = axis_ranks(mesh, axis)
-    timeout_s = default_timeout_s(mesh.device_type) if timeout_s is None else timeout_s
-    gather, reduce = (_make_channel(ranks, timeout_s, backend, f"{axis.name} {kind}") for kind in ("gather", "reduce"))
-    return AxisGroup(
-        name=axis.name,
-        ranks=ranks,
-        rank=ranks.index(dist.get_rank()),
+def _make_group(mesh: DeviceMesh, name: str, key: Key, pool: _Pool, free: Sequence[int]) -> AxisGroup:
+    gather, reduce = (
+        pool.take(key, free[index]) if index < len(free) else _make_channel(key, pool, f"{name} {kind}")
+        for index, kind in enumerate(("gather", "reduce"))
+    )
+    group = AxisGroup(
+        name=name,
+        ranks=key.ranks,
+        rank=key.ranks.index(dist.get_rank()),
         backend=backend_of(gather.process_group, mesh.device_type),
         device_type=mesh.device_type,
         gather=gather,
         reduce=reduce,
-        timeout_s=timeout_s,
+        timeout_s=key.timeout_s,
     )
+    # Jobs on their way hold the group too, so it is not gone before they have run.
+    weakref.finalize(group, pool.put, key, (gather, reduce)).atexit = False
+    return group
 
 
-def _make_channel(ranks: tuple[int, ...], timeout_s: float, backend: str | None, description: str) -> Channel:
-    unsorted: dict[str, Any] = (
-        {} if sorted(ranks) == list(ranks) else {"sort_ranks": False}
-    )  # an argument that torch 2.11 may not have
+def _make_channel(key: Key, pool: _Pool, description: str) -> Channel:
+    ranks = list(key.ranks)
+    unsorted: dict[str, Any] = {} if sorted(ranks) == ranks else {"sort_ranks": False}  # torch 2.11 may not have it
     group = dist.new_group(
-        list(ranks),
-        timeout=timedelta(seconds=timeout_s),
-        backend=backend,
+        ranks,
+        timeout=timedelta(seconds=key.timeout_s),
+        backend=key.backend,
         use_local_synchronization=True,
         group_desc=description,
         **unsorted,
     )
     assert isinstance(group, dist.ProcessGroup)
-    return Channel(process_group=group)
+    return Channel(process_group=group, serial=pool.next_serial(key))
+
+
+class Key(NamedTuple):
+    """What a communicator must be like to be used."""
+
+    ranks: tuple[int, ...]
+    timeout_s: float
+    backend: str | None
+
+
+class _Pool:
+    """Communicators that nobody uses: [Note: Reuse]."""
+
+    _latest: _Pool | None = None
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self._world = weakref.ref(world)
+        self._free: dict[Key, dict[int, Channel]] = defaultdict(dict)
+        self._made: dict[Key, int] = defaultdict(int)
+
+    @classmethod
+    def current(cls) -> _Pool:
+        """That of the default process group: without it, nothing made beside it is of use."""
+        world = dist.group.WORLD
+        assert world is not None
+        if cls._latest is None or cls._latest._world() is not world:
+            cls._latest = cls(world)
+        return cls._latest
+
+    def agree(self, everyone: dist.ProcessGroup, keys: Mapping[str, Key]) -> dict[str, list[int]]:
+        """For each axis the serials of channels that are free, and equally far, on all ranks of the axis."""
+        own = {name: {s: c.started for s, c in list(self._free[key].items())} for name, key in keys.items()}
+        offers: list[tuple[int, dict[str, dict[int, int]]]] = [(0, {})] * everyone.size()
+        dist.all_gather_object(offers, (dist.get_rank(), own), group=everyone)
+        by_rank = dict(offers)
+        return {
+            name: [
+                s
+                for s, started in sorted(own[name].items())
+                if all(by_rank[r][name].get(s) == started for r in key.ranks)
+            ]
+            for name, key in keys.items()
+        }
+
+    def take(self, key: Key, serial: int) -> Channel:
+        return self._free[key].pop(serial)
+
+    def next_serial(self, key: Key) -> int:
+        self._made[key] += 1
+        return self._made[key]
+
+    def put(self, key: Key, channels: Iterable[Channel]) -> None:
+        self._free[key] |= {channel.serial: channel for channel in channels if not channel.failed}
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:

@@ -55,7 +55,9 @@ class Exchange:
         self.group = group
         self.operation = operation
         self.process_group = channel.process_group
-        self._tag = zlib.crc32(repr((next(channel.numbers), operation, shape)).encode()) & 0x7FFFFFFF
+        self._channel = channel
+        self._tag = zlib.crc32(repr((channel.started, operation, shape)).encode()) & 0x7FFFFFFF
+        channel.started += 1
         self._sends: list[Callable[[], None]] = []
         self._sent_bytes = self._messages = 0
 
@@ -89,7 +91,8 @@ class Exchange:
 
     def finish(self) -> None:
         """Waits until all that was sent has left, and tells the observer."""
-        for wait in self._sends:
+        sends, self._sends = self._sends, []  # which refer to this
+        for wait in sends:
             wait()
         self.group.record(
             Sent(operation=self.operation, axis=self.group.name, sent_bytes=self._sent_bytes, messages=self._messages)
@@ -101,7 +104,10 @@ class Exchange:
     def _guard(self, call: Callable[[], Any], peer: int | None) -> Any:
         try:
             return call()
-        except RuntimeError as error:
+        except BaseException as error:
+            self._channel.failed = True
+            if not isinstance(error, RuntimeError):
+                raise
             raise CommunicationError(self._message(error, peer)) from error
 
     def _message(self, error: RuntimeError, peer: int | None) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.engine.build import GroupFactory, build_engine, mesh_axes
+from zeromesh.engine.build import build_engine, mesh_axes
 from zeromesh.engine.clip import clip_grad_norm
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import elementwise, watch_optimizers
@@ -51,7 +51,6 @@ def shard(
     resident: Sequence[str] = (),
     init: Callable[[nn.Module], None] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
-    group_factory: GroupFactory | None = None,
     debug: bool | None = None,
 ) -> ModelT:
     """Shards `model` in place over `mesh`, each axis with the ZeRO stage that `strategy` gives it.
@@ -74,8 +73,6 @@ def shard(
             Hugging Face's `_init_weights`, else the module's `reset_parameters`.
         bucket_bytes: where no parameters are sharded, neighbouring units are joined until their parameters, as they
             compute, take this many bytes, and reduced as one; 0 joins none.
-        group_factory: makes the communicators of all axes from (mesh, axes). Default: `zeromesh.comm.make_groups`,
-            which makes new ones. Models that train one after the other may share theirs.
         debug: compare what each unit computes with before and after every use; slow, for bug reports. Default: whether
             the environment variable ZEROMESH_DEBUG is set and not 0.
 
@@ -100,7 +97,7 @@ def shard(
     found = find_units(model, units, resident)
     if layout.degree(layout.param_axes) == 1:
         found = join_units(found, precision, bucket_bytes)
-    engine = build_engine(model, mesh, layout, found, precision, init, group_factory, debug=debug)
+    engine = build_engine(model, mesh, layout, found, precision, init, debug=debug)
     watch_optimizers()
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)

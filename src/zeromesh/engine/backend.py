@@ -94,7 +94,26 @@ class UnitShards:
             if buffer.owed is not None:
                 buffer.owed.zero_()
 
-    def open(self, target: Target) -> None:
+    def collect_in(self, target: Target) -> None:
+        """Where the running backward's gradients go. WAIT: they stay on their leaves until it is asked again."""
+        if target is Target.WAIT:
+            self.waited = True
+        elif target is not self.target:
+            self._open(target)
+
+    def abort(self) -> None:
+        """After a backward that raised: what it left is dropped, but for what its accumulator has already taken in."""
+        self.end_backward()
+        for buffer in self.buffers:
+            for leaf in buffer.leaves:
+                leaf.grad = None
+
+    def end_backward(self) -> None:
+        """The gradients have been handed on; further ones belong to another backward."""
+        self.target, self.fired, self.waited = None, 0, False
+        self.apart = [None] * len(self.buffers)
+
+    def _open(self, target: Target) -> None:
         """A first gradient of a backward: the target holds nothing, unless it is the accumulator."""
         self.target = target
         if target is not Target.ACCUMULATOR:
@@ -195,8 +214,7 @@ class DeviceBackend:
             for index, (buffer, chain) in enumerate(zip(shards.buffers, self.chains[unit].reduce, strict=True))
             if chain is not None
         ]
-        shards.target, shards.fired, shards.waited = None, 0, False
-        shards.apart = [None] * len(shards.buffers)
+        shards.end_backward()
 
         def run() -> None:
             for job in jobs:
@@ -245,19 +263,10 @@ class DeviceBackend:
 
     # ---- gradients
 
-    def collect(self, unit: int, index: int, position: int, target: Target) -> None:
-        """Moves the gradient that autograd left on a leaf to where the unit's gradients are collected.
-
-        Args:
-            unit, index, position: unit, flat buffer, parameter.
-            target: as the interpreter said; WAIT leaves it.
-        """
-        shards = self.units[unit]
-        if target is Target.WAIT:
-            shards.waited = True
+    def collect(self, shards: UnitShards, index: int, position: int) -> None:
+        """Moves the gradient that autograd left on a leaf to where the unit collects, if that is known by now."""
+        if shards.target is None:
             return
-        if shards.target is not target:
-            shards.open(target)
         leaf = shards.buffers[index].leaves[position]
         grad, leaf.grad = leaf.grad, None
         if grad is not None:
@@ -284,8 +293,7 @@ class DeviceBackend:
 
     def _collect_leftovers(self, shards: UnitShards, reduction: Reduction) -> None:
         """Before a reduction: gradients still on leaves, and zeros where there are none."""
-        if shards.target is not reduction.target:
-            shards.open(reduction.target)
+        shards.collect_in(reduction.target)
         for index, buffer in enumerate(shards.buffers):
             home = shards.collected(index)
             if home is None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.comm import AxisGroup, Lane, check_ho_ring, make_groups
+from zeromesh.comm import Lane, check_ho_ring, make_groups, mesh_group
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.clip import slice_norms
@@ -22,9 +22,7 @@ from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.schedule import Schedule, Unit, Workspace
 from zeromesh.schedule.memory import SlotPlan, aligned
-from zeromesh.strategy import Axis, Layout
-
-GroupFactory = Callable[[DeviceMesh, Sequence[Axis]], dict[str, AxisGroup]]
+from zeromesh.strategy import Layout
 
 
 def mesh_axes(mesh: DeviceMesh | None, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -54,10 +52,8 @@ def make_control(mesh: DeviceMesh | None, layout: Layout) -> Control:
     rank = 0
     for index, size in zip(coordinate, mesh.shape, strict=True):
         rank = rank * size + index
-    whole = mesh.size() == dist.get_world_size()
-    group = dist.group.WORLD if whole else mesh._flatten().get_group()
     source = int(mesh.mesh.flatten()[0])
-    return Control(group=group, size=layout.world, rank=rank, source=source, device=mesh_device(mesh))
+    return Control(group=mesh_group(mesh), size=layout.world, rank=rank, source=source, device=mesh_device(mesh))
 
 
 def mesh_device(mesh: DeviceMesh | None, model: nn.Module | None = None) -> torch.device:
@@ -77,7 +73,6 @@ def build_engine(
     modules: Sequence[ModuleUnit],
     precision: Precision,
     init: Init | None,
-    group_factory: GroupFactory | None = None,
     *,
     debug: bool = False,
 ) -> Engine:
@@ -86,7 +81,7 @@ def build_engine(
     units = [module.describe(precision) for module in modules]
     control.require_same("strategy", f"{layout.strategy} on {layout.mesh}")
     control.require_same("model", _digest(modules, precision))
-    groups = {} if mesh is None else (group_factory or make_groups)(mesh, layout.axes)
+    groups = {} if mesh is None else make_groups(mesh, layout.axes)
     if layout.strategy.collective == "ho_ring":
         for group in groups.values():
             check_ho_ring(group)

@@ -119,6 +119,7 @@ class Engine:
         self._task = -1
         self._ordered = False
         self._depth = [0] * len(schedule.units)
+        self._running = 0
         self._words = torch.empty(0)  # lives until the lane has long done with it
 
     @property
@@ -153,19 +154,28 @@ class Engine:
     def pre_forward(self, unit: int) -> None:
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
-        elif unit == 0 and any(self._depth):
+        elif unit == 0 and self._running:
             # The forward before was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions.
-            self._depth = [0] * len(self._depth)
-            self.interpreter.abort()
+            self._depth, self._running = [0] * len(self._depth), 0
+            self._abort()
         self.recover()
         self._depth[unit] += 1
+        self._running += 1
         self.interpreter.pre_forward(unit)
 
-    def post_forward(self, unit: int, outputs: Iterable[Tensor]) -> None:
-        """After a unit's forward; makes its outputs' gradients call `pre_backward`."""
+    def post_forward(self, unit: int, outputs: Iterable[Tensor] | None) -> None:
+        """After a unit's forward; makes its outputs' gradients call `pre_backward`. None: not those of this module."""
         self._depth[unit] -= 1
-        if self._depth[unit] > 0:
-            return  # a module of the unit that another one of it calls: the outer call is the unit's
+        self._running -= 1
+        if self._depth[unit] == 0:  # else it was a module of the unit that another one of it calls
+            self._post_forward(unit, outputs)
+        if self._running == 0:
+            self.interpreter.leave()
+
+    def _post_forward(self, unit: int, outputs: Iterable[Tensor] | None) -> None:
+        if outputs is None:
+            self.interpreter.post_forward(unit, backward=torch.is_grad_enabled())
+            return
         # Of a recomputation too: reentrant checkpointing runs a backward of its own from there, and a segment longer
         # than the slots then has to gather its first units again. (Otherwise these hooks are never reached.)
         tensors = [t for t in outputs if t.requires_grad] if torch.is_grad_enabled() else []
@@ -183,9 +193,12 @@ class Engine:
 
     def grad_ready(self, unit: int, index: int, position: int) -> None:
         """Autograd has accumulated a leaf's gradient."""
-        self._enter_backward()
+        if self._task == -1:
+            self._enter_backward()
         shards = self.backend.units[unit]
-        self.backend.collect(unit, index, position, self.interpreter.begin_grads(unit))
+        if shards.target is None:  # settled at the unit's first gradient, unless its slot is still another's
+            shards.collect_in(self.interpreter.begin_grads(unit))
+        self.backend.collect(shards, index, position)
         shards.fired += 1
         if shards.fired == shards.num_leaves:
             self.interpreter.post_backward(unit)
@@ -195,6 +208,7 @@ class Engine:
         if self._task == -1:
             self._task = torch._C._current_graph_task_id()
             self._start_weights()
+            self.interpreter.begin_backward()
             engine = weakref.ref(self)
 
             def ended() -> None:
@@ -208,7 +222,12 @@ class Engine:
         """After a backward that raised, and whose callback therefore never came: nothing is in use any more."""
         if self._task != -1 and torch._C._current_graph_task_id() == -1:
             self._task = -1
-            self.interpreter.abort()
+            self._abort()
+
+    def _abort(self) -> None:
+        self.interpreter.abort()
+        for unit in self.backend.units:
+            unit.abort()
 
     def _end_backward(self) -> None:
         self._task = -1

@@ -28,7 +28,9 @@ def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch
     """
     reference = weakref.ref(engine)
     for module in modules:
-        _on_module(reference, unit, module, cast)
+        # Of joined modules the last one tells that the unit's backward begins, since each hook delays every step. Their
+        # calls are counted all the same, so a unit that lacks a gradient is not taken as finished before the end.
+        _on_module(reference, unit, module, cast, outputs=module is modules[-1])
     for index, buffer in enumerate(engine.units[unit].buffers):
         for position, leaf in enumerate(buffer.leaves):
             if leaf.requires_grad:
@@ -36,18 +38,20 @@ def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch
                 leaf.register_post_accumulate_grad_hook(leaf_hook)  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
-def _on_module(reference: weakref.ref[Engine], unit: int, module: nn.Module, cast: torch.dtype | None) -> None:
+def _on_module(
+    reference: weakref.ref[Engine], unit: int, module: nn.Module, cast: torch.dtype | None, *, outputs: bool
+) -> None:
 
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         _alive(reference).pre_forward(unit)
         return None if cast is None else (_cast(args, cast), _cast(kwargs, cast))
 
-    def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+    def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         engine = reference()
         if engine is not None:  # else `pre_forward` has said so
-            # Without outputs the forward may have raised; a lane that failed too would bury that in a warning.
-            with suppress(*([CommunicationError] if outputs is None else [])):
-                engine.post_forward(unit, tensors_of(outputs))
+            # Without a result the forward may have raised; a lane that failed too would bury that in a warning.
+            with suppress(*([CommunicationError] if result is None else [])):
+                engine.post_forward(unit, tensors_of(result) if outputs else None)
 
     # What a compiled caller traces must not enter the engine: the hooks run as Python, between graphs.
     for hook in (pre_forward, post_forward):

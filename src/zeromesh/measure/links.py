@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter, workspace_bytes
+from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.engine.build import mesh_axes
 from zeromesh.measure.ranks import Ranks
 from zeromesh.strategy import Layout
@@ -62,7 +62,7 @@ def measure_links(ranks: Ranks, *, rounds: int, seconds: float) -> dict[str, Any
         By level, innermost first: timings in seconds by operation and bytes sent, and processor seconds per byte.
     """
     layout = Layout.of(",".join(f"{name}=3" for name, _ in mesh_axes(ranks.mesh, ())), mesh_axes(ranks.mesh, ()))
-    groups = ranks.groups(ranks.mesh, layout.axes)
+    groups = make_groups(ranks.mesh, layout.axes)
     return {name: _measure_level(group, ranks, rounds, seconds) for name, group in groups.items()}
 
 

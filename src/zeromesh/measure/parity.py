@@ -31,7 +31,6 @@ def largest_difference(ranks: Ranks, strategy: str) -> float:
         reduce_dtype=torch.float64,
         grad_dtype=torch.float64,
         master_dtype=torch.float64,
-        group_factory=ranks.groups,
     )
     _train_sharded(sharded, ranks)
     found = zm.full_state_dict(sharded)

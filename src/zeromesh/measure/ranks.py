@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,29 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zeromesh.comm import AxisGroup, make_groups
-from zeromesh.strategy import Axis
-
 TIMEOUT_S = 120.0
 """Of each collective: long enough for ranks that start late, short enough that a dead one is noticed."""
-
-
-class SharedGroups:
-    """Makes an axis's communicators once, for one model after another: each has threads and a socket for every peer,
-    and torch gives a group that takes the place of a destroyed one that one's addresses."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[str, int, int], AxisGroup] = {}
-
-    def __call__(self, mesh: DeviceMesh, axes: Sequence[Axis]) -> dict[str, AxisGroup]:
-        """As `zeromesh.comm.make_groups`."""
-        return {axis.name: self._group(mesh, axis) for axis in axes if axis.size > 1}
-
-    def _group(self, mesh: DeviceMesh, axis: Axis) -> AxisGroup:
-        key = (axis.mesh_axis, axis.size, axis.stride)
-        if key not in self._made:
-            self._made[key] = make_groups(mesh, [axis])[axis.name]
-        return replace(self._made[key], name=axis.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +26,12 @@ class Ranks:
         rank, world: over all.
         device: where this rank computes.
         mesh: of all ranks, outermost axis first.
-        groups: communicators of its axes.
     """
 
     rank: int
     world: int
     device: torch.device
     mesh: DeviceMesh
-    groups: SharedGroups = field(default_factory=SharedGroups)
 
     @property
     def on_cpu(self) -> bool:

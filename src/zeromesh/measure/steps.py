@@ -18,6 +18,7 @@ from zeromesh.cluster import Cluster
 from zeromesh.errors import InputError, nearest
 from zeromesh.measure.replay import Compute, Replayed, read_schedule, replay, schedule_json
 from zeromesh.measure.shapes import SHAPES
+from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.trace import Event, Trace
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ class Training:
         dtype = {"fp32": None, "bf16": torch.bfloat16}[batch.dtype]
         model = make_llama(batch.model).to(ranks.device)
         # Alone it is cut as finely as it can be, so that seconds are known of every part that is joined elsewhere.
-        options = {"bucket_bytes": 0} if strategy is None else {"group_factory": ranks.groups}
-        self.model = zm.shard(model, mesh, strategy or "node=0", param_dtype=dtype, **options)
+        bucket_bytes = 0 if strategy is None else BUCKET_BYTES
+        self.model = zm.shard(model, mesh, strategy or "node=0", param_dtype=dtype, bucket_bytes=bucket_bytes)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         generator = torch.Generator().manual_seed(ranks.rank)
         shape = (batch.sequences, batch.tokens)

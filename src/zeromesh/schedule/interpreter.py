@@ -189,10 +189,24 @@ class Interpreter(Generic[T]):
         if not backward and not self.in_backward:
             self._run(PointKind.END_FORWARD)
 
+    def leave(self) -> None:
+        """When the outermost forward has ended."""
+        if not self.in_backward:
+            self._run(PointKind.LEAVE)
+
+    def begin_backward(self) -> None:
+        """When the first gradient of a backward has arrived; once is enough."""
+        if self.in_backward:
+            return
+        self.in_backward, self._turn = True, 0
+        for unit, state in enumerate(self.states):
+            if state.grad is GradState.REDUCED and self.backend.grads_discarded(unit):
+                state.grad = GradState.EMPTY
+        self._run(PointKind.BEGIN_BACKWARD)
+
     def pre_backward(self, unit: int) -> None:
         """When the gradient of a call's output has arrived."""
-        if not self.in_backward:
-            self._begin_backward()
+        self.begin_backward()
         self.states[unit].entered += 1
         self._finish_later_units(unit)
         self._run(PointKind.PRE_BACKWARD, unit)
@@ -227,12 +241,6 @@ class Interpreter(Generic[T]):
             state.target = self._acquire(unit)
         assert state.target is not None
         return state.target
-
-    def _begin_backward(self) -> None:
-        self.in_backward, self._turn = True, 0
-        for unit, state in enumerate(self.states):
-            if state.grad is GradState.REDUCED and self.backend.grads_discarded(unit):
-                state.grad = GradState.EMPTY
 
     def invalidate(self, unit: int) -> None:
         """Raises the unit's generation: [Note: Generations]."""

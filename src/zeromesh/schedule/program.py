@@ -4,7 +4,9 @@
 forward and backward; ``last`` marks the micro-batch after which the optimizer steps::
 
     PRE_FORWARD(u)   POST_FORWARD(u)    around a unit's forward
-    END_FORWARD                         the root's forward has ended
+    END_FORWARD                         the root's forward has ended, and no backward will come
+    LEAVE                               the outermost forward has ended, the root's or that of a unit called by itself
+    BEGIN_BACKWARD                      the first gradient has arrived
     PRE_BACKWARD(u)  POST_BACKWARD(u)   a gradient of its output has arrived; all its gradients have been computed
     PRE_RECOMPUTE(u) POST_RECOMPUTE(u)  around a forward that activation checkpointing repeats inside the backward
     END_BACKWARD                        autograd has nothing left to do
@@ -20,6 +22,9 @@ forward and backward; ``last`` marks the micro-batch after which the optimizer s
     REDUCE      queue the unit's gradients for reduction, in the order that all ranks share
     SYNC        wait for the unit's reduction, or for all traffic (-1), in overlap modes that expose it
     FLUSH       queue what is left, wait for all reductions after a last micro-batch
+
+Where no parameters are sharded there is nothing to gather or to free unit by unit: all units are opened when the
+backward begins and closed when forward or backward end, and a unit's own points have little to do.
 """
 
 from __future__ import annotations
@@ -39,6 +44,8 @@ class PointKind(enum.Enum):
     PRE_FORWARD = "pre_forward"
     POST_FORWARD = "post_forward"
     END_FORWARD = "end_forward"
+    LEAVE = "leave"
+    BEGIN_BACKWARD = "begin_backward"
     PRE_BACKWARD = "pre_backward"
     POST_BACKWARD = "post_backward"
     PRE_RECOMPUTE = "pre_recompute"
@@ -140,6 +147,8 @@ class Schedule:
 
 
 def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int], refresh_ahead: bool) -> Program:
+    if layout.degree(layout.param_axes) == 1:
+        return _whole_program(layout, units, order)
     program: Program = {}
     for position, unit in enumerate(order):
         ahead = tuple(_ahead(units, order[position + 1 :], layout.strategy.prefetch))
@@ -156,11 +165,29 @@ def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int], refres
         program[PointKind.POST_RECOMPUTE, unit] = ()
         # The gather for the unit before was issued at PRE_BACKWARD: on one communicator it must not queue behind this.
         program[PointKind.POST_BACKWARD, unit] = (Op(Action.DROP, unit), *_reduce(layout, units, unit))
-    drop = tuple(Op(Action.DROP, unit) for unit in order)
+    drop = _each(Action.DROP, order)
     program[PointKind.END_FORWARD, -1] = drop
     program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *drop)
     program[PointKind.STEPPED, -1] = _stepped(layout, units, order, refresh_ahead)
     return program
+
+
+def _whole_program(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> Program:
+    """Where no parameters are sharded."""
+    program: Program = {}
+    for unit in order:
+        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit),)
+        program[PointKind.PRE_RECOMPUTE, unit] = (Op(Action.UNSHARD, unit),)
+        program[PointKind.POST_BACKWARD, unit] = (Op(Action.RESHARD, unit), *_reduce(layout, units, unit))
+    program[PointKind.LEAVE, -1] = _each(Action.RESHARD, order)
+    program[PointKind.BEGIN_BACKWARD, -1] = _each(Action.UNSHARD, order)
+    program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *_each(Action.RESHARD, order))
+    program[PointKind.STEPPED, -1] = _stepped(layout, units, order, refresh_ahead=False)
+    return program
+
+
+def _each(action: Action, order: Sequence[int]) -> tuple[Op, ...]:
+    return tuple(Op(action, unit) for unit in order)
 
 
 def _stepped(layout: Layout, units: Sequence[Unit], order: Sequence[int], refresh_ahead: bool) -> tuple[Op, ...]:
@@ -168,7 +195,7 @@ def _stepped(layout: Layout, units: Sequence[Unit], order: Sequence[int], refres
     same lane, so only what they need goes before them; each later unit is refreshed one unit ahead of its prefetch."""
     if layout.strategy.overlap != "all":
         return (*_refreshes(units, order), Op(Action.SYNC, -1))
-    if layout.degree(layout.param_axes) == 1 or not refresh_ahead:
+    if not refresh_ahead:
         return _refreshes(units, order)
     first = len(tuple(_ahead(units, order[1:], layout.strategy.prefetch))) + 2
     return _refreshes(units, order[:first])

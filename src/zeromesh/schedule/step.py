@@ -55,6 +55,7 @@ def _forward(interpreter: Interpreter[T], inner: list[int], compute: Callable[[P
     compute("forward", ROOT)
     interpreter.post_forward(ROOT, backward=True)
     interpreter.end_forward(backward=True)
+    interpreter.leave()
 
 
 def _backward(

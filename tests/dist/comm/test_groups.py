@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import zeromesh as zm
 from tests.dist.pool import Pool, kept, on_ranks
 from zeromesh.comm import all_gather, make_groups
-from zeromesh.errors import MeshError
+from zeromesh.comm.transport import Exchange
+from zeromesh.errors import CommunicationError, MeshError
 from zeromesh.strategy import Layout
 
 
@@ -79,3 +81,79 @@ def test_an_axis_must_fit_its_dimension():
         make_groups(mesh, axes("line=3", ("line", 4)))
     with pytest.raises(MeshError, match="axis node needs mesh dimension 'node'; the mesh has line"):
         make_groups(mesh, axes("node=3", ("node", 2)))
+
+
+# ---- reuse
+
+
+def processes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Those of an axis's groups that nobody holds any more on return."""
+    group = make_groups(mesh, axes("line=3", ("line", mesh.size())))["line"]
+    region = torch.full((group.size,), 1.0)
+    all_gather(region, group)
+    return group.gather.process_group, group.reduce.process_group
+
+
+@on_ranks(2)
+def test_groups_that_nobody_uses_are_used_again():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("line",))
+    first = processes(mesh)
+    assert processes(mesh) == first
+    held = make_groups(mesh, axes("line=3", ("line", 2)))["line"]
+    assert (held.gather.process_group, held.reduce.process_group) == first
+    assert not set(processes(mesh)) & set(first), "two users at once"
+
+
+@on_ranks(2)
+def test_ranks_that_do_not_free_theirs_at_once_make_new_ones():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("line",))
+    held = [make_groups(mesh, axes("line=3", ("line", 2)))["line"] for _ in range(2)]
+    before = [{group.gather.process_group, group.reduce.process_group} for group in held]
+    del held[dist.get_rank()]
+    found = make_groups(mesh, axes("line=3", ("line", 2)))["line"]
+    assert not {found.gather.process_group, found.reduce.process_group} & (before[0] | before[1])
+    region = torch.full((2,), float(dist.get_rank()))
+    all_gather(region, found)
+    assert region.tolist() == [0, 1]
+
+
+@on_ranks(2)
+def test_groups_are_not_used_again_after_a_collective_that_only_some_ranks_began():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("line",))
+    group = make_groups(mesh, axes("line=3", ("line", 2)))["line"]
+    before = group.gather.process_group, group.reduce.process_group
+    if dist.get_rank() == 0:
+        exchange = Exchange(group, group.gather, "all_gather", 2)
+        exchange.post_send(torch.zeros(1), 1)  # which nobody receives
+    del group
+    dist.barrier()
+    assert processes(mesh)[0] not in before, "the message that is on its way would be received"
+
+
+@on_ranks(2)
+def test_groups_are_not_used_again_after_a_failure():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("line",))
+    group = make_groups(mesh, axes("line=3", ("line", 2)), timeout_s=0.5)["line"]
+    before = group.gather.process_group
+    with pytest.raises(CommunicationError):
+        Exchange(group, group.gather, "all_gather", 2).post_recv(torch.zeros(1), 1 - dist.get_rank())()
+    del group
+    dist.barrier()
+    found = make_groups(mesh, axes("line=3", ("line", 2)), timeout_s=0.5)["line"]
+    assert found.gather.process_group != before
+
+
+@on_ranks(4)
+def test_models_one_after_the_other_leave_no_groups_behind():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+
+    def train() -> int:
+        model = zm.shard(torch.nn.Linear(8, 8), mesh, "node=3,cluster=1")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        return len(torch.distributed.distributed_c10d._world.pg_names)
+
+    first = train()
+    assert [train() for _ in range(3)] == [first] * 3

@@ -12,9 +12,8 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
 from tests.dist.pool import kept
-from zeromesh.comm import AxisGroup, make_groups
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.strategy import Axis, Stage, Wire
 
 VOCABULARY, WIDTH, BATCH, SEQUENCE = 11, 7, 2, 5
 TIMEOUT_S = 55.0
@@ -292,25 +289,13 @@ def evaluate(model: nn.Module, case: Case, rank: int) -> float:
     return loss
 
 
-def _channels(mesh: DeviceMesh, axis: Axis) -> AxisGroup:
-    return make_groups(mesh, [axis])[axis.name]
-
-
-def reuse_groups(mesh: DeviceMesh, axes: Sequence[Axis]) -> dict[str, AxisGroup]:
-    """`make_groups` with communicators made once for each mesh and axis: a test shards hundreds of times, one model at
-    a time, and each communicator costs up to 100 ms."""
-    plain_axes = [replace(axis, stage=Stage.ZERO, wire=Wire()) for axis in axes if axis.size > 1]
-    return {axis.name: replace(kept(_channels, mesh, axis)) for axis in plain_axes}
-
-
 Sharded = tuple[Net, Optimizers]
 
 
 @contextmanager
 def sharded(strategy: str, case: Case, mesh: DeviceMesh) -> Iterator[Sharded]:
     """The model of `case`, sharded, with its optimizer."""
-    with mock.patch("zeromesh.engine.build.make_groups", reuse_groups):
-        model = zm.shard(case.build(), mesh, strategy, **case.shard_options())
+    model = zm.shard(case.build(), mesh, strategy, **case.shard_options())
     yield model, case.make_optimizer(p for p in model.parameters() if p.requires_grad)
     engine_of(model).interpreter.quiesce()
 

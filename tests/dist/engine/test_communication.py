@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, backward, mesh_of, reuse_groups, sharded
+from tests.dist.engine.reference import TIMEOUT_S, Case, backward, mesh_of, sharded
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.schedule import Transfer, step_transfers
@@ -87,9 +87,7 @@ WORKED = {
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_the_worked_example_on_the_wire(strategy):
     mesh = mesh_of(2, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeromesh.engine.build.make_groups", reuse_groups)
-        model = zm.shard(Stack(), mesh, f"{strategy};prefetch=0", bucket_bytes=0)
+    model = zm.shard(Stack(), mesh, f"{strategy};prefetch=0", bucket_bytes=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def micro_batches() -> None:

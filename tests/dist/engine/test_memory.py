@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, Net, backward, mesh_of, reuse_groups, sharded
+from tests.dist.engine.reference import TIMEOUT_S, Case, Net, backward, mesh_of, sharded
 from tests.dist.engine.test_communication import LOSSLESS
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
@@ -63,8 +62,7 @@ def test_bytes_term_by_term():
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_deleting_the_model_frees_everything_at_once(strategy):
     case = Case(micro_batches=2)
-    with mock.patch("zeromesh.engine.build.make_groups", reuse_groups):
-        model = zm.shard(case.build(), mesh_of(2, 2), strategy, **case.shard_options())
+    model = zm.shard(case.build(), mesh_of(2, 2), strategy, **case.shard_options())
     optimizer = case.make_optimizer(model.parameters())
     for step in range(2):
         backward(model, case, step)
@@ -91,6 +89,5 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
 def test_originals_are_freed_by_sharding():
     net = Net()
     originals = list(net.parameters())
-    with mock.patch("zeromesh.engine.build.make_groups", reuse_groups):
-        zm.shard(net, mesh_of(2), "node=3")
+    zm.shard(net, mesh_of(2), "node=3")
     assert all(param.untyped_storage().nbytes() == 0 for param in originals)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, backward, batch, loss_of, mesh_of, reuse_groups, sharded
+from tests.dist.engine.reference import TIMEOUT_S, Case, backward, batch, loss_of, mesh_of, sharded
 from tests.dist.pool import kept, on_ranks
 from zeromesh.errors import MeshError, MismatchError, ModelError, NotationError, OptimizerError
 
@@ -19,8 +17,7 @@ CASE = Case(precision="fp32", micro_batches=2)
 
 
 def shard(model: nn.Module, strategy, mesh=None, **options):
-    with mock.patch("zeromesh.engine.build.make_groups", reuse_groups):
-        return zm.shard(model, mesh or mesh_of(2), strategy, **options)
+    return zm.shard(model, mesh or mesh_of(2), strategy, **options)
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ class Script:
             interpreter.post_forward(unit, backward=one.backward)
         interpreter.post_forward(ROOT, backward=one.backward)
         interpreter.end_forward(backward=one.backward)
+        interpreter.leave()
 
     def backward(self, one: Pass) -> None:
         interpreter, backend = self.interpreter, self.backend
