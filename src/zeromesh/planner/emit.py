@@ -71,15 +71,12 @@ def emit_deepspeed(plan: Plan, model: ModelSpec) -> str:
     layout = Layout.of(plan.strategy, plan.mesh)
     parts = _parts(layout)
     zero = _deepspeed_zero(plan, parts) | _deepspeed_wires(plan, layout)
-    precision = {"bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
-    accumulation = {"data_types": {"grad_accum_dtype": plan.grad_dtype}} if plan.grad_dtype else {}
     config = {
         "train_batch_size": plan.micro_batch * plan.micro_batches * layout.world,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.micro_batches,
         "gradient_clipping": 0.0,
-        **precision.get(plan.param_dtype or "fp32", {}),
-        **accumulation,
+        **_deepspeed_precision(plan, zero["stage"] == 0),
         "zero_optimization": zero,
     }
     return json.dumps(config, indent=2)
@@ -87,7 +84,10 @@ def emit_deepspeed(plan: Plan, model: ModelSpec) -> str:
 
 def _deepspeed_zero(plan: Plan, parts: Parts) -> dict[str, object]:
     stages = [stage for stage, _ in parts]
-    common = {"overlap_comm": True, "contiguous_gradients": True}
+    common: dict[str, object] = {"overlap_comm": True, "contiguous_gradients": True}
+    if stages[0] == "3":
+        # By default it keeps what is used again within 1e9 elements: of smaller models everything, as 3k does.
+        common |= {"stage3_max_reuse_distance": 0}
     if len(parts) == 1 and stages[0] in "0123":
         return {"stage": int(stages[0]), **(common if stages[0] != "0" else {})}
     if stages == ["3", "3k"]:
@@ -97,6 +97,26 @@ def _deepspeed_zero(plan: Plan, parts: Parts) -> dict[str, object]:
     wrong = next((part for part in parts if part[0] not in ("0", "1", "2", "3")), parts[-1])
     _refuse("DeepSpeed", plan, f"stage {wrong[0]} over {wrong[1]} ranks beside other stages: it has one for all ranks")
     raise AssertionError
+
+
+def _deepspeed_precision(plan: Plan, replicated: bool) -> dict[str, object]:
+    """Dtypes of parameters, gradients and of the reduction, which would otherwise be in the parameters' dtype.
+
+    Stage 0 goes through autocast, with parameters, gradients and states of 16 bytes as the stages above have: DeepSpeed
+    0.19 refuses fp32 gradients beside `bf16` there, and with bf16 ones it starts Adam with an empty step, whose count
+    makes the first steps shorter.
+    """
+    param, reduce = plan.param_dtype or "fp32", plan.reduce_dtype or plan.param_dtype
+    known: dict[str, object] = {"communication_data_type": reduce} if reduce else {}
+    if replicated and param == "fp32" and plan.grad_dtype not in (None, "fp32"):
+        _refuse("DeepSpeed", plan, f"{plan.grad_dtype} gradients beside fp32 parameters where nothing is sharded")
+    if replicated and param != "fp32":
+        return known | {"torch_autocast": {"enabled": True, "dtype": _TORCH[param].removeprefix("torch.")}}
+    if param != "fp32":
+        known[param] = {"enabled": True}
+    if plan.grad_dtype:
+        known["data_types"] = {"grad_accum_dtype": plan.grad_dtype}
+    return known
 
 
 def _deepspeed_wires(plan: Plan, layout: Layout) -> dict[str, object]:

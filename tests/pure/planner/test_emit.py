@@ -22,9 +22,7 @@ def a_plan(strategy: str, **choices: Any) -> Plan:
         mesh=MESH,
         micro_batch=2,
         micro_batches=3,
-        param_dtype="bf16",
-        grad_dtype="fp32",
-        **choices,
+        **{"param_dtype": "bf16", "grad_dtype": "fp32", **choices},
     )
 
 
@@ -34,8 +32,8 @@ def a_plan(strategy: str, **choices: Any) -> Plan:
         ("node=0,cluster=0", {"stage": 0}),
         ("node=1,cluster=1", {"stage": 1}),
         ("node=2,cluster=2", {"stage": 2}),
-        ("node=3,cluster=3", {"stage": 3}),
-        ("node=3,cluster=3k", {"stage": 3, "zero_hpz_partition_size": 8}),
+        ("node=3,cluster=3", {"stage": 3, "stage3_max_reuse_distance": 0}),
+        ("node=3,cluster=3k", {"stage": 3, "zero_hpz_partition_size": 8, "stage3_max_reuse_distance": 0}),
         (
             "node=3@int8/int4,cluster=3k@int8/int4",
             {
@@ -55,8 +53,42 @@ def test_deepspeed_configurations(strategy: str, zero: dict[str, object]) -> Non
     assert config["train_micro_batch_size_per_gpu"] == 2
     assert config["gradient_accumulation_steps"] == 3
     assert config["gradient_clipping"] == 0.0  # its default would clip
-    assert config["bf16"] == {"enabled": True}
-    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "choices", "dtypes"),
+    [
+        (
+            "node=1,cluster=1",
+            {},
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16"},
+        ),
+        (
+            "node=3,cluster=3k",
+            {"reduce_dtype": "fp32", "grad_dtype": "bf16"},
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"},
+        ),
+        (
+            "node=0,cluster=0",
+            {},
+            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "communication_data_type": "bf16"},
+        ),
+        (
+            "node=0,cluster=0",
+            {"param_dtype": "fp32"},
+            {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
+        ),
+    ],
+)
+def test_dtypes_of_deepspeed(strategy: str, choices: dict[str, Any], dtypes: dict[str, object]) -> None:
+    config = json.loads(emit_deepspeed(a_plan(strategy, **choices), preset("llama-7b")))
+    known = ("bf16", "fp16", "torch_autocast", "data_types", "communication_data_type")
+    assert {key: config[key] for key in known if key in config} == dtypes
+
+
+def test_deepspeed_has_no_bf16_gradients_beside_fp32_parameters_at_stage_0() -> None:
+    with pytest.raises(InputError, match="bf16 gradients beside fp32 parameters where nothing is sharded"):
+        emit_deepspeed(a_plan("node=0,cluster=0", param_dtype="fp32", grad_dtype="bf16"), preset("llama-7b"))
 
 
 @pytest.mark.parametrize(
@@ -97,11 +129,11 @@ def test_fsdp2_says_what_it_cannot_express(strategy: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "stage", "outer", "mesh"),
     [
-        ("node=0,cluster=0", 0, 0, "(32,)"),
-        ("node=2,cluster=2", 2, 0, "(32,)"),
-        ("node=3,cluster=0", 3, 0, "(4, 8)"),
-        ("node=3,cluster=1", 3, 1, "(4, 8)"),
-        ("node=3,cluster[2]=3,cluster[*]=1", 3, 1, "(2, 16)"),
+        ("node=0,cluster=0", 0, 0, "(32, 1)"),
+        ("node=2,cluster=2", 2, 0, "(32, 1)"),
+        ("node=3,cluster=0", 3, 0, "(4, 8, 1)"),
+        ("node=3,cluster=1", 3, 1, "(4, 8, 1)"),
+        ("node=3,cluster[2]=3,cluster[*]=1", 3, 1, "(2, 16, 1)"),
     ],
 )
 def test_megatron_fsdp_configurations(strategy: str, stage: int, outer: int, mesh: str) -> None:
@@ -110,7 +142,7 @@ def test_megatron_fsdp_configurations(strategy: str, stage: int, outer: int, mes
     assert f"zero_dp_strategy={stage}," in text
     assert f"outer_dp_sharding_strategy={outer}," in text
     assert f"init_device_mesh(device_type, {mesh}" in text
-    assert ('dp_outer_dim="dp_outer"' in text) == ("," in mesh.strip("(),"))
+    assert ('dp_outer_dim="dp_outer"' in text) == (mesh.count(",") == 2)
 
 
 @pytest.mark.parametrize(
