@@ -46,17 +46,18 @@ def workspace_bytes(group: AxisGroup) -> int:
 
 
 @hosted
-def all_gather(region: Tensor, group: AxisGroup) -> None:
+def all_gather(region: Tensor, group: AxisGroup, *, reduced: bool = False) -> None:
     """Fills `region` with every rank's chunk.
 
     Args:
         region: of n equal chunks; this rank's is filled.
+        reduced: whether it follows a reduction, in the order of the reductions' communicator.
 
     Raises:
         CommunicationError: a peer died or stalled, or issued something else.
     """
     chunks = even_chunks(region, group.size)
-    _all_gather(region, chunks, group, group.gather, "all_gather")
+    _all_gather(region, chunks, group, group.reduce if reduced else group.gather, "all_gather")
 
 
 @hosted

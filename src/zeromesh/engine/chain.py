@@ -230,7 +230,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """One reduction of a chain, of `region` (through `staged` if the wire has another dtype) into `out`."""
+    """One step of a reduction, of `region` (through `staged` if the wire has another dtype) into `out`."""
 
     operation: str
     group: AxisGroup
@@ -245,9 +245,10 @@ class Reduce:
 
     @property
     def native(self) -> bool:
-        """Whether it is the backend's own all-reduce, in place."""
+        """Whether it is the backend's own all-reduce, in place, or a gather: neither can scale."""
         wire = self.region if self.staged is None else self.staged
-        return self.operation == "all_reduce" and self.form is None and sums_in_place(wire.dtype)
+        sums = self.operation == "all_reduce" and self.form is None and sums_in_place(wire.dtype)
+        return sums or self.operation == "all_gather"
 
     @property
     def plain(self) -> bool:
@@ -263,12 +264,15 @@ class Reduce:
         if self.staged is not None:
             wire = self.staged
             wire.copy_(self.region)
+        if self.operation == "reduce_scatter":
+            reduce_scatter(wire, self.out, self.group, workspace=workspace, scale=self.scale, accumulate=add)
+            return
         if self.operation == "all_reduce":
             all_reduce(wire, self.group, workspace=workspace, scale=self.scale)
-            if self.staged is not None:
-                self.region.copy_(wire)
         else:
-            reduce_scatter(wire, self.out, self.group, workspace=workspace, scale=self.scale, accumulate=add)
+            all_gather(wire, self.group, reduced=True)
+        if self.staged is not None:
+            self.region.copy_(wire)
 
     def _run_quantised(self, form: QuantFormat, workspace: Tensor, add: bool) -> None:
         scale, noise = self.scale, self.noise
@@ -367,6 +371,8 @@ def reduce_chain(shards: FlatShards, groups: Groups, scratch: Scratch, accumulat
     boundary: list[Reduce] = []
     current = accumulator
     for step in transfer.reduce_boundary(shards.layout, shards.spec):
+        if step.operation == "all_gather":  # back to the region that was scattered over the same axis
+            current = next(before.region for before in boundary if before.group.name == step.axis.name)
         reduction = _reduction(step, current, groups, scratch, None, owed.get(step.axis.name))
         boundary.append(reduction)
         current = reduction.out
@@ -397,4 +403,5 @@ def _reduction(
     out = into if into is not None else (_own_chunk(region, group) if scatter else region)
     form = _form(step, region, stochastic=owed is None)
     noise = noise_generator(group) if form is not None and form.stochastic else None
-    return Reduce(step.operation, group, region, staged, out, into is not None, form, noise, owed, scale=1 / group.size)
+    scale = 1.0 if step.operation == "all_gather" else 1 / group.size
+    return Reduce(step.operation, group, region, staged, out, into is not None, form, noise, owed, scale)

@@ -4,6 +4,10 @@
 B_a = F / (product of the sizes of the axes more significant than a) elements (stage 0: of all sharded axes). One rank
 sends (n_a-1)/n_a * B_a per all-gather or reduce-scatter and twice that per all-reduce.
 
+[Note: By level] Several axes of stage 0 are summed over one after the other, the whole region each time. With
+`collective=hierarchical` only the outermost is: on the way there each inner axis scatters, and gathers on
+the way back, which sends as much on the inner axes and divides what the outer ones send by the inner ones' sizes.
+
 [Note: Order] A gather goes from the least significant axis to the most, so each step's region lies inside the next
 one's; a reduction goes the other way. Where stages fall from inner to outer axis the slow link carries the small
 pieces.
@@ -12,7 +16,7 @@ pieces.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer
@@ -130,16 +134,28 @@ def reduce_boundary(layout: Layout, buffer: FlatBuffer) -> list[Transfer]:
     if not buffer.trainable:
         return []
     scatter = [axis for axis in layout.significant if axis not in layout.grad_axes]
-    return [
+    inner = layout.scattered_replicas
+    steps = [
         *_reductions(layout, buffer, "reduce_scatter", scatter),
-        *_reductions(layout, buffer, "all_reduce", layout.replica_axes),
+        *_reductions(layout, buffer, "all_reduce", [axis for axis in layout.replica_axes if axis not in inner]),
     ]
+    for axis in reversed(inner):
+        steps = _by_level(steps, axis, layout, buffer)
+    return steps
+
+
+def _by_level(steps: list[Transfer], axis: Axis, layout: Layout, buffer: FlatBuffer) -> list[Transfer]:
+    """The all-reduces at the end of `steps` on this rank's chunk over `axis` alone: [Note: By level]."""
+    (scatter,) = _reductions(layout, buffer, "reduce_scatter", [axis])
+    sums = [step for step in steps if step.axis in layout.replica_axes]
+    parts = [replace(step, numel=step.numel // axis.size) for step in sums]
+    return [*steps[: len(steps) - len(sums)], scatter, *parts, replace(scatter, operation="all_gather")]
 
 
 def overlapped(steps: Sequence[Transfer], held: str, *, kept: bool = False) -> list[tuple[Transfer, ...]]:
     """The steps of a chain as `collective=ho_ring` carries them out: neighbours in pairs, both levels at work at once.
 
-    A step has a partner where both scatter or both gather, lossless and in the dtype that the chain's region has, so
+    A step has a partner where both scatter, or both gather parameters, lossless and in the dtype that the chain's region has, so
     that nothing is copied between them; a gather chain with any other wire is staged as a whole and has none.
 
     Args:
@@ -147,13 +163,13 @@ def overlapped(steps: Sequence[Transfer], held: str, *, kept: bool = False) -> l
         held: dtype of the region.
         kept: a copy is kept between the axes that are kept and those that are not.
     """
-    gathers = [step for step in steps if step.operation == "all_gather"]
-    if any(step.wire != held for step in gathers):
+    gathers = all(step.operation == "all_gather" for step in steps)
+    if gathers and any(step.wire != held for step in steps):
         return [(step,) for step in steps]
     groups: list[tuple[Transfer, ...]] = []
     for step in steps:
         alone = len(groups[-1]) == 1 if groups else False
-        if alone and _follows(groups[-1][0], step, held, kept):
+        if alone and _follows(groups[-1][0], step, held, kept) and (gathers or step.operation == "reduce_scatter"):
             groups[-1] += (step,)
         else:
             groups.append((step,))

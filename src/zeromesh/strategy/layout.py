@@ -99,6 +99,15 @@ class Layout:
         """Axes over which everything is replicated (stage 0), innermost first."""
         return tuple(axis for axis in self.axes if not axis.stage.shards_states)
 
+    @property
+    def scattered_replicas(self) -> tuple[Axis, ...]:
+        """Those of the replica axes, innermost first, over which a sum is scattered before the outermost is summed over
+        and gathered again after it. A quantised wire sums over its axis as a whole."""
+        if self.strategy.collective != "hierarchical":
+            return ()
+        axes = [axis for axis in self.replica_axes if axis.size > 1]
+        return () if any(axis.wire.quantised for axis in axes) else tuple(axes[:-1])
+
     def degree(self, axes: Sequence[Axis]) -> int:
         """Number of shards over the given axes."""
         return prod(axis.size for axis in axes)
@@ -106,10 +115,10 @@ class Layout:
     @property
     def multiple(self) -> int:
         """What a flat buffer's length is padded to a multiple of."""
-        return self.degree(self.significant)
+        return self.degree(self.significant) * self.degree(self.scattered_replicas)
 
     def padded(self, numel: int) -> int:
-        """`numel` rounded up to a multiple of all sharded axes together."""
+        """`numel` rounded up, so that every axis that it is cut over divides it."""
         return -(-numel // self.multiple) * self.multiple
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -56,6 +56,18 @@ def test_odd_mesh_of_three_axes(strategy):
     check(strategy, Case(world=12, optimizer="both"), 2, 3, 2)
 
 
+@pytest.mark.parametrize("precision", ["fp64", "bf16-wire"])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_sums_by_level(precision):
+    check("node=0,cluster=0;collective=hierarchical", Case(precision=precision, weighted=True), 2, 2)
+
+
+@pytest.mark.parametrize("strategy", ["node=0,cluster=0,region=0", "node=1,cluster=0,region=0", "node=0,cluster=3,region=0"])
+@on_ranks(12, timeout_s=TIMEOUT_S)
+def test_sums_by_level_on_three_axes(strategy):
+    check(f"{strategy};collective=hierarchical", Case(world=12, every_last=True, optimizer="sgd"), 2, 3, 2)
+
+
 @pytest.mark.parametrize(
     "strategy", ["node[2]=3,node[2]=1", "node[2]=1,node[2]=3k", "node[2]=3d,node[*]=0", "node[2]=2,node[2]=3"]
 )

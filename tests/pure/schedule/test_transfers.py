@@ -198,3 +198,39 @@ def test_a_wire_named_in_the_strategy_is_used():
 def test_bytes_of_one_collective(operation, expected):
     axis = Axis(name="a", mesh_axis="a", size=4, stride=1, stage=Stage.THREE, wire=Wire())
     assert Transfer(operation=operation, axis=axis, numel=8, wire="bf16").sent_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("node=0,cluster=0", [("all_reduce", "node", 24), ("all_reduce", "cluster", 24)]),
+        (
+            "node=0,cluster=0;collective=hierarchical",
+            [("reduce_scatter", "node", 24), ("all_reduce", "cluster", 12), ("all_gather", "node", 24)],
+        ),
+        ("node=3,cluster=0;collective=hierarchical", [("all_reduce", "cluster", 12)]),
+        (
+            "node=0@/int8,cluster=0;collective=hierarchical",
+            [("all_reduce", "node", 24), ("all_reduce", "cluster", 24)],
+        ),
+    ],
+)
+def test_sums_over_several_replica_axes(strategy, expected):
+    layout = Layout.of(strategy, [("node", 2), ("cluster", 3)])
+    steps = reduce_boundary(layout, buffer(23))
+    assert [(step.operation, step.axis.name, step.numel) for step in steps] == [
+        (operation, axis, 23 if layout.multiple == 1 else numel) for operation, axis, numel in expected
+    ]
+
+
+def test_sums_by_level_over_three_axes():
+    layout = Layout.of("node=0,rack=0,cluster=0;collective=hierarchical", [("node", 2), ("rack", 3), ("cluster", 2)])
+    steps = reduce_boundary(layout, buffer(12))
+    assert [(step.operation, step.axis.name, step.numel) for step in steps] == [
+        ("reduce_scatter", "node", 12),
+        ("reduce_scatter", "rack", 6),
+        ("all_reduce", "cluster", 2),
+        ("all_gather", "rack", 6),
+        ("all_gather", "node", 12),
+    ]
+    assert sum(step.sent_bytes for step in steps if step.axis.name == "cluster") == 24 // 6  # of the whole: 24
