@@ -1,4 +1,4 @@
-"""Lossless strategies of zeromesh against DDP and FSDP2 behind slow links: who is fastest in how much memory.
+"""Lossless strategies of zeromesh against DDP, FSDP2 and DeepSpeed behind slow links: the fastest by memory.
 
     python benchmarks/shaped.py --tree 2@200mbit,2 --micro-batches 1 4 --out benchmarks/results/shaped.json
 
@@ -6,6 +6,7 @@ Needs root: the cluster is emulated (`zeromesh lab`). All systems live in the sa
 in every round, in an order that changes from round to round; the figure is the median. Memory is counted in bytes a
 rank: parameters, gradients, optimizer's states, gathered and kept copies. Ours as allocated; the peers' by formula, in
 their favour: two gathered blocks and the gradients of one where they shard (`peer_bytes`). One thread per rank.
+DeepSpeed takes part where it is installed; `deepspeed_peers.py` says how, in which settings, and what has no CPU build.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed_peers import deepspeed_bytes, deepspeed_peers, installed
 from peers import MODELS, Step, batches, ddp_step, fsdp_step, make_model, timed
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -62,6 +64,7 @@ def peers(sizes: tuple[int, int]) -> dict[str, Maker]:
         f"FSDP2, reshard to {node}": partial(fsdp_step, mesh=flat, reshard=node),
         "FSDP2 2-D": partial(fsdp_step, mesh=grid),
         "FSDP2 2-D, no reshard": partial(fsdp_step, mesh=grid, reshard=False),
+        **deepspeed_peers(sizes),
     }
 
 
@@ -71,6 +74,8 @@ def peer_bytes(name: str, size: str, item: int, sizes: tuple[int, int]) -> int:
     world, node = math.prod(sizes), sizes[1]
     whole = sum(p.numel() for p in model.parameters())
     block = sum(p.numel() for p in model.model.layers[0].parameters())
+    if name.startswith("DeepSpeed"):
+        return deepspeed_bytes(name, whole, block, item, sizes)
     if name == "DDP":
         return 16 * whole if item == 4 else 8 * whole  # with bf16 parameters, gradients and states
     if name.startswith("DDP +"):
@@ -177,6 +182,9 @@ def main() -> None:
     if args.nodes:
         rank_program(args)
         return
+    print(
+        f"DeepSpeed {installed()} takes part" if installed() else "DeepSpeed is not installed: without it", flush=True
+    )
     tree = Tree.parse(args.tree)
     command = [sys.executable, __file__, *sys.argv[1:], "--nodes", str(tree.levels[0].size)]
     with Lab(tree) as lab:
@@ -196,6 +204,7 @@ def _collect(args: argparse.Namespace, rank: int, stream: str, line: str) -> Non
         out = Path(args.out)
         held = json.loads(out.read_text()) if out.exists() else {"cells": []}
         setting = {"date": date.today().isoformat(), "torch": torch.__version__, "cores": os.cpu_count()}
+        setting["deepspeed"] = installed() or "not installed"
         held["setting"] = setting | {"model": args.model, "rounds": args.rounds, "load_average": os.getloadavg()[0]}
         held["cells"].append(cell)
         out.write_text(json.dumps(held, indent=1) + "\n")
