@@ -251,6 +251,8 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     parser.add_argument("--out", default="")
     args = parser.parse_args()
+    if args.ranks == 1 and args.dtypes != ["float32"]:
+        parser.error("plain PyTorch has no fp32 masters: one process is compared in float32 only")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (args.ranks, str(Path(folder) / "store"), args)
         if args.ranks == 1:

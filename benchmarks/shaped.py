@@ -32,23 +32,36 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeromesh as zm
 from zeromesh.engine.api import engine_of
 from zeromesh.lab import Lab, Tree
+from zeromesh.schedule import sent_bytes_per_axis
 
-OURS = (
-    "node=0,cluster=0",
-    "node=1,cluster=0",
-    "node=1,cluster=1",
-    "node=2,cluster=1",
-    "node=2,cluster=2",
-    "node=3,cluster=0",
-    "node=3,cluster=1",
-    "node=3,cluster=2",
-    "node=3,cluster=3k",
-    "node=3,cluster=3",
-)
+OURS = {
+    2: "0,0 1,0 1,1 2,1 2,2 3,0 3,1 3,2 3,3k 3,3",
+    3: "0,0,0 1,1,0 1,1,1 2,1,1 2,2,1 2,2,2 3,1,0 3,3,0 3,1,1 3,3,1 3,2,2 3,3,2 3,3,3k 3,3,3",
+}
+"""Lossless strategies by depth, innermost axis first."""
+
+QUANTISED = {2: "2,2 3,3", 3: "2,2,2 3,3,3"}
+"""Of these also with int8 parameters and int4 gradients on the outermost axis, to be compared with themselves."""
+
+NAMES = ("node", "cluster", "region")
+
 CAPS = (1.0, 1.3, 1.6, 1.9, 2.5, 4.0)
 """Times what FSDP2 takes."""
 
 Maker = Callable[..., Step]
+
+
+def ours(depth: int) -> list[str]:
+    """Every strategy of ours, the quantised ones last."""
+
+    def spelt(stages: str, wire: str = "") -> str:
+        return ",".join(f"{name}={stage}" for name, stage in zip(NAMES, stages.split(","), strict=False)) + wire
+
+    return [
+        *map(spelt, OURS[depth].split()),
+        *(spelt(stages, "@int8/int4") for stages in QUANTISED[depth].split()),
+        *([f"{spelt('0,0')};collective=hierarchical"] if depth == 2 else []),
+    ]
 
 
 def peers(sizes: tuple[int, int]) -> dict[str, Maker]:
@@ -62,6 +75,11 @@ def peers(sizes: tuple[int, int]) -> dict[str, Maker]:
         "FSDP2, gradients whole between micro-batches": partial(fsdp_step, mesh=flat, reduce_last=True),
         "FSDP2, no reshard": partial(fsdp_step, mesh=flat, reshard=False),
         f"FSDP2, reshard to {node}": partial(fsdp_step, mesh=flat, reshard=node),
+        "FSDP2, gradients whole between micro-batches + exchange": partial(
+            fsdp_step, mesh=flat, reduce_last=True, exchange=True
+        ),
+        "FSDP2 + exchange": partial(fsdp_step, mesh=flat, exchange=True),
+        "FSDP2 2-D + exchange": partial(fsdp_step, mesh=grid, exchange=True),
         "FSDP2 2-D": partial(fsdp_step, mesh=grid),
         "FSDP2 2-D, no reshard": partial(fsdp_step, mesh=grid, reshard=False),
         **deepspeed_peers(sizes),
@@ -88,8 +106,10 @@ def peer_bytes(name: str, size: str, item: int, sizes: tuple[int, int]) -> int:
     return held + gathered + kept + grads
 
 
-def our_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, strategy: str, mesh: Any) -> tuple[Step, int]:
-    """A step, and bytes a rank."""
+def our_step(
+    size: str, dtype: torch.dtype, data: list[torch.Tensor], *, strategy: str, mesh: Any
+) -> tuple[Step, int, dict[str, int]]:
+    """A step, bytes a rank, and bytes that a rank sends on each axis in a step."""
     options = {} if dtype is torch.float32 else {"param_dtype": dtype}
     model = zm.shard(make_model(size), mesh, strategy, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -102,23 +122,28 @@ def our_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, strateg
         optimizer.zero_grad()
 
     step()
-    plan = engine_of(model).schedule.memory
+    schedule = engine_of(model).schedule
+    plan = schedule.memory
     total = zm.memory_report(model, optimizer)[-1].allocated_bytes
-    return step, total - plan.workspace - plan.gather_staging - plan.reduce_staging
+    sent = sent_bytes_per_axis(schedule, micro_batches=len(data))
+    return step, total - plan.workspace - plan.gather_staging - plan.reduce_staging, sent
 
 
 def rank_program(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    sizes = (args.nodes, dist.get_world_size() // args.nodes)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("cluster", "node"))
+    shape = tuple(args.shape)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES[: len(shape)][::-1])
+    sizes = (shape[0], math.prod(shape[1:]))  # the peers know two levels: what is behind a slow link, and the rest
     for dtype in [getattr(torch, name) for name in args.dtypes]:
         for micro_batches in args.micro_batches:
             data = batches(micro_batches, 2, 64)
-            steps, memory = {}, {}
-            for strategy in OURS:
-                steps[strategy], memory[strategy] = our_step(args.model, dtype, data, strategy=strategy, mesh=mesh)
-            for name, maker in peers(sizes).items():
+            steps, memory, sent = {}, {}, {}
+            for strategy in ours(len(shape)):
+                steps[strategy], memory[strategy], sent[strategy] = our_step(
+                    args.model, dtype, data, strategy=strategy, mesh=mesh
+                )
+            for name, maker in peers(sizes).items() if not args.ours else ():
                 steps[name] = maker(args.model, dtype, data)
                 memory[name] = peer_bytes(name, args.model, dtype.itemsize, sizes)
                 steps[name]()
@@ -129,9 +154,11 @@ def rank_program(args: argparse.Namespace) -> None:
                     "step_s": round(statistics.median(times[name]), 4),
                     "all_s": [round(value, 4) for value in times[name]],
                     "bytes": memory[name],
+                    **({"sent_bytes": sent[name]} if name in sent else {}),
                 }
                 for name in steps
             ]
+            del steps
             if dist.get_rank() == 0:
                 print(json.dumps({"dtype": str(dtype)[6:], "micro_batches": micro_batches, "rows": rows}), flush=True)
     dist.barrier()
@@ -149,12 +176,13 @@ def _rounds(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
 
 def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each cap, the fastest of ours and of the peers that fit under it."""
-    unit = next(row["bytes"] for row in rows if row["system"] == "FSDP2")
+    unit = next((row["bytes"] for row in rows if row["system"] == "FSDP2"), 0)
+    lossless = [row for row in rows if "int" not in row["system"]]
     found = []
-    for cap in (*CAPS, math.inf):
-        fitting = [row for row in rows if row["bytes"] <= cap * unit]
+    for cap in (*CAPS, math.inf) if unit else ():
+        fitting = [row for row in lossless if row["bytes"] <= cap * unit]
         best = [
-            min((r for r in fitting if (r["system"] in OURS) == own), key=lambda r: r["step_s"], default=None)
+            min((r for r in fitting if ("sent_bytes" in r) == own), key=lambda r: r["step_s"], default=None)
             for own in (True, False)
         ]
         if best[0] and best[1]:
@@ -171,22 +199,24 @@ def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", default="2@200mbit,2", help="two levels, as for `zeromesh lab`")
+    parser.add_argument("--tree", default="2@200mbit,2", help="two or three levels, as for `zeromesh lab`")
     parser.add_argument("--model", choices=MODELS, default="7M")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default="", help="added to what is there")
-    parser.add_argument("--nodes", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--ours", action="store_true", help="without the peers")
+    parser.add_argument("--shape", type=int, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.nodes:
+    if args.shape:
         rank_program(args)
         return
     print(
         f"DeepSpeed {installed()} takes part" if installed() else "DeepSpeed is not installed: without it", flush=True
     )
     tree = Tree.parse(args.tree)
-    command = [sys.executable, __file__, *sys.argv[1:], "--nodes", str(tree.levels[0].size)]
+    shape = [level.size for level in tree.levels] + [tree.ranks_per_leaf] * (tree.ranks_per_leaf > 1)
+    command = [sys.executable, __file__, *sys.argv[1:], "--shape", *map(str, shape)]
     with Lab(tree) as lab:
         lab.run(command, check=True, timeout_s=7200, on_line=partial(_collect, args))
 

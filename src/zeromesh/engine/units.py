@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ModelError, nearest
-from zeromesh.schedule import FlatBuffer, Role, Unit, joined_name, neighbours
+from zeromesh.schedule import FlatBuffer, Role, Unit, adopts_root, joined_name, neighbours
 
 UnitClasses = Sequence[type[nn.Module] | str]
 
@@ -94,8 +94,13 @@ class ModuleUnit:
         """Takes the modules and parameters of `other`, which follows in the forward."""
         self.names += other.names
         self.modules += other.modules
+        self.adopt(other)
+
+    def adopt(self, other: ModuleUnit) -> None:
+        """Takes the parameters of `other` alone."""
         for key, infos in other.groups.items():
             self.groups.setdefault(key, []).extend(infos)
+        other.groups = {}
 
     def describe(self, precision: Precision) -> Unit:
         """The unit as the schedule sees it."""
@@ -135,12 +140,16 @@ def find_units(model: nn.Module, classes: UnitClasses | None = None, resident: S
 
 
 def join_units(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes: int) -> list[ModuleUnit]:
-    """Joins what `zeromesh.schedule.neighbours` says."""
+    """Joins what `zeromesh.schedule.join_units` joins."""
+    described = [unit.describe(precision) for unit in units]
     joined: list[ModuleUnit] = []
-    for first, *others in neighbours([unit.describe(precision) for unit in units], bucket_bytes):
+    groups = neighbours(described, bucket_bytes)
+    for first, *others in groups:
         for other in others:
             units[first].join(units[other])
         joined.append(units[first])
+    if adopts_root(described, groups, bucket_bytes):
+        joined[1].adopt(joined[0])
     return joined
 
 

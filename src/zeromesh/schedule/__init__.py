@@ -9,7 +9,17 @@ from zeromesh.schedule.memory import MemoryPlan, Persistent, SlotPlan
 from zeromesh.schedule.program import Action, Op, PointKind, Schedule
 from zeromesh.schedule.step import Counted, run_step, sent_bytes_per_axis, step_transfers
 from zeromesh.schedule.transfer import Transfer
-from zeromesh.schedule.unit import BUCKET_BYTES, ITEM_BYTES, FlatBuffer, Role, Unit, join, joined_name, neighbours
+from zeromesh.schedule.unit import (
+    BUCKET_BYTES,
+    ITEM_BYTES,
+    FlatBuffer,
+    Role,
+    Unit,
+    adopts_root,
+    join_units,
+    joined_name,
+    neighbours,
+)
 from zeromesh.schedule.workspace import Workspace
 
 __all__ = [
@@ -33,7 +43,8 @@ __all__ = [
     "Transfer",
     "Unit",
     "Workspace",
-    "join",
+    "adopts_root",
+    "join_units",
     "joined_name",
     "neighbours",
     "run_step",

@@ -176,7 +176,9 @@ def _whole_program(layout: Layout, units: Sequence[Unit], order: Sequence[int]) 
     """Where no parameters are sharded."""
     program: Program = {}
     for unit in order:
-        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit),)
+        # The unit after the root may hold the root's parameters: `adopts_root`.
+        opened = (0, 1)[: len(units)] if unit == 0 else (unit,)
+        program[PointKind.PRE_FORWARD, unit] = _each(Action.UNSHARD, opened)
         program[PointKind.PRE_RECOMPUTE, unit] = (Op(Action.UNSHARD, unit),)
         program[PointKind.POST_BACKWARD, unit] = (Op(Action.RESHARD, unit), *_reduce(layout, units, unit))
     program[PointKind.LEAVE, -1] = _each(Action.RESHARD, order)

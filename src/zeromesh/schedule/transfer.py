@@ -155,7 +155,7 @@ def _by_level(steps: list[Transfer], axis: Axis, layout: Layout, buffer: FlatBuf
 def overlapped(steps: Sequence[Transfer], held: str, *, kept: bool = False) -> list[tuple[Transfer, ...]]:
     """The steps of a chain as `collective=ho_ring` carries them out: neighbours in pairs, both levels at work at once.
 
-    A step has a partner where both scatter, or both gather parameters, lossless and in the dtype that the chain's region has, so
+    A step has a partner where both scatter, or both gather parameters, lossless and in the dtype of the region, so
     that nothing is copied between them; a gather chain with any other wire is staged as a whole and has none.
 
     Args:

@@ -89,7 +89,7 @@ def neighbours(units: Sequence[Unit], bucket_bytes: int) -> list[list[int]]:
     """Which units, by index, are joined: neighbours, until their parameters take `bucket_bytes`.
 
     For strategies that shard no parameters: a unit then only says what is reduced together, and a collective has a cost
-    of its own, whatever it carries. The root stays as it is, and so do units inside others.
+    of its own, whatever it carries. The root stays as it is (see `adopts_root`), and so do units inside others.
     """
     groups: list[list[int]] = []
     room = 0
@@ -102,6 +102,14 @@ def neighbours(units: Sequence[Unit], bucket_bytes: int) -> list[list[int]]:
             groups.append([index])
             room = bucket_bytes - size if size < bucket_bytes and not _alone(unit, units) else 0
     return groups
+
+
+def adopts_root(units: Sequence[Unit], groups: Sequence[Sequence[int]], bucket_bytes: int) -> bool:
+    """Whether the first of the `neighbours` after the root takes over its parameters, which are as a rule a few: the
+    two are the last whose gradients are there."""
+    root = units[0]
+    small = bool(root.buffers) and root.bytes < bucket_bytes
+    return small and len(groups) > 1 and not _alone(units[groups[1][0]], units)
 
 
 def _alone(unit: Unit, units: Sequence[Unit]) -> bool:
@@ -125,3 +133,13 @@ def join(units: Sequence[Unit]) -> Unit:
             numels[kind] = numels.get(kind, 0) + buffer.numel
     buffers = tuple(replace(kind, numel=numel) for kind, numel in numels.items())
     return Unit(name=joined_name([unit.name for unit in units]), role=units[0].role, buffers=buffers)
+
+
+def join_units(units: Sequence[Unit], bucket_bytes: int) -> tuple[list[Unit], list[list[int]]]:
+    """The units that are left, root first, and which ones of `units` each stands for."""
+    groups = neighbours(units, bucket_bytes)
+    joined = [join([units[index] for index in group]) for group in groups]
+    if adopts_root(units, groups, bucket_bytes):
+        joined[1] = replace(join([joined[1], joined[0]]), name=joined[1].name)
+        joined[0] = replace(joined[0], buffers=())
+    return joined, groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zeromesh.model import ModelSpec, UnitKind, UnitSpec
-from zeromesh.schedule import FlatBuffer, Role, Unit, join, neighbours
+from zeromesh.schedule import FlatBuffer, Role, Unit, join_units
 from zeromesh.simulator.workload import Workload
 
 
@@ -16,11 +16,8 @@ def schedule_units(
     unit of the model, or several neighbours, joined up to `bucket_bytes`."""
     pairs = sorted(_pairs(model, workload), key=lambda pair: pair[1].kind is not UnitKind.ROOT)
     units, specs = [unit for unit, _ in pairs], [spec for _, spec in pairs]
-    groups = neighbours(units, bucket_bytes)
-    return (
-        tuple(join([units[index] for index in group]) for group in groups),
-        tuple(tuple(specs[index] for index in group) for group in groups),
-    )
+    joined, groups = join_units(units, bucket_bytes)
+    return tuple(joined), tuple(tuple(specs[index] for index in group) for group in groups)
 
 
 def _pairs(model: ModelSpec, workload: Workload) -> Iterator[tuple[Unit, UnitSpec]]:

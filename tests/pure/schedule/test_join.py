@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zeromesh.schedule import FlatBuffer, Role, Unit, join, neighbours
+from zeromesh.schedule import FlatBuffer, Role, Unit, join_units, neighbours
+from zeromesh.schedule.unit import join
 
 FROZEN = FlatBuffer(numel=7, param_dtype="bf16", master_dtype=None)
 
@@ -40,3 +41,26 @@ def test_a_joined_unit_has_one_buffer_of_a_kind() -> None:
     assert joined.role is Role.RESIDENT
     assert [(buffer.numel, buffer.trainable) for buffer in joined.buffers] == [(23, True), (7, False)]
     assert join([joined]) == joined
+
+
+def test_the_unit_after_a_small_root_takes_its_parameters() -> None:
+    units = [unit("", 5), *(unit(f"layers.{index}") for index in range(4))]
+    joined, groups = join_units(units, 41)
+    assert groups == [[0], [1, 2, 3], [4]]
+    assert [(one.name, sum(b.numel for b in one.buffers)) for one in joined] == [
+        ("", 0),
+        ("layers.0 to layers.2", 35),
+        ("layers.3", 10),
+    ]
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        [unit("", 21), unit("a"), unit("b")],  # as long as a bucket
+        [unit("", 5), unit("a"), unit("a.inner")],  # with another inside
+        [unit("", 5)],
+    ],
+)
+def test_a_root_that_keeps_its_parameters(units: list[Unit]) -> None:
+    assert join_units(units, 42)[0][0] == units[0]

@@ -1,0 +1,154 @@
+"""What `shaped.py` has measured, as tables.
+
+    python benchmarks/shaped_table.py benchmarks/results/shaped.json > benchmarks/results/shaped.md
+
+The lower bound of a lossless step is the longer of two times: the same strategy's step where no link is shaped (its
+computation, and the processor time of moving the same bytes), and the bytes of the busiest link over its rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from zeromesh.lab import Tree
+
+Cell = dict[str, Any]
+NAMES = ("node", "cluster", "region")
+CAPS = (1.3, 1.6, 1.9)
+
+
+def shape_of(tree: str) -> tuple[int, ...]:
+    """Sizes of the mesh's axes, outermost first."""
+    parsed = Tree.parse(tree)
+    return (*(level.size for level in parsed.levels), *([parsed.ranks_per_leaf] * (parsed.ranks_per_leaf > 1)))
+
+
+def link_seconds(tree: str, sent_bytes: dict[str, int]) -> float:
+    """Of the busiest link, for what a rank sends on each axis: a link carries what all ranks below it send out."""
+    shape = shape_of(tree)
+    names = NAMES[: len(shape)][::-1]
+    seconds = 0.0
+    for depth, level in enumerate(Tree.parse(tree).levels):
+        if level.rate_bytes_per_s is not None:
+            below = math.prod(shape[depth + 1 :])
+            out = sum(sent_bytes[name] for name in names[: depth + 1])
+            seconds = max(seconds, below * out / level.rate_bytes_per_s)
+    return seconds
+
+
+def key_of(cell: Cell) -> tuple[object, ...]:
+    return shape_of(cell["tree"]), cell["dtype"], cell["micro_batches"]
+
+
+def bounded(cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any], float, float]]:
+    """(cell, row, unshaped seconds, link seconds) of every lossless row that was also measured without shaping."""
+    free = {key_of(c): {r["system"]: r["step_s"] for r in c["rows"]} for c in cells if is_free(c)}
+    for cell in cells:
+        if is_free(cell) or key_of(cell) not in free:
+            continue
+        for row in cell["rows"]:
+            unshaped = free[key_of(cell)].get(row["system"])
+            if "sent_bytes" in row and "int" not in row["system"] and unshaped:
+                yield cell, row, unshaped, link_seconds(cell["tree"], row["sent_bytes"])
+
+
+def is_free(cell: Cell) -> bool:
+    return all(level.rate_bytes_per_s is None for level in Tree.parse(cell["tree"]).levels)
+
+
+def label(cell: Cell) -> str:
+    return f"{cell['tree']} | {cell['dtype']} | {cell['micro_batches']}"
+
+
+def caps_table(cells: Sequence[Cell]) -> Iterator[str]:
+    yield "## Fastest lossless that fits\n"
+    yield "Step of the best peer over that of ours, under caps of so many times FSDP2's memory.\n"
+    yield (
+        "| tree | dtype | micro-batches | "
+        + " | ".join(f"{cap}x" for cap in CAPS)
+        + " | no cap | ours / peer, no cap |"
+    )
+    yield "|---" * (5 + len(CAPS)) + "|"
+    logs: dict[float, list[float]] = {cap: [] for cap in CAPS}
+    for cell in cells:
+        by_cap = {entry["cap"]: entry for entry in cell["under_caps"]}
+        if is_free(cell) or not by_cap:
+            continue
+        for cap in CAPS:
+            logs[cap].append(math.log(by_cap[cap]["speedup"]))
+        shown = " | ".join(f"{by_cap[cap]['speedup']:.2f}" for cap in CAPS)
+        free = by_cap[None]
+        yield f"| {label(cell)} | {shown} | {free['speedup']:.2f} | {free['ours']} / {free['peer']} |"
+    means = " | ".join(f"**{math.exp(statistics.fmean(values)):.2f}**" for values in logs.values() if values)
+    yield f"| geometric mean | | | {means} | | |\n"
+
+
+def fsdp_table(cells: Sequence[Cell]) -> Iterator[str]:
+    yield "## FSDP2 with sharded gradients\n"
+    yield "Step of the best FSDP2 that reduces every micro-batch, over our best in no more than 1.9 of its memory.\n"
+    for cell in cells:
+        rows = {row["system"]: row for row in cell["rows"]}
+        if is_free(cell) or "FSDP2" not in rows:
+            continue
+        peers = [r for n, r in rows.items() if n.startswith("FSDP2") and "2-D" not in n and "whole" not in n]
+        peer = min(peers, key=lambda row: row["step_s"])
+        fitting = [
+            r
+            for r in rows.values()
+            if "sent_bytes" in r and "int" not in r["system"] and r["bytes"] <= 1.9 * rows["FSDP2"]["bytes"]
+        ]
+        best = min(fitting, key=lambda row: row["step_s"])
+        yield f"- {label(cell)}: {peer['step_s'] / best['step_s']:.2f} ({peer['system']} / {best['system']})"
+    yield ""
+
+
+def quantised_table(cells: Sequence[Cell]) -> Iterator[str]:
+    yield "## int8 parameters and int4 gradients on the outermost axis\n"
+    for cell in cells:
+        rows = {row["system"]: row["step_s"] for row in cell["rows"]}
+        for name, seconds in rows.items():
+            if name.endswith("@int8/int4") and not is_free(cell):
+                plain = rows[name.removesuffix("@int8/int4")]
+                yield f"- {label(cell)}, {name}: {plain:.2f} s lossless, {seconds:.2f} s: {plain / seconds:.2f}x"
+    yield ""
+
+
+def bound_table(cells: Sequence[Cell]) -> Iterator[str]:
+    yield "## Lossless steps over their lower bound\n"
+    yield "| tree | dtype | micro-batches | strategy | step s | unshaped s | link s | over bound | allowed |"
+    yield "|---" * 9 + "|"
+    kept: list[tuple[float, float]] = []
+    for cell, row, unshaped, link in bounded(cells):
+        bound = max(unshaped, link)
+        allowed = 1.10 if bound >= 2 * min(unshaped, link) else 1.25
+        over = row["step_s"] / bound
+        kept.append((over, allowed))
+        yield (
+            f"| {label(cell)} | {row['system']} | {row['step_s']:.2f} | {unshaped:.2f} | {link:.2f} | {over:.2f} "
+            f"| {allowed:.2f} |"
+        )
+    if kept:
+        inside = sum(over <= allowed for over, allowed in kept)
+        median = statistics.median(over for over, _ in kept)
+        yield f"\n{inside} of {len(kept)} inside; median {median:.2f} of the bound."
+    yield ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    held = json.loads(parser.parse_args().file.read_text())
+    print("# Behind slow links\n")
+    print(", ".join(f"{key}: {value}" for key, value in held["setting"].items()) + "\n")
+    for table in (caps_table, fsdp_table, quantised_table, bound_table):
+        print("\n".join(table(held["cells"])))
+
+
+if __name__ == "__main__":
+    main()
