@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -135,42 +136,63 @@ def rank_program(args: argparse.Namespace) -> None:
     shape = tuple(args.shape)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES[: len(shape)][::-1])
     sizes = (shape[0], math.prod(shape[1:]))  # the peers know two levels: what is behind a slow link, and the rest
+    known = {} if args.ours else {n: m for n, m in peers(sizes).items() if not re.search(args.skip or "^$", n)}
     for dtype in [getattr(torch, name) for name in args.dtypes]:
         for micro_batches in args.micro_batches:
             data = batches(micro_batches, 2, 64)
-            steps, memory, sent = {}, {}, {}
-            for strategy in ours(len(shape)):
-                steps[strategy], memory[strategy], sent[strategy] = our_step(
-                    args.model, dtype, data, strategy=strategy, mesh=mesh
-                )
-            for name, maker in peers(sizes).items() if not args.ours else ():
-                steps[name] = maker(args.model, dtype, data)
-                memory[name] = peer_bytes(name, args.model, dtype.itemsize, sizes)
-                steps[name]()
-            times = _rounds(steps, args.rounds)
             rows = [
-                {
-                    "system": name,
-                    "step_s": round(statistics.median(times[name]), 4),
-                    "all_s": [round(value, 4) for value in times[name]],
-                    "bytes": memory[name],
-                    **({"sent_bytes": sent[name]} if name in sent else {}),
-                }
-                for name in steps
+                *_our_rows(args, dtype, data, mesh),
+                *_peer_rows(args, dtype, data, known, sizes),
             ]
-            del steps
+            times = _rounds({row["system"]: row.pop("make") for row in rows}, args.rounds)
+            for row in rows:
+                found = times[row["system"]]
+                row |= {"step_s": round(statistics.median(found), 4), "all_s": [round(value, 4) for value in found]}
             if dist.get_rank() == 0:
                 print(json.dumps({"dtype": str(dtype)[6:], "micro_batches": micro_batches, "rows": rows}), flush=True)
     dist.barrier()
     os._exit(0)  # gloo's threads outlive the groups
 
 
-def _rounds(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def _our_rows(
+    args: argparse.Namespace, dtype: torch.dtype, data: list[torch.Tensor], mesh: Any
+) -> list[dict[str, Any]]:
+    """Ours, made anew for each round: each model has communicators, whose threads would disturb the others, and the
+    next model uses those of the last."""
+    rows = []
+    for strategy in ours(mesh.ndim):
+        make = partial(our_step, args.model, dtype, data, strategy=strategy, mesh=mesh)
+        _, memory, sent = make()
+        rows.append({"system": strategy, "bytes": memory, "sent_bytes": sent, "make": lambda make=make: make()[0]})
+    return rows
+
+
+def _peer_rows(
+    args: argparse.Namespace,
+    dtype: torch.dtype,
+    data: list[torch.Tensor],
+    known: dict[str, Maker],
+    sizes: tuple[int, int],
+) -> list[dict[str, Any]]:
+    """The peers, made once: they share the groups of their mesh."""
+    rows = []
+    for name, maker in known.items():
+        if len(data) > 1 or "whole" not in name:  # with one micro-batch gradients are whole nowhere
+            step = maker(args.model, dtype, data)
+            step()
+            memory = peer_bytes(name, args.model, dtype.itemsize, sizes)
+            rows.append({"system": name, "bytes": memory, "make": lambda step=step: step})
+    return rows
+
+
+def _rounds(makers: dict[str, Callable[[], Step]], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in makers}
     for index in range(rounds):
-        names = list(steps)[:: -1 if index % 2 else 1]
+        names = list(makers)[:: -1 if index % 2 else 1]
         for name in names:
-            times[name].append(timed(steps[name]))
+            step = makers[name]()
+            times[name].append(timed(step))
+            del step
     return times
 
 
@@ -205,6 +227,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default="", help="added to what is there")
+    parser.add_argument("--skip", default="", help="peers whose name this regular expression finds")
     parser.add_argument("--ours", action="store_true", help="without the peers")
     parser.add_argument("--shape", type=int, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
