@@ -3,9 +3,12 @@
     python benchmarks/shaped.py --tree 2@200mbit,2 --micro-batches 1 4 --out benchmarks/results/shaped.json
 
 Needs root: the cluster is emulated (`zeromesh lab`). All systems live in the same processes and take turns, a step each
-in every round, in an order that changes from round to round; the figure is the median. Memory is counted in bytes a
-rank: parameters, gradients, optimizer's states, gathered and kept copies. Ours as allocated; the peers' by formula, in
-their favour: two gathered blocks and the gradients of one where they shard (`peer_bytes`). One thread per rank.
+in every round, in an order that changes from round to round; the figure is the median. Ours are made anew for each
+round and timed from their second step on, which pays for the refresh that the first one left under way. Memory is
+counted in bytes a rank: parameters, gradients, optimizer's states, gathered and kept copies. Ours as allocated; the
+peers' by formula, in their favour: two gathered blocks and the gradients of one where they shard (`peer_bytes`). One
+thread per rank.
+
 DeepSpeed takes part where it is installed; `deepspeed_peers.py` says how, in which settings, and what has no CPU build.
 """
 
