@@ -12,6 +12,7 @@ that nobody received can then not be waiting in one. One that has failed is not 
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -185,7 +186,12 @@ def _make_group(mesh: DeviceMesh, name: str, key: Key, pool: _Pool, free: Sequen
 
 def _make_channel(key: Key, pool: _Pool, description: str) -> Channel:
     ranks = list(key.ranks)
-    unsorted: dict[str, Any] = {} if sorted(ranks) == ranks else {"sort_ranks": False}  # torch 2.11 may not have it
+    unsorted: dict[str, Any] = {} if sorted(ranks) == ranks else {"sort_ranks": False}
+    if unsorted and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise MeshError(
+            f"ranks {', '.join(map(str, ranks))} of {description} are not in rising order, which torch "
+            f"{torch.__version__} cannot have in one group: order the mesh's ranks, or use torch 2.13"
+        )
     group = dist.new_group(
         ranks,
         timeout=timedelta(seconds=key.timeout_s),

@@ -255,8 +255,10 @@ class DeviceBackend:
     def agree(self, words: Tensor) -> Ticket:
         """Replaces `words` by their maximum over all ranks, after the reductions that were issued before."""
 
+        groups = list(self.groups.values())  # not this object: a job on its way must not keep the model's memory
+
         def run() -> None:
-            for group in self.groups.values():
+            for group in groups:
                 all_reduce_max(words, group)
 
         return self.reductions.submit(run, label="agree on gradients")
