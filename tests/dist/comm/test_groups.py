@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import types
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
 from tests.dist.pool import Pool, kept, on_ranks
-from zeromesh.comm import all_gather, make_groups
+from zeromesh.comm import AxisGroup, all_gather, make_groups
 from zeromesh.comm.transport import Exchange
 from zeromesh.errors import CommunicationError, MeshError
 from zeromesh.strategy import Layout
@@ -100,6 +102,12 @@ def processes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     return group.gather.process_group, group.reduce.process_group
 
 
+def freed(group: AxisGroup) -> None:
+    """Asserts that only the caller holds the group: else it would not be offered, whatever it has been through."""
+    holders = [holder for holder in gc.get_referrers(group) if not isinstance(holder, types.FrameType)]
+    assert not holders, holders
+
+
 @on_ranks(2)
 def test_groups_that_nobody_uses_are_used_again():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("line",))
@@ -129,11 +137,13 @@ def test_groups_are_not_used_again_after_a_collective_that_only_some_ranks_began
     group = make_groups(mesh, axes("line=3", ("line", 2)))["line"]
     before = group.gather.process_group, group.reduce.process_group
     if dist.get_rank() == 0:
-        exchange = Exchange(group, group.gather, "all_gather", 2)
-        exchange.post_send(torch.zeros(1), 1)  # which nobody receives
+        Exchange(group, group.gather, "all_gather", 2).post_send(torch.zeros(1), 1)  # which nobody receives
+    freed(group)
     del group
     dist.barrier()
-    assert processes(mesh)[0] not in before, "the message that is on its way would be received"
+    again = processes(mesh)
+    assert before[0] not in again, "the message that is on its way would be received"
+    assert before[1] in again, "nothing was the matter with the other"
 
 
 @on_ranks(2)
@@ -143,10 +153,12 @@ def test_groups_are_not_used_again_after_a_failure():
     before = group.gather.process_group
     with pytest.raises(CommunicationError):
         Exchange(group, group.gather, "all_gather", 2).post_recv(torch.zeros(1), 1 - dist.get_rank())()
+    gc.collect()  # the error holds its frames, and they the group
+    freed(group)
     del group
     dist.barrier()
     found = make_groups(mesh, axes("line=3", ("line", 2)), timeout_s=0.5)["line"]
-    assert found.gather.process_group != before
+    assert before not in (found.gather.process_group, found.reduce.process_group)
 
 
 @on_ranks(4)
