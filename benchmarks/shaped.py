@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from deepspeed_peers import deepspeed_bytes, deepspeed_peers, installed
 from peers import MODELS, Step, batches, ddp_step, fsdp_step, make_model, timed
+from shaped_table import NAMES, shape_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
@@ -46,8 +47,6 @@ OURS = {
 
 QUANTISED = {2: "2,2 3,3", 3: "2,2,2 3,3,3"}
 """Of these also with int8 parameters and int4 gradients on the outermost axis, to be compared with themselves."""
-
-NAMES = ("node", "cluster", "region")
 
 CAPS = (1.0, 1.3, 1.6, 1.9, 2.5, 4.0)
 """Times what FSDP2 takes."""
@@ -241,8 +240,7 @@ def main() -> None:
         f"DeepSpeed {installed()} takes part" if installed() else "DeepSpeed is not installed: without it", flush=True
     )
     tree = Tree.parse(args.tree)
-    shape = [level.size for level in tree.levels] + [tree.ranks_per_leaf] * (tree.ranks_per_leaf > 1)
-    command = [sys.executable, __file__, *sys.argv[1:], "--shape", *map(str, shape)]
+    command = [sys.executable, __file__, *sys.argv[1:], "--shape", *map(str, shape_of(args.tree))]
     with Lab(tree) as lab:
         lab.run(command, check=True, timeout_s=7200, on_line=partial(_collect, args))
 

@@ -245,10 +245,9 @@ class Reduce:
 
     @property
     def native(self) -> bool:
-        """Whether it is the backend's own all-reduce, in place, or a gather: neither can scale."""
+        """Whether it is the backend's own all-reduce, in place."""
         wire = self.region if self.staged is None else self.staged
-        sums = self.operation == "all_reduce" and self.form is None and sums_in_place(wire.dtype)
-        return sums or self.operation == "all_gather"
+        return self.operation == "all_reduce" and self.form is None and sums_in_place(wire.dtype)
 
     @property
     def plain(self) -> bool:

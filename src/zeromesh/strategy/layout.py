@@ -63,6 +63,7 @@ class Layout:
     significant: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
     param_axes: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
     grad_axes: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
+    scattered_replicas: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         sharded = [axis for axis in self.axes if axis.stage.shards_states]
@@ -70,6 +71,7 @@ class Layout:
         object.__setattr__(self, "significant", order)
         object.__setattr__(self, "param_axes", tuple(axis for axis in order if axis.stage.shards_params))
         object.__setattr__(self, "grad_axes", tuple(axis for axis in order if axis.stage.shards_grads))
+        object.__setattr__(self, "scattered_replicas", self._scattered_replicas())
 
     @classmethod
     def of(cls, strategy: Strategy | str, mesh: Sequence[tuple[str, int]]) -> Layout:
@@ -99,8 +101,7 @@ class Layout:
         """Axes over which everything is replicated (stage 0), innermost first."""
         return tuple(axis for axis in self.axes if not axis.stage.shards_states)
 
-    @property
-    def scattered_replicas(self) -> tuple[Axis, ...]:
+    def _scattered_replicas(self) -> tuple[Axis, ...]:
         """Those of the replica axes, innermost first, over which a sum is scattered before the outermost is summed over
         and gathered again after it. A quantised wire sums over its axis as a whole."""
         if self.strategy.collective != "hierarchical":
