@@ -3,6 +3,10 @@
 What the prediction is fed: the schedule that the engine has made, the probed cluster, and seconds of each unit, which
 every rank measures by training the same model for itself at the same time as all others (no link is used, all cores are
 shared as in training). Never a time that the predicted steps have taken.
+
+[Note: Slowest] Ranks that share cores do not get equal parts of them, and whoever has ended leaves the rest to the
+others. Training waits for the slowest. So all ranks start each measured step together, and units are given the seconds
+that add up to the slowest rank's: the mean rank's, or a unit's median, is a fifth less on two cores for four ranks.
 """
 
 from __future__ import annotations
@@ -96,12 +100,13 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def recorded(self, count: int) -> tuple[Trace, ...]:
-        """Traces of `count` steps in steady state."""
+    def recorded(self, count: int, before: Callable[[], object] = lambda: None) -> tuple[Trace, ...]:
+        """Traces of `count` steps in steady state; `before` is called before each."""
         import zeromesh as zm
 
         with zm.record_trace(self.model) as recording:
             for _ in range(count + 1):
+                before()
                 self.step()
         return recording.steps[1:]
 
@@ -170,11 +175,11 @@ def measure_steps(
 
 
 def measure_compute(ranks: Ranks, batch: Batch, *, steps: int) -> dict[str, Any]:
-    """Seconds of each unit, each rank training for itself while all others do.
+    """Seconds of each unit, each rank training for itself while all others do: [Note: Slowest].
 
     Returns:
-        Seconds of one micro-batch by phase and unit, of the optimizer's step, the elements it covers (means over the
-        ranks), and the seconds in which all ranks agree on a few words.
+        Seconds of one micro-batch by phase and unit, of the optimizer's step, the elements it covers, and the seconds
+        in which all ranks agree on a few words.
     """
     import torch
     import torch.distributed as dist
@@ -185,15 +190,15 @@ def measure_compute(ranks: Ranks, batch: Batch, *, steps: int) -> dict[str, Any]
     units = [unit.name for unit in engine_of(training.model).schedule.units]
     for _ in range(2):
         training.step()
-    dist.barrier()
-    traces = training.recorded(steps)
-    sums = [_by_unit(trace, batch.micro_batches) for trace in traces]
+    sums = [_by_unit(trace, batch.micro_batches) for trace in training.recorded(steps, dist.barrier)]
     keys = [(phase, unit) for phase in ("forward", "backward") for unit in units]
     keys += [("optimizer", ""), ("wait", "")]
-    medians = [statistics.median(one.get(key, 0.0) for one in sums) for key in keys]
-    found = torch.tensor(medians, dtype=torch.float64)
+    found = torch.tensor([[one.get(key, 0.0) for key in keys] for one in sums], dtype=torch.float64)
+    slowest = found.sum(dim=1)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(found)
-    seconds = dict(zip(keys, (found / ranks.world).tolist(), strict=True))
+    mean = found.mean(dim=0)
+    seconds = dict(zip(keys, (mean * slowest.median() / mean.sum()).tolist(), strict=True))
     return {
         "forward": {unit: seconds["forward", unit] for unit in units},
         "backward": {unit: seconds["backward", unit] for unit in units},
