@@ -129,7 +129,7 @@ def our_step(
     plan = schedule.memory
     total = zm.memory_report(model, optimizer)[-1].allocated_bytes
     sent = sent_bytes_per_axis(schedule, micro_batches=len(data))
-    return step, total - plan.workspace - plan.gather_staging - plan.reduce_staging, sent
+    return step, total - plan.workspace - sum(plan.staging.values()), sent
 
 
 def rank_program(args: argparse.Namespace) -> None:

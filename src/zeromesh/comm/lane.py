@@ -16,6 +16,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -91,9 +92,16 @@ class Lane:
             self._runner = _Stream(name, device)
         self._finalizer = weakref.finalize(self, self._runner.close)
 
-    def submit(self, job: Job, label: str = "") -> Ticket:
-        """Queues `job`; it runs after all jobs submitted before. `label` says in messages what it is."""
+    def submit(self, job: Job, label: str = "", *, after: Ticket | None = None) -> Ticket:
+        """Queues `job`; it runs after all jobs submitted before, and after that of another lane.
+
+        Args:
+            job: called without arguments.
+            label: says in messages what it is.
+            after: a job of another lane. If it fails, this one fails with its error.
+        """
         ticket = Ticket(label)
+        job = job if after is None else partial(_after, after, job)
         if not self._finalizer.alive:
             raise CommunicationError(f"lane {self.name!r} is closed; {label or 'a job'} cannot run")
         self._runner.put(job, ticket)
@@ -102,6 +110,11 @@ class Lane:
     def close(self) -> None:
         """Lets queued jobs end and accepts no more."""
         self._finalizer()
+
+
+def _after(first: Ticket, job: Job) -> None:
+    first.wait()
+    job()
 
 
 class _Failure:

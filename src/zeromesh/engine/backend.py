@@ -1,19 +1,23 @@
-"""The schedule's back end on real devices: chains of collectives on two lanes, gathers on one, reductions on the other.
+"""The schedule's back end on real devices: chains of collectives on lanes.
 
 [Note: Lanes] A lane carries out its jobs in the order in which they were issued, beside the computation: on CPU in a
-thread, on CUDA in a stream. Gathers and reductions have a lane and a communicator per axis each, so that neither waits
-for the other. What a job reads and writes, and why nobody else touches it meanwhile:
+thread, on CUDA in a stream. Each kind of transfer has a lane, so that none waits for another that it does not need:
+what the slow links carry at a step's end, refreshes and reductions to the state shard, keeps them busy while gathers
+and reductions of other units go over the fast ones. For gathers, as for reductions, an axis has one communicator; no
+axis is in both lanes of a direction (`lane_axes`). What a job reads and writes, and why nobody else touches it:
 
-    refresh   master -> params    optimizers wait for it before they step; gathers follow it on the same lane
-    unshard   params -> full      the interpreter gives a slot to one unit at a time, and waits before it is used
-    reduce    waiting -> grads    a slot is filled again only after its reduction; `.grad` appears after the wait
+    refresh   master -> params    optimizers wait for it before they step
+    unshard   params -> full      follows the unit's refresh; the interpreter gives a slot to one unit at a time, and
+                                  waits before it is used
+    reduce    waiting -> grads    a slot is filled again only after its reduction
+    boundary  grads -> its part   follows the unit's `reduce`; `.grad` appears after the wait
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +34,12 @@ from zeromesh.engine.chain import (
 )
 from zeromesh.engine.flat import FlatShards, inside
 from zeromesh.errors import InternalError
-from zeromesh.schedule import Op, Reduction, Target
+from zeromesh.schedule import LaneKind, Op, Reducing, Reduction, Target, lane_axes
+from zeromesh.strategy import Layout
+
+Job = Callable[[], object]
+
+REDUCTIONS: tuple[LaneKind, ...] = ("reduce", "boundary")
 
 Site = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 """The `_parameters` of a module, a key, and what stands there: the compute leaf, or else the optimizer's parameter."""
@@ -152,9 +161,10 @@ class DeviceBackend:
 
     Args:
         units: in the schedule's order.
+        layout: the strategy on its mesh.
         groups: by axis name.
-        gathers, reductions: the lanes.
-        gather_scratch, reduce_scratch: the memory of each lane's jobs.
+        lanes: by kind.
+        scratch: the memory of each lane's jobs.
 
     Attributes:
         chains: of each unit; `record` puts observed ones in their place while it records.
@@ -164,49 +174,45 @@ class DeviceBackend:
     def __init__(
         self,
         units: Sequence[UnitShards],
+        layout: Layout,
         groups: Groups,
         *,
-        gathers: Lane,
-        reductions: Lane,
-        gather_scratch: Scratch,
-        reduce_scratch: Scratch,
+        lanes: Mapping[LaneKind, Lane],
+        scratch: Mapping[LaneKind, Scratch],
     ) -> None:
         self.units = units
+        self.layout = layout
         self.groups = groups
-        self.gathers = gathers
-        self.reductions = reductions
-        self.gather_scratch = gather_scratch
-        self.reduce_scratch = reduce_scratch
+        self.lanes = lanes
+        self.scratch = scratch
         self.weight: float | None = None
         self.final_scale: Callable[[], float] | None = None
         self.watch_chain: Callable[[ReduceChain, str], ReduceChain] = _unwatched
-        self.chains = [self._bind(unit, gather_scratch) for unit in units]
+        self.chains = [self._bind(unit) for unit in units]
         for unit, chains in zip(units, self.chains, strict=True):
             unit.factors = [1.0 if chain is None else chain.first for chain in chains.reduce]
 
-    def _bind(self, unit: UnitShards, scratch: Scratch) -> UnitChains:
+    def _bind(self, unit: UnitShards) -> UnitChains:
+        groups, scratch = self.groups, self.scratch
         sharded = [b for b in unit.buffers if b.full.data_ptr() != b.params.data_ptr()]
-        refreshes = [refresh_chain(b, self.groups, scratch) for b in unit.buffers]
+        refreshes = [refresh_chain(b, groups, scratch["refresh"]) for b in unit.buffers]
         return UnitChains(
-            unshard=[unshard_chain(b, self.groups, scratch, from_kept=False) for b in sharded],
-            unshard_kept=[unshard_chain(b, self.groups, scratch, from_kept=True) for b in sharded],
+            unshard=[unshard_chain(b, groups, scratch["unshard"], from_kept=False) for b in sharded],
+            unshard_kept=[unshard_chain(b, groups, scratch["unshard"], from_kept=True) for b in sharded],
             refresh=[chain for chain in refreshes if chain is not None],
-            reduce=[
-                None if b.grads is None else reduce_chain(b, self.groups, self.reduce_scratch, b.grads)
-                for b in unit.buffers
-            ],
+            reduce=[None if b.grads is None else reduce_chain(b, groups, scratch, b.grads) for b in unit.buffers],
         )
 
     # ---- schedule.Backend
 
     def refresh(self, unit: int) -> Ticket | None:
-        return self._gather(self.chains[unit].refresh, f"refresh {self.units[unit].name}")
+        return self._gather("refresh", self.chains[unit].refresh, unit, None)
 
-    def unshard(self, unit: int, *, from_kept: bool) -> Ticket | None:
+    def unshard(self, unit: int, *, from_kept: bool, after: Ticket | None) -> Ticket | None:
         chains = self.chains[unit]
-        return self._gather(chains.unshard_kept if from_kept else chains.unshard, f"unshard {self.units[unit].name}")
+        return self._gather("unshard", chains.unshard_kept if from_kept else chains.unshard, unit, after)
 
-    def reduce(self, unit: int, reduction: Reduction) -> Ticket | None:
+    def reduce(self, unit: int, reduction: Reduction) -> Reducing[Ticket]:
         shards = self.units[unit]
         self._collect_leftovers(shards, reduction)
         jobs = [
@@ -215,17 +221,22 @@ class DeviceBackend:
             if chain is not None
         ]
         shards.end_backward()
-
-        def run() -> None:
-            for job in jobs:
-                job()
-
         if reduction.target is Target.ACCUMULATOR and not reduction.boundary:
-            return None
-        if not any(chain and (chain.micro or chain.boundary) for chain in self.chains[unit].reduce):
-            run()
-            return None
-        return self.reductions.submit(run, label=f"reduce {shards.name}")
+            return Reducing(None, None)
+        chains = [chain for chain in self.chains[unit].reduce if chain is not None]
+        early = [micro for micro, _ in jobs]
+        late = [boundary for _, boundary in jobs] if reduction.boundary else []
+        if not any(chain.boundary for chain in chains):
+            early, late = early + late, []
+        taken = done = None
+        label = f"reduce {shards.name}"
+        if any(chain.micro for chain in chains):
+            taken = done = self.lanes["reduce"].submit(partial(_run, early), label)
+        else:
+            _run(early)
+        if late:
+            done = self.lanes["boundary"].submit(partial(_run, late), label, after=taken)
+        return Reducing(taken, done)
 
     def wait(self, ticket: Ticket, op: Op) -> None:
         ticket.wait()
@@ -255,13 +266,15 @@ class DeviceBackend:
     def agree(self, words: Tensor) -> Ticket:
         """Replaces `words` by their maximum over all ranks, after the reductions that were issued before."""
 
-        groups = list(self.groups.values())  # not this object: a job on its way must not keep the model's memory
-
-        def run() -> None:
-            for group in groups:
-                all_reduce_max(words, group)
-
-        return self.reductions.submit(run, label="agree on gradients")
+        ticket: Ticket | None = None
+        for lane in REDUCTIONS:  # each axis in the lane whose communicator it is
+            # Not this object: a job on its way must not keep the model's memory.
+            groups = [self.groups[axis.name] for axis in lane_axes(self.layout, lane) if axis.name in self.groups]
+            if groups:
+                agree = partial(_run, [partial(all_reduce_max, words, group) for group in groups])
+                ticket = self.lanes[lane].submit(agree, "agree on gradients", after=ticket)
+        assert ticket is not None
+        return ticket
 
     # ---- gradients
 
@@ -316,32 +329,36 @@ class DeviceBackend:
 
     def _reduce_job(
         self, unit: str, buffer: FlatShards, chain: ReduceChain, apart: Tensor | None, reduction: Reduction
-    ) -> Callable[[], None]:
+    ) -> tuple[Job, Job]:
+        """Of the two lanes."""
         if not reduction.add:
             target = buffer.reduced
-            return lambda: self._finish(chain, target, accumulate=reduction.accumulate, boundary=reduction.boundary)
+            micro = partial(chain.run_micro, accumulate=reduction.accumulate)
+            return micro, lambda: self._finish(chain, target)
         assert buffer.grads is not None
         accumulator = torch.empty_like(buffer.grads) if apart is None else apart
-        separate = self.watch_chain(reduce_chain(buffer, self.groups, self.reduce_scratch, accumulator), unit)
+        separate = self.watch_chain(reduce_chain(buffer, self.groups, self.scratch, accumulator), unit)
         part = inside(accumulator, buffer.grad_range, buffer.state_range)
 
         def add() -> None:
-            self._finish(separate, part, accumulate=False, boundary=True)
+            self._finish(separate, part)
             buffer.reduced.add_(part)
 
-        return add
+        return partial(separate.run_micro, accumulate=False), add
 
-    def _finish(self, chain: ReduceChain, target: Tensor, *, accumulate: bool, boundary: bool) -> None:
-        chain.run(accumulate=accumulate, boundary=boundary)
-        if boundary and self.final_scale is not None:
+    def _finish(self, chain: ReduceChain, target: Tensor) -> None:
+        """From the accumulator to its state shard's part, `target`."""
+        chain.run_boundary()
+        if self.final_scale is not None:
             target.mul_(self.final_scale())
 
-    def _gather(self, chains: Sequence[GatherChain], label: str) -> Ticket | None:
+    def _gather(self, lane: LaneKind, chains: Sequence[GatherChain], unit: int, after: Ticket | None) -> Ticket | None:
         if not chains:
             return None
+        label = f"{lane} {self.units[unit].name}"
+        return self.lanes[lane].submit(partial(_run, [chain.run for chain in chains]), label, after=after)
 
-        def run() -> None:
-            for chain in chains:
-                chain.run()
 
-        return self.gathers.submit(run, label=label)
+def _run(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job()

@@ -20,7 +20,7 @@ from zeromesh.engine.hooks import install
 from zeromesh.engine.materialise import Init, Materialiser
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
-from zeromesh.schedule import Schedule, Unit, Workspace
+from zeromesh.schedule import LANES, Schedule, Unit, workspace_by_lane
 from zeromesh.schedule.memory import SlotPlan, aligned
 from zeromesh.strategy import Layout
 
@@ -85,19 +85,18 @@ def build_engine(
     if layout.strategy.collective == "ho_ring":
         for group in groups.values():
             check_ho_ring(group)
-    workspace = Workspace.of(layout, next((group.backend for group in groups.values()), ""))
-    schedule = Schedule.of(layout, units, workspace_bytes=workspace.total)
+    workspace = workspace_by_lane(layout, next((group.backend for group in groups.values()), ""))
+    schedule = Schedule.of(layout, units, workspace_bytes=sum(workspace.values()))
     coordinates = layout.coordinates(control.rank)
     shards = _fill_shards(model, modules, units, layout, coordinates, control, device, init)
     _bind_slots(schedule, shards, device)
-    memory = schedule.memory
+    inline, staging = layout.strategy.overlap == "none", schedule.memory.staging
     backend = DeviceBackend(
         shards,
+        layout,
         groups,
-        gathers=Lane("gather", device=device, inline=layout.strategy.overlap == "none"),
-        reductions=Lane("reduce", device=device, inline=layout.strategy.overlap == "none"),
-        gather_scratch=_scratch(memory.gather_staging, workspace.gather, device),
-        reduce_scratch=_scratch(memory.reduce_staging, workspace.reduce, device),
+        lanes={kind: Lane(kind, device=device, inline=inline) for kind in LANES},
+        scratch={kind: _scratch(staging[kind], workspace[kind], device) for kind in LANES},
     )
     engine = Engine(schedule, backend, control, precision, debug=debug)
     _make_optimizer_params(engine)

@@ -44,7 +44,7 @@ from zeromesh.comm.quantised import (
 )
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPES
-from zeromesh.schedule import Transfer, transfer
+from zeromesh.schedule import LaneKind, Transfer, transfer
 from zeromesh.strategy import Axis
 
 Groups = Mapping[str, AxisGroup]
@@ -163,10 +163,10 @@ def _restore(shards: FlatShards, groups: Groups) -> Restore:
 
 
 def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch) -> GatherChain | None:
-    """Casts `master` and gathers it into `params`; None if they are one tensor."""
-    if shards.master is None or shards.master is shards.params:
-        return None
+    """Casts `master` and gathers it into `params`; None if nothing is left to do."""
     steps = transfer.refresh(shards.layout, shards.spec)
+    if shards.master is None or (shards.master_in_params and not steps):
+        return None
     # The alias keeps autograd's version counter out of it: no graph outlives the optimizer's step.
     return _gather_chain(shards, steps, shards.master, shards.params.data, shards.param_range, groups, scratch, None)
 
@@ -336,22 +336,28 @@ class ReduceChain:
     backend sums in place, though, that would be a pass over the memory of its own; what comes before scales instead.
 
     Args:
+        micro, boundary: steps of the two lanes, each with its memory.
         first: factor that whoever fills the chain's source gives to it, on the way.
     """
 
     micro: tuple[Reduce | OverlappedReduce, ...]
     boundary: tuple[Reduce | OverlappedReduce, ...]
-    scratch: Scratch
+    micro_scratch: Scratch
+    boundary_scratch: Scratch
     first: float
 
-    def run(self, *, accumulate: bool, boundary: bool) -> None:
+    def run_micro(self, *, accumulate: bool) -> None:
         for step in self.micro:
-            step.run(self.scratch.workspace, accumulate)
-        for step in self.boundary if boundary else ():
-            step.run(self.scratch.workspace, accumulate=False)
+            step.run(self.micro_scratch.workspace, accumulate)
+
+    def run_boundary(self) -> None:
+        for step in self.boundary:
+            step.run(self.boundary_scratch.workspace, accumulate=False)
 
 
-def reduce_chain(shards: FlatShards, groups: Groups, scratch: Scratch, accumulator: Tensor) -> ReduceChain:
+def reduce_chain(
+    shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind, Scratch], accumulator: Tensor
+) -> ReduceChain:
     """From `waiting` into `accumulator` (of the gradient shard's length), and on to its state shard's part."""
     micro: list[Reduce] = []
     transfers = transfer.reduce_micro(shards.layout, shards.spec)
@@ -364,7 +370,7 @@ def reduce_chain(shards: FlatShards, groups: Groups, scratch: Scratch, accumulat
     for step in transfers:
         assert current is not None
         into = accumulator if step is transfers[-1] else None
-        reduction = _reduction(step, current, groups, scratch, into, owed.get(step.axis.name))
+        reduction = _reduction(step, current, groups, scratch["reduce"], into, owed.get(step.axis.name))
         micro.append(reduction)
         current = reduction.out
     boundary: list[Reduce] = []
@@ -372,14 +378,15 @@ def reduce_chain(shards: FlatShards, groups: Groups, scratch: Scratch, accumulat
     for step in transfer.reduce_boundary(shards.layout, shards.spec):
         if step.operation == "all_gather":  # back to the region that was scattered over the same axis
             current = next(before.region for before in boundary if before.group.name == step.axis.name)
-        reduction = _reduction(step, current, groups, scratch, None, owed.get(step.axis.name))
+        reduction = _reduction(step, current, groups, scratch["boundary"], None, owed.get(step.axis.name))
         boundary.append(reduction)
         current = reduction.out
     first, steps = _scaled_early([*micro, *boundary])
-    early, late = steps[: len(micro)], steps[len(micro) :]
-    if shards.layout.strategy.collective == "ho_ring":
-        return ReduceChain(tuple(_overlap_reductions(early)), tuple(_overlap_reductions(late)), scratch, first)
-    return ReduceChain(tuple(early), tuple(late), scratch, first)
+    overlapping = shards.layout.strategy.collective == "ho_ring"
+    early, late = (
+        tuple(_overlap_reductions(part) if overlapping else part) for part in (steps[: len(micro)], steps[len(micro) :])
+    )
+    return ReduceChain(early, late, scratch["reduce"], scratch["boundary"], first)
 
 
 def _scaled_early(steps: Sequence[Reduce]) -> tuple[float, list[Reduce]]:

@@ -134,8 +134,7 @@ class Engine:
         """Slots, staging and workspace."""
         views = [v for unit in self.backend.units for b in unit.buffers for v in (b.full, b.waiting) if v is not None]
         own = {b.params.untyped_storage().data_ptr() for unit in self.backend.units for b in unit.buffers}
-        scratch = [self.backend.gather_scratch, self.backend.reduce_scratch]
-        extra = [tensor for s in scratch for tensor in (s.staging, s.workspace)]
+        extra = [tensor for s in self.backend.scratch.values() for tensor in (s.staging, s.workspace)]
         return [tensor for tensor in (*views, *extra) if tensor.untyped_storage().data_ptr() not in own]
 
     def optimizer_params(self) -> Iterator[ShardedParameter]:

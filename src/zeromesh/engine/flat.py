@@ -2,7 +2,8 @@
 
 ::
 
-    master   state shard, optimizer's dtype     the optimizer's parameters are views of it
+    master   state shard, optimizer's dtype     the optimizer's parameters are views of it; a part of `params` where
+                                                that is as good
     params   parameter shard, compute dtype     master cast, then gathered over the stage-1/2 axes
     kept     gathered over the kept axes        filled by the forward's gather, read by the backward's; as it came over
                                                 the wire, so of messages where that is quantised
@@ -28,7 +29,7 @@ from zeromesh.schedule.memory import (
     feedback_numel,
     kept_bytes,
     kept_wire,
-    master_is_param,
+    master_in_params,
     slot_dtype,
 )
 from zeromesh.schedule.unit import Unit
@@ -93,8 +94,10 @@ class FlatShards:
         self = cls(spec=spec, layout=layout, coordinates=coordinates, places=tuple(places), device=device)
         self.params = self._zeros(layout.param_axes, spec.param_dtype)
         if spec.master_dtype is not None:
-            merged = master_is_param(layout, spec)
-            self.master = self.params if merged else self._zeros(layout.significant, spec.master_dtype)
+            if master_in_params(layout, spec):
+                self.master = inside(self.params, self.param_range, self.state_range)
+            else:
+                self.master = self._zeros(layout.significant, spec.master_dtype)
             self.grads = self._zeros(layout.grad_axes, spec.grad_dtype)
         kept = kept_bytes(layout, unit, spec)
         if kept:
@@ -121,6 +124,11 @@ class FlatShards:
         return self.layout.shard(self.padded, axes, self.coordinates)
 
     @property
+    def master_in_params(self) -> bool:
+        """Whether the master, if there is one, has no memory of its own."""
+        return self.master is not None and master_in_params(self.layout, self.spec)
+
+    @property
     def state_range(self) -> slice:
         return self.range_of(self.layout.significant)
 
@@ -141,7 +149,7 @@ class FlatShards:
     def fill(self, values: Tensor) -> None:
         """Takes this rank's shards out of the whole buffer's values, 1-D of `padded` elements."""
         self.params.copy_(values[self.param_range])
-        if self.master is not None and self.master is not self.params:
+        if self.master is not None and not self.master_in_params:
             self.master.copy_(values[self.state_range])
 
     def bind(self, full: Tensor | None, waiting: Tensor | None) -> None:
@@ -195,7 +203,7 @@ class FlatShards:
             "kept": self.kept,
             "owed": self.owed,
         }
-        if self.master is self.params:
+        if self.master_in_params:
             del kinds["master"]
         return {kind: tensor for kind, tensor in kinds.items() if tensor is not None}
 

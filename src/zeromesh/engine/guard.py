@@ -16,7 +16,7 @@ from torch import Tensor
 from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend
 from zeromesh.errors import InternalError
-from zeromesh.schedule import Interpreter, Op, Reduction
+from zeromesh.schedule import Interpreter, Op, Reducing, Reduction
 
 Stamp = tuple[int, int]
 """Unit and generation."""
@@ -38,11 +38,11 @@ class SlotGuard:
         self._stamps: dict[int, Stamp] = {}
         self._seen: dict[int, tuple[int, int]] = {}
 
-    def unshard(self, unit: int, *, from_kept: bool) -> Ticket | None:
+    def unshard(self, unit: int, *, from_kept: bool, after: Ticket | None) -> Ticket | None:
         slot = self._slot(unit)
         if slot is not None:
             self._stamps[slot] = self._stamp(unit)
-        return self._backend.unshard(unit, from_kept=from_kept)
+        return self._backend.unshard(unit, from_kept=from_kept, after=after)
 
     def use(self, unit: int) -> None:
         self._check_stamp(unit, "before its use")
@@ -68,7 +68,7 @@ class SlotGuard:
     def refresh(self, unit: int) -> Ticket | None:
         return self._backend.refresh(unit)
 
-    def reduce(self, unit: int, reduction: Reduction) -> Ticket | None:
+    def reduce(self, unit: int, reduction: Reduction) -> Reducing[Ticket]:
         return self._backend.reduce(unit, reduction)
 
     def wait(self, ticket: Ticket, op: Op) -> None:

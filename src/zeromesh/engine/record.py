@@ -180,17 +180,21 @@ class _WatchedLane:
     def name(self) -> str:
         return self.lane.name
 
-    def submit(self, job: Callable[[], object], label: str = "") -> _WatchedTicket:
+    def submit(
+        self, job: Callable[[], object], label: str = "", *, after: Ticket | _WatchedTicket | None = None
+    ) -> _WatchedTicket:
         place, recorder = self.recorder.place, self.recorder
+        # A lane's wait is not the computation's. What was submitted before the recording is not watched.
+        first = after.ticket if isinstance(after, _WatchedTicket) else after
 
         def run() -> None:
             recorder.lane.name, recorder.lane.place = self.lane.name, place
             job()
 
         if not self.inline:
-            return _WatchedTicket(self.lane.submit(run, label), recorder)
+            return _WatchedTicket(self.lane.submit(run, label, after=first), recorder)
         tickets: list[Ticket] = []
-        recorder.waited(label, lambda: tickets.append(self.lane.submit(run, label)))
+        recorder.waited(label, lambda: tickets.append(self.lane.submit(run, label, after=first)))
         return _WatchedTicket(tickets[0], recorder)
 
 
@@ -216,11 +220,11 @@ class _Recorder:
 
     def install(self) -> None:
         backend, interpreter = self.engine.backend, self.engine.interpreter
-        self._before = (backend.gathers, backend.reductions, backend.chains, backend.watch_chain, interpreter.watch)
+        self._before = (backend.lanes, backend.chains, backend.watch_chain, interpreter.watch)
         self._records = {name: group.record for name, group in backend.groups.items()}
         inline = self.engine.schedule.layout.strategy.overlap == "none"
-        lanes = [_WatchedLane(lane, self, inline) for lane in (backend.gathers, backend.reductions)]
-        backend.gathers, backend.reductions = lanes  # type: ignore[assignment]  # all that the backend does is submit
+        lanes = {kind: _WatchedLane(lane, self, inline) for kind, lane in backend.lanes.items()}
+        backend.lanes = lanes  # type: ignore[assignment]  # all that the backend does is submit
         backend.chains = [self._unit(c, u.name) for c, u in zip(backend.chains, backend.units, strict=True)]
         backend.watch_chain = self._reduce
         interpreter.watch = self.point
@@ -234,7 +238,7 @@ class _Recorder:
 
     def remove(self) -> None:
         backend, interpreter = self.engine.backend, self.engine.interpreter
-        backend.gathers, backend.reductions, backend.chains, backend.watch_chain, interpreter.watch = self._before
+        backend.lanes, backend.chains, backend.watch_chain, interpreter.watch = self._before
         for name, record in self._records.items():
             backend.groups[name].record = record
         for hook in self._hooks:

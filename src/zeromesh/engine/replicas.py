@@ -124,7 +124,7 @@ def _held(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[Held]:
                 yield Held(unit=unit.name, what="kept copy", axes=over_kept, parts=_kept_of(buffer))
             if buffer.master is None or not over_states:
                 continue
-            if buffer.master is not buffer.params:
+            if not buffer.master_in_params:
                 yield Held(unit=unit.name, what="master copy", axes=over_states, parts=_master_of(buffer))
             if optimizers:
                 yield Held(

@@ -1,31 +1,32 @@
 """Bounds from below of a layout's step time and memory, for many layouts at once.
 
-Gathers and reductions have a lane each, and a lane is serial (see `zeromesh.simulator.mechanics`). With M micro-batches
-and C the seconds of all compute, let L_g and L_r be what the two lanes have to carry in a step, B_l what keeps the
-links of level l busy, E_g the gathers that the first computation waits for, E_r the reductions of the unit whose
-gradient comes last: nothing can hide these two. Communication is then under way for at least
+Each kind of transfer has a lane, and a lane is serial (see `zeromesh.simulator.mechanics`). With M micro-batches and C
+the seconds of all compute, let U and R be what a micro-batch gathers and reduces, F and B what the step's refresh and
+its boundary take, each in its lane, B_l what keeps the links of level l busy, E_g the gathers that the first
+computation waits for, E_r the reductions of the unit whose gradient comes last: nothing can hide these two.
+Communication is then under way for at least
 
-    A = max(L_g + E_r, L_r + E_g, max over levels of B_l)
+    A = max(M * U + E_r, F + E_r, M * R + E_g, B + E_g, max over levels of B_l)
 
 seconds. Nor do the lanes overlap at will. Gathers for a forward end before that forward does, and the reductions of a
-backward begin after it has begun, so the two lanes meet only in backwards, where gathers take G_b, and where reductions
+backward begin after it has begun, so U and R meet only in backwards, where gathers take G_b, and where reductions
 spill into the next micro-batch's forward. A lane never idles while it has work, so at most
 
     S = r + g + (n - 1) * max(0, r + g - b) + the reductions of units that are no blocks
 
 spills, for n blocks whose backward computes for b seconds, whose reduction takes r and whose backward gather g, which
-may take links away. So also A >= L_g + L_r - G_b - (M - 1) * S. While communication is under way, computation runs
+may take links away. So also A >= M * (U + R - G_b) - (M - 1) * S. While communication is under way, computation runs
 slower by the factor c (contention), so
 
     step >= max(A, C + E/c + A * (1 - 1/c)),    E = E_g + E_r
 
-Nor can a reduction start before the first backward has, or a step's own reductions before the last one: with F the
-seconds of one micro-batch's forward and R = M * r + s what the reductions take,
+Nor does the first forward end before every unit is refreshed, a reduction start before the first backward has, or the
+boundary before the last one. With f the seconds of one micro-batch's forward and c of all its computation,
 
-    step >= max(F + R, C - C/M + F + r + s) + optimizer
+    step >= max(f, F) + max(M * c - f, M * R, (M - 1) * c + max(R, B)) + optimizer
 
 Where neighbouring levels overlap (`collective=ho_ring`), a chain of collectives takes at least as long as its longest
-one: L and E are then taken over the longest part of each layout instead of over all; what may spill stays as above.
+one: U, F, R, B and E are then taken over the longest part of each layout instead of over all; what may spill stays.
 
 The transfers are those of `zeromesh.schedule.transfer`, their seconds those of `zeromesh.cost`; here they are only
 tabulated, by (level, size of a part, pieces of its region), so that a layout is a few look-ups. Padding is left out: it
@@ -111,18 +112,19 @@ class TimeBound:
     def at(self, micro_batches: int, compute: ComputeSeconds, optimizer_s: Floats) -> Floats:
         """The bound for a number of micro-batches and the seconds of one's compute."""
         edge_gather, edge_reduce = self.lanes[_EDGE_GATHER], self.lanes[_EDGE_REDUCE]
-        gather = micro_batches * self.lanes[_GATHER_MICRO] + self.lanes[_GATHER_STEP]
-        reduce = micro_batches * self.lanes[_REDUCE_MICRO] + self.lanes[_REDUCE_STEP]
-        active = np.maximum(gather + edge_reduce, reduce + edge_gather)
+        gather, refresh = micro_batches * self.lanes[_GATHER_MICRO], self.lanes[_GATHER_STEP]
+        reduce, boundary = micro_batches * self.lanes[_REDUCE_MICRO], self.lanes[_REDUCE_STEP]
+        active = np.maximum(np.maximum(gather, refresh) + edge_reduce, np.maximum(reduce, boundary) + edge_gather)
         for micro, step in self.busy:
             active = np.maximum(active, micro_batches * micro + step)
         met = micro_batches * self.lanes[_GATHER_BACK] + (micro_batches - 1) * self._spilled(compute)
         active = np.maximum(active, gather + reduce - met)
         compute_s = micro_batches * compute.total + optimizer_s
         slowed = (edge_gather + edge_reduce) / self.contention + active * (1 - 1 / self.contention)
-        last = (micro_batches - 1) * compute.total + self.lanes[_REDUCE_MICRO] + self.lanes[_REDUCE_STEP]
-        late = compute.forward + np.maximum(reduce, last) + optimizer_s
-        return np.asarray(np.maximum(np.maximum(active, late), compute_s + slowed))
+        last = (micro_batches - 1) * compute.total + np.maximum(self.lanes[_REDUCE_MICRO], boundary)
+        rest = np.maximum(np.maximum(reduce, last), micro_batches * compute.total - compute.forward)
+        in_order = np.maximum(compute.forward, refresh) + rest + optimizer_s
+        return np.asarray(np.maximum(np.maximum(active, in_order), compute_s + slowed))
 
     def _spilled(self, compute: ComputeSeconds) -> Floats:
         """S: reductions still to be done when a backward ends."""
@@ -368,8 +370,8 @@ class Bounds:
         by_grad = block.degree(*_GRAD_STAGES).astype(np.float64)
         by_state = _state_degree(block)
         dropped = block.degree(Stage.THREE, Stage.DEFERRED).astype(np.float64)
-        one_tensor = (by_param == by_state) & (work.param_dtype == work.master_dtype)
-        master = np.where(one_tensor, 0.0, DTYPE_BYTES[work.master_dtype])
+        # A quantised refresh needs a master of its own: the bound leaves it out.
+        master = 0.0 if work.param_dtype == work.master_dtype else DTYPE_BYTES[work.master_dtype]
         blocks = sum(unit.count * unit.num_params for unit in model.units if unit.kind is UnitKind.BLOCK)
         kept_width = min(bytes_each(wire) for wire in self._param_wires)
         copied = (dropped > 1) & (dropped < by_param)  # others stay gathered

@@ -5,7 +5,7 @@ each stage:
 
     parameters  w_p * Psi / (N3 * N3d)
     gradients   w_g * Psi' / (N3 * N2)
-    states      (w_m + moments) * Psi' / (N3 * N3d * N2 * N1)       w_m = 0 where master and compute copy are one tensor
+    states      (w_m + moments) * Psi' / (N3 * N3d * N2 * N1)       w_m = 0 where masters are parts of compute copies
     kept        w * Psi / (product of the parameter axes that are not kept)
 
 These leave out padding, so they bound from below what `zeromesh.schedule.MemoryPlan` allocates.
@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeromesh.model.spec import DTYPE_BYTES
+from zeromesh.schedule import FlatBuffer
+from zeromesh.schedule.memory import master_in_params
 from zeromesh.schedule.transfer import QUANTISED_BLOCK, kept_axis, wire_bytes
 from zeromesh.strategy import Layout
 
@@ -67,8 +69,8 @@ def model_state(
     trainable = num_params if num_trainable is None else num_trainable
     by_param, by_grad = layout.degree(layout.param_axes), layout.degree(layout.grad_axes)
     by_state = layout.degree(layout.significant)
-    one_tensor = param_dtype == master_dtype and by_param == by_state
-    master = 0.0 if one_tensor else DTYPE_BYTES[master_dtype]
+    buffer = FlatBuffer(numel=num_params, param_dtype=param_dtype, master_dtype=master_dtype)
+    master = 0.0 if master_in_params(layout, buffer) else DTYPE_BYTES[master_dtype]
     dropped = layout.degree([axis for axis in layout.param_axes if not axis.stage.kept])
     has_kept_copy = bool(layout.kept_axes) and 1 < dropped < by_param
     axis = kept_axis(layout)

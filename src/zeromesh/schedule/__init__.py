@@ -4,11 +4,11 @@ Reading order: `unit` (what is scheduled), `transfer` (its collectives), `memory
 ops), `interpreter` (who carries them out), `step` (the canonical order of points).
 """
 
-from zeromesh.schedule.interpreter import Backend, GradState, Interpreter, Reduction, Target
+from zeromesh.schedule.interpreter import Backend, GradState, Interpreter, Reducing, Reduction, Target
 from zeromesh.schedule.memory import MemoryPlan, Persistent, SlotPlan
 from zeromesh.schedule.program import Action, Op, PointKind, Schedule
 from zeromesh.schedule.step import Counted, run_step, sent_bytes_per_axis, step_transfers
-from zeromesh.schedule.transfer import Transfer
+from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes
 from zeromesh.schedule.unit import (
     BUCKET_BYTES,
     ITEM_BYTES,
@@ -20,21 +20,24 @@ from zeromesh.schedule.unit import (
     joined_name,
     neighbours,
 )
-from zeromesh.schedule.workspace import Workspace
+from zeromesh.schedule.workspace import workspace_by_lane
 
 __all__ = [
     "BUCKET_BYTES",
     "ITEM_BYTES",
+    "LANES",
     "Action",
     "Backend",
     "Counted",
     "FlatBuffer",
     "GradState",
     "Interpreter",
+    "LaneKind",
     "MemoryPlan",
     "Op",
     "Persistent",
     "PointKind",
+    "Reducing",
     "Reduction",
     "Role",
     "Schedule",
@@ -42,12 +45,13 @@ __all__ = [
     "Target",
     "Transfer",
     "Unit",
-    "Workspace",
     "adopts_root",
     "join_units",
     "joined_name",
+    "lane_axes",
     "neighbours",
     "run_step",
     "sent_bytes_per_axis",
     "step_transfers",
+    "workspace_by_lane",
 ]

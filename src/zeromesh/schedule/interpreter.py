@@ -70,6 +70,19 @@ class Reduction:
     add: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Reducing(Generic[T]):
+    """A reduction that was issued, as tickets; None where there is nothing to wait for.
+
+    Args:
+        taken: what was collected has been read: its slot may be filled again.
+        done: the sums are where they are to be.
+    """
+
+    taken: T | None
+    done: T | None
+
+
 class Backend(Protocol[T]):
     """What runs the ops: on devices, on a virtual clock, or only counting. Calls return before the work is done; the
     ticket is for `wait`, None if there was nothing to do."""
@@ -78,11 +91,11 @@ class Backend(Protocol[T]):
         """Bring the parameter shard up to date with the state shards."""
         ...
 
-    def unshard(self, unit: int, *, from_kept: bool) -> T | None:
-        """Gather the unit's parameters into its slot, from the kept copy if that is valid."""
+    def unshard(self, unit: int, *, from_kept: bool, after: T | None) -> T | None:
+        """Gather the unit's parameters into its slot, from the kept copy if that is valid; `after` their refresh."""
         ...
 
-    def reduce(self, unit: int, reduction: Reduction) -> T | None:
+    def reduce(self, unit: int, reduction: Reduction) -> Reducing[T]:
         """Reduce the gradients that the unit has collected."""
         ...
 
@@ -120,6 +133,7 @@ class UnitState(Generic[T]):
     grad: GradState = GradState.EMPTY
     target: Target | None = None
     ready: bool = False
+    taking: T | None = None
     reducing: T | None = None
 
 
@@ -252,7 +266,7 @@ class Interpreter(Generic[T]):
     def discard_grads(self) -> None:
         """Forgets what was accumulated and not yet stepped on."""
         for state in self.states:
-            self._settle(state, "reducing", Op(Action.SYNC, -1))
+            self._settle_reduction(state, Op(Action.SYNC, -1))
             state.grad = GradState.EMPTY
 
     def abort(self) -> None:
@@ -268,8 +282,9 @@ class Interpreter(Generic[T]):
     def quiesce(self) -> None:
         """Waits for everything in flight: before masters change, are saved or loaded."""
         for state in self.states:
-            for kind in ("refreshing", "ticket", "reducing"):
-                self._settle(state, kind, Op(Action.SYNC, -1))
+            self._settle(state, "refreshing", Op(Action.SYNC, -1))
+            self._settle(state, "ticket", Op(Action.SYNC, -1))
+            self._settle_reduction(state, Op(Action.SYNC, -1))
 
     def adopt(self, order: Sequence[int]) -> None:
         """Continues with units in `order`, as the first step has shown it; between steps only."""
@@ -301,7 +316,7 @@ class Interpreter(Generic[T]):
             case Action.SYNC if op.unit < 0:
                 self.quiesce()
             case Action.SYNC if self.last or self.schedule.layout.strategy.overlap == "none":
-                self._settle(self.states[op.unit], "reducing", op)
+                self._settle_reduction(self.states[op.unit], op)
             case Action.FLUSH:
                 self._flush(op)
 
@@ -333,7 +348,7 @@ class Interpreter(Generic[T]):
         self.gather_slots.owner[slot] = unit
         from_kept = self._has_kept(unit) and self.in_backward and state.kept == state.generation
         self.digest = zlib.crc32(b"%d %d" % (unit, from_kept), self.digest)
-        state.ticket = self.backend.unshard(unit, from_kept=from_kept)
+        state.ticket = self.backend.unshard(unit, from_kept=from_kept, after=state.refreshing)
         state.full = state.kept = state.generation
 
     def _has_kept(self, unit: int) -> bool:
@@ -384,7 +399,7 @@ class Interpreter(Generic[T]):
             holder = self.states[owner]
             if holder.target not in (None, Target.WAIT):
                 return Target.WAIT
-            self._settle(holder, "reducing", Op(Action.REDUCE, unit))
+            self._settle(holder, "taking", Op(Action.REDUCE, unit))
         self.reduce_slots.owner[slot] = unit
         return Target.SLOT
 
@@ -460,8 +475,9 @@ class Interpreter(Generic[T]):
         add = state.grad is GradState.REDUCED
         boundary = self.last or add
         reduction = Reduction(target=target, accumulate=state.grad is GradState.PARTIAL, boundary=boundary, add=add)
-        self._settle(state, "reducing", Op(Action.REDUCE, unit))
-        state.reducing = self.backend.reduce(unit, reduction)
+        self._settle_reduction(state, Op(Action.REDUCE, unit))
+        issued = self.backend.reduce(unit, reduction)
+        state.taking, state.reducing = issued.taken, issued.done
         state.grad = GradState.REDUCED if boundary else GradState.PARTIAL
         state.target = None
 
@@ -480,7 +496,11 @@ class Interpreter(Generic[T]):
         self._turn = len(self.schedule.order)
         if self.last:
             for state in self.states:
-                self._settle(state, "reducing", op)
+                self._settle_reduction(state, op)
+
+    def _settle_reduction(self, state: UnitState[T], op: Op) -> None:
+        self._settle(state, "taking", op)
+        self._settle(state, "reducing", op)
 
     def _settle(self, state: UnitState[T], kind: str, op: Op) -> None:
         ticket: T | None = getattr(state, kind)

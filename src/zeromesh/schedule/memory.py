@@ -6,10 +6,11 @@ padded as in [Note: Significance].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeromesh.schedule import transfer
+from zeromesh.schedule.transfer import LaneKind
 from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
 from zeromesh.strategy import Layout
 
@@ -31,7 +32,7 @@ class Persistent:
 
     Args:
         params: compute copy, the parameter shard.
-        master: the optimizer's copy, the state shard; 0 where it is the parameter shard itself.
+        master: the optimizer's copy, the state shard; 0 where it is a part of the parameter shard.
         grads: the accumulated gradient shard.
         kept: copy that stays gathered over the kept axes from forward to backward.
         feedback: what quantised reductions with error feedback have lost and still owe.
@@ -49,7 +50,7 @@ class Persistent:
         master = grads = 0
         if buffer.master_dtype is not None:
             grads = padded // layout.degree(layout.grad_axes) * ITEM_BYTES[buffer.grad_dtype]
-            if not master_is_param(layout, buffer):
+            if not master_in_params(layout, buffer):
                 master = padded // layout.degree(layout.significant) * ITEM_BYTES[buffer.master_dtype]
         return cls(
             params=padded // layout.degree(layout.param_axes) * ITEM_BYTES[buffer.param_dtype],
@@ -60,10 +61,11 @@ class Persistent:
         )
 
 
-def master_is_param(layout: Layout, buffer: FlatBuffer) -> bool:
-    """Whether the optimizer's copy and the compute copy are one tensor: same dtype, same shard."""
-    same_shard = layout.degree(layout.param_axes) == layout.degree(layout.significant)
-    return buffer.master_dtype == buffer.param_dtype and same_shard
+def master_in_params(layout: Layout, buffer: FlatBuffer) -> bool:
+    """Whether the optimizer's copy is this rank's part of the compute copy: same dtype, and a refresh brings the others
+    just what this rank has. Through a wire with less precision all compute with what came over it, this rank too."""
+    wires = {step.wire for step in transfer.refresh(layout, buffer)}
+    return buffer.master_dtype == buffer.param_dtype and wires <= {buffer.param_dtype}
 
 
 def kept_numel(layout: Layout, unit: Unit, buffer: FlatBuffer) -> int:
@@ -173,30 +175,16 @@ def _plan_slots(own: Sequence[bool], sizes: Sequence[int], shared: int) -> SlotP
     return SlotPlan(slot_of=tuple(slot_of), slot_bytes=tuple(slot_bytes))
 
 
-def gather_staging_bytes(layout: Layout, units: Sequence[Unit]) -> int:
-    """Longest region gathered in another lossless dtype than the compute copy's."""
-    return max((_staged(layout, unit, unshard_side=True) for unit in units), default=0)
+def staging_bytes(layout: Layout, units: Sequence[Unit], lane: LaneKind) -> int:
+    """Longest region that a lane sends on a lossless wire of another dtype than it is held in."""
+    return max((_staged(layout, buffer, lane) for unit in units for buffer in unit.buffers), default=0)
 
 
-def reduce_staging_bytes(layout: Layout, units: Sequence[Unit]) -> int:
-    """Longest region cast from the accumulator's dtype (or an earlier wire's) to a lossless wire's."""
-    return max((_staged(layout, unit, unshard_side=False) for unit in units), default=0)
-
-
-def _staged(layout: Layout, unit: Unit, *, unshard_side: bool) -> int:
-    return max((_staged_buffer(layout, buffer, unshard_side) for buffer in unit.buffers), default=0)
-
-
-def _staged_buffer(layout: Layout, buffer: FlatBuffer, unshard_side: bool) -> int:
-    if unshard_side:
-        steps = transfer.unshard(layout, buffer) + transfer.refresh(layout, buffer)
-        held = [buffer.param_dtype] * len(steps)
-    else:
-        micro, boundary = transfer.reduce_micro(layout, buffer), transfer.reduce_boundary(layout, buffer)
-        steps = micro + boundary
-        held = [slot_dtype(layout, buffer)] * len(micro) + [buffer.grad_dtype] * len(boundary)
-    lossless = [(step, dtype) for step, dtype in zip(steps, held, strict=True) if step.wire in ITEM_BYTES]
-    return max((step.numel * ITEM_BYTES[step.wire] for step, dtype in lossless if step.wire != dtype), default=0)
+def _staged(layout: Layout, buffer: FlatBuffer, lane: LaneKind) -> int:
+    held = {"reduce": slot_dtype(layout, buffer), "boundary": buffer.grad_dtype}.get(lane, buffer.param_dtype)
+    steps = transfer.lane_transfers(layout, buffer, lane)
+    cast = [step for step in steps if step.wire in ITEM_BYTES and step.wire != held]
+    return max((step.numel * ITEM_BYTES[step.wire] for step in cast), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,15 +194,14 @@ class MemoryPlan:
     Args:
         persistent: by unit, by flat buffer.
         gather, reduce: the slots.
-        gather_staging, reduce_staging: casts between dtypes around a wire.
+        staging: by lane, casts between dtypes around a wire.
         workspace: what the collectives need, as the communication layer states it.
     """
 
     persistent: tuple[tuple[Persistent, ...], ...]
     gather: SlotPlan
     reduce: SlotPlan
-    gather_staging: int
-    reduce_staging: int
+    staging: Mapping[LaneKind, int]
     workspace: int = field(default=0)
 
     @classmethod
@@ -223,8 +210,7 @@ class MemoryPlan:
             persistent=tuple(tuple(Persistent.of(layout, unit, b) for b in unit.buffers) for unit in units),
             gather=plan_gather_slots(layout, units, prefetch),
             reduce=plan_reduce_slots(layout, units),
-            gather_staging=gather_staging_bytes(layout, units),
-            reduce_staging=reduce_staging_bytes(layout, units),
+            staging={lane: staging_bytes(layout, units, lane) for lane in transfer.LANES},
             workspace=workspace_bytes,
         )
 
@@ -244,5 +230,5 @@ class MemoryPlan:
     def buffers_bytes(self) -> int:
         """Slots, kept copies, residuals, staging and workspace."""
         kept = sum(buffer.kept + buffer.feedback for unit in self.persistent for buffer in unit)
-        staging = self.gather_staging + self.reduce_staging
+        staging = sum(self.staging.values())
         return self.gather.total_bytes + self.reduce.total_bytes + kept + staging + self.workspace

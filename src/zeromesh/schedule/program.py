@@ -91,7 +91,6 @@ class Schedule:
         order: unit indices in the order of the forward.
         memory: every buffer, in bytes.
         program: ops by (point, unit); unit is -1 for points of no unit.
-        refresh_ahead: units are refreshed as the forward comes to them; else all at the step.
     """
 
     layout: Layout
@@ -99,19 +98,15 @@ class Schedule:
     order: tuple[int, ...]
     memory: MemoryPlan
     program: Program = field(repr=False)
-    refresh_ahead: bool = True
 
     @classmethod
-    def of(
-        cls, layout: Layout, units: Sequence[Unit], *, workspace_bytes: int = 0, refresh_ahead: bool = True
-    ) -> Schedule:
+    def of(cls, layout: Layout, units: Sequence[Unit], *, workspace_bytes: int = 0) -> Schedule:
         """The schedule of `units` under `layout`, in the order of registration until the first forward shows another.
 
         Args:
             layout: the strategy on its mesh.
             units: root first; block units in the order of the model's repeated list.
             workspace_bytes: what the collectives need beside the regions they work on.
-            refresh_ahead: False for engines whose refreshes have a lane of their own.
         """
         order = tuple(range(len(units)))
         return cls(
@@ -119,13 +114,12 @@ class Schedule:
             units=tuple(units),
             order=order,
             memory=MemoryPlan.of(layout, units, layout.strategy.prefetch, workspace_bytes),
-            program=_program(layout, units, order, refresh_ahead),
-            refresh_ahead=refresh_ahead,
+            program=_program(layout, units, order),
         )
 
     def reordered(self, order: Sequence[int]) -> Schedule:
         """The same schedule for units called in another order; slots stay where they are."""
-        return replace(self, order=tuple(order), program=_program(self.layout, self.units, order, self.refresh_ahead))
+        return replace(self, order=tuple(order), program=_program(self.layout, self.units, order))
 
     def ops(self, point: PointKind, unit: int = -1) -> tuple[Op, ...]:
         return self.program.get((point, unit), ())
@@ -146,7 +140,7 @@ class Schedule:
         return "\n".join(lines)
 
 
-def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int], refresh_ahead: bool) -> Program:
+def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> Program:
     if layout.degree(layout.param_axes) == 1:
         return _whole_program(layout, units, order)
     program: Program = {}
@@ -156,7 +150,6 @@ def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int], refres
         program[PointKind.PRE_FORWARD, unit] = (
             Op(Action.UNSHARD, unit),
             *_prefetches(layout, ahead),
-            *_refreshes(units, order[position + len(ahead) + 1 :][:1]),
         )
         # A block's content stays in its slot: where forward turns into backward the last ones need no second gather.
         program[PointKind.POST_FORWARD, unit] = (Op(Action.RESHARD, unit),)
@@ -168,7 +161,7 @@ def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int], refres
     drop = _each(Action.DROP, order)
     program[PointKind.END_FORWARD, -1] = drop
     program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *drop)
-    program[PointKind.STEPPED, -1] = _stepped(layout, units, order, refresh_ahead)
+    program[PointKind.STEPPED, -1] = _stepped(layout, units, order)
     return program
 
 
@@ -184,7 +177,7 @@ def _whole_program(layout: Layout, units: Sequence[Unit], order: Sequence[int]) 
     program[PointKind.LEAVE, -1] = _each(Action.RESHARD, order)
     program[PointKind.BEGIN_BACKWARD, -1] = _each(Action.UNSHARD, order)
     program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *_each(Action.RESHARD, order))
-    program[PointKind.STEPPED, -1] = _stepped(layout, units, order, refresh_ahead=False)
+    program[PointKind.STEPPED, -1] = _stepped(layout, units, order)
     return program
 
 
@@ -192,19 +185,11 @@ def _each(action: Action, order: Sequence[int]) -> tuple[Op, ...]:
     return tuple(Op(action, unit) for unit in order)
 
 
-def _stepped(layout: Layout, units: Sequence[Unit], order: Sequence[int], refresh_ahead: bool) -> tuple[Op, ...]:
-    """Refreshes that start with the step. Where parameters are sharded too, the first forward's gathers wait in the
-    same lane, so only what they need goes before them; each later unit is refreshed one unit ahead of its prefetch."""
-    if layout.strategy.overlap != "all":
-        return (*_refreshes(units, order), Op(Action.SYNC, -1))
-    if not refresh_ahead:
-        return _refreshes(units, order)
-    first = len(tuple(_ahead(units, order[1:], layout.strategy.prefetch))) + 2
-    return _refreshes(units, order[:first])
-
-
-def _refreshes(units: Sequence[Unit], wanted: Sequence[int]) -> tuple[Op, ...]:
-    return tuple(Op(Action.REFRESH, unit) for unit in wanted if units[unit].trainable)
+def _stepped(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> tuple[Op, ...]:
+    """Refreshes all start with the step, in the order of the forward: they have a lane of their own, in which each of
+    the forward's gathers finds its unit done before."""
+    refreshes = tuple(Op(Action.REFRESH, unit) for unit in order if units[unit].trainable)
+    return refreshes if layout.strategy.overlap == "all" else (*refreshes, Op(Action.SYNC, -1))
 
 
 def _reduce(layout: Layout, units: Sequence[Unit], unit: int) -> tuple[Op, ...]:

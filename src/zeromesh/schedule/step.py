@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from zeromesh.schedule import transfer
-from zeromesh.schedule.interpreter import Interpreter, Reduction
+from zeromesh.schedule.interpreter import Interpreter, Reducing, Reduction
 from zeromesh.schedule.program import Op, Schedule
 from zeromesh.schedule.transfer import Transfer
 
@@ -92,15 +92,16 @@ class Counted:
         for buffer in self.schedule.units[unit].buffers:
             self._list(unit, transfer.refresh(self.schedule.layout, buffer))
 
-    def unshard(self, unit: int, *, from_kept: bool) -> None:
+    def unshard(self, unit: int, *, from_kept: bool, after: None) -> None:
         for buffer in self.schedule.units[unit].buffers:
             self._list(unit, transfer.unshard(self.schedule.layout, buffer, from_kept=from_kept))
 
-    def reduce(self, unit: int, reduction: Reduction) -> None:
+    def reduce(self, unit: int, reduction: Reduction) -> Reducing[None]:
         for buffer in self.schedule.units[unit].buffers:
             self._list(unit, transfer.reduce_micro(self.schedule.layout, buffer))
             if reduction.boundary:
                 self._list(unit, transfer.reduce_boundary(self.schedule.layout, buffer))
+        return Reducing(None, None)
 
     def wait(self, ticket: None, op: Op) -> None:
         """Nothing is ever in flight."""

@@ -17,12 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer
 from zeromesh.strategy import Axis, Layout
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+LaneKind = Literal["refresh", "unshard", "reduce", "boundary"]
+"""Kinds of transfers, each of which has a lane: updated parameters to the parameter shard; parameters into a slot;
+a micro-batch's gradients into the accumulator; the accumulated ones to the state shard."""
+
+LANES: tuple[LaneKind, ...] = get_args(LaneKind)
 
 QUANTISED_BITS = {"int8": 8, "int4": 4}
 QUANTISED_BLOCK = 128
@@ -106,6 +112,26 @@ def regions(layout: Layout, padded: int, axes: Iterable[Axis]) -> list[tuple[Axi
         if axis.size > 1:
             pairs.append((axis, padded // layout.degree(above)))
     return pairs
+
+
+def lane_axes(layout: Layout, lane: LaneKind) -> tuple[Axis, ...]:
+    """The axes over which a lane sends. No axis is in both lanes of a direction, so that its communicator for that
+    direction belongs to one lane."""
+    match lane:
+        case "refresh":
+            return tuple(axis for axis in layout.significant if axis not in layout.param_axes)
+        case "unshard":
+            return layout.param_axes
+        case "reduce":
+            return layout.grad_axes
+        case "boundary":
+            return tuple(axis for axis in layout.axes if axis not in layout.grad_axes)
+
+
+def lane_transfers(layout: Layout, buffer: FlatBuffer, lane: LaneKind) -> list[Transfer]:
+    """What a lane sends of one buffer, in order."""
+    made = {"refresh": refresh, "unshard": unshard, "reduce": reduce_micro, "boundary": reduce_boundary}
+    return made[lane](layout, buffer)
 
 
 def unshard(layout: Layout, buffer: FlatBuffer, *, from_kept: bool = False) -> list[Transfer]:

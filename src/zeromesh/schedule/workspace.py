@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from zeromesh.schedule.transfer import QUANTISED_BITS
+from zeromesh.schedule.transfer import LANES, QUANTISED_BITS, LaneKind, lane_axes
 from zeromesh.strategy import Layout
 
 GLOO_BYTES = 8 << 20
@@ -19,23 +17,15 @@ def collective_bytes(backend: str) -> int:
     return GLOO_BYTES if backend == "gloo" else DEVICE_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workspace:
-    """Bytes by lane: a lane does one collective at a time."""
+def workspace_by_lane(layout: Layout, backend: str) -> dict[LaneKind, int]:
+    """Bytes that each lane needs: a lane does one collective at a time; none where no axis has a second rank."""
+    size = collective_bytes(backend)
+    return {lane: size if _needs_workspace(layout, lane) else 0 for lane in LANES}
 
-    gather: int
-    reduce: int
 
-    @classmethod
-    def of(cls, layout: Layout, backend: str) -> Workspace:
-        """The workspaces of a layout's lanes; none where no axis has a second rank."""
-        if layout.world == 1:
-            return cls(gather=0, reduce=0)
-        # A lossless gather works in place; a quantised one needs room for its messages.
-        quantised = any(axis.wire.param in QUANTISED_BITS for axis in layout.axes)
-        size = collective_bytes(backend)
-        return cls(gather=size if quantised else 0, reduce=size)
-
-    @property
-    def total(self) -> int:
-        return self.gather + self.reduce
+def _needs_workspace(layout: Layout, lane: LaneKind) -> bool:
+    axes = [axis for axis in lane_axes(layout, lane) if axis.size > 1]
+    if lane in ("reduce", "boundary"):
+        return bool(axes)
+    # A lossless gather works in place; a quantised one needs room for its messages.
+    return any(axis.wire.param in QUANTISED_BITS for axis in axes)

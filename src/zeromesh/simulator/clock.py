@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from zeromesh.schedule import Op, Reduction
+from zeromesh.schedule import LaneKind, Op, Reducing, Reduction
 from zeromesh.simulator.chains import Chains
-from zeromesh.simulator.mechanics import LaneKind, Mechanics
+from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Job, Network, Work
 from zeromesh.trace import Event
 
@@ -64,7 +64,6 @@ class ClockBackend:
         self.totals = Totals()
         self.events: list[Event] = []
         self.micro_batch = -1
-        self._refreshing: dict[int, Job] = {}
         self._reducing: dict[int, Job] = {}
         self._deferred: list[Job] = []
         self._watch: tuple[str, float] | None = None
@@ -77,31 +76,31 @@ class ClockBackend:
     # ---- schedule.Backend
 
     def refresh(self, unit: int) -> Job | None:
-        job = self._submit("refresh", unit, self.chains.refresh(unit), None)
-        if job is not None:
-            self._refreshing[unit] = job
-        return job
+        return self._submit("refresh", unit, self.chains.refresh(unit), None)
 
-    def unshard(self, unit: int, *, from_kept: bool) -> Job | None:
-        after = self._refreshing.get(unit)
+    def unshard(self, unit: int, *, from_kept: bool, after: Job | None) -> Job | None:
         job = self._submit("unshard", unit, self.chains.unshard(unit, from_kept=from_kept), after)
         if job is not None and not self.mechanics.overlap_gather:
             self._let_end(job)
         return job
 
-    def reduce(self, unit: int, reduction: Reduction) -> Job | None:
+    def reduce(self, unit: int, reduction: Reduction) -> Reducing[Job]:
         after = self._reducing.get(unit)
         micro = self.chains.reduce_micro(unit)
         boundary = self.chains.reduce_boundary(unit) if reduction.boundary else ()
         if boundary and not self.mechanics.overlap_boundary:
-            return self._defer(unit, micro, boundary, after)
-        job = self._submit("reduce", unit, micro + boundary, after)
-        if job is None:
-            return None
-        self._reducing[unit] = job
-        if not self.mechanics.overlap_reduce and not boundary:
-            self._let_end(job)
-        return job
+            job = self._defer(unit, micro, boundary, after)
+            return Reducing(job, job)
+        stands_still = not self.mechanics.overlap_reduce and not boundary
+        if self.mechanics.lane("reduce") == self.mechanics.lane("boundary"):
+            micro, boundary = micro + boundary, ()
+        first = self._submit("reduce", unit, micro, after)
+        last = self._submit("boundary", unit, boundary, first or after) or first
+        if last is not None:
+            self._reducing[unit] = last
+        if first is not None and stands_still:
+            self._let_end(first)
+        return Reducing(first, last)
 
     def wait(self, ticket: Job, op: Op) -> None:
         self._let_end(ticket)
@@ -138,16 +137,17 @@ class ClockBackend:
 
     # ---- inside
 
-    def _submit(self, kind: LaneKind, unit: int, chain: tuple[Work, ...], after: Job | None) -> Job | None:
+    def _submit(self, lane: LaneKind, unit: int, chain: tuple[Work, ...], after: Job | None) -> Job | None:
         if not chain:
             return None
+        kind = "reduce" if lane == "boundary" else lane  # one reduction, in two lanes
         job = Job(
             chain, self.now_s, unit, self.micro_batch, kind, None if after and after.done_s is not None else after
         )
         for work in chain:
             for axis, size in zip(work.axes, work.sent_bytes, strict=True):
                 self.totals.sent_bytes[axis] += size  # type: ignore[assignment]  # counters of bytes are floats here
-        return self.network.submit(job, self.mechanics.lane(kind))
+        return self.network.submit(job, self.mechanics.lane(lane))
 
     def _defer(self, unit: int, micro: tuple[Work, ...], boundary: tuple[Work, ...], after: Job | None) -> Job:
         first = self._submit("reduce", unit, micro, after)
@@ -162,7 +162,7 @@ class ClockBackend:
             for work in job.chain:
                 for axis, size in zip(work.axes, work.sent_bytes, strict=True):
                     self.totals.sent_bytes[axis] += size  # type: ignore[assignment]  # as in _submit
-            self.network.submit(job, self.mechanics.lane("reduce"))
+            self.network.submit(job, self.mechanics.lane("boundary"))
         self._deferred.clear()
 
     def _let_end(self, job: Job) -> None:

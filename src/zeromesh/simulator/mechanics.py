@@ -2,7 +2,7 @@
 
 [Note: Engines] Each is the same schedule with other mechanics, from its paper or code:
 
-- zeromesh: one collective per axis, level by level; gathers and reductions on a lane each (DESIGN of the engine).
+- zeromesh: one collective per axis, level by level; each kind of transfer on a lane of its own.
   Small units are joined where no parameters are sharded.
 - fsdp (torch.distributed.fsdp, FullyShardedDataParallel and fully_shard): a wrapped block is gathered and reduced over
   its whole shard group at once; both share one communicator, so they queue in the order of issue; a copy into and out
@@ -20,13 +20,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from zeromesh.errors import ConfigError, nearest
-from zeromesh.schedule import BUCKET_BYTES
-
-#: Kinds of work that lanes carry out: gathers of updated parameters, of parameters for compute, and reductions.
-LaneKind = Literal["refresh", "unshard", "reduce"]
+from zeromesh.schedule import BUCKET_BYTES, LANES, LaneKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +34,12 @@ class Mechanics:
         joint: neighbouring collectives of one kind over several axes are one flat collective over their joint group.
         owners: whole tensors belong to ranks: reductions to the state shard are all-reduces, refreshes broadcasts.
         lanes: (kind, lane): which queue each kind of work waits in.
+        communicators: of each axis.
         copies: full-size copies beside each gather and each reduction.
         planned: reduce buffers are allocated once; False: they come and go with each unit's backward.
         workspace: collectives work in memory of their own, allocated once.
         bucket_bytes: up to which neighbouring units are joined where no parameters are sharded.
         step_bytes: that the optimizer's step needs for a moment, per element of the state shard; a fused one: none.
-        refresh_ahead: updated parameters are gathered as the forward comes to them; False: queued all at the step.
         overlap_gather: False: the device stands still for every gather.
         overlap_reduce: False: it stands still for every reduction of a micro-batch.
         overlap_boundary: False: gradients are reduced to the state shard after the backward, not under it.
@@ -53,13 +49,13 @@ class Mechanics:
     name: str
     joint: bool = False
     owners: bool = False
-    lanes: tuple[tuple[LaneKind, str], ...] = (("refresh", "gather"), ("unshard", "gather"), ("reduce", "reduce"))
+    lanes: tuple[tuple[LaneKind, str], ...] = tuple((kind, kind) for kind in LANES)
+    communicators: int = 2
     copies: int = 0
     planned: bool = True
     workspace: bool = False
     bucket_bytes: int = 0
     step_bytes: float = 0.0
-    refresh_ahead: bool = True
     overlap_gather: bool = True
     overlap_reduce: bool = True
     overlap_boundary: bool = True
@@ -70,23 +66,28 @@ class Mechanics:
         return dict(self.lanes)[kind]
 
 
-_ONE_COMMUNICATOR: tuple[tuple[LaneKind, str], ...] = (("refresh", "all"), ("unshard", "all"), ("reduce", "all"))
-_EACH_ITS_OWN: tuple[tuple[LaneKind, str], ...] = (("refresh", "refresh"), ("unshard", "gather"), ("reduce", "reduce"))
+_ONE_QUEUE: tuple[tuple[LaneKind, str], ...] = tuple((kind, "all") for kind in LANES)
+_ONE_FOR_REDUCTIONS: tuple[tuple[LaneKind, str], ...] = (
+    ("refresh", "refresh"),
+    ("unshard", "unshard"),
+    ("reduce", "reduce"),
+    ("boundary", "reduce"),
+)
 
 ENGINES: dict[str, Mechanics] = {
     "zeromesh": Mechanics(name="zeromesh", workspace=True, bucket_bytes=BUCKET_BYTES),
-    "fsdp": Mechanics(name="fsdp", joint=True, lanes=_ONE_COMMUNICATOR, copies=1, planned=False, refresh_ahead=False),
+    "fsdp": Mechanics(name="fsdp", joint=True, lanes=_ONE_QUEUE, communicators=1, copies=1, planned=False),
     "deepspeed": Mechanics(
         name="deepspeed",
         joint=True,
-        lanes=_ONE_COMMUNICATOR,
+        lanes=_ONE_QUEUE,
+        communicators=1,
         copies=1,
         planned=False,
-        refresh_ahead=False,
         overlap_gather=False,
         overlap_refresh=False,
     ),
-    "amsp": Mechanics(name="amsp", joint=True, owners=True, lanes=_EACH_ITS_OWN, refresh_ahead=False),
+    "amsp": Mechanics(name="amsp", joint=True, owners=True, lanes=_ONE_FOR_REDUCTIONS, communicators=3),
 }
 
 

@@ -16,7 +16,7 @@ from zeromesh.cost.compute import ComputeModel, UnitSeconds
 from zeromesh.cost.constants import Constants, default_constants
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, UnitSpec
-from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule, Workspace
+from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule, workspace_by_lane
 from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
@@ -108,8 +108,7 @@ class _Setup:
             schedule=Schedule.of(
                 layout,
                 units,
-                workspace_bytes=Workspace.of(layout, cluster.backend).total if mechanics.workspace else 0,
-                refresh_ahead=mechanics.refresh_ahead,
+                workspace_bytes=sum(workspace_by_lane(layout, cluster.backend).values()) if mechanics.workspace else 0,
             ),
             specs=specs,
         )
@@ -248,9 +247,9 @@ class _Step:
 def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) -> Simulation:
     workload, cluster, layout = setup.workload, setup.cluster, setup.schedule.layout
     tokens_per_s = workload.global_batch_tokens / step.step_s / cluster.world
-    lanes = {(lane, axis) for _, lane in setup.mechanics.lanes for axis in layout.axes if axis.size > 1}
+    communicators = setup.mechanics.communicators * sum(axis.size > 1 for axis in layout.axes)
     dynamic = max(step.activations.peak, step_bytes(setup.schedule, setup.mechanics.step_bytes))
-    memory = memory_bytes(setup.schedule, setup.constants, dynamic, len(lanes), planned=setup.mechanics.planned)
+    memory = memory_bytes(setup.schedule, setup.constants, dynamic, communicators, planned=setup.mechanics.planned)
     exposed = sorted(((axes, name, s) for (axes, name), s in totals.exposed_s.items()), key=lambda item: -item[2])
     return Simulation(
         strategy=str(layout.strategy),

@@ -11,15 +11,15 @@ import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, Case, backward, mesh_of, sharded
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
-from zeromesh.schedule import Transfer, step_transfers
-from zeromesh.strategy import PRESETS, Strategy
+from zeromesh.schedule import LANES, Transfer, lane_axes, step_transfers
+from zeromesh.strategy import PRESETS, Layout, Strategy
 
 QUANTISED = ("zero++", "frontier")
 LOSSLESS = sorted({str(Strategy.parse(name, ("node", "cluster"))) for name in PRESETS if name not in QUANTISED})
 """The layouts of all presets with lossless wires, each once: zero3, fsdp and paro:GGG are one, and so on."""
 
 
-def observe(strategy: str, case: Case, *shape: int) -> tuple[list[tuple[str, str, int]], list[Transfer]]:
+def observe(strategy: str, case: Case, *shape: int) -> tuple[list[tuple[str, str, int]], list[Transfer], Layout]:
     """What a rank sends in a step in steady state, as (operation, axis, bytes), and what the schedule says."""
     with sharded(strategy, case, mesh_of(*shape)) as (model, optimizer):
         backward(model, case, 0)  # shows the order of the units
@@ -28,8 +28,9 @@ def observe(strategy: str, case: Case, *shape: int) -> tuple[list[tuple[str, str
             optimizer.zero_grad()
             backward(model, case, 1)
         sent = [(call.operation, call.axis, call.sent_bytes) for call in traffic.calls]
-        expected = step_transfers(engine_of(model).schedule, micro_batches=case.micro_batches)
-    return sent, [step for _, step in expected if step.numel]
+        schedule = engine_of(model).schedule
+        expected = step_transfers(schedule, micro_batches=case.micro_batches)
+    return sent, [step for _, step in expected if step.numel], schedule.layout
 
 
 def spread(step: Transfer) -> int:
@@ -54,10 +55,11 @@ def test_calls_order_and_bytes_on_an_odd_mesh(strategy):
     require_scheduled(*observe(strategy, Case(precision="fp64", micro_batches=2, world=6), 3, 2))
 
 
-def require_scheduled(sent: list[tuple[str, str, int]], expected: list[Transfer]) -> None:
-    for gathers in (True, False):  # two lanes: the order between them is free
-        observed = [call for call in sent if call[2] and (call[0] == "all_gather") == gathers]
-        wanted = [step for step in expected if (step.operation == "all_gather") == gathers]
+def require_scheduled(sent: list[tuple[str, str, int]], expected: list[Transfer], layout: Layout) -> None:
+    for lane in LANES:  # the order between lanes is free
+        axes, gathers = {axis.name for axis in lane_axes(layout, lane)}, lane in ("refresh", "unshard")
+        observed = [call for call in sent if call[2] and call[1] in axes and (call[0] == "all_gather") == gathers]
+        wanted = [s for s in expected if s.axis.name in axes and (s.operation == "all_gather") == gathers]
         assert [call[:2] for call in observed] == [(step.operation, step.axis.name) for step in wanted]
         for call, step in zip(observed, wanted, strict=True):
             assert abs(call[2] - step.sent_bytes) <= spread(step), (call, step)

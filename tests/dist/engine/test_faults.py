@@ -29,11 +29,11 @@ gate = threading.Event()
 
 @contextmanager
 def late(lane: str) -> Iterator[None]:
-    """The jobs of one lane wait for the gate and nobody waits for them."""
+    """The jobs of one lane wait for the gate and nobody waits for them, nor a job of another lane."""
     submit, wait = Lane.submit, DeviceBackend.wait
     gate.clear()
 
-    def held_back(self, job, label=""):
+    def held_back(self, job, label="", *, after=None):
         if self.name != lane:
             return submit(self, job, label)
 
@@ -44,7 +44,7 @@ def late(lane: str) -> Iterator[None]:
         return submit(self, run, label)
 
     def unless_late(self, ticket, op):
-        mine = ticket.label.startswith("reduce") == (lane == "reduce")
+        mine = ticket.label.startswith("reduce" if lane == "boundary" else lane)
         if not mine or gate.is_set():
             wait(self, ticket, op)
 
@@ -100,8 +100,8 @@ def slot_reused_too_early() -> Iterator[None]:
     """One slot for all blocks, and a prefetch that takes it while its unit computes."""
     plan, unshard = memory.plan_gather_slots, DeviceBackend.unshard
 
-    def at_once(self, unit, *, from_kept):
-        ticket = unshard(self, unit, from_kept=from_kept)
+    def at_once(self, unit, *, from_kept, after):
+        ticket = unshard(self, unit, from_kept=from_kept, after=after)
         if ticket is not None:
             ticket.wait()
         return ticket
@@ -116,21 +116,19 @@ def slot_reused_too_early() -> Iterator[None]:
 
 def reduced_twice() -> Patch:
     """The accumulator holds a micro-batch's reduced gradient; the same is reduced into it once more."""
-    run = ReduceChain.run
+    run = ReduceChain.run_micro
 
-    def twice(self, *, accumulate, boundary):
-        run(self, accumulate=accumulate, boundary=False)
-        run(self, accumulate=True, boundary=boundary)
+    def twice(self, *, accumulate):
+        run(self, accumulate=accumulate)
+        run(self, accumulate=True)
 
-    return mock.patch.object(ReduceChain, "run", twice)
+    return mock.patch.object(ReduceChain, "run_micro", twice)
 
 
 def micro_batch_forgotten() -> Patch:
     """A later micro-batch overwrites the accumulator."""
-    run = ReduceChain.run
-    return mock.patch.object(
-        ReduceChain, "run", lambda self, *, accumulate, boundary: run(self, accumulate=False, boundary=boundary)
-    )
+    run = ReduceChain.run_micro
+    return mock.patch.object(ReduceChain, "run_micro", lambda self, *, accumulate: run(self, accumulate=False))
 
 
 def wrong_divisor() -> Patch:
@@ -174,10 +172,10 @@ def replica_off() -> Patch:
     """One replica steps on a gradient of its own."""
     finish = DeviceBackend._finish
 
-    def one_replica_off(self, chain, target, *, accumulate, boundary):
-        finish(self, chain, target, accumulate=accumulate, boundary=boundary)
+    def one_replica_off(self, chain, target):
+        finish(self, chain, target)
         coordinates = self.units[0].buffers[0].coordinates
-        if boundary and coordinates["cluster"] == 1:
+        if coordinates["cluster"] == 1:
             target.mul_(1 + 1e-13)
 
     return mock.patch.object(DeviceBackend, "_finish", one_replica_off)
@@ -186,7 +184,9 @@ def replica_off() -> Patch:
 # Jobs left behind by a late lane still run, since the gate opens; no communicator is left out of step.
 FAULTS: dict[str, tuple[str, Callable[[], Patch]]] = {
     "a delayed reduction, not waited for": (STRATEGY, lambda: late("reduce")),
-    "a delayed gather, not waited for": (STRATEGY, lambda: late("gather")),
+    "a delayed gather, not waited for": (STRATEGY, lambda: late("unshard")),
+    "a delayed refresh, not waited for": (STRATEGY, lambda: late("refresh")),
+    "a delayed boundary, not waited for": (STRATEGY, lambda: late("boundary")),
     "a skipped refresh": (STRATEGY, skipped_refresh),
     "a skipped refresh of merged parameters": ("node=1,cluster=1", skipped_refresh),
     "a stale copy after an evaluation": ("node=3,cluster=3", stale_after_evaluation),

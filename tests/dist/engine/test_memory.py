@@ -73,7 +73,7 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
     engine.interpreter.quiesce()
     held = [tensor for unit in engine.units for buffer in unit.buffers for tensor in buffer.tensors().values()]
     watched = [weakref.ref(tensor) for tensor in (*held, *engine.working_buffers(), *engine.optimizer_params())]
-    watched += [weakref.ref(tensor) for s in (engine.backend.gather_scratch, engine.backend.reduce_scratch)
+    watched += [weakref.ref(tensor) for s in engine.backend.scratch.values()
                 for tensor in (s.staging, s.workspace)]  # fmt: skip
     gc.collect()
     gc.disable()  # what only the collector can free is held until it happens to run

@@ -144,7 +144,7 @@ def test_nothing_stays_behind():
     case = Case(precision="fp32", micro_batches=1, world=2)
     with sharded("node=3", case, mesh_of(2)) as (model, optimizer):
         engine = engine_of(model)
-        before = {name: getattr(engine.backend, name) for name in ("gathers", "reductions", "chains", "watch_chain")}
+        before = {name: getattr(engine.backend, name) for name in ("lanes", "chains", "watch_chain")}
         with pytest.raises(ZeroDivisionError), zm.record_trace(model) as recording:
             backward(model, case, 0)
             optimizer.step()
@@ -176,4 +176,4 @@ def test_recomputation_is_seen():
     again = {e.unit for e in recording.steps[0].events if e.name == "recompute"}
     assert again == {f"layers.{i}" for i in range(3)}
     rows = json.loads(recording.steps[0].to_json())["traceEvents"]
-    assert {row["args"]["name"] for row in rows if row["name"] == "thread_name"} >= {"compute", "gather/node"}
+    assert {row["args"]["name"] for row in rows if row["name"] == "thread_name"} >= {"compute", "unshard/node"}

@@ -286,7 +286,7 @@ def test_deleting_the_model_frees_everything(strategy):
     engine.interpreter.quiesce()  # what is in flight holds what it writes until it has ended
     shards = [t for unit in engine.units for b in unit.buffers for t in (*b.tensors().values(), b.full, b.waiting)]
     storages = [weakref.ref(t.untyped_storage()) for t in shards if t is not None]
-    watched = [weakref.ref(model), weakref.ref(engine), weakref.ref(engine.backend.gathers)]
+    watched = [weakref.ref(model), weakref.ref(engine), *map(weakref.ref, engine.backend.lanes.values())]
     watched += [weakref.ref(block) for block in model.blocks]
     gc.collect()
     gc.disable()  # reference counts alone must do it

@@ -70,12 +70,14 @@ def test_closed_form_equals_what_the_schedule_allocates(strategy: str, grad_dtyp
 
 
 def test_one_tensor_is_counted_once() -> None:
-    """fp32 compute and master with the same shards are one tensor."""
+    """fp32 masters are parts of fp32 compute copies, unless these hold what came over a wire of less precision."""
     layout = Layout.of("node=3,cluster=0", MESH)
     state = model_state(layout, 8000, param_dtype="fp32")
     assert (state.params, state.optimizer) == (4000.0, 8000.0)
     other = model_state(Layout.of("node=3,cluster=1", MESH), 8000, param_dtype="fp32")
-    assert other.optimizer == 12 * 8000 / 1024
+    assert other.optimizer == 8 * 8000 / 1024
+    over_bf16 = model_state(Layout.of("node=3,cluster=1@bf16/", MESH), 8000, param_dtype="fp32")
+    assert over_bf16.optimizer == 12 * 8000 / 1024
 
 
 def test_frozen_parameters_have_no_gradient_and_no_states() -> None:

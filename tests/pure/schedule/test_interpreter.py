@@ -142,7 +142,7 @@ def test_an_aborted_backward_leaves_nothing_in_use(strategy):
     run.interpreter.pre_backward(4)
     run.interpreter.abort()
     assert not run.backend.used and not run.interpreter.in_backward
-    run.backend.gathers.jobs.clear()
+    run.backend.lanes["unshard"].jobs.clear()
 
 
 def test_a_change_in_the_middle_of_a_backward_is_refused():

@@ -70,13 +70,16 @@ def test_the_formula_of_every_term(mix):
         ("node=3", "fp32", "fp32", True),
         ("node=0", "fp32", "fp32", True),
         ("node=3d", "fp32", "fp32", True),
-        ("node=1", "fp32", "fp32", False),
-        ("node=2", "fp32", "fp32", False),
+        ("node=1", "fp32", "fp32", True),
+        ("node=2@fp32/", "fp32", "fp32", True),
+        ("node=2@bf16/", "fp32", "fp32", False),  # all compute with what came over the wire
+        ("node=1@int8/", "fp32", "fp32", False),
+        ("node=3@int8/", "fp32", "fp32", True),  # gathered into a slot
         ("node=3", "bf16", "fp32", False),
         ("node=3", "fp64", "fp64", True),
     ],
 )
-def test_master_and_compute_copy_are_one_tensor_where_both_coincide(strategy, param, master, merged):
+def test_the_master_is_part_of_the_compute_copy_where_it_can_be(strategy, param, master, merged):
     layout = Layout.of(strategy, [("node", 4)])
     units = stack(64, 1, param_dtype=param, master_dtype=master)
     assert (Schedule.of(layout, units).memory.master_bytes == 0) == merged
@@ -152,7 +155,10 @@ def test_aligned(count):
 )
 def test_staging(strategy, gather, reduce):
     plan = Schedule.of(Layout.of(strategy, [("node", 2), ("cluster", 2)]), stack(64, 2)).memory
-    assert (plan.gather_staging, plan.reduce_staging) == (gather, reduce)
+    assert (plan.staging["refresh"] + plan.staging["unshard"], plan.staging["reduce"] + plan.staging["boundary"]) == (
+        gather,
+        reduce,
+    )
 
 
 @pytest.mark.parametrize(

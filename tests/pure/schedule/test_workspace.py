@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.pure.planner.setups import small_cluster, small_model
-from zeromesh.schedule import Workspace
+from zeromesh.schedule import workspace_by_lane
 from zeromesh.simulator import Workload, find_engine, simulate
 from zeromesh.strategy import Layout
 
@@ -15,24 +15,27 @@ MESH = [("node", 4), ("cluster", 4)]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "backend", "gather", "reduce"),
+    ("strategy", "backend", "lanes"),
     [
-        ("node=3,cluster=1", "gloo", 0, 8 << 20),
-        ("node=3,cluster=1", "nccl", 0, 64 << 20),
-        ("node=3@int8/,cluster=1", "nccl", 64 << 20, 64 << 20),  # messages of a quantised gather need room
-        ("node=3@/int4,cluster=1", "gloo", 0, 8 << 20),
+        ("node=3,cluster=3", "gloo", {"reduce": 8 << 20}),
+        ("node=1,cluster=0", "nccl", {"boundary": 64 << 20}),
+        ("node=3,cluster=1", "nccl", {"reduce": 64 << 20, "boundary": 64 << 20}),
+        # Messages of a quantised gather need room.
+        ("node=3@int8/,cluster=2", "gloo", {"unshard": 8 << 20, "reduce": 8 << 20}),
+        ("node=3,cluster=2@int8/", "gloo", {"refresh": 8 << 20, "reduce": 8 << 20}),
+        ("node=3@/int4,cluster=3", "gloo", {"reduce": 8 << 20}),
     ],
 )
-def test_each_lane_has_its_own(strategy: str, backend: str, gather: int, reduce: int) -> None:
-    workspace = Workspace.of(Layout.of(strategy, MESH), backend)
-    assert (workspace.gather, workspace.reduce, workspace.total) == (gather, reduce, gather + reduce)
+def test_each_lane_has_its_own(strategy: str, backend: str, lanes: dict[str, int]) -> None:
+    workspace = workspace_by_lane(Layout.of(strategy, MESH), backend)
+    assert {lane: size for lane, size in workspace.items() if size} == lanes
 
 
 def test_one_rank_needs_none() -> None:
-    assert Workspace.of(Layout.of("node=3@int8/", [("node", 1)]), "gloo").total == 0
+    assert not any(workspace_by_lane(Layout.of("node=3@int8/", [("node", 1)]), "gloo").values())
 
 
-@pytest.mark.parametrize(("cores", "expected"), [(None, 64 << 20), (1.0, 8 << 20)])
+@pytest.mark.parametrize(("cores", "expected"), [(None, 2 * (64 << 20)), (1.0, 2 * (8 << 20))])
 def test_simulations_count_it(cores: float | None, expected: int) -> None:
     """Of our engine, on the backend that the devices have."""
     cluster = small_cluster(4, 4)

@@ -176,13 +176,13 @@ def test_the_trace_holds_the_step():
 
 
 def test_a_lane_does_one_thing_at_a_time():
-    trace = simulate(LLAMA, A800.take(64), "node=3,cluster=3", work(2, 64), record=True).trace
+    trace = simulate(LLAMA, A800.take(64), "node=3,cluster=1", work(2, 64), record=True).trace
     assert trace is not None
     lanes: dict[str, list[tuple[float, float]]] = {}
     for event in trace.events:
         if event.kind == "communicate":
             lanes.setdefault(event.resource.split("/")[0], []).append((event.start_s, event.end_s))
-    assert set(lanes) == {"gather", "reduce"}
+    assert set(lanes) == {"refresh", "unshard", "reduce", "boundary"}
     for intervals in lanes.values():
         intervals.sort()
         assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(intervals))
