@@ -4,10 +4,11 @@ Two communicators, because the operations of one run in the order of issue even 
 streams: a gather that is needed now would wait behind a reduction that is not.
 
 [Note: Reuse] A communicator is expensive to make and to have: threads that wake up all the time on gloo, memory of the
-device on NCCL. Nor can it be destroyed alone, since torch names the next group of the same ranks after the number of
-those that there are. So when the last user of an axis's communicators is gone they are kept for the next model, whose
-ranks first agree on which of them are free everywhere, and have been through the same collectives everywhere: a message
-that nobody received can then not be waiting in one. One that has failed is not used again.
+device on NCCL. Nor can it be destroyed alone, since torch names the next group after the number of those that the
+process has. So when the last user of an axis's communicators is gone they are kept for the next model, whose ranks
+first agree on which of them are free everywhere, and have been through the same collectives everywhere: a message that
+nobody received can then not be waiting in one. One that has failed is not used again. And all ranks of the mesh use as
+many again, and make as many: with other numbers of groups they would name the next one differently, and wait for ever.
 """
 
 from __future__ import annotations
@@ -232,19 +233,18 @@ class _Pool:
         return cls._latest
 
     def agree(self, everyone: dist.ProcessGroup, keys: Mapping[str, Key]) -> dict[str, list[int]]:
-        """For each axis the serials of channels that are free, and equally far, on all ranks of the axis."""
-        own = {name: {s: c.started for s, c in list(self._free[key].items())} for name, key in keys.items()}
-        offers: list[tuple[int, dict[str, dict[int, int]]]] = [(0, {})] * everyone.size()
+        """For each axis the serials of channels that are free, and equally far, on all ranks of the axis; as many on
+        every rank of the mesh."""
+        own = {name: (k.ranks, {s: c.started for s, c in list(self._free[k].items())}) for name, k in keys.items()}
+        offers: list[tuple[int, dict[str, _Offer]]] = [(0, {})] * everyone.size()
         dist.all_gather_object(offers, (dist.get_rank(), own), group=everyone)
         by_rank = dict(offers)
-        return {
-            name: [
-                s
-                for s, started in sorted(own[name].items())
-                if all(by_rank[r][name].get(s) == started for r in key.ranks)
-            ]
-            for name, key in keys.items()
-        }
+        found = {}
+        for name, key in keys.items():
+            lines = {offer[name][0] for offer in by_rank.values()}
+            common = {ranks: _common([by_rank[rank][name][1] for rank in ranks]) for ranks in lines}
+            found[name] = common[key.ranks][: min(map(len, common.values()))]
+        return found
 
     def take(self, key: Key, serial: int) -> Channel:
         return self._free[key].pop(serial)
@@ -255,6 +255,16 @@ class _Pool:
 
     def put(self, key: Key, channels: Iterable[Channel]) -> None:
         self._free[key] |= {channel.serial: channel for channel in channels if not channel.failed}
+
+
+_Offer = tuple[tuple[int, ...], dict[int, int]]
+"""A rank's group along an axis, and by serial how far its free channels are."""
+
+
+def _common(offers: Sequence[Mapping[int, int]]) -> list[int]:
+    """Serials that all offer, equally far."""
+    first, *others = offers
+    return sorted(s for s, started in first.items() if all(other.get(s) == started for other in others))
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:

@@ -19,6 +19,9 @@ from zeromesh.errors import CommunicationError, MeshError
 from zeromesh.strategy import Layout
 
 
+TWO = ("node=3,cluster=1", ("node", 2), ("cluster", 2))
+
+
 def axes(strategy: str, *sizes: tuple[str, int]):
     return Layout.of(strategy, sizes).axes
 
@@ -129,6 +132,25 @@ def test_ranks_that_do_not_free_theirs_at_once_make_new_ones():
     region = torch.full((2,), float(dist.get_rank()))
     all_gather(region, found)
     assert region.tolist() == [0, 1]
+
+
+@on_ranks(4)
+def test_a_rank_that_frees_late_keeps_the_others_in_step():
+    """Torch names groups after how many a process has: a rank that used old ones again while others made new ones
+    would wait for them for ever at the next."""
+    mesh, two = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node")), axes(*TWO)
+    make_groups(mesh, two)
+    held = []
+    for late in (1, 2, 3, 0):
+        groups = make_groups(mesh, two)
+        if dist.get_rank() == late:
+            held.append(groups)
+        for group in groups.values():
+            region = torch.full((group.size,), -1)
+            region[group.rank] = dist.get_rank()
+            all_gather(region, group)
+            assert tuple(region.tolist()) == group.ranks
+        del groups, group
 
 
 @on_ranks(2)
