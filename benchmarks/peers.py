@@ -133,9 +133,11 @@ class ExchangeReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Reduce
         output_tensor.copy_(total)
 
 
-def ddp_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, zero: bool) -> Step:
+def ddp_step(
+    size: str, dtype: torch.dtype, data: list[torch.Tensor], *, zero: bool, bucket_mib: int | None = None
+) -> Step:
     model = make_model(size).to(dtype) if dtype is not torch.float32 else make_model(size)
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
     if zero:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
     else:

@@ -6,8 +6,9 @@
              after what the caller's stream holds so far  the host does not
     inline   at submit, on the caller's own stream        not at all: it has ended (overlap=none)
 
-Memory that a job touches must live until its ticket is waited for. The engine's buffers live as long as the engine, so
-`record_stream` is not needed, and with it go the allocator's delayed frees.
+Memory that a job touches must live until its ticket is waited for. The engine's buffers live as long as the engine, and
+a stream's ticket keeps its job, with all that this refers to, until then. So `record_stream` is not needed, and with it
+go the allocator's delayed frees.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Job = Callable[[], object]
 class Ticket:
     """One submitted job."""
 
-    __slots__ = ("_error", "_event", "_pending", "label")
+    __slots__ = ("_error", "_event", "_job", "_pending", "label")
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -39,6 +40,7 @@ class Ticket:
         self._pending.acquire()
         self._error: BaseException | None = None
         self._event: torch.Event | None = None
+        self._job: Job | None = None
 
     def done(self) -> bool:
         """Whether the job has ended, on the device too."""
@@ -56,9 +58,12 @@ class Ticket:
             raise error
         if self._event is not None:
             torch.accelerator.current_stream().wait_event(self._event)
+        self._job = None
 
-    def _finish(self, error: BaseException | None = None, event: torch.Event | None = None) -> None:
-        self._error, self._event = error, event
+    def _finish(
+        self, error: BaseException | None = None, event: torch.Event | None = None, job: Job | None = None
+    ) -> None:
+        self._error, self._event, self._job = error, event, job
         self._pending.release()
 
 
@@ -181,7 +186,7 @@ class _Stream:
         self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
         with self._stream:
             error = self._failure.run(job, ticket.label)
-        ticket._finish(error, self._stream.record_event())
+        ticket._finish(error, self._stream.record_event(), job)
 
     def close(self) -> None:
         pass

@@ -120,7 +120,7 @@ class Engine:
         self._ordered = False
         self._depth = [0] * len(schedule.units)
         self._running = 0
-        self._words = torch.empty(0)  # lives until the lane has long done with it
+        self._agreed: Ticket | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -153,10 +153,8 @@ class Engine:
     def pre_forward(self, unit: int) -> None:
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
-        elif unit == 0 and self._running:
-            # The forward before was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions.
-            self._depth, self._running = [0] * len(self._depth), 0
-            self._abort()
+        elif unit == 0:
+            self._end_interrupted()
         self.recover()
         self._depth[unit] += 1
         self._running += 1
@@ -221,6 +219,12 @@ class Engine:
         """After a backward that raised, and whose callback therefore never came: nothing is in use any more."""
         if self._task != -1 and torch._C._current_graph_task_id() == -1:
             self._task = -1
+            self._abort()
+
+    def _end_interrupted(self) -> None:
+        """Where a forward was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions."""
+        if self._running:
+            self._depth, self._running = [0] * len(self._depth), 0
             self._abort()
 
     def _abort(self) -> None:
@@ -299,12 +303,14 @@ class Engine:
         self.interpreter.digest = 0
         if self.control.group is None:
             return used
-        self._words = torch.tensor(used, dtype=torch.int32, device=self.control.device)
-        agreed = self.backend.agree(self._words)
+        if self._agreed is not None:
+            self._agreed.wait()  # the last step's, long done; its words must live so long
+        words = torch.tensor(used, dtype=torch.int32, device=self.control.device)
+        self._agreed = self.backend.agree(words)
         if all(used):
             return used
-        agreed.wait()
-        return [bool(word) for word in self._words.tolist()]
+        self._agreed.wait()
+        return [bool(word) for word in words.tolist()]
 
     def _learn_order(self, same_order: bool, same_gathers: bool) -> None:
         if self.schedule.shards_params and not (same_order and same_gathers):
@@ -361,6 +367,7 @@ class Engine:
 
     def changed(self) -> None:
         """Masters were changed by hand or by a load."""
+        self._end_interrupted()
         self.recover()
         self.interpreter.quiesce()
         for unit in self.backend.units:

@@ -162,7 +162,9 @@ class FlatShards:
         self.full, self.waiting = seen.data, waiting
         for place in self.places:
             view = seen[place.start : place.stop].view(place.shape)
-            self.leaves.append(nn.Parameter(view, requires_grad=self.spec.trainable))
+            leaf = nn.Parameter(view, requires_grad=self.spec.trainable)
+            leaf._zeromesh_leaf = place.info.name  # type: ignore[attr-defined]  # for messages
+            self.leaves.append(leaf)
 
     def views(self, whole: Tensor | None) -> list[Tensor]:
         """Each parameter's part of `whole`, 1-D of `padded` elements, in its shape; made once for each buffer."""

@@ -110,6 +110,13 @@ def _check(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__name__} holds {retired!r} as it was before zm.shard, so the sharded model would "
                 f"never be updated: make the optimizer after zm.shard, from model.parameters()"
             )
+        leaf = getattr(param, "_zeromesh_leaf", None)
+        if leaf is not None:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} holds the gathered copy of {leaf!r}, so the sharded model would never be "
+                f"updated: it was made inside a forward, or after one that was interrupted. Call zm.refresh(model), "
+                f"which ends that forward, then make the optimizer again from model.parameters()"
+            )
     if any(type(param) is ShardedParameter for param in params):
         kind = type(optimizer)
         known = kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")

@@ -28,7 +28,7 @@ from tests.dist.features.parity import (
 from tests.dist.pool import on_ranks
 from zeromesh.comm import groups
 from zeromesh.engine.api import engine_of
-from zeromesh.errors import CommunicationError, MismatchError, ModelError
+from zeromesh.errors import CommunicationError, MismatchError, ModelError, OptimizerError
 
 ALL = (*STRATEGIES, DEFERRED, "node=3,cluster=3k", "node=3k,cluster=3k", "node=2,cluster=2")
 MODES = pytest.mark.parametrize("strategy", ALL)
@@ -221,6 +221,27 @@ def test_the_model_is_usable_after_an_interrupted_forward(strategy):
             Interrupted.armed.clear()
 
     pair.train(steps=3, after_step=interrupt)
+
+
+@on_ranks(4)
+def test_an_optimizer_made_after_an_interrupted_forward_is_refused():
+    """The units in use then show their gathered copies, which nobody steps on."""
+    base = net()
+    base.blocks[1].__class__ = Interrupted
+    Interrupted.armed = [True]
+    model = zm.shard(base, mesh_2x2(), "node=3,cluster=1")
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens(0, 0, 0))
+    Interrupted.armed.clear()
+    with pytest.raises(OptimizerError, match=r"holds the gathered copy of '.*', .* Call zm\.refresh\(model\)"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    zm.refresh(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = zm.full_state_dict(model)
+    next_token_loss(model, tokens(0, 0, dist.get_rank())).backward()
+    optimizer.step()
+    after = zm.full_state_dict(model)
+    assert all((before[name] != after[name]).any() for name in before)
 
 
 # ---- ranks that disagree

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
 
-from zeromesh.comm import Lane
+from zeromesh.comm import Lane, Ticket
 from zeromesh.errors import CommunicationError
 
 CPU = torch.device("cpu")
@@ -63,6 +64,43 @@ def test_an_error_is_raised_once_and_stops_the_lane(lane):
     ):
         later.wait()
     assert not ran
+
+
+def test_a_job_follows_one_of_another_lane():
+    first, second = Lane("refresh", device=CPU), Lane("unshard", device=CPU)
+    gate, seen = threading.Event(), list[str]()
+
+    def slow() -> None:
+        gate.wait()
+        seen.append("refresh")
+
+    before = first.submit(slow)
+    after = second.submit(lambda: seen.append("unshard"), after=before)
+    free = second.submit(lambda: None)
+    assert not after.done() and not free.done()
+    gate.set()
+    free.wait()
+    assert seen == ["refresh", "unshard"]
+
+
+def test_a_job_fails_with_the_one_that_it_follows():
+    first, second = Lane("refresh", device=CPU), Lane("unshard", device=CPU)
+    ran: list[int] = []
+    after = second.submit(lambda: ran.append(1), "unshard block 3", after=first.submit(fail, "refresh block 3"))
+    with pytest.raises(KeyError, match="broken on purpose"):
+        after.wait()
+    assert not ran
+
+
+def test_a_ticket_keeps_what_its_job_refers_to_until_it_is_waited_for():
+    """As a stream's does: the device may still use it."""
+    ticket, held = Ticket("agree"), Owner(inline=True)
+    seen = weakref.ref(held)
+    ticket._finish(job=partial(print, held))
+    del held
+    assert seen() is not None
+    ticket.wait()
+    assert seen() is None
 
 
 def test_a_closed_lane_refuses(lane):
