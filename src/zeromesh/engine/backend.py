@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm import Lane, Ticket, all_reduce_max
+from zeromesh.comm.lane import Job
 from zeromesh.engine.chain import (
     GatherChain,
     Groups,
@@ -37,9 +38,8 @@ from zeromesh.errors import InternalError
 from zeromesh.schedule import LaneKind, Op, Reducing, Reduction, Target, lane_axes
 from zeromesh.strategy import Layout
 
-Job = Callable[[], object]
-
 REDUCTIONS: tuple[LaneKind, ...] = ("reduce", "boundary")
+"""The lanes that gradients pass, in their order."""
 
 Site = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 """The `_parameters` of a module, a key, and what stands there: the compute leaf, or else the optimizer's parameter."""
