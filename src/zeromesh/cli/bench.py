@@ -27,7 +27,7 @@ def bench(
     model: Annotated[str, typer.Option(help="Parameters of the Llama: tiny, 1M, 7M, 30M, 60M.")] = "7M",
     sequences: Annotated[int, typer.Option(help="Of a micro-batch.")] = 2,
     tokens: Annotated[int, typer.Option(help="Of a sequence.")] = 64,
-    steps: Annotated[int, typer.Option(help="Recorded steps of each cell.")] = 12,
+    steps: Annotated[int, typer.Option(help="Steps of each cell that are timed, and as many that are recorded.")] = 12,
     warmup: Annotated[int, typer.Option(help="Steps before them.")] = 3,
     only: Annotated[str, typer.Option(help="Cells whose name contains this: topology strategy xN dtype.")] = "",
     directory: Annotated[Path, typer.Option("--directory", "-d", help="For results; cells there are kept.")] = Path(
@@ -36,8 +36,9 @@ def bench(
     estimate: Annotated[bool, typer.Option("--estimate", help="Print how long it may take, and stop.")] = False,
     accept_noise: Annotated[bool, typer.Option("--accept-noise", help="Use a probe that cannot be trusted.")] = False,
 ) -> None:
-    """Measure training steps on each topology and print what the simulator, fed by a probe alone, predicts of them.
+    """Measure training steps on each topology and print what the simulator predicts of them from a probe.
 
+    The probe measures links, and what the model's units compute while nothing is sent; never a step of the matrix.
     What has been measured stays in the directory: the same command goes on where it was ended.
     """
     from zeromesh.cli.measuring import emulated
@@ -71,7 +72,7 @@ def _announce(cells: list[Cell], run: Bench) -> None:
     if not pending:
         print(f"all {len(cells)} cells are done")
         return
-    seconds = estimate_s(pending, steps=run.steps + run.warmup + 1, cores=os.cpu_count() or 1)
+    seconds = estimate_s(pending, steps=2 * run.steps + run.warmup + 1, cores=os.cpu_count() or 1)
     print(f"{len(pending)} of {len(cells)} cells to measure, about {max(1, round(seconds / 60))} min", flush=True)
 
 

@@ -50,6 +50,7 @@ def _as_dict(cluster: Cluster) -> dict[str, Any]:
                 "ports": level.ports,
                 "busy_latency_s": level.busy_latency_s,
                 "host_bytes_per_s": level.host_bytes_per_s,
+                "host_call_s": level.host_call_s,
                 "shares": dict(level.shares),
             }
             for level in cluster.levels

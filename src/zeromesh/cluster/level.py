@@ -40,6 +40,7 @@ class Level:
             lets its process run. None: no different.
         host_bytes_per_s: what one processor core sends, and receives, if it does nothing else; matters to devices that
             state their `cores`. None: moving bytes takes no processor.
+        host_call_s: processor seconds that a collective takes besides, whatever it carries: calls, threads that wake.
         shares: what an operation ("all_gather", "reduce_scatter", "all_reduce") was measured to reach of both rates,
             where that differs. A mapping; stored as sorted pairs so that levels hash.
     """
@@ -52,6 +53,7 @@ class Level:
     ports: int | None = None
     busy_latency_s: float | None = None
     host_bytes_per_s: float | None = None
+    host_call_s: float = 0.0
     shares: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -80,6 +82,12 @@ class Level:
             raise ClusterError(f"level {self.name!r}: ports must be at least 1, got {self.ports}")
         if self.host_bytes_per_s is not None and self.host_bytes_per_s <= 0:
             raise ClusterError(f"level {self.name!r}: host_rate must be positive, got {self.host_bytes_per_s}")
+        if self.host_call_s < 0 or (self.host_call_s and self.host_bytes_per_s is None):
+            rate = "no" if self.host_bytes_per_s is None else "a"
+            raise ClusterError(
+                f"level {self.name!r}: host_call must not be negative, and goes with a host_rate; got "
+                f"{self.host_call_s:g} s and {rate} host_rate"
+            )
 
     def share(self, operation: str) -> float:
         """What `operation` reaches of the level's rates."""

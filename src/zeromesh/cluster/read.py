@@ -21,6 +21,7 @@
     ports = 4                           # optional, links that the bandwidth is made of
     busy_latency = "2 ms"               # optional: on CPU, the latency while devices compute
     host_rate = "1.2 GB/s"              # optional: on CPU, bytes that one core sends and receives
+    host_call = "0.5 ms"                # optional: and what a collective takes of it, whatever it carries
     shares = { all_reduce = 1.3 }       # optional: what an operation was measured to reach of both rates
     [sources]                           # optional: where each value comes from
     "device.memory" = "data sheet"
@@ -148,7 +149,9 @@ def _shares(table: _Table) -> dict[str, float]:
 
 
 def _level(table: _Table) -> Level:
-    table.only("name", "size", "bandwidth", "latency", "kind", "ports", "busy_latency", "host_rate", "shares")
+    table.only(
+        "name", "size", "bandwidth", "latency", "kind", "ports", "busy_latency", "host_rate", "host_call", "shares"
+    )
     try:
         return Level(
             name=table.get("name", _string),
@@ -159,6 +162,7 @@ def _level(table: _Table) -> Level:
             ports=table.get("ports", _count, None),
             busy_latency_s=table.get("busy_latency", _latency, None),
             host_bytes_per_s=table.get("host_rate", _bandwidth, None),
+            host_call_s=table.get("host_call", _latency, 0.0),
             shares=_shares(table.table("shares", {})),
         )
     except _Located:

@@ -76,16 +76,19 @@ class TransferModel:
         return replace(cost, seconds=cost.seconds + longer, busy=busy, busy_latency=stretch)
 
     def _hosted(self, cost: CollectiveCost, axes: Sequence[Axis], operation: Operation) -> CollectiveCost:
-        """With the time that the device's own cores need to move the bytes, where they do; over several axes at the
-        rate of the slowest."""
+        """With the time that the device's own cores need for it, where they move the bytes; over several axes at the
+        rate of the slowest, with a call for each."""
         cores = self.cluster.device.cores
         levels = [self.cluster.level(axis.mesh_axis) for axis in axes]
         known = [level.host_bytes_per_s * level.share(operation) for level in levels if level.host_bytes_per_s]
         if cores is None or not known or not cost.busy:
             return cost
+        calls = sum(level.host_call_s for level in levels) / cores
         moving = cost.sent_bytes / min(known) / cores
         wire = max(seconds for _, seconds in cost.busy)
-        return replace(cost, seconds=cost.seconds + max(0.0, moving - wire), busy=(*cost.busy, (HOST, moving)))
+        # A call's processor time is part of the latency as it was measured.
+        latency = max(cost.seconds - wire, calls)
+        return replace(cost, seconds=latency + max(wire, moving), busy=(*cost.busy, (HOST, calls + moving)))
 
     def _joint(
         self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: Algorithm

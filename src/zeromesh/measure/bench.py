@@ -356,7 +356,7 @@ def run_cells(
         )
         if ranks.rank == 0:
             if marker is not None:
-                found["link_bytes"] = [sent / (steps + 1) for sent in marker.link_bytes()]
+                found["link_bytes"] = [sent / (2 * steps + 1) for sent in marker.link_bytes()]
             path = Path(directory) / f"{cell.key}.json"
             unfinished = path.with_suffix(".unfinished")
             unfinished.write_text(json.dumps(found))

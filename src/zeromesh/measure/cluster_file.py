@@ -54,6 +54,8 @@ def _level(level: Level) -> Iterator[str]:
         yield f"busy_latency = {_text(format_seconds(level.busy_latency_s, _DIGITS))}"
     if level.host_bytes_per_s is not None:
         yield f"host_rate = {_text(format_bytes_per_s(level.host_bytes_per_s, _DIGITS))}"
+    if level.host_call_s:
+        yield f"host_call = {_text(format_seconds(level.host_call_s, _DIGITS))}"
     if level.shares:
         shares = ", ".join(f"{operation} = {share:.4g}" for operation, share in dict(level.shares).items())
         yield f"shares = {{ {shares} }}"

@@ -31,6 +31,9 @@ GROWTH = 4
 SHORTEST_SAMPLE_S = 2e-3
 """Shorter calls are repeated within a sample: a barrier lets ranks go up to some 100 us apart."""
 
+HOST_CALLS = 6
+"""Calls of which the processor's time is taken."""
+
 Call = Callable[[], object]
 
 
@@ -79,7 +82,7 @@ def _measure_level(group: AxisGroup, ranks: Ranks, rounds: int, seconds: float) 
     return {
         "backend": group.backend,
         "timings": timings,
-        "host_s_per_byte": _host_seconds(samples, ranks) if ranks.on_cpu else None,
+        **(_host_seconds(samples, ranks) if ranks.on_cpu else {"host_s_per_byte": None, "host_call_s": 0.0}),
         "busy_latency_s": _beside_computation(samples, ranks, rounds) if ranks.on_cpu else None,
     }
 
@@ -169,18 +172,33 @@ def _agreed(seconds: float) -> float:
     return float(value)
 
 
-def _host_seconds(samples: list[_Sample], ranks: Ranks) -> float:
-    """Processor seconds of one rank, all its threads, for each byte that it sends; the mean of all ranks."""
-    longest = {sample.operation: sample for sample in samples}
-    spent, sent = 0.0, 0
-    for sample in longest.values():
-        repeats = max(3, sample.repeats)
-        dist.barrier()
-        start = time.process_time()
-        for _ in range(repeats):
-            sample.call()
-        spent += time.process_time() - start
-        sent += sample.sent_bytes * repeats
-    total = torch.tensor([spent / sent], dtype=torch.float64)
+def _host_seconds(samples: list[_Sample], ranks: Ranks) -> dict[str, float]:
+    """Processor seconds of one rank, all its threads, for each byte that it sends and for each call: a line through the
+    longest transfer and one of an eighth of it or less; the mean of all ranks and operations."""
+    slopes, calls = [], []
+    for operation in sorted({sample.operation for sample in samples}):
+        of_one = [sample for sample in samples if sample.operation == operation]
+        long = max(of_one, key=lambda sample: sample.sent_bytes)
+        short = max((s for s in of_one if 8 * s.sent_bytes <= long.sent_bytes), key=lambda sample: sample.sent_bytes)
+        long_s, short_s = (_processor_seconds(sample, ranks) for sample in (long, short))
+        slope = (long_s - short_s) / (long.sent_bytes - short.sent_bytes)
+        if slope <= 0:  # noise: the longer one cannot cost less
+            slope = long_s / long.sent_bytes
+        slopes.append(slope)
+        calls.append(short_s - slope * short.sent_bytes)
+    return {
+        "host_s_per_byte": sum(slopes) / len(slopes),
+        "host_call_s": max(0.0, sum(calls) / len(calls)),
+    }
+
+
+def _processor_seconds(sample: _Sample, ranks: Ranks) -> float:
+    """Of one call on one rank, the mean of all."""
+    repeats = max(HOST_CALLS, sample.repeats)
+    dist.barrier()
+    start = time.process_time()
+    for _ in range(repeats):
+        sample.call()
+    total = torch.tensor([(time.process_time() - start) / repeats], dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / ranks.world

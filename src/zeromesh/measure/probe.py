@@ -33,6 +33,7 @@ class LevelProbe:
         name, size: of the level.
         fits: of our all-gather, reduce-scatter and all-reduce, by bytes sent by one rank.
         host_s_per_byte: processor seconds for each byte sent; None where the device has no part in it.
+        host_call_s: processor seconds of a collective besides.
         busy_latency_s: of a whole short collective while the ranks compute; None likewise.
     """
 
@@ -40,6 +41,7 @@ class LevelProbe:
     size: int
     fits: Mapping[str, Fit]
     host_s_per_byte: float | None
+    host_call_s: float
     busy_latency_s: float | None
 
     @property
@@ -128,6 +130,7 @@ def _level_probe(name: str, size: int, found: Mapping[str, Any]) -> LevelProbe:
         size=size,
         fits=fits,
         host_s_per_byte=found["host_s_per_byte"],
+        host_call_s=found.get("host_call_s", 0.0),  # older probes do not say
         busy_latency_s=found["busy_latency_s"],
     )
 
@@ -172,6 +175,7 @@ def _level(name: str, size: int, found: LevelProbe | None, below: int, inside: l
         kind="loopback",  # a rate of this kind is taken as it is, not as a data sheet's
         busy_latency_s=None if beside is None else max(found.latency_s, beside / (found.size - 1)),
         host_bytes_per_s=1 / host if host else None,
+        host_call_s=found.host_call_s if host else 0.0,
         shares=found.shares,
     )
 

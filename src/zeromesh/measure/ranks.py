@@ -42,6 +42,11 @@ class Ranks:
         if not self.on_cpu:
             torch.accelerator.synchronize()
 
+    def settle_stream(self) -> None:
+        """Waits for the computation; what a step leaves under way for the next goes on."""
+        if not self.on_cpu:
+            torch.accelerator.current_stream().synchronize()
+
 
 @contextmanager
 def join(mesh: Mapping[str, int], store_file: Path | None) -> Iterator[Ranks]:

@@ -4,9 +4,11 @@ What the prediction is fed: the schedule that the engine has made, the probed cl
 every rank measures by training the same model for itself at the same time as all others (no link is used, all cores are
 shared as in training). Never a time that the predicted steps have taken.
 
+Recording costs a CPU step up to a tenth. So steps are timed without the recorder; it only says how a step divides.
+
 [Note: Slowest] Ranks that share cores do not get equal parts of them, and whoever has ended leaves the rest to the
-others. Training waits for the slowest. So all ranks start each measured step together, and units are given the seconds
-that add up to the slowest rank's: the mean rank's, or a unit's median, is a fifth less on two cores for four ranks.
+others. Training waits for the slowest. So all ranks start each timed step together, and units are given the seconds
+that add up to the slowest rank's step: the mean rank's, or a unit's median, is a fifth less on two cores for four ranks.
 """
 
 from __future__ import annotations
@@ -76,6 +78,7 @@ class Training:
         import zeromesh as zm
         from zeromesh.measure.llama import make_llama
 
+        self._ranks = ranks
         mesh = ranks.mesh if strategy is not None else _alone(ranks)
         dtype = {"fp32": None, "bf16": torch.bfloat16}[batch.dtype]
         model = make_llama(batch.model).to(ranks.device)
@@ -99,6 +102,17 @@ class Training:
                 (loss_of(self.model, ids) / len(self.data)).backward()  # type: ignore[no-untyped-call]  # torch's
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def timed(self, count: int, before: Callable[[], object] = lambda: None) -> list[float]:
+        """Seconds of `count` steps, one after the other; `before` is called before each and not counted."""
+        seconds = []
+        for _ in range(count):
+            before()
+            start = time.perf_counter()
+            self.step()
+            self._ranks.settle_stream()
+            seconds.append(time.perf_counter() - start)
+        return seconds
 
     def recorded(self, count: int, before: Callable[[], object] = lambda: None) -> tuple[Trace, ...]:
         """Traces of `count` steps in steady state; `before` is called before each."""
@@ -133,12 +147,13 @@ def measure_steps(
     Args:
         ranks: all of them.
         batch, strategy: what is trained, and how it is sharded.
-        steps, warmup: recorded, and taken before.
-        mark: called with "begin" and "end" around `steps` + 1 steps, while all ranks stand still.
+        steps, warmup: timed and again recorded, and taken before.
+        mark: called with "begin" and "end" around `2 * steps + 1` steps, while all ranks stand still.
 
     Returns:
-        Seconds of each step (the slowest rank's), of computation and waits in it (means over the ranks), bytes that a
-        rank sends by axis (means), model state in bytes, this rank's events by step, and the schedule.
+        Seconds of each step, of computation and waits in as many steps that are recorded, bytes that a rank sends by
+        axis (all means over the ranks, which wait for each other and so take the same time in the long run), model
+        state in bytes, this rank's events by recorded step, and the schedule.
     """
     import torch
     import torch.distributed as dist
@@ -152,21 +167,22 @@ def measure_steps(
     engine_of(training.model).interpreter.quiesce()  # refreshes of the last step before would be counted
     dist.barrier()
     mark("begin")
+    step_s = training.timed(steps)
     traces = training.recorded(steps)
     mark("end")
-    figures = [(t.step_s, t.seconds(kind="compute"), t.seconds(kind="wait")) for t in traces]
-    slowest, summed = torch.tensor(figures, dtype=torch.float64), torch.tensor(figures, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dist.all_reduce(summed)
+    split = [(trace.seconds(kind="compute"), trace.seconds(kind="wait")) for trace in traces]
+    found = torch.tensor([(s, *parts) for s, parts in zip(step_s, split, strict=True)], dtype=torch.float64)
+    dist.all_reduce(found)
+    seconds = found / ranks.world
     schedule = engine_of(training.model).schedule
     axes = [axis.name for axis in schedule.layout.axes]
     sent = torch.tensor([sum(t.sent_bytes(axis=axis) for t in traces) / len(traces) for axis in axes])
     dist.all_reduce(sent)
     memory = zm.memory_report(training.model, training.optimizer)
     return {
-        "step_s": slowest[:, 0].tolist(),
-        "compute_s": (summed[:, 1] / ranks.world).tolist(),
-        "exposed_s": (summed[:, 2] / ranks.world).tolist(),
+        "step_s": seconds[:, 0].tolist(),
+        "compute_s": seconds[:, 1].tolist(),
+        "exposed_s": seconds[:, 2].tolist(),
         "sent_bytes": dict(zip(axes, (sent / ranks.world).tolist(), strict=True)),
         "memory_bytes": {line.kind: (line.predicted_bytes, line.allocated_bytes) for line in memory},
         "traces": [to_json(trace) for trace in traces],
@@ -190,15 +206,16 @@ def measure_compute(ranks: Ranks, batch: Batch, *, steps: int) -> dict[str, Any]
     units = [unit.name for unit in engine_of(training.model).schedule.units]
     for _ in range(2):
         training.step()
+    slowest = torch.tensor(training.timed(steps, dist.barrier), dtype=torch.float64)
     sums = [_by_unit(trace, batch.micro_batches) for trace in training.recorded(steps, dist.barrier)]
     keys = [(phase, unit) for phase in ("forward", "backward") for unit in units]
     keys += [("optimizer", ""), ("wait", "")]
     found = torch.tensor([[one.get(key, 0.0) for key in keys] for one in sums], dtype=torch.float64)
-    slowest = found.sum(dim=1)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(found)
-    mean = found.mean(dim=0)
-    seconds = dict(zip(keys, (mean * slowest.median() / mean.sum()).tolist(), strict=True))
+    shares = found.mean(dim=0)
+    times = torch.tensor([1.0 if name in ("optimizer", "wait") else batch.micro_batches for name, _ in keys])
+    seconds = dict(zip(keys, (shares * slowest.median() / (shares * times).sum()).tolist(), strict=True))
     return {
         "forward": {unit: seconds["forward", unit] for unit in units},
         "backward": {unit: seconds["backward", unit] for unit in units},

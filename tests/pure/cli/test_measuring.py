@@ -92,7 +92,7 @@ def test_a_failed_check_is_an_exit_code(monkeypatch, capsys, tmp_path, status, c
 
 def test_an_estimate_starts_nothing(monkeypatch, capsys):
     assert run(monkeypatch, "bench", "cluster=2,node=2", "--estimate") == 0
-    assert capsys.readouterr().out.startswith("32 of 32 cells to measure, about ")
+    assert capsys.readouterr().out.startswith("36 of 36 cells to measure, about ")
 
 
 def test_overlap_of_the_ablation(monkeypatch, capsys):

@@ -15,7 +15,12 @@ def test_what_is_written_is_read_back(name):
 def test_optional_keys_and_odd_text_are_read_back():
     cluster = preset("gloo-laptop")
     level = replace(
-        cluster.levels[0], host_bytes_per_s=1.25e9, ports=2, busy_latency_s=2e-3, shares={"all_reduce": 1.25}
+        cluster.levels[0],
+        host_bytes_per_s=1.25e9,
+        host_call_s=4e-4,
+        ports=2,
+        busy_latency_s=2e-3,
+        shares={"all_reduce": 1.25},
     )
     odd = replace(
         cluster,

@@ -86,6 +86,32 @@ def test_a_transfer_is_no_faster_than_the_processor_moves_it(cores, host, second
     assert (HOST in dict(found.busy)) == (cores is not None)
 
 
+def test_a_call_takes_of_the_processor_and_is_part_of_the_latency():
+    """Half a core: 1 ms of a call's processor time is 2 ms, more than a latency of 1 ms, less than one of 5 ms."""
+    device = Device(name="cpu", memory_bytes=1e12, peak_flops={"fp32": 1e11}, cores=0.5)
+    constants = default_constants()
+
+    def gathered(latency_s: float) -> CollectiveCost:
+        level = Level(
+            name="node",
+            size=2,
+            bandwidth_bytes_per_s=1e9,
+            latency_s=latency_s,
+            kind="loopback",
+            host_bytes_per_s=1e9,
+            host_call_s=1e-3,
+        )
+        cluster = Cluster(name="c", device=device, levels=(level,))
+        model = TransferModel(cluster, constants, ComputeModel(device=device, constants=constants))
+        (axis,) = Layout.of("node=3", [("node", 2)]).axes
+        return model.cost(Transfer(operation="all_gather", axis=axis, numel=500_000, wire="fp32"))
+
+    short, long = gathered(1e-3), gathered(5e-3)
+    assert dict(short.busy)[HOST] == dict(long.busy)[HOST] == pytest.approx(2e-3 + 2e-3)
+    assert short.seconds == pytest.approx(2e-3 + 2e-3)
+    assert long.seconds == pytest.approx(5e-3 + 2e-3, rel=0.02)  # and the launch
+
+
 @pytest.mark.parametrize("host", [None, 1e9])
 def test_an_operation_reaches_the_share_that_it_was_measured_to_reach(host):
     device = Device(name="cpu", memory_bytes=1e12, peak_flops={"fp32": 1e11}, cores=0.5)
@@ -137,12 +163,18 @@ def test_the_keys_of_the_file():
     bandwidth = "1 GB/s"
     latency = "1 us"
     host_rate = "2 GB/s"
+    host_call = "2 ms"
     shares = { all_reduce = 1.5 }
     busy_latency = "5 us"
     """
     found = parse_cluster(text)
     assert found.device.cores == 0.5 and found.levels[0].host_bytes_per_s == 2e9
     assert found.levels[0].busy_latency_s == pytest.approx(5e-6)
+    assert found.levels[0].host_call_s == pytest.approx(2e-3)
+    with pytest.raises(
+        ClusterError, match=r"host_call must not be negative, and goes with a host_rate; got 0\.002 s and no"
+    ):
+        parse_cluster(text.replace('host_rate = "2 GB/s"', ""))
     with pytest.raises(ClusterError, match="busy_latency is the latency while devices compute"):
         parse_cluster(text.replace('"5 us"', '"0 us"'))
     assert found.levels[0].share("all_reduce") == 1.5 and found.levels[0].share("all_gather") == 1.0
