@@ -104,6 +104,7 @@ class Case:
         every_last: each micro-batch's gradients are reduced over all axes, and added, as without `zm.accumulate`.
         clip: norm to clip to; None does not.
         bucket_bytes: as for `zm.shard`.
+        device: where both trainings compute; what is compared with comes from the host.
     """
 
     optimizer: str = "adamw"
@@ -116,6 +117,7 @@ class Case:
     every_last: bool = False
     clip: float | None = 0.5
     bucket_bytes: int = 0
+    device: str = "cpu"
 
     @property
     def wide(self) -> torch.dtype:
@@ -182,7 +184,7 @@ class Optimizers:
 def batch(case: Case, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor, int]:
     """Tokens, targets (-100 where they do not count), and how many count; different for every rank."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator).to(case.device)
     targets = tokens.roll(1, dims=1)
     if case.weighted:
         # From all ten tokens to none: the loss of none is NaN, and must not count.
@@ -232,7 +234,7 @@ def plain(case: Case) -> Plain:
 
 def train_plainly(case: Case) -> Plain:
     """Trains in one process on every rank's batches in turn, with masters and sums in `case.wide`."""
-    model = case.build()
+    model = case.build().to(case.device)
     if case.precision == "fp32":
         model.double()  # the truth that fp32 is held against
     masters = {n: p.detach().to(case.wide, copy=True) for n, p in model.named_parameters() if p.requires_grad}
@@ -242,7 +244,7 @@ def train_plainly(case: Case) -> Plain:
     steps, terms = [], {name: torch.zeros_like(value) for name, value in masters.items()}
     for step in range(case.steps):
         _accumulate(model, masters, case, step, terms if step == 0 else None)
-        grads = {name: None if p.grad is None else p.grad.clone() for name, p in masters.items()}
+        grads = {name: None if p.grad is None else on_host(p.grad) for name, p in masters.items()}
         loss = evaluate(model, case, 0)
         norm = nn.utils.clip_grad_norm_(masters.values(), case.clip or math.inf)
         optimizer.step()
@@ -250,13 +252,22 @@ def train_plainly(case: Case) -> Plain:
         with torch.no_grad():
             for name, param in model.named_parameters():
                 param.copy_(masters.get(name, param))
-        steps.append(Step(grads=grads, norm=float(norm), params={n: p.clone() for n, p in masters.items()}, loss=loss))
+        steps.append(Step(grads=grads, norm=float(norm), params={n: on_host(p) for n, p in masters.items()}, loss=loss))
     states = {
-        name: {key: value for key, value in optimizer.state(p).items() if value is not None and value.shape == p.shape}
+        name: {
+            key: on_host(value)
+            for key, value in optimizer.state(p).items()
+            if value is not None and value.shape == p.shape
+        }
         for name, p in masters.items()
         if p.dim()
     }
-    return Plain(steps=tuple(steps), terms=terms, states=states)
+    return Plain(steps=tuple(steps), terms={name: on_host(value) for name, value in terms.items()}, states=states)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy, to keep or to send to other ranks."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _accumulate(
@@ -300,10 +311,12 @@ def sharded(strategy: str, case: Case, mesh: DeviceMesh) -> Iterator[Sharded]:
     engine_of(model).interpreter.quiesce()
 
 
-def mesh_of(*shape: int) -> DeviceMesh:
-    """A mesh with the shape given innermost first, made once: node, cluster, region."""
+def mesh_of(*shape: int, device: str = "cpu") -> DeviceMesh:
+    """A mesh with the shape given innermost first, made once: node, cluster, region. Ranks share devices."""
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     names = ("node", "cluster", "region")[: len(shape)]
-    return kept(init_device_mesh, "cpu", tuple(reversed(shape)), mesh_dim_names=tuple(reversed(names)))
+    return kept(init_device_mesh, device, tuple(reversed(shape)), mesh_dim_names=tuple(reversed(names)))
 
 
 def backward(model: nn.Module, case: Case, step: int) -> None:
@@ -326,7 +339,7 @@ def check(strategy: str, case: Case, *shape: int, before_step: Callable[[], None
         before_step: called between the comparison of gradients and the optimizer's step; for faults.
     """
     expected = plain(case)
-    with sharded(strategy, case, mesh_of(*shape)) as (model, optimizer):
+    with sharded(strategy, case, mesh_of(*shape, device=case.device)) as (model, optimizer):
         comparison = Comparison(engine=engine_of(model), case=case, terms=expected.terms)
         for step, record in enumerate(expected.steps):
             backward(model, case, step)
@@ -414,7 +427,8 @@ class Comparison:
 
     def _slice(self, param: Any, whole: Tensor | None) -> Tensor:
         assert whole is not None
-        return whole.detach().flatten()[param.flat_start : param.flat_start + param.local.numel()]
+        own = whole.detach().flatten()[param.flat_start : param.flat_start + param.local.numel()]
+        return own.to(param.local.device)
 
     def _compare(self, what: str, pairs: dict[str, tuple[Tensor, Tensor]], whole: Any) -> None:
         if self.case.precision == "fp64":
@@ -474,4 +488,6 @@ def _digests(engine: Engine, optimizer: Optimizers) -> dict[Any, str]:
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
