@@ -1,13 +1,13 @@
 """Device tensors over gloo: through pinned host memory.
 
-For tests of the CUDA engine with several processes on one device, where NCCL cannot be used. It allocates and it blocks
-the host; nobody should train like this.
+For tests of the CUDA engine with several processes on one device, where NCCL cannot be used. It allocates, and it
+blocks the host until all have exchanged; nobody should train like this.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
 import torch
@@ -43,5 +43,10 @@ def _on_host(collective: Callable[..., None], args: tuple[Any, ...], kwargs: dic
         *(copies.get(id(value), value) for value in args),
         **{name: copies.get(id(value), value) for name, value in kwargs.items()},
     )
+    bring_back(tensors, copies)
+
+
+def bring_back(tensors: Sequence[Tensor], copies: Mapping[int, Tensor]) -> None:
+    """Back to the device, from the copies by id. The host does not wait: what follows must, as after any collective."""
     for tensor in tensors:
-        tensor.copy_(copies[id(tensor)])
+        tensor.copy_(copies[id(tensor)], non_blocking=True)
