@@ -87,7 +87,9 @@ def shard(
     Raises:
         InputError: "auto" without cluster and workload, or either of them without "auto".
     """
-    from zeromesh.engine import api  # imports torch: `zm.plan` of a model by name must not
+    # They import torch: `zm.plan` of a model by name must not.
+    from zeromesh.engine import api
+    from zeromesh.engine.build import make_control
 
     if strategy != "auto":
         if cluster is not None or workload is not None:
@@ -95,7 +97,9 @@ def shard(
         return api.shard(model, mesh, strategy, **options)
     if cluster is None or workload is None or mesh is None:
         raise InputError('strategy "auto" needs a mesh, cluster=... and workload=zm.Workload(...) to choose by')
-    return api.shard(model, mesh, auto_strategy(model, mesh, cluster, workload), **options)
+    devices, described, asked = mesh, cluster, workload  # not None from here on
+    chosen = make_control(mesh).together(lambda: auto_strategy(model, devices, described, asked))
+    return api.shard(model, mesh, chosen, **options)
 
 
 def auto_strategy(model: nn.Module, mesh: DeviceMesh, cluster: Cluster | str, workload: Workload) -> Plan:

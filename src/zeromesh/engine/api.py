@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.engine.build import build_engine, mesh_axes
+from zeromesh.engine.build import build_engine, make_control, mesh_axes
 from zeromesh.engine.clip import clip_grad_norm
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import elementwise, watch_optimizers
 from zeromesh.engine.state_dict import install_state_dict
-from zeromesh.engine.units import DTYPES, Precision, UnitClasses, find_units, join_units
+from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_units
 from zeromesh.errors import ModelError, NotationError
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Strategy
@@ -82,22 +82,29 @@ def shard(
     Raises:
         NotationError, MeshError: the strategy does not parse or does not fit the mesh.
         ModelError: a unit's class is not in the model, or the model is sharded already.
-        MismatchError: the ranks have different strategies or models.
+        MismatchError: the ranks have different strategies or models, or one of the errors above was raised on
+            another rank.
 
     Example:
         >>> model = shard(nn.Linear(4, 4), None, "node=3")
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
-    if hasattr(model, ENGINE):
-        raise ModelError("this model is sharded already; zm.shard is called once, on the whole model")
-    precision = _precision(strategy, param_dtype, reduce_dtype, grad_dtype, master_dtype)
-    layout = resolve(mesh, strategy)
+
+    def prepare() -> tuple[Precision, Layout, list[ModuleUnit]]:
+        if hasattr(model, ENGINE):
+            raise ModelError("this model is sharded already; zm.shard is called once, on the whole model")
+        precision = _precision(strategy, param_dtype, reduce_dtype, grad_dtype, master_dtype)
+        layout = resolve(mesh, strategy)
+        found = find_units(model, units, resident)
+        if layout.degree(layout.param_axes) == 1:
+            found = join_units(found, precision, bucket_bytes)
+        return precision, layout, found
+
     if debug is None:
         debug = os.environ.get("ZEROMESH_DEBUG", "0") not in ("", "0")
-    found = find_units(model, units, resident)
-    if layout.degree(layout.param_axes) == 1:
-        found = join_units(found, precision, bucket_bytes)
-    engine = build_engine(model, mesh, layout, found, precision, init, debug=debug)
+    control = make_control(mesh)
+    precision, layout, found = control.together(prepare)
+    engine = build_engine(model, mesh, control, layout, found, precision, init, debug=debug)
     watch_optimizers()
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)

@@ -18,7 +18,7 @@ from zeromesh.engine.engine import Control, Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install
 from zeromesh.engine.materialise import Init, Materialiser
-from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
+from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, clean_name, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.schedule import LANES, Schedule, Unit, workspace_by_lane
 from zeromesh.schedule.memory import SlotPlan, aligned
@@ -42,9 +42,9 @@ def mesh_axes(mesh: DeviceMesh | None, names: Sequence[str]) -> tuple[tuple[str,
     return tuple(zip(reversed(mesh.mesh_dim_names), reversed(mesh.shape), strict=True))
 
 
-def make_control(mesh: DeviceMesh | None, layout: Layout) -> Control:
+def make_control(mesh: DeviceMesh | None) -> Control:
     """The ranks of `mesh` as one group."""
-    if mesh is None or layout.world == 1:
+    if mesh is None or mesh.size() == 1:
         return Control(group=None, size=1, rank=0, source=0, device=torch.device("cpu"))
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -53,7 +53,7 @@ def make_control(mesh: DeviceMesh | None, layout: Layout) -> Control:
     for index, size in zip(coordinate, mesh.shape, strict=True):
         rank = rank * size + index
     source = int(mesh.mesh.flatten()[0])
-    return Control(group=mesh_group(mesh), size=layout.world, rank=rank, source=source, device=mesh_device(mesh))
+    return Control(group=mesh_group(mesh), size=mesh.size(), rank=rank, source=source, device=mesh_device(mesh))
 
 
 def mesh_device(mesh: DeviceMesh | None, model: nn.Module | None = None) -> torch.device:
@@ -69,6 +69,7 @@ def mesh_device(mesh: DeviceMesh | None, model: nn.Module | None = None) -> torc
 def build_engine(
     model: nn.Module,
     mesh: DeviceMesh | None,
+    control: Control,
     layout: Layout,
     modules: Sequence[ModuleUnit],
     precision: Precision,
@@ -77,10 +78,10 @@ def build_engine(
     debug: bool = False,
 ) -> Engine:
     """Shards `model` in place; see `zm.shard`."""
-    control, device = make_control(mesh, layout), mesh_device(mesh, model)
+    device = mesh_device(mesh, model)
     units = [module.describe(precision) for module in modules]
     control.require_same("strategy", f"{layout.strategy} on {layout.mesh}")
-    control.require_same("model", _digest(modules, precision))
+    control.require_same("model", _digest(model, modules, precision))
     groups = {} if mesh is None else make_groups(mesh, layout.axes)
     if layout.strategy.collective == "ho_ring":
         for group in groups.values():
@@ -106,11 +107,25 @@ def build_engine(
     return engine
 
 
-def _digest(modules: Sequence[ModuleUnit], precision: Precision) -> str:
+def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precision) -> str:
+    """All that decides what is exchanged, in which order: one line for each unit, parameter and buffer.
+
+    Not here, since ranks may differ in it: values, devices, `init` (the first rank's counts) and `debug`.
+    """
     lines = [str(precision)]
+    sharded = set()
     for unit in modules:
+        lines.append(f"{unit.role.name.lower()} unit {unit.name!r} of {len(unit.names)} module(s)")
         for (dtype, trainable), infos in unit.groups.items():
-            lines += [f"{info.name} {tuple(info.param.shape)} {dtype} {trainable} in {unit.name!r}" for info in infos]
+            kind = "trained" if trainable else "frozen"
+            for info in infos:
+                sharded.add(info.param)
+                names = " = ".join(info.names)
+                lines.append(f"{names} {tuple(info.param.shape)} {dtype} {kind} in {unit.name!r}")
+    whole = {name: param for name, param in model.named_parameters() if param not in sharded}
+    for name, tensor in (*whole.items(), *model.named_buffers()):
+        kind = "unsharded" if name in whole else "buffer"
+        lines.append(f"{kind} {clean_name(name)} {tuple(tensor.shape)} {tensor.dtype}")
     return "\n".join(lines)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from zeromesh.errors import CommunicationError, MismatchError, ModelError, Optim
 from zeromesh.schedule import GradState, Interpreter, Schedule
 
 _PRIME = 2**31 - 1
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +72,37 @@ class Control:
             dist.broadcast_object_list(texts, src=self.source, group=self.group)
         return texts[0]
 
+    def together(self, attempt: Callable[[], ResultT]) -> ResultT:
+        """What `attempt` returns, if it raises nothing on any rank.
+
+        Raises:
+            Exception: that of this rank's attempt.
+            MismatchError: on all other ranks, with the reason; they would wait for this one else.
+        """
+        try:
+            result = attempt()
+        except Exception as error:
+            with suppress(RuntimeError):  # this rank's own error says more than that the others are gone
+                self._gather(f"{type(error).__name__}: {error}")
+            raise
+        for rank, reason in enumerate(self._gather("")):
+            if reason:
+                raise MismatchError(
+                    f"zm.shard must succeed on all ranks; on rank {rank} it did not: {reason}. Nothing was sharded: "
+                    f"start every rank with the same model and arguments"
+                )
+        return result
+
+    def _gather(self, text: str) -> list[str]:
+        """Every rank's text."""
+        texts = [text] * self.size
+        if self.group is not None:
+            dist.all_gather_object(texts, text, group=self.group)
+        return texts
+
     def require_same(self, what: str, text: str) -> None:
         """Raises MismatchError on every rank if `text` differs between ranks."""
-        if self.group is None:
-            return
-        texts: list[str] = [""] * self.size
-        dist.all_gather_object(texts, text, group=self.group)
+        texts = self._gather(text)
         for rank, other in enumerate(texts):
             if other != texts[0]:
                 raise MismatchError(
@@ -84,8 +112,9 @@ class Control:
 
 
 def _differing(text: str, other: str) -> str:
-    lines, others = text.splitlines(), set(other.splitlines())
-    return repr("; ".join(line for line in lines if line not in others)[:200] or "fewer entries")
+    lines, others = text.splitlines(), other.splitlines()
+    missing = "; ".join(line for line in lines if line not in set(others))[:200]
+    return repr(missing or ("another order" if sorted(lines) == sorted(others) else "fewer entries"))
 
 
 class Engine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, Case, backward, batch, loss_of, mesh_of, sharded
+from tests.dist.features.parity import net as plain_net
 from tests.dist.pool import kept, on_ranks
-from zeromesh.errors import MeshError, MismatchError, ModelError, NotationError, OptimizerError
+from zeromesh.errors import ClusterError, MeshError, MismatchError, ModelError, NotationError, OptimizerError
 
 CASE = Case(precision="fp32", micro_batches=2)
 
@@ -103,21 +106,107 @@ def test_a_rank_with_another_strategy():
         shard(CASE.build(), strategy, mesh_of(2, 2))
 
 
-@pytest.mark.parametrize("change", ["shape", "frozen", "missing", "dtype"])
+def _tie(net: Any) -> None:
+    net.scales[0].factor = net.scales[1].factor
+
+
+# What one rank has otherwise: its model, or its arguments of zm.shard.
+OTHER_MODELS = {
+    "shape": lambda net: setattr(net, "head", nn.Linear(7, 12)),
+    "frozen": lambda net: net.head.requires_grad_(False),
+    "missing": lambda net: setattr(net, "norm", nn.LayerNorm(7, elementwise_affine=False)),
+    "own dtype": lambda net: net.head.double(),
+    "tied": _tie,
+    "buffer": lambda net: net.head.register_buffer("table", torch.zeros(3)),
+    "buffer's shape": lambda net: setattr(net, "steps", torch.zeros(5)),
+    "buffer's dtype": lambda net: setattr(net, "steps", torch.zeros(4, dtype=torch.int64)),
+    "unsharded": lambda net: setattr(net, "codes", nn.Parameter(torch.zeros(9, dtype=torch.int8), requires_grad=False)),
+}
+OTHER_ARGUMENTS = {
+    "param_dtype": torch.bfloat16,
+    "reduce_dtype": torch.bfloat16,
+    "grad_dtype": torch.bfloat16,
+    "master_dtype": torch.bfloat16,
+    "units": ["Block"],
+    "resident": ["layers.1"],
+}
+
+
 @on_ranks(4, timeout_s=TIMEOUT_S)
-def test_a_rank_with_another_model(change):
-    net, options = CASE.build(), {}
-    if dist.get_rank() == 1:
-        if change == "shape":
-            net.head = nn.Linear(7, 12)
-        elif change == "frozen":
-            net.head.requires_grad_(False)
-        elif change == "missing":
-            net.norm = nn.LayerNorm(7, elementwise_affine=False)
-        else:
-            options["param_dtype"] = torch.bfloat16
-    with pytest.raises(MismatchError, match=r"all ranks must have the same model; rank 0 has .* rank 1 has "):
-        shard(net, "node=3,cluster=1", mesh_of(2, 2), **options)
+def test_a_rank_with_another_model():
+    for name in (*OTHER_MODELS, *OTHER_ARGUMENTS):
+        net, options = CASE.build(), {}
+        net.register_buffer("steps", torch.zeros(4))
+        net.codes = nn.Parameter(torch.zeros(8, dtype=torch.int8), requires_grad=False)
+        if dist.get_rank() == 1:
+            OTHER_MODELS.get(name, lambda net: None)(net)
+            options = {name: OTHER_ARGUMENTS[name]} if name in OTHER_ARGUMENTS else {}
+        before = [param.clone() for param in net.parameters()]
+        with pytest.raises(MismatchError, match=r"all ranks must have the same model; rank 0 has .* rank 1 has ") as it:
+            shard(net, "node=3,cluster=1", mesh_of(2, 2), **options)
+        said = {"buffer": "buffer head.table (3,)", "resident": "resident unit 'layers.1'"}
+        assert said.get(name, "") in str(it.value)
+        assert all(param.equal(value) for param, value in zip(net.parameters(), before, strict=True))
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_a_rank_that_joins_other_units():
+    """`bucket_bytes` counts where it joins other units; elsewhere ranks may differ in it, as in `debug` and `init`."""
+    rank = dist.get_rank()
+    with pytest.raises(MismatchError, match=r"all ranks must have the same model; rank 0 has .* to .*rank 1 has "):
+        shard(CASE.build(), "node=1,cluster=1", mesh_of(2, 2), bucket_bytes=0 if rank == 1 else 1 << 20)
+    shard(CASE.build(), "node=3,cluster=1", mesh_of(2, 2), bucket_bytes=rank, debug=rank == 1, init=nn.Module.float)
+
+
+FAILURES = {
+    "strategy": (NotationError, r"stage must be one of .*; got '4'"),
+    "mesh": (MeshError, r"the mesh has no axis 'rack'"),
+    "stages": (NotationError, r"node=2 cannot stand with cluster=3d"),
+    "units": (ModelError, r"no module of class Blok is in the model"),
+    "resident": (ModelError, r"resident unit 'layers\.9' is not a unit"),
+    "param_dtype": (ModelError, r"param_dtype must be .*; got torch\.int32"),
+    "sharded": (ModelError, r"sharded already"),
+    "trained": (ModelError, r"parameters that are trained must be fp64, fp32, bf16 or fp16"),
+}
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_wrong_input_on_one_rank_only():
+    """The others do not wait for it: they say which rank it was, and why; nothing has been sharded."""
+    others = {
+        "strategy": "node=4",
+        "mesh": "node=3,rack=1",
+        "stages": "node=2,cluster=3d",
+    }
+    arguments = {"units": ["Blok"], "resident": ["layers.9"], "param_dtype": torch.int32}
+    for kind, (error, message) in FAILURES.items():
+        wrong = dist.get_rank() == 2
+        net, strategy = CASE.build(), "node=3,cluster=1"
+        options = {kind: arguments[kind]} if wrong and kind in arguments else {}
+        if kind == "sharded":
+            done = shard(CASE.build(), strategy, mesh_of(2, 2))
+            net = done if wrong else net
+        elif kind == "trained" and wrong:
+            net.codes = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+        expected, text = (
+            (error, message) if wrong else (MismatchError, rf"on rank 2 it did not: {error.__name__}: .*{message}")
+        )
+        with pytest.raises(expected, match=text):
+            shard(net, others.get(kind, strategy) if wrong else strategy, mesh_of(2, 2), **options)
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_a_cluster_that_one_rank_does_not_know():
+    """With "auto", what the planner refuses on one rank is heard of by all."""
+    wrong = dist.get_rank() == 2
+    workload = zm.Workload(seq_len=8, global_batch_tokens=64, micro_batch=1)
+    found = r"cluster 'gloo-labtop'.*did you mean gloo-laptop\?"
+    expected, text = (
+        (ClusterError, found) if wrong else (MismatchError, rf"on rank 2 it did not: ClusterError: .*{found}")
+    )
+    with pytest.raises(expected, match=text):
+        name = "gloo-labtop" if wrong else "gloo-laptop"
+        zm.shard(plain_net(), mesh_of(4), "auto", cluster=name, workload=workload)
 
 
 @on_ranks(2, timeout_s=TIMEOUT_S)
