@@ -1,0 +1,135 @@
+"""Tensors of a device over gloo. The device is forged: host memory that says it is elsewhere, and reports its copies."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.dist.pool import kept, on_ranks
+from zeromesh.comm import (
+    AxisGroup,
+    QuantFormat,
+    all_gather,
+    all_reduce,
+    all_reduce_max,
+    make_groups,
+    quantised_all_gather,
+    quantised_all_reduce,
+    quantised_reduce_scatter,
+    reduce_scatter,
+)
+from zeromesh.comm.host import hosted
+from zeromesh.strategy import Layout
+
+CHUNK = 640
+
+
+class Elsewhere(torch.Tensor):
+    """Reports copies from and to it, and that pinned memory on the host is asked for, which only CUDA has."""
+
+    seen: list[str] = []  # noqa: RUF012  # of one test at a time
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]  # torch declares an attribute
+        return False
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.empty_like and kwargs.pop("pin_memory", False):
+            assert kwargs == {"device": "cpu"}
+            cls.seen.append("pin")
+            return torch.empty(args[0].shape, dtype=args[0].dtype)
+        if function is torch.Tensor.copy_:
+            if not isinstance(args[0], cls):
+                # The host reads the copy next, so it has to wait for it.
+                assert "non_blocking" not in kwargs and len(args) == 2
+                cls.seen.append("to host")
+                return args[0].copy_(args[1].as_subclass(torch.Tensor))
+            if not isinstance(args[1], cls):
+                cls.seen.append("back")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone().as_subclass(Elsewhere)
+
+
+def group_of_two() -> AxisGroup:
+    mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    Elsewhere.seen.clear()
+    return make_groups(mesh, Layout.of("node=3", [("node", 2)]).axes)["node"]
+
+
+def region() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(2 * CHUNK, generator=generator)
+
+
+FORM = QuantFormat(bits=8)
+COLLECTIVES = {
+    "all_gather": lambda region, out, group, workspace: all_gather(region, group),
+    "reduce_scatter": lambda region, out, group, workspace: reduce_scatter(region, out, group, workspace=workspace),
+    "reduce_scatter, added": lambda region, out, group, workspace: reduce_scatter(
+        region, out, group, workspace=workspace, scale=0.5, accumulate=True
+    ),
+    "reduce_scatter, inside": lambda region, out, group, workspace: reduce_scatter(
+        region, region[group.rank * CHUNK :][:CHUNK], group, workspace=workspace
+    ),
+    "all_reduce": lambda region, out, group, workspace: all_reduce(region, group, workspace=workspace),
+    "all_reduce_max": lambda region, out, group, workspace: all_reduce_max(region, group),
+    "quantised_all_gather": lambda region, out, group, workspace: quantised_all_gather(
+        region, group, FORM, workspace=workspace
+    ),
+    "quantised_reduce_scatter": lambda region, out, group, workspace: quantised_reduce_scatter(
+        region, out, group, FORM, workspace=workspace
+    ),
+    "quantised_all_reduce": lambda region, out, group, workspace: quantised_all_reduce(
+        region, group, FORM, workspace=workspace
+    ),
+}
+
+
+@on_ranks(2)
+def test_collectives_give_what_they_give_on_the_host():
+    group = group_of_two()
+    for name, collective in COLLECTIVES.items():
+        results = []
+        for make in (torch.Tensor.clone, elsewhere):
+            whole, out = make(region()), make(torch.ones(CHUNK))
+            collective(whole, out, group, make(torch.zeros(1 << 20, dtype=torch.uint8)))
+            results.append([tensor.as_subclass(torch.Tensor) for tensor in (whole, out)])
+        assert all(map(torch.equal, *results)), name
+        assert not torch.equal(torch.cat(results[0]), torch.cat((region(), torch.ones(CHUNK)))), name
+        copies = len(Elsewhere.seen) // 3
+        assert copies and Elsewhere.seen == ["pin"] * copies + ["to host"] * copies + ["back"] * copies, name
+        Elsewhere.seen.clear()
+
+
+@hosted
+def doubled(whole: torch.Tensor, own: torch.Tensor, group: AxisGroup, *, other: torch.Tensor) -> None:
+    """What a collective does to its arguments: `own` may be a part of `whole`."""
+    assert all(isinstance(tensor, Elsewhere) == (group.backend != "gloo") for tensor in (whole, own, other))
+    whole.mul_(2)
+    own.copy_(torch.full_like(own, 7.0))
+    other.add_(1)
+
+
+@on_ranks(2)
+def test_what_is_part_of_another_argument_comes_back_last():
+    whole, other = elsewhere(torch.ones(4)), elsewhere(torch.zeros(2))
+    doubled(whole, whole[1:3], group_of_two(), other=other)
+    assert whole.tolist() == [2, 7, 7, 2]
+    assert other.tolist() == [1, 1]
+
+
+@on_ranks(2)
+def test_only_a_device_over_gloo_is_copied():
+    for make, backend in ((elsewhere, "nccl"), (torch.Tensor.clone, "gloo")):
+        group = group_of_two()
+        group.backend = backend
+        whole = make(torch.ones(4))
+        doubled(whole, whole[1:3], group, other=make(torch.zeros(2)))
+        assert whole.tolist() == [2, 7, 7, 2]
+        assert "pin" not in Elsewhere.seen
