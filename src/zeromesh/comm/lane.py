@@ -6,9 +6,9 @@
              after what the caller's stream holds so far  the host does not
     inline   at submit, on the caller's own stream        not at all: it has ended (overlap=none)
 
-Memory that a job touches must live until its ticket is waited for. The engine's buffers live as long as the engine, and
-a stream's ticket keeps its job, with all that this refers to, until then. So `record_stream` is not needed, and with it
-go the allocator's delayed frees.
+Memory that a job touches must live until its ticket is waited for, or its lane closed. The engine's buffers live as
+long as the engine and its lanes, and a stream's ticket keeps its job, with all that this refers to, until then. So
+`record_stream` is not needed, and with it go the allocator's delayed frees.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Job = Callable[[], object]
 class Ticket:
     """One submitted job."""
 
-    __slots__ = ("_error", "_event", "_job", "_pending", "label")
+    __slots__ = ("_cause", "_error", "_event", "_job", "_pending", "label")
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -39,6 +39,7 @@ class Ticket:
         )  # held until the job has ended: cheaper than an Event, and a Ctrl-C gets through
         self._pending.acquire()
         self._error: BaseException | None = None
+        self._cause: str | None = None
         self._event: torch.Event | None = None
         self._job: Job | None = None
 
@@ -60,10 +61,27 @@ class Ticket:
             torch.accelerator.current_stream().wait_event(self._event)
         self._job = None
 
+    def precede(self) -> None:
+        """Makes what the calling lane does next come after the job. Neither takes its error from whoever waits for the
+        job itself nor lets go of what it refers to: others may not be past it.
+
+        Raises:
+            CommunicationError: the job failed, whether or not somebody has been told already.
+        """
+        with self._pending:
+            pass
+        if self._cause is not None:
+            raise CommunicationError(f"not run, since what it follows failed: {self._cause}")
+        if self._event is not None:
+            torch.accelerator.current_stream().wait_event(self._event)
+
     def _finish(
         self, error: BaseException | None = None, event: torch.Event | None = None, job: Job | None = None
     ) -> None:
         self._error, self._event, self._job = error, event, job
+        if error is not None:
+            text = str(error)
+            self._cause = text if self.label and text.startswith(self.label) else f"{self.label or 'a job'}: {text}"
         self._pending.release()
 
 
@@ -103,7 +121,7 @@ class Lane:
         Args:
             job: called without arguments.
             label: says in messages what it is.
-            after: a job of another lane. If it fails, this one fails with its error.
+            after: a job of another lane. If it fails, this one is not run and fails with the same cause.
         """
         ticket = Ticket(label)
         job = job if after is None else partial(_after, after, job)
@@ -118,7 +136,7 @@ class Lane:
 
 
 def _after(first: Ticket, job: Job) -> None:
-    first.wait()
+    first.precede()
     job()
 
 
@@ -189,4 +207,5 @@ class _Stream:
         ticket._finish(error, self._stream.record_event(), job)
 
     def close(self) -> None:
-        pass
+        """What is freed after this is reused on the caller's stream, which therefore comes after the lane's jobs."""
+        torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)

@@ -8,7 +8,7 @@ Recording costs a CPU step up to a tenth. So steps are timed without the recorde
 
 [Note: Slowest] Ranks that share cores do not get equal parts of them, and whoever has ended leaves the rest to the
 others. Training waits for the slowest. So all ranks start each timed step together, and units are given the seconds
-that add up to the slowest rank's step: the mean rank's, or a unit's median, is a fifth less on two cores for four ranks.
+that add up to the slowest rank's step. The mean rank's, or a unit's median, is a fifth less: four ranks on two cores.
 """
 
 from __future__ import annotations

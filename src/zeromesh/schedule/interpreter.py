@@ -214,8 +214,11 @@ class Interpreter(Generic[T]):
             return
         self.in_backward, self._turn = True, 0
         for unit, state in enumerate(self.states):
-            if state.grad is GradState.REDUCED and self.backend.grads_discarded(unit):
-                state.grad = GradState.EMPTY
+            if state.grad is GradState.REDUCED:
+                # Under way only after a backward that was interrupted: its sums must not fall into new gradients.
+                self._settle_reduction(state, Op(Action.SYNC, -1))
+                if self.backend.grads_discarded(unit):
+                    state.grad = GradState.EMPTY
         self._run(PointKind.BEGIN_BACKWARD)
 
     def pre_backward(self, unit: int) -> None:
@@ -494,8 +497,8 @@ class Interpreter(Generic[T]):
             elif not self.schedule.shards_params and not passed:
                 self._reduce_unseen(unit)
         self._turn = len(self.schedule.order)
-        if self.last:
-            for state in self.states:
+        for state in self.states:
+            if state.grad is GradState.REDUCED:  # shown as `.grad` from here on
                 self._settle_reduction(state, op)
 
     def _settle_reduction(self, state: UnitState[T], op: Op) -> None:
@@ -505,5 +508,5 @@ class Interpreter(Generic[T]):
     def _settle(self, state: UnitState[T], kind: str, op: Op) -> None:
         ticket: T | None = getattr(state, kind)
         if ticket is not None:
-            setattr(state, kind, None)
             self.backend.wait(ticket, op)
+            setattr(state, kind, None)  # only now: a Ctrl-C may end the wait, and whoever comes next must wait again

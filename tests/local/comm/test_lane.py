@@ -86,8 +86,27 @@ def test_a_job_follows_one_of_another_lane():
 def test_a_job_fails_with_the_one_that_it_follows():
     first, second = Lane("refresh", device=CPU), Lane("unshard", device=CPU)
     ran: list[int] = []
-    after = second.submit(lambda: ran.append(1), "unshard block 3", after=first.submit(fail, "refresh block 3"))
+    before = first.submit(fail, "refresh block 3")
+    after = second.submit(lambda: ran.append(1), "unshard block 3", after=before)
+    with pytest.raises(
+        CommunicationError, match=r"unshard block 3: not run, since .* failed: refresh block 3: .*broken"
+    ):
+        after.wait()
     with pytest.raises(KeyError, match="broken on purpose"):
+        before.wait()  # whose own error nobody else has taken
+    assert not ran
+
+
+def test_a_job_does_not_run_after_one_whose_failure_somebody_has_been_told_of():
+    first, second = Lane("reduce", device=CPU), Lane("boundary", device=CPU)
+    gate, ran = threading.Event(), list[int]()
+    second.submit(gate.wait)
+    before = first.submit(fail, "reduce block 3")
+    after = second.submit(lambda: ran.append(1), "reduce block 3", after=before)
+    with pytest.raises(KeyError):
+        before.wait()
+    gate.set()
+    with pytest.raises(CommunicationError, match="not run, since what it follows failed"):
         after.wait()
     assert not ran
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from zeromesh.schedule import LANES, Interpreter, LaneKind, Op, Reducing, Reduction, Role, Schedule, Target
+from zeromesh.schedule import LANES, GradState, Interpreter, LaneKind, Op, Reducing, Reduction, Role, Schedule, Target
 
 ROOT = 0
 
@@ -68,6 +68,8 @@ class Checked:
     leaves: list[Counter[Contribution]] = field(init=False)
     discarded: bool = False
     sent: list[tuple[int, bool]] = field(default_factory=list)
+    waits: int = 0
+    interrupted_wait: int | None = None
 
     def __post_init__(self) -> None:
         count = len(self.schedule.units)
@@ -134,6 +136,9 @@ class Checked:
         return Reducing(taken, self.lanes["boundary"].submit(finish, taken) if reduction.boundary else taken)
 
     def wait(self, ticket: Job, op: Op) -> None:
+        self.waits += 1
+        if self.waits - 1 == self.interrupted_wait:
+            raise KeyboardInterrupt
         ticket.lane.finish(ticket)
 
     def use(self, unit: int) -> None:
@@ -212,10 +217,10 @@ class Script:
         if one.backward:
             self.backward(one)
             self.backend.discarded = False
-            if last:
-                for unit, shape in enumerate(self.backend.schedule.units):
-                    if shape.trainable:
-                        assert self.backend.reduced[unit] == self.expected[unit], f"gradient of {unit}"
+            for unit, shape in enumerate(self.backend.schedule.units):
+                shown = last or self.interpreter.states[unit].grad is GradState.REDUCED
+                if shape.trainable and shown:
+                    assert self.backend.reduced[unit] == self.expected[unit], f"gradient of {unit}"
         self.micro += 1
 
     def forward(self, one: Pass) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from tests.pure.schedule.program_laws import Checked, Lane, Pass, Script
 from tests.pure.schedule.test_transfers import buffer, stack
 from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.errors import InternalError
-from zeromesh.schedule import FlatBuffer, Interpreter, Role, Schedule, Target, Unit
+from zeromesh.schedule import FlatBuffer, GradState, Interpreter, Role, Schedule, Target, Unit
 from zeromesh.strategy import Layout
 
 MESH = (("node", 2), ("cluster", 2))
@@ -131,6 +133,52 @@ def test_the_order_is_learned_between_steps():
     run.optimize(set(range(6)), zero=True)
     run.run(Pass(calls=order), last=True)
     assert run.interpreter.schedule.order == (0, *order)
+
+
+@pytest.mark.parametrize("strategy", ["node=1,cluster=1", "node=3,cluster=1", "node=3,cluster=3k", "node=2,cluster=1"])
+@pytest.mark.parametrize("wait", range(6))
+def test_a_wait_that_was_interrupted_is_waited_for_again(strategy, wait):
+    """Ctrl-C comes where a step stands longest; the next forward must not compute with what has not arrived."""
+    schedule = Schedule.of(Layout.of(strategy, MESH), units(3, frozenset()))
+    run = script(schedule, itertools.repeat(False))
+    everything = Pass(calls=(1, 2, 3, 4))
+    run.run(everything, last=True)
+    run.optimize(set(range(5)), zero=True)
+    run.backend.interrupted_wait = run.backend.waits + wait
+    with suppress(KeyboardInterrupt):
+        run.forward(everything)
+    run.interpreter.abort()
+    run.backend.interrupted_wait = None
+    run.run(everything, last=True)
+
+
+@pytest.mark.parametrize("strategy", ["node=1,cluster=1", "node=0,cluster=0", "node=3d,cluster=1"])
+def test_sums_of_an_interrupted_backward_end_before_new_gradients_are_added(strategy):
+    schedule = Schedule.of(Layout.of(strategy, MESH), units(3, frozenset()))
+    run = script(schedule, itertools.repeat(False))
+    everything = Pass(calls=(1, 2, 3, 4))
+    run.interpreter.last = True
+    run.forward(everything)
+    run.interpreter.pre_backward(0)
+    for unit in (4, 3):
+        run.interpreter.pre_backward(unit)
+        run.grads(unit)
+        run.interpreter.post_backward(unit)
+    run.interpreter.abort()
+    run.backend.discarded = True  # nobody was shown them
+    run.backend.leaves = [Counter() for _ in run.backend.leaves]
+    run.expected = [Counter() for _ in run.expected]
+    run.run(everything, last=True)
+
+
+@pytest.mark.parametrize("strategy", ["node=1,cluster=1", "node=3,cluster=1", "node=2,cluster=0"])
+def test_what_is_added_to_gradients_that_are_shown_is_there_when_the_backward_ends(strategy):
+    """Though it is not the last one's: whoever clips sees them."""
+    schedule = Schedule.of(Layout.of(strategy, MESH), units(3, frozenset()))
+    run = script(schedule, itertools.repeat(False))
+    for last in (True, False):
+        run.run(Pass(calls=(1, 2, 3, 4)), last=last)
+    assert all(state.grad is GradState.REDUCED for state in run.interpreter.states)
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=3k", "node=2,cluster=0"])
