@@ -1,4 +1,4 @@
-"""Tensors of a device over gloo. The device is forged: host memory that says it is elsewhere, and reports its copies."""
+"""Tensors of a device over gloo. The device is forged: host memory that says it is elsewhere and reports its copies."""
 
 from __future__ import annotations
 
