@@ -207,7 +207,7 @@ def _form(step: Transfer, region: Tensor, *, stochastic: bool) -> QuantFormat | 
     """The quantised format of a transfer; None for a lossless wire. Raises InputError for a dtype that cannot."""
     if step.wire not in transfer.QUANTISED_BITS:
         return None
-    check_quantisable(region.dtype, step.axis.name)
+    check_quantisable(region.dtype, step.axis.name, region.device.type)
     return QuantFormat.of(step.wire, stochastic=stochastic)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from unittest import mock
 
@@ -19,12 +20,12 @@ from zeromesh.schedule import Transfer, transfer
 from zeromesh.schedule.memory import kept_numel, slot_dtype
 
 
-def trained_and_counted(strategy: str, case: Case) -> tuple[list[tuple[str, bytes]], int, int]:
+def trained_and_counted(strategy: str, case: Case, *shape: int) -> tuple[list[tuple[str, bytes]], int, int]:
     """`trained`, and how many gathers and reductions were overlapped."""
     gathers = mock.patch.object(chain, "ho_ring_all_gather", wraps=chain.ho_ring_all_gather)
     reductions = mock.patch.object(chain, "ho_ring_reduce_scatter", wraps=chain.ho_ring_reduce_scatter)
     with gathers as gather, reductions as reduce:
-        return trained(strategy, case), gather.call_count, reduce.call_count
+        return trained(strategy, case, *shape), gather.call_count, reduce.call_count
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=3", "node=2,cluster=2", "node=3d,cluster=3d", "node=1,cluster=1"])
@@ -37,6 +38,25 @@ def test_equal_to_the_bit(pool: Pool, strategy):
     assert plain
     assert overlapped == plain
     assert none == [0, 0] and gathers > 0 and reductions > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy"),
+    [
+        ((2, 3), "node=3,cluster=3"),
+        ((3, 2), "node=3d,cluster=1"),
+        ((2, 2, 2), "node=3,cluster=3,region=3"),
+        ((2, 2, 2), "node=3,cluster=2,region=1"),
+    ],
+)
+def test_equal_to_the_bit_on_other_meshes(pool: Pool, shape, strategy):
+    case = Case(precision="fp32", steps=2, world=math.prod(shape))
+    plain, overlapped = (
+        pool.run(math.prod(shape), trained_and_counted, text, case, *shape, timeout_s=TIMEOUT_S)
+        for text in (strategy, f"{strategy};collective=ho_ring")
+    )
+    for (values, *none), (same, gathers, reductions) in zip(plain, overlapped, strict=True):
+        assert same == values and none == [0, 0] and gathers + reductions > 0
 
 
 def test_staged_wires_are_not_overlapped(pool: Pool):

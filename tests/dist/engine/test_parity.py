@@ -62,7 +62,9 @@ def test_sums_by_level(precision):
     check("node=0,cluster=0;collective=hierarchical", Case(precision=precision, weighted=True), 2, 2)
 
 
-@pytest.mark.parametrize("strategy", ["node=0,cluster=0,region=0", "node=1,cluster=0,region=0", "node=0,cluster=3,region=0"])
+@pytest.mark.parametrize(
+    "strategy", ["node=0,cluster=0,region=0", "node=1,cluster=0,region=0", "node=0,cluster=3,region=0"]
+)
 @on_ranks(12, timeout_s=TIMEOUT_S)
 def test_sums_by_level_on_three_axes(strategy):
     check(f"{strategy};collective=hierarchical", Case(world=12, every_last=True, optimizer="sgd"), 2, 3, 2)
@@ -142,9 +144,9 @@ def test_whole_tensors_after_training(strategy):
     assert torch.equal(state["layers.2.down.weight"], state["layers.0.down.weight"])
 
 
-def trained(strategy: str, case: Case) -> list[tuple[str, bytes]]:
+def trained(strategy: str, case: Case, *shape: int) -> list[tuple[str, bytes]]:
     """On a rank: trains without comparing; on rank 0 every parameter's bits at the end."""
-    with sharded(strategy, case, mesh_of(2, 2)) as (model, optimizer):
+    with sharded(strategy, case, mesh_of(*shape or (2, 2))) as (model, optimizer):
         for step in range(case.steps):
             backward(model, case, step)
             zm.clip_grad_norm_(model, 0.5)
