@@ -2,7 +2,8 @@
 
 Each kernel reads and writes every byte once: a program holds some blocks in registers from load to store. Under
 TRITON_INTERPRET=1 they run on the CPU, slowly, for tests. Rounding to nearest gives the codes that torch's operations
-give; stochastic rounding draws other, equally uniform noise.
+give, since divisions are rounded (`/` is approximate on a device) and products are not fused into the sums that follow
+(`LAUNCH`); stochastic rounding draws other, equally uniform noise.
 """
 
 # Triton has no types, compiles its functions from their source, and need not be installed.
@@ -21,17 +22,21 @@ from zeromesh.errors import InputError
 ROWS = 8
 """Blocks per program: 4 KiB of fp32 at a block of 128, enough loads in flight for one program."""
 
+LAUNCH = {"enable_fp_fusion": False}
+"""Of every kernel. Memory is what takes the time, so the instructions that this adds cost nothing."""
+
 
 @triton.jit
 def _inverse_and_scale(largest, has_nan, LARGEST: tl.constexpr, BF16: tl.constexpr, SMALLEST_: tl.constexpr):
-    scale = tl.where(largest < SMALLEST_, 0.0, largest / LARGEST)
+    scale = tl.where(largest < SMALLEST_, 0.0, tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)))
     scale = tl.where(has_nan, float("nan"), scale)  # tl.max drops nans on a device
     if BF16:
         # Half to even by hand: Triton's interpreter cuts off where devices round.
         bits = (scale * (1 + 2**-8)).to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         scale = bits.to(tl.float32, bitcast=True)
-    inverse = tl.where(scale == 0.0, 0.0, 1.0 / tl.where(scale == 0.0, 1.0, scale))
+    one = tl.full(scale.shape, 1.0, tl.float32)
+    inverse = tl.where(scale == 0.0, 0.0, tl.div_rn(one, tl.where(scale == 0.0, 1.0, scale)))
     return inverse, scale
 
 
@@ -190,7 +195,7 @@ class TritonQuantiser:
         if blocks:
             _quantise_kernel[self._programs(blocks)](
                 source, codes, scales, source if residual is None else residual, source.numel(), blocks, self._seed(),
-                **self._shape, **self._rounding, FEEDBACK=residual is not None,
+                **self._shape, **self._rounding, FEEDBACK=residual is not None, **LAUNCH,
             )  # fmt: skip
 
     def dequantise(self, message: Tensor, target: Tensor) -> None:
@@ -218,7 +223,7 @@ class TritonQuantiser:
             _reduce_kernel[self._programs(blocks)](
                 codes, scales, messages.stride(0), messages.stride(0) // scales.element_size(), own, own_index,
                 out_codes, out_scales, own.numel(), blocks, factor, self._seed(),
-                TERMS=len(messages), **self._shape, **self._rounding,
+                TERMS=len(messages), **self._shape, **self._rounding, **LAUNCH,
             )  # fmt: skip
 
     def _dequantise(self, message: Tensor, target: Tensor, *, add: bool) -> None:
@@ -226,7 +231,7 @@ class TritonQuantiser:
         blocks = len(codes)
         if blocks:
             _dequantise_kernel[self._programs(blocks)](
-                codes, scales, target, target.numel(), blocks, **self._shape, ADD=add
+                codes, scales, target, target.numel(), blocks, **self._shape, ADD=add, **LAUNCH
             )
 
     @staticmethod

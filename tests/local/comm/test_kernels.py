@@ -1,4 +1,4 @@
-"""Runs the tests of the Triton kernels where Triton is installed; on a GPU or not, in its interpreter."""
+"""The Triton kernels where Triton is installed: in its interpreter, and compiled for GPUs that need not be there."""
 
 from __future__ import annotations
 
@@ -9,12 +9,47 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from zeromesh.comm.quantise import QuantFormat
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+TYPES = {
+    "source": "*bf16", "own": "*bf16", "target": "*fp32", "residual": "*fp32", "codes": "*i8", "out_codes": "*i8",
+    "scales": "*fp32", "out_scales": "*fp32", "factor": "fp32",
+}  # fmt: skip
+"""Of the kernels' arguments, as Triton spells them; the others are `i32`."""
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 def test_kernels_in_the_interpreter():
     tests = Path(__file__).with_name("kernels_in_interpreter.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_kernels_compile_for_a_gpu_and_round_as_torch_does(bits):
+    """No approximate division, no product fused into a sum, and nothing spilt to memory."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from zeromesh.comm import kernels
+
+    quantiser = kernels.TritonQuantiser(QuantFormat(bits=bits, stochastic=True), torch.Generator())
+    for kernel, options in (
+        (kernels._quantise_kernel, {**quantiser._rounding, "FEEDBACK": True}),
+        (kernels._dequantise_kernel, {"ADD": True}),
+        (kernels._reduce_kernel, {**quantiser._rounding, "TERMS": 4}),
+    ):
+        fixed = quantiser._shape | options
+        types = {name: "constexpr" if name in fixed else TYPES.get(name, "i32") for name in kernel.arg_names}
+        values = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
+        source = ASTSource(fn=kernel, signature=types, constexprs=values)
+        assembly = compile(source, target=GPUTarget("cuda", 90, 32), options=kernels.LAUNCH).asm
+        assert len(assembly["cubin"]) > 1000
+        found = [word for word in ("div.full", "fma.rn", "st.local") if word in assembly["ptx"]]
+        assert "st.global" in assembly["ptx"] and not found, (kernel, found)
