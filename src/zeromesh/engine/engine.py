@@ -50,15 +50,32 @@ class Control:
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """`values` reduced over all ranks of the mesh, in place."""
-        if self.group is not None:
-            try:
-                dist.all_reduce(values, op=operation, group=self.group)
-            except RuntimeError as error:
-                raise CommunicationError(
-                    f"rank {self.rank} could not agree with the other {self.size - 1} of the mesh: one has died, has "
-                    f"stalled or has raised an error of its own, which then says why. [{error}]"
-                ) from error
-        return values
+        return self.reducing(values, operation)()
+
+    def reducing(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Callable[[], Tensor]:
+        """Begins to `reduce`; what is returned waits for the end, in whatever thread."""
+        group = self.group
+        if group is None:
+            return lambda: values
+        with self._naming():
+            work = dist.all_reduce(values, op=operation, group=group, async_op=True)
+
+        def reduced() -> Tensor:
+            with self._naming():
+                work.wait()
+            return values
+
+        return reduced
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.rank} could not agree with the other {self.size - 1} of the mesh: one has died, has "
+                f"stalled or has raised an error of its own, which then says why. [{error}]"
+            ) from error
 
     def broadcast(self, values: Tensor) -> None:
         """The first rank's values, to all."""
@@ -235,6 +252,7 @@ class Engine:
             self._task = torch._C._current_graph_task_id()
             self._start_weights()
             self.interpreter.begin_backward()
+            self._require_weighable()
             engine = weakref.ref(self)
 
             def ended() -> None:
@@ -293,18 +311,30 @@ class Engine:
         finally:
             interpreter.last, backend.weight = before
 
+    def _require_weighable(self) -> None:
+        """A micro-batch is divided by the step's weights at the boundary; what joins gradients that have passed it, and
+        is not the last, would never be."""
+        shown = any(state.grad is GradState.REDUCED for state in self.interpreter.states)
+        if self._weights is not None and not self.interpreter.last and shown:
+            raise ModelError(
+                "a micro-batch with a weight that is not the last, zm.accumulate(model, last=False, weight=...), came "
+                "on top of gradients of a step that ended: drop those first (optimizer.zero_grad()), or give no weights"
+            )
+
     def _start_weights(self) -> None:
         """When a last backward starts, all ranks' weights are known; the first boundary reduction needs their sum."""
         if self._weights is None or not self.interpreter.last or self._total_weight is not None:
             return
-        total = torch.tensor([self._weights], dtype=torch.float64, device=self.control.device)
-        self._total_weight = total
+        self._total_weight = torch.tensor([self._weights], dtype=torch.float64, device=self.control.device)
+        # Begun here, where all ranks come in the program's order: in a lane its place among other collectives of the
+        # same group (the user's, another model's) would depend on timing.
+        total = self.control.reducing(self._total_weight)
         scale: list[float] = []
 
         def final_scale() -> float:
             # Chains average over ranks; the mean over weights is ranks / total of that. A step without any weight is 0.
             if not scale:
-                summed = float(self.control.reduce(total))
+                summed = float(total())
                 scale.append(self.control.size / summed if summed else 0.0)
             return scale[0]
 

@@ -296,7 +296,7 @@ def test_ranks_with_other_arguments_or_models_are_told():
         MismatchError, match=r"same strategy; rank 0 has .node=3,cluster=1 .*rank 2 has .node=3,cluster=0 "
     ):
         zm.shard(net(), mesh_2x2(), "node=3,cluster=0" if rank == 2 else "node=3,cluster=1")
-    with pytest.raises(MismatchError, match=r"same model; rank 0 has .*, rank 1 has .blocks\.3"):
+    with pytest.raises(MismatchError, match=r"same model; rank 0 has .*, rank 1 has .block unit .blocks\.3"):
         zm.shard(net(num_blocks=4 if rank == 1 else 3), mesh_2x2(), "node=3,cluster=1")
     with pytest.raises(MismatchError, match=r"same model"):
         zm.shard(net(), mesh_2x2(), "node=3,cluster=1", param_dtype=torch.bfloat16 if rank else None)
