@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,12 +19,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeromesh.engine.param import ShardedGrad, ShardedParameter
+from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
 from zeromesh.errors import OptimizerError
 
 ELEMENTWISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
+
+_TRIAL_NUMEL = 16
+"""Elements of what `state_bytes` steps on: one vector of any machine's fused implementation."""
 
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _vouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -90,6 +93,50 @@ def updates(optimizer: Optimizer, engine: object) -> bool:
 def _engines(optimizer: Optimizer) -> dict[Any, set[int]]:
     """All units with parameters in the optimizer, by engine, with or without gradients."""
     return _by_engine(p for p in _params(optimizer) if type(p) is ShardedParameter)
+
+
+def element_states(optimizer: Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
+    """What `optimizer` keeps for the elements of `param`; scalars, such as step counts, are not state of the model."""
+    state: dict[str, Any] = optimizer.state.get(param, {})
+    return [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
+
+
+def state_bytes(optimizer: Optimizer, group: int, like: ShardedParameter, grad_dtype: torch.dtype) -> int:
+    """Bytes that `optimizer` keeps for each element of a parameter, from no state that it has.
+
+    Its like, with the same options but neither states nor hooks, steps once on a parameter of a few elements.
+
+    Args:
+        optimizer: not changed.
+        group: index of the group whose options count.
+        like: a parameter of that group: dtype and device.
+        grad_dtype: of the gradient, in which some states are kept (SGD's momentum).
+
+    Raises:
+        OptimizerError: the optimizer is refused anyway, since it is not elementwise.
+    """
+    common: dict[str, Any] = {
+        "full_name": like.full_name,
+        "global_shape": torch.Size([_TRIAL_NUMEL]),
+        "norm_of": lambda slices, order: [torch.linalg.vector_norm(part, order) for part in slices],
+        "agree_max": lambda values: None,
+    }
+    values = torch.ones(_TRIAL_NUMEL, dtype=like.dtype, device=like.device)
+    trial: ShardedParameter = make_slice(
+        ShardedParameter, values, True, flat_start=0, unit=like.unit, engine=lambda: None, **common
+    )
+    trial.grad = make_slice(ShardedGrad, values.to(grad_dtype, copy=True), False, **common)
+    stepping = object.__new__(type(optimizer))
+    own = {"state": defaultdict(dict), "param_groups": [{**optimizer.param_groups[group], "params": [trial]}]}
+    # A scheduler puts a `step` of its own on the object, which would step the original.
+    hooks: dict[str, Any] = {
+        name: OrderedDict() for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    }
+    stepping.__dict__ = {name: value for name, value in vars(optimizer).items() if name != "step"} | hooks | own
+    if optimizer in _vouched:
+        elementwise(stepping)
+    stepping.step()
+    return sum(state.nbytes for state in element_states(stepping, trial)) // _TRIAL_NUMEL
 
 
 def _by_engine(params: Iterable[ShardedParameter]) -> dict[Any, set[int]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeromesh.comm import Sent
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.optim import element_states, state_bytes
+from zeromesh.engine.units import DTYPES
 from zeromesh.schedule import sent_bytes_per_axis
 
 
@@ -28,12 +30,16 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
 
     Args:
         model: sharded.
-        optimizer: whose states count as optimizer memory, predicted as as many tensors of the master's size as it
-            holds for its first parameter. Without it the masters alone count.
+        optimizer: whose states count as optimizer memory. Without it the masters alone count.
 
     Returns:
         Lines params, grads, optimizer (masters and states), buffers (slots, kept copies, residuals, staging,
         workspace), total.
+
+    Predictions look at nothing that was allocated. What an optimizer keeps for each element of its state shard is found
+    by one step of its like on an element or two of its own, with each group's own options: see `state_bytes`. So its
+    states are predicted before the first step, when none are held, and also for parameters that no step has had a
+    gradient for, which torch's optimizers make no states for.
     """
     engine = engine_of(model)
     plan = engine.schedule.memory
@@ -42,7 +48,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         for buffer in unit.buffers:
             for kind, tensor in buffer.tensors().items():
                 found[kind].append(tensor)
-    predicted_states, states = _optimizer_states(model, optimizer)
+    predicted_states, states = (0, 0) if optimizer is None else _optimizer_states(engine, optimizer)
     kinds = {
         "params": (plan.params_bytes, _storage_bytes(found["params"])),
         "grads": (plan.grads_bytes, _storage_bytes(found["grads"])),
@@ -59,16 +65,20 @@ def _storage_bytes(tensors: list[Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
-def _optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
-    """(predicted, held) bytes of per-element states; scalars such as step counts are not state of the model."""
-    if optimizer is None:
-        return 0, 0
+def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """(predicted, held) bytes of the states of this engine's parameters."""
+    buffers = [buffer for unit in engine.units for buffer in unit.buffers]
+    grad_dtypes = {param: DTYPES[b.spec.grad_dtype] for b in buffers for param in b.optimizer_params}
     predicted = held = 0
-    for param in engine_of(model).optimizer_params():
-        state: dict[str, Any] = optimizer.state.get(param, {})
-        moments = [v for v in state.values() if isinstance(v, Tensor) and v.shape == param.local.shape]
-        held += sum(moment.untyped_storage().nbytes() for moment in moments)
-        predicted += len(moments) * param.local.nbytes
+    for index, group in enumerate(optimizer.param_groups):
+        rates: dict[object, int] = {}
+        for param in (param for param in group["params"] if param in grad_dtypes):
+            held += sum(state.untyped_storage().nbytes() for state in element_states(optimizer, param))
+            if param.requires_grad:
+                kind = param.dtype, grad_dtypes[param]
+                if kind not in rates:
+                    rates[kind] = state_bytes(optimizer, index, param, grad_dtypes[param])
+                predicted += rates[kind] * param.local.numel()
     return predicted, held
 
 

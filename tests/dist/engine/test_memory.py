@@ -8,12 +8,14 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch import optim
 
 import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, Case, Net, backward, mesh_of, sharded
 from tests.dist.engine.test_communication import LOSSLESS
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
+from zeromesh.errors import OptimizerError
 
 SPECIAL = ["node=3,cluster=3k;prefetch=3", "node=1@/fp32,cluster=3@fp32/bf16"]
 
@@ -32,8 +34,12 @@ def test_predicted_is_allocated(strategy, precision):
             backward(model, case, step)
             optimizer.step()
             optimizer.zero_grad()
+        # Torch's optimizers make no states for what never has a gradient: two moments, in the master's dtype.
+        never = [p for p in engine_of(model).optimizer_params() if p.requires_grad and "unused" in p.full_name]
+        unmade = 2 * sum(param.local.nbytes for param in never)
         for line in zm.memory_report(model, optimizer.members[0]):
-            assert line.predicted_bytes == line.allocated_bytes, line
+            missing = unmade if line.kind in ("optimizer", "total") else 0
+            assert line.predicted_bytes == line.allocated_bytes + missing, line
         assert [tensor.data_ptr() for tensor in engine_of(model).working_buffers()] == buffers
 
 
@@ -56,6 +62,96 @@ def test_bytes_term_by_term():
     dist.all_reduce(moments)
     used = [p.numel() for n, p in Net().named_parameters() if p.requires_grad and "unused" not in n]
     assert moments == 2 * 4 * sum(used)
+
+
+ADAM = {"lr": 1e-3}
+MOMENTUM = {"lr": 1e-3, "momentum": 0.9}
+
+
+class Extra(optim.SGD):
+    """Keeps one state more than an optimizer of the same name would; the user vouches for it."""
+
+    def step(self, closure=None):
+        result = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param].setdefault("average", torch.zeros_like(param.local))
+        return result
+
+
+# Optimizer of two groups of parameters, and how many states of the master's size it keeps for an element of each.
+OPTIMIZERS = {
+    "AdamW": (lambda a, b: optim.AdamW([*a, *b], **ADAM), 2, 2),
+    "foreach AdamW": (lambda a, b: optim.AdamW([*a, *b], **ADAM, foreach=True), 2, 2),
+    "fused AdamW": (lambda a, b: optim.AdamW([*a, *b], **ADAM, fused=True), 2, 2),
+    "AMSGrad for some": (lambda a, b: optim.Adam([{"params": a, "amsgrad": True}, {"params": b}], **ADAM), 3, 2),
+    "SGD": (lambda a, b: optim.SGD([*a, *b], lr=1e-3), 0, 0),
+    "fused SGD": (lambda a, b: optim.SGD([*a, *b], **MOMENTUM, fused=True), 1, 1),
+    "momentum for some": (lambda a, b: optim.SGD([{"params": a}, {"params": b, "momentum": 0.0}], **MOMENTUM), 1, 0),
+    "some alone": (lambda a, b: optim.AdamW(b, **ADAM), 0, 2),
+    "RMSprop": (lambda a, b: optim.RMSprop([*a, *b], **MOMENTUM, centered=True), 3, 3),
+    "vouched for": (lambda a, b: zm.elementwise(Extra([*a, *b], **MOMENTUM)), 2, 2),
+}
+
+
+def optimizer_line(model, optimizer):
+    return next(line for line in zm.memory_report(model, optimizer) if line.kind == "optimizer")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-wire"])  # in the first, masters are parts of the compute copies
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_optimizer_states_are_predicted_before_the_first_step(precision):
+    case = Case(precision=precision, micro_batches=1)
+    for name, (make, first_states, second_states) in OPTIMIZERS.items():
+        model = zm.shard(case.build(), mesh_of(2, 2), "node=3,cluster=1", **case.shard_options())
+        masters = optimizer_line(model, None).predicted_bytes
+        assert (masters > 0) == (precision != "fp32")
+        params = list(model.parameters())  # the frozen ones too
+        optimizer = make(params[::2], params[1::2])
+        optim.lr_scheduler.ConstantLR(optimizer)  # puts its own `step` on the object
+        optimizer.register_step_post_hook(lambda *_: pytest.fail("stepped"))
+        rates = {id(param): first_states for param in params[::2]} | {
+            id(param): second_states for param in params[1::2]
+        }
+        states = {p: rates[id(p)] * p.local.nbytes for p in params if p.requires_grad}
+        before = [param.local.clone() for param in params]
+        line = optimizer_line(model, optimizer)
+        assert (line.predicted_bytes, line.allocated_bytes) == (masters + sum(states.values()), masters), name
+        assert not optimizer.state and all(p.local.equal(b) for p, b in zip(params, before, strict=True))
+        optimizer._optimizer_step_post_hooks.clear()
+        backward(model, case, 0)
+        optimizer.step()
+        unmade = sum(size for param, size in states.items() if "unused" in param.full_name)
+        line = optimizer_line(model, optimizer)
+        assert line.predicted_bytes == masters + sum(states.values()) == line.allocated_bytes + unmade, name
+        engine_of(model).interpreter.quiesce()
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_a_state_too_few_or_too_many_is_seen():
+    case = Case(precision="fp32", micro_batches=1)
+    with sharded("node=3,cluster=1", case, mesh_of(2, 2)) as (model, members):
+        optimizer = members.members[0]
+        backward(model, case, 0)
+        optimizer.step()
+        right = optimizer_line(model, optimizer)
+        param = max(optimizer.state, key=lambda param: param.local.numel())
+        state = optimizer.state[param]
+        state["max_exp_avg_sq"] = torch.zeros_like(param.local)
+        more = optimizer_line(model, optimizer)
+        del state["max_exp_avg_sq"], state["exp_avg"]
+        fewer = optimizer_line(model, optimizer)
+    assert right.predicted_bytes == more.predicted_bytes == fewer.predicted_bytes
+    assert more.allocated_bytes - right.allocated_bytes == param.local.nbytes > 0
+    assert right.allocated_bytes - fewer.allocated_bytes == param.local.nbytes
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_states_of_an_optimizer_that_is_refused():
+    model = zm.shard(Case(precision="fp32").build(), mesh_of(2), "node=3")
+    with pytest.raises(OptimizerError, match=r"must work element by element; .*LBFGS is not known to"):
+        zm.memory_report(model, optim.LBFGS(model.parameters()))
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=2", "node=3,cluster=3k"])
