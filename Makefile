@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.up-to-date
 TESTS ?= tests
 
-.PHONY: help venv demo test check check-format check-lint check-types check-layers check-docs format clean FORCE
+.PHONY: help venv demo test test-gpu check check-format check-lint check-types check-layers check-docs format clean FORCE
 
 help:
 	@echo "make venv    .venv with everything in it (PYTHON=... names the interpreter, >= 3.11)"
 	@echo "make demo    train a small Llama on 4 local processes and compare predicted with measured"
 	@echo "make test    the tests (TESTS=tests/pure for a part of them)"
+	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make check   format, lint, types, import layers, documentation examples"
 	@echo "make bench-NAME  run benchmarks/NAME.py, by hand on a quiet machine (ARGS=... for its options)"
 	@echo "make format  rewrite the sources in the project's format"
@@ -27,6 +28,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(TESTS)
+
+test-gpu: $(STAMP)
+	@$(BIN)/python -m pytest tests/gpu
 
 check: check-format check-lint check-types check-layers check-docs
 

@@ -34,11 +34,10 @@ def test_kernels_in_the_interpreter():
 @pytest.mark.parametrize("bits", [8, 4])
 def test_kernels_compile_for_a_gpu_and_round_as_torch_does(bits):
     """No approximate division, no product fused into a sum, and nothing spilt to memory."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
     from zeromesh.comm import kernels
 
+    compiler = importlib.import_module("triton.compiler")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     quantiser = kernels.TritonQuantiser(QuantFormat(bits=bits, stochastic=True), torch.Generator())
     for kernel, options in (
         (kernels._quantise_kernel, {**quantiser._rounding, "FEEDBACK": True}),
@@ -48,8 +47,8 @@ def test_kernels_compile_for_a_gpu_and_round_as_torch_does(bits):
         fixed = quantiser._shape | options
         types = {name: "constexpr" if name in fixed else TYPES.get(name, "i32") for name in kernel.arg_names}
         values = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
-        source = ASTSource(fn=kernel, signature=types, constexprs=values)
-        assembly = compile(source, target=GPUTarget("cuda", 90, 32), options=kernels.LAUNCH).asm
+        source = compiler.ASTSource(fn=kernel, signature=types, constexprs=values)
+        assembly = compiler.compile(source, target=target, options=kernels.LAUNCH).asm
         assert len(assembly["cubin"]) > 1000
         found = [word for word in ("div.full", "fma.rn", "st.local") if word in assembly["ptx"]]
         assert "st.global" in assembly["ptx"] and not found, (kernel, found)

@@ -1,0 +1,21 @@
+"""Skips the tier where there is no device. CUDA is not initialised here: the workers that use it are forked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+TIMEOUT_S = 300
+"""Four processes start CUDA, and every collective over gloo goes through memory pinned for it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those of this directory."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch finds none"))

@@ -1,0 +1,113 @@
+"""The engine on a device, with its streams and events: four ranks share the device and exchange over gloo.
+
+The same comparison with plain training as on the host, under the same delays: here they spin on the streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import pytest
+import torch
+
+import zeromesh as zm
+from tests.dist.engine.delays import delays, without_start_of_streams
+from tests.dist.engine.reference import Case, Unequal, backward, check, mesh_of, sharded
+from tests.dist.engine.test_delays import FAULTS, STRATEGIES
+from tests.dist.pool import Pool, on_ranks
+from tests.gpu.conftest import TIMEOUT_S
+from tests.pure.strategy.mixes import mixes, notation
+from zeromesh.engine.api import engine_of
+
+CASE = Case(steps=2, micro_batches=2, optimizer="both", device="cuda")
+MIXES = [notation(mix) for mix in (*mixes(2), *(mix for mix in mixes(2, kept=True) if any("k" in s for s in mix)))]
+CALL_S = TIMEOUT_S - 20.0
+
+
+@pytest.mark.parametrize("strategy", MIXES)
+@on_ranks(4, timeout_s=CALL_S)
+def test_every_mix_on_two_axes(strategy):
+    with delays(1, device="cuda"):
+        check(strategy, CASE, 2, 2)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4, timeout_s=CALL_S)
+def test_late_or_early_the_numbers_are_those_of_plain_training(strategy, seed):
+    with delays(seed, device="cuda") as drawn:
+        check(strategy, replace(CASE, evaluate=True, weighted=True), 2, 2)
+    assert drawn.count > 100, drawn
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-wire"])
+@pytest.mark.parametrize("strategy", ["node=0,cluster=0", "node=3,cluster=1", "node=1,cluster=2", "node=3,cluster=3"])
+@on_ranks(4, timeout_s=CALL_S)
+def test_precisions(strategy, precision):
+    optimizer, clip = ("sgd", None) if precision == "fp32" else ("adamw", 0.5)
+    with delays(3, device="cuda"):
+        check(strategy, replace(CASE, precision=precision, optimizer=optimizer, clip=clip), 2, 2)
+
+
+@on_ranks(4, timeout_s=CALL_S)
+def test_quantised_wires_give_the_same_bits_late_or_early():
+    """Kept messages are what the device's own kernels decode; the collectives run on the host's copies."""
+    pytest.importorskip("triton")
+    case = replace(CASE, precision="fp32")
+    for strategy in (
+        "node=3@int8/int4,cluster=0@/int8",
+        "node=3@int8/int8+ef,cluster=1@/int4+ef",
+        "node=3,cluster=3k@int8",
+    ):
+        expected = trained(strategy, case)
+        with delays(4, device="cuda"):
+            got = trained(strategy, case)
+        assert all(map(torch.equal, got, expected)), strategy
+
+
+def trained(strategy: str, case: Case) -> list[torch.Tensor]:
+    """This rank's masters at the end."""
+    with sharded(strategy, case, mesh_of(2, 2, device=case.device)) as (model, optimizer):
+        for step in range(case.steps):
+            backward(model, case, step)
+            zm.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.local.detach().cpu() for param in engine_of(model).optimizer_params()]
+
+
+ON_STREAMS: dict[str, tuple[str, Callable[[], AbstractContextManager[None]]]] = FAULTS | {
+    "the computation, before a lane reads its results": ("node=3,cluster=1", without_start_of_streams)
+}
+LATE_S = 0.05
+"""More than what the host is behind the device."""
+
+
+@pytest.mark.parametrize("wait", ON_STREAMS)
+@on_ranks(4, timeout_s=CALL_S)
+def test_a_wait_left_out_shows(wait):
+    strategy, leave_out = ON_STREAMS[wait]
+    with pytest.raises(Unequal), leave_out(), delays(4, lane_s=LATE_S, point_s=LATE_S / 5, device="cuda"):
+        check(strategy, CASE, 2, 2)
+
+
+def sanitized(strategy: str) -> None:
+    """On a rank: torch's own search for accesses that no event orders; it raises where it finds any."""
+    from torch.cuda import _sanitizer
+
+    _sanitizer.enable_cuda_sanitizer()
+    try:
+        check(strategy, CASE, 2, 2)
+    finally:
+        _sanitizer.cuda_sanitizer.disable()
+
+
+def test_torch_finds_no_unordered_accesses():
+    pool = Pool()  # of its own: what the sanitizer installs stays in a process
+    try:
+        for strategy in ("node=3,cluster=1", "node=0,cluster=0", "node=1,cluster=2", "node=3,cluster=3k"):
+            pool.run(4, sanitized, strategy, timeout_s=TIMEOUT_S / 5)
+    finally:
+        pool.remove()
