@@ -4,7 +4,8 @@
 
 Both sides of a pair live in the same processes and take turns, two steps each of which the second is timed, in
 alternating order; the figure is the ratio of the medians, with the spread of the ratio over blocks of steps. Wire
-dtypes are the same on both sides: parameters and gradients in the compute dtype. One thread per rank.
+dtypes are the same on both sides: parameters and gradients in the compute dtype. One thread per rank. The pairs called
+floor have plain PyTorch in our place, every rank for itself and nothing sent: no system gets below their ratio.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeromesh as zm
+from zeromesh.comm import make_groups, reduce_scatter, workspace_bytes
+from zeromesh.strategy import Layout
 
 Step = Callable[[], None]
 MODELS = {
@@ -62,7 +65,7 @@ def training_step(
                 loss = model(input_ids=batch, labels=batch, use_cache=False).loss / len(data)
                 loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
 
     return step
 
@@ -73,9 +76,10 @@ def zeromesh_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], strat
     return training_step(model, optimizer, data, lambda last: zm.accumulate(model, last=last), nullcontext)
 
 
-def plain_step(size: str, dtype: torch.dtype, data: list[torch.Tensor]) -> Step:
-    model = make_model(size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+def plain_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, owners: int = 1) -> Step:
+    """Plain PyTorch; with several owners the optimizer has one parameter of so many, as a sharded one would."""
+    model = make_model(size).to(dtype)
+    optimizer = torch.optim.AdamW(list(model.parameters())[::owners], lr=1e-4, fused=True)
     return training_step(model, optimizer, data, lambda last: nullcontext(), nullcontext)
 
 
@@ -85,14 +89,14 @@ def fsdp_step(
     data: list[torch.Tensor],
     mesh: Any,
     *,
-    exchange: bool = False,
+    our_reduce: bool = False,
     reshard: bool | int = True,
     reduce_last: bool = False,
 ) -> Step:
     """FSDP2, a unit for each block.
 
     Args:
-        exchange: with a reduce-scatter for gloo that is as good as ours.
+        our_reduce: with our reduce-scatter for gloo, whose own moves the bytes of an all-reduce.
         reshard: of blocks after their forward; a number: to shards over as many ranks.
         reduce_last: gradients stay whole between micro-batches.
     """
@@ -101,9 +105,11 @@ def fsdp_step(
     for module in (*model.model.layers, model.model.embed_tokens, model.lm_head):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if exchange and isinstance(module, torch.distributed.fsdp.FSDPModule):
-            module.set_custom_reduce_scatter(ExchangeReduceScatter())
+    if our_reduce:
+        reduce = OurReduceScatter(mesh)
+        for module in model.modules():
+            if isinstance(module, torch.distributed.fsdp.FSDPModule):
+                module.set_custom_reduce_scatter(reduce)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def context(last: bool) -> Any:
@@ -118,19 +124,22 @@ def fsdp_step(
     return training_step(model, optimizer, data, context, nullcontext)
 
 
-class ExchangeReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
-    """A gloo reduce-scatter that moves (n-1)/n of the bytes: all-to-all and a local sum."""
+class OurReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
+    """zeromesh's reduce-scatter for gloo, over the axis of `mesh` that FSDP2 shards over: the last one."""
+
+    def __init__(self, mesh: Any) -> None:
+        axes = [(name, size) for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True)][::-1]
+        layout = Layout.of(",".join(f"{name}=3" for name, _ in axes), axes)
+        self.group = make_groups(mesh, layout.axes)[axes[0][0]]
+        self.workspace = torch.empty(workspace_bytes(self.group), dtype=torch.uint8)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        total = received.view(group.size(), -1).sum(0, dtype=torch.float32)
-        if op == dist.ReduceOp.AVG or getattr(op, "op", op) == dist.ReduceOp.AVG:
-            total /= group.size()
-        output_tensor.copy_(total)
+        mean = op == dist.ReduceOp.AVG or getattr(op, "op", op) == dist.ReduceOp.AVG
+        scale = 1 / group.size() if mean else 1.0
+        reduce_scatter(input_tensor.view(-1), output_tensor.view(-1), self.group, workspace=self.workspace, scale=scale)
 
 
 def ddp_step(
@@ -156,20 +165,22 @@ def pairs(world: int) -> dict[str, tuple[Callable[..., Step], Callable[..., Step
             partial(zeromesh_step, strategy="node=3", mesh=flat),
             partial(fsdp_step, mesh=flat),
         ),
-        "3 / FSDP2+exchange": (
+        "3 / FSDP2+our reduce-scatter": (
             partial(zeromesh_step, strategy="node=3", mesh=flat),
-            partial(fsdp_step, mesh=flat, exchange=True),
+            partial(fsdp_step, mesh=flat, our_reduce=True),
         ),
         "3,0 / FSDP2 2-D": (
             partial(zeromesh_step, strategy="node=3,cluster=0", mesh=grid),
             partial(fsdp_step, mesh=grid),
         ),
-        "3,0 / FSDP2 2-D+exchange": (
+        "3,0 / FSDP2 2-D+our reduce-scatter": (
             partial(zeromesh_step, strategy="node=3,cluster=0", mesh=grid),
-            partial(fsdp_step, mesh=grid, exchange=True),
+            partial(fsdp_step, mesh=grid, our_reduce=True),
         ),
         "1 / DDP+ZeRO": (partial(zeromesh_step, strategy="node=1", mesh=flat), partial(ddp_step, zero=True)),
         "0 / DDP": (partial(zeromesh_step, strategy="node=0", mesh=flat), partial(ddp_step, zero=False)),
+        "floor / DDP+ZeRO": (partial(plain_step, owners=world), partial(ddp_step, zero=True)),
+        "floor / DDP": (plain_step, partial(ddp_step, zero=False)),
     }
 
 

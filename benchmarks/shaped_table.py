@@ -21,6 +21,8 @@ from zeromesh.lab import Tree
 Cell = dict[str, Any]
 NAMES = ("node", "cluster", "region")
 CAPS = (1.3, 1.6, 1.9)
+CURVE = (1.0, 1.3, 1.6, 1.9, 2.5, 3.0, 4.0)
+OURS_REDUCES = " + our reduce-scatter"
 
 
 def shape_of(tree: str) -> tuple[int, ...]:
@@ -89,22 +91,49 @@ def caps_table(cells: Sequence[Cell]) -> Iterator[str]:
     yield f"| geometric mean | | | {means} | | |\n"
 
 
+def curve_table(cells: Sequence[Cell]) -> Iterator[str]:
+    yield "## The curve\n"
+    yield "Seconds of the fastest lossless of ours / of the peers under each cap, in times of FSDP2's memory.\n"
+    yield "| tree | dtype | micro-batches | " + " | ".join(f"{cap:g}x" for cap in CURVE) + " |"
+    yield "|---" * (3 + len(CURVE)) + "|"
+    for cell in cells:
+        unit = next((row["bytes"] for row in cell["rows"] if row["system"] == "FSDP2"), None)
+        if unit is not None:
+            points = (" / ".join(_fastest(cell, cap * unit, own) for own in (True, False)) for cap in CURVE)
+            yield f"| {label(cell)} | " + " | ".join(points) + " |"
+    yield ""
+
+
+def _fastest(cell: Cell, most_bytes: float, own: bool) -> str:
+    rows = (r for r in cell["rows"] if "int" not in r["system"] and ("sent_bytes" in r) == own)
+    best = min((row["step_s"] for row in rows if row["bytes"] <= most_bytes), default=None)
+    return "-" if best is None else f"{best:.2f}"
+
+
 def fsdp_table(cells: Sequence[Cell]) -> Iterator[str]:
     yield "## FSDP2 with sharded gradients\n"
-    yield "Step of the best FSDP2 that reduces every micro-batch, over our best in no more than 1.9 of its memory.\n"
+    yield (
+        "Step of the best FSDP2 that reduces every micro-batch, as it ships and with our reduce-scatter, over our best "
+        "in no more than 1.9 of its memory.\n"
+    )
     for cell in cells:
         rows = {row["system"]: row for row in cell["rows"]}
         if is_free(cell) or "FSDP2" not in rows:
             continue
-        peers = [r for n, r in rows.items() if n.startswith("FSDP2") and "2-D" not in n and "whole" not in n]
-        peer = min(peers, key=lambda row: row["step_s"])
         fitting = [
             r
             for r in rows.values()
             if "sent_bytes" in r and "int" not in r["system"] and r["bytes"] <= 1.9 * rows["FSDP2"]["bytes"]
         ]
         best = min(fitting, key=lambda row: row["step_s"])
-        yield f"- {label(cell)}: {peer['step_s'] / best['step_s']:.2f} ({peer['system']} / {best['system']})"
+        sharded = [r for n, r in rows.items() if n.startswith("FSDP2") and "2-D" not in n and "whole" not in n]
+        shown = []
+        for given in (False, True):
+            peers = [row for row in sharded if row["system"].endswith(OURS_REDUCES) == given]
+            if peers:
+                peer = min(peers, key=lambda row: row["step_s"])
+                shown.append(f"{peer['step_s'] / best['step_s']:.2f} ({peer['system']})")
+        yield f"- {label(cell)}: {', '.join(shown)} over {best['system']}"
     yield ""
 
 
@@ -146,7 +175,7 @@ def main() -> None:
     held = json.loads(parser.parse_args().file.read_text())
     print("# Behind slow links\n")
     print(", ".join(f"{key}: {value}" for key, value in held["setting"].items()) + "\n")
-    for table in (caps_table, fsdp_table, quantised_table, bound_table):
+    for table in (caps_table, curve_table, fsdp_table, quantised_table, bound_table):
         print("\n".join(table(held["cells"])))
 
 
