@@ -64,7 +64,7 @@ def test_messages_and_values_equal_those_of_the_host(form, numel, dtype):
 def test_error_feedback_equals_that_of_the_host(form):
     numel = 100_001
     source, lost = random(numel, 2), random(numel, 3) / 50
-    expected, got, residual = room(form, numel), room(form, numel, DEVICE), lost.to(DEVICE)
+    expected, got, residual = room(form, numel), room(form, numel, DEVICE), lost.to(DEVICE, copy=True)
     on_host(form, numel).quantise(source, expected, lost)
     TritonQuantiser(form).quantise(source.to(DEVICE), got, residual)
     assert torch.equal(got.cpu(), expected)
