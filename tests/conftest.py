@@ -13,6 +13,8 @@ ROOT = Path(__file__).parent
 
 # A property test that fails on one machine fails on all: the same examples everywhere, and no clock in the verdict.
 settings.register_profile("project", derandomize=True, deadline=None, print_blob=True)
+# By hand, `HYPOTHESIS_PROFILE=random` draws others each time, and prints how to draw those that fail again.
+settings.register_profile("random", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
 
 

@@ -58,7 +58,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-MAX_WORLD = 12
+MAX_WORLD = 16
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "hypothesis", "pytest", "zeromesh.comm", __name__]
 GRACE_S = 3.0
 """How long the other ranks may take to notice that one has failed."""
@@ -115,7 +115,7 @@ class Pool:
         """Runs `fn(*args, **kwargs)` on ranks 0 to world - 1.
 
         Args:
-            world: number of ranks, 1 to 12.
+            world: number of ranks, 1 to 16.
             fn: a function at the top level of an importable module.
             timeout_s: for the whole call, and for each collective of the default group.
             spoils: the process group cannot be used by later calls.

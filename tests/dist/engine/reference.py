@@ -96,14 +96,16 @@ class Case:
 
     Args:
         optimizer: `sgd` (with momentum), `adamw`, or `both`: each for every second parameter.
-        precision: `fp64`: 1e-10 on every element. `fp32`, plain SGD: 8*eps*sqrt(summands) of fp64, normwise.
-            `bf16`: bf16 compute, fp32 on the wires, against the same on one process. `bf16-wire`: bf16 on all wires.
+        precision: `fp64`: 1e-10 on every element. `fp32`: 8*eps*sqrt(summands) of fp64, normwise; with SGD alone, which
+            then has no momentum, after every step. `bf16`: bf16 compute, fp32 on the wires, against the same on one
+            process. `bf16-wire`: bf16 on all wires. Of all but fp64, what the first step leaves: `Comparison.stepped`.
         world: number of ranks.
         weighted: unequal numbers of tokens on the ranks, one of them none.
         evaluate: a forward without a backward between each last backward and the optimizer's step.
         every_last: each micro-batch's gradients are reduced over all axes, and added, as without `zm.accumulate`.
         clip: norm to clip to; None does not.
         bucket_bytes: as for `zm.shard`.
+        debug: as for `zm.shard`: slots are looked at before and after every use.
         device: where both trainings compute; what is compared with comes from the host.
     """
 
@@ -117,6 +119,7 @@ class Case:
     every_last: bool = False
     clip: float | None = 0.5
     bucket_bytes: int = 0
+    debug: bool = False
     device: str = "cpu"
 
     @property
@@ -141,7 +144,7 @@ class Case:
         return net
 
     def shard_options(self) -> dict[str, Any]:
-        return {"bucket_bytes": self.bucket_bytes} | self._dtypes()
+        return {"bucket_bytes": self.bucket_bytes} | ({"debug": True} if self.debug else {}) | self._dtypes()
 
     def _dtypes(self) -> dict[str, Any]:
         if self.precision == "fp64":
@@ -159,7 +162,8 @@ class Case:
         if self.optimizer != "sgd":
             made.append(torch.optim.AdamW(even, lr=1e-2))
         if self.optimizer != "adamw":
-            made.append(torch.optim.SGD(odd, lr=0.05, momentum=0.0 if self.precision == "fp32" else 0.9))
+            plain_sgd = self.precision == "fp32" and self.optimizer == "sgd"
+            made.append(torch.optim.SGD(odd, lr=0.05, momentum=0.0 if plain_sgd else 0.9))
         return Optimizers(made)
 
 
@@ -179,6 +183,9 @@ class Optimizers:
 
     def state(self, param: Tensor) -> dict[str, Any]:
         return {key: value for optimizer in self.members for key, value in optimizer.state.get(param, {}).items()}
+
+    def tensors(self, param: Tensor) -> dict[str, Tensor]:
+        return {key: value for key, value in self.state(param).items() if isinstance(value, Tensor)}
 
 
 def batch(case: Case, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor, int]:
@@ -214,10 +221,12 @@ class Plain:
     """Plain training, step by step.
 
     Args:
+        start: parameters before the first step.
         terms: for each gradient of the first step, the sum of the magnitudes of what was added up.
         states: of the optimizer at the end, by parameter and name.
     """
 
+    start: dict[str, Tensor]
     steps: tuple[Step, ...]
     terms: dict[str, Tensor]
     states: dict[str, dict[str, Tensor]]
@@ -241,6 +250,7 @@ def train_plainly(case: Case) -> Plain:
     if case.precision.startswith("bf16"):
         model.bfloat16()
     optimizer = case.make_optimizer(masters.values())
+    start = {name: on_host(value) for name, value in masters.items()}
     steps, terms = [], {name: torch.zeros_like(value) for name, value in masters.items()}
     for step in range(case.steps):
         _accumulate(model, masters, case, step, terms if step == 0 else None)
@@ -253,16 +263,13 @@ def train_plainly(case: Case) -> Plain:
             for name, param in model.named_parameters():
                 param.copy_(masters.get(name, param))
         steps.append(Step(grads=grads, norm=float(norm), params={n: on_host(p) for n, p in masters.items()}, loss=loss))
-    states = {
-        name: {
-            key: on_host(value)
-            for key, value in optimizer.state(p).items()
-            if value is not None and value.shape == p.shape
-        }
-        for name, p in masters.items()
-        if p.dim()
-    }
-    return Plain(steps=tuple(steps), terms={name: on_host(value) for name, value in terms.items()}, states=states)
+    states = {name: {key: on_host(value) for key, value in optimizer.tensors(p).items()} for name, p in masters.items()}
+    return Plain(
+        start=start,
+        steps=tuple(steps),
+        terms={name: on_host(value) for name, value in terms.items()},
+        states=states,
+    )
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -312,21 +319,29 @@ def sharded(strategy: str, case: Case, mesh: DeviceMesh) -> Iterator[Sharded]:
 
 
 def mesh_of(*shape: int, device: str = "cpu") -> DeviceMesh:
-    """A mesh with the shape given innermost first, made once: node, cluster, region. Ranks share devices."""
+    """A mesh with the shape given innermost first, made once: node, cluster, region, site. Ranks share devices."""
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    names = ("node", "cluster", "region")[: len(shape)]
+    names = ("node", "cluster", "region", "site")[: len(shape)]
     return kept(init_device_mesh, device, tuple(reversed(shape)), mesh_dim_names=tuple(reversed(names)))
 
 
 def backward(model: nn.Module, case: Case, step: int) -> None:
     """All micro-batches of one step on this rank."""
+    before = shown(model)
     for micro in range(case.micro_batches):
         tokens, targets, count = batch(case, step, micro, dist.get_rank())
         last = case.every_last or micro == case.micro_batches - 1
         with zm.accumulate(model, last=last, weight=float(count) if case.weighted else None):
             loss = loss_of(model, tokens, targets)
             (loss if case.weighted else loss / case.micro_batches).backward()
+        if not last and shown(model) != before:
+            raise Unequal(f"micro-batch {micro} is not the last of step {step}, but gradients are shown after it")
+
+
+def shown(model: nn.Module) -> list[bool]:
+    """Of which parameters an optimizer would see a gradient."""
+    return [param.grad is not None for param in model.parameters()]
 
 
 def check(strategy: str, case: Case, *shape: int, before_step: Callable[[], None] = lambda: None) -> None:
@@ -340,7 +355,7 @@ def check(strategy: str, case: Case, *shape: int, before_step: Callable[[], None
     """
     expected = plain(case)
     with sharded(strategy, case, mesh_of(*shape, device=case.device)) as (model, optimizer):
-        comparison = Comparison(engine=engine_of(model), case=case, terms=expected.terms)
+        comparison = Comparison(engine=engine_of(model), case=case, start=expected.start, terms=expected.terms)
         for step, record in enumerate(expected.steps):
             backward(model, case, step)
             comparison.gradients(step, record)
@@ -352,6 +367,8 @@ def check(strategy: str, case: Case, *shape: int, before_step: Callable[[], None
             optimizer.step()
             optimizer.zero_grad()
             comparison.parameters(step, record)
+            if step == 0:
+                comparison.stepped(optimizer, record, norm)
         comparison.states(optimizer, expected.states)
         comparison.padding()
         comparison.finish(strategy, optimizer)
@@ -363,6 +380,7 @@ class Comparison:
 
     engine: Engine
     case: Case
+    start: dict[str, Tensor]
     terms: dict[str, Tensor]
     found: list[str] = field(default_factory=list)
 
@@ -388,20 +406,76 @@ class Comparison:
     def parameters(self, step: int, record: Step) -> None:
         if self.case.precision.startswith("bf16"):
             return  # one ulp in a master flips a bf16 rounding, which changes later gradients by a bf16 ulp
+        if self.case.precision == "fp32" and self.case.optimizer != "sgd":
+            return  # AdamW magnifies the rounding of gradients that are mathematically zero
         pairs = {
             param.full_name: (param.local, self._slice(param, record.params[param.full_name]))
-            for param in self.engine.optimizer_params()
-            if param.requires_grad
+            for param in self._trained()
         }
         self._compare(f"parameter {step}", pairs, record.params)
+
+    def stepped(self, optimizer: Optimizers, record: Step, norm: float) -> None:
+        """Parameters and moments after the first step are what torch makes of gradients within their bound.
+
+        Each element of them rises or falls with its own gradient or with its magnitude. So they lie between what the
+        optimizer makes, in fp64, of the ends of the gradient's interval and of the point in it that is nearest to zero,
+        give or take the rounding of the optimizer's few operations.
+
+        Args:
+            optimizer: after its first step.
+            record: of the first step.
+            norm: as the engine has told it, by which it has clipped.
+        """
+        if self.case.precision == "fp64":
+            return  # compared outright
+        low, high = (self._grads_off_by(sign, record.grads) for sign in (-1, 1))
+        near = {name: torch.zeros_like(grad).clamp(grad, high[name]) for name, grad in low.items()}
+        ends = [self._step_plainly(grads, norm) for grads in (low, high, near)]
+        for param in self._trained():
+            name = param.full_name
+            got = {"parameter": param.local} | optimizer.tensors(param)
+            if any(end[name].keys() != got.keys() for end in ends):
+                self.found.append(f"states of {name}: {sorted(got)} instead of {sorted(ends[0][name])}")
+                continue
+            for key, value in got.items():
+                found = torch.stack([end[name][key].double() for end in ends])
+                size = found.abs().amax(0)
+                if key == "parameter":
+                    size = size + self._slice(param, self.start[name]).abs()
+                slack = 8 * torch.finfo(torch.float32).eps * size
+                if not bool(((value >= found.amin(0) - slack) & (value <= found.amax(0) + slack)).all()):
+                    self.found.append(f"{key} of {name} after the first step: not from a gradient within the bound")
+
+    def _grads_off_by(self, sign: int, grads: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        """This rank's slices of `grads`, each element as far off as it may be."""
+        return {
+            param.full_name: self._slice(param, grads[param.full_name]).double()
+            + sign * self._allowed(param, grads[param.full_name])
+            for param in self._trained()
+            if grads[param.full_name] is not None
+        }
+
+    def _step_plainly(self, grads: dict[str, Tensor], norm: float) -> dict[str, dict[str, Tensor]]:
+        """Parameters and states after one step from the start, of this rank's slices, given their gradients."""
+        slices = {param.full_name: self._slice(param, self.start[param.full_name]) for param in self._trained()}
+        values = {name: slices[name].to(torch.float64, copy=True) for name in self.start}  # in the optimizer's order
+        for name, grad in grads.items():
+            values[name].grad = grad * min(1.0, (self.case.clip or math.inf) / (norm + 1e-6))
+        optimizer = self.case.make_optimizer(values.values())
+        optimizer.step()
+        return {name: {"parameter": value} | optimizer.tensors(value) for name, value in values.items()}
 
     def states(self, optimizer: Optimizers, expected: dict[str, dict[str, Tensor]]) -> None:
         if self.case.precision != "fp64":
             return
-        for param in self.engine.optimizer_params():
-            for key, whole in expected.get(param.full_name, {}).items():
-                pair = {param.full_name: (optimizer.state(param)[key], self._slice(param, whole))}
-                self._elementwise(key, pair)
+        for param in self._trained():
+            got, wholes = optimizer.tensors(param), expected[param.full_name]
+            if got.keys() != wholes.keys():
+                self.found.append(f"states of {param.full_name}: {sorted(got)} instead of {sorted(wholes)}")
+                continue
+            for key, whole in wholes.items():
+                part = whole if key == "step" else self._slice(param, whole)
+                self._elementwise(key, {param.full_name: (got[key], part)})
 
     def padding(self) -> None:
         """Zeros in every shard: what lies there would leak into the next gather or reduction."""
@@ -434,7 +508,7 @@ class Comparison:
         if self.case.precision == "fp64":
             self._elementwise(what, pairs)
         elif self.case.precision == "bf16-wire":
-            self._rounded(what, pairs)
+            self._rounded(what, pairs, whole)
         else:
             self._normwise(what, pairs, whole)
 
@@ -445,25 +519,45 @@ class Comparison:
                 self.found.append(f"{what} of {name}: off by {error}")
 
     def _normwise(self, what: str, pairs: dict[str, tuple[Tensor, Tensor]], whole: Any) -> None:
-        bound = 8 * torch.finfo(torch.float32).eps * math.sqrt(self.case.summands)
         squares = torch.stack([(got.double() - e.double()).square().sum() for got, e in pairs.values()])
         dist.all_reduce(squares)  # every element once for each of its replicas
         layout = self.engine.schedule.layout
         errors = (squares / layout.degree(layout.replica_axes)).sqrt().tolist()
         for name, error in zip(pairs, errors, strict=True):
             norm = float(torch.linalg.vector_norm(whole[name].double()))
-            if not error <= bound * norm:
-                self.found.append(f"{what} of {name}: off by {error / norm:.3g} of its norm; allowed {bound:.3g}")
+            if not error <= self._bound * norm:
+                self.found.append(f"{what} of {name}: off by {error / norm:.3g} of its norm; allowed {self._bound:.3g}")
 
-    def _rounded(self, what: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Each wire rounds partial sums to bf16: half an ulp, 2^-8, of at most the sum of the terms' magnitudes."""
-        roundings = 2 * len(self.engine.schedule.layout.axes) + 1
+    def _rounded(self, what: str, pairs: dict[str, tuple[Tensor, Tensor]], whole: Any) -> None:
         for param in self.engine.optimizer_params():
             if param.full_name in pairs:
                 got, expected = pairs[param.full_name]
-                allowed = self._slice(param, self.terms[param.full_name]) * roundings * 2**-8
-                if not bool(((got - expected).abs() <= allowed + 1e-12).all()):
-                    self.found.append(f"{what} of {param.full_name}: off by more than {roundings} roundings")
+                if not bool(((got - expected).abs() <= self._allowed(param, whole[param.full_name])).all()):
+                    self.found.append(f"{what} of {param.full_name}: off by more than {self._roundings} roundings")
+
+    @property
+    def _bound(self) -> float:
+        """Of a tensor's error, relative to its norm: DESIGN 4.4."""
+        return 8 * torch.finfo(torch.float32).eps * math.sqrt(self.case.summands)
+
+    @property
+    def _roundings(self) -> int:
+        """Of a partial sum to bf16: twice on each axis, and once more."""
+        return 2 * len(self.engine.schedule.layout.axes) + 1
+
+    def _allowed(self, param: Any, grad: Tensor | None) -> Tensor:
+        """How far each element of this rank's slice of a first gradient may be off.
+
+        Each wire rounds partial sums to bf16: half an ulp, 2^-8, of at most the sum of the terms' magnitudes. Without
+        such wires: no element is further off than the whole tensor may be.
+        """
+        assert grad is not None
+        if self.case.precision == "bf16-wire":
+            return self._slice(param, self.terms[param.full_name]) * self._roundings * 2**-8 + 1e-12
+        return torch.linalg.vector_norm(grad.double()) * self._bound
+
+    def _trained(self) -> list[Any]:
+        return [param for param in self.engine.optimizer_params() if param.requires_grad]
 
 
 def _padding(buffer: FlatShards) -> Iterator[tuple[str, Tensor]]:
