@@ -335,10 +335,26 @@ class DeviceBackend:
             target = buffer.reduced
             micro = partial(chain.run_micro, accumulate=reduction.accumulate)
             return micro, lambda: self._finish(chain, target)
-        assert buffer.grads is not None
-        accumulator = torch.empty_like(buffer.grads) if apart is None else apart
-        separate = self.watch_chain(reduce_chain(buffer, self.groups, self.scratch, accumulator), unit)
-        part = inside(accumulator, buffer.grad_range, buffer.state_range)
+        return self._again_job(buffer, chain) if apart is None else self._apart_job(unit, buffer, apart)
+
+    def _again_job(self, buffer: FlatShards, chain: ReduceChain) -> tuple[Job, Job]:
+        """Onto a reduced gradient: of the accumulator nothing else means anything now, so it takes the new one."""
+        before = torch.empty_like(buffer.reduced)
+
+        def micro() -> None:
+            before.copy_(buffer.reduced)
+            chain.run_micro(accumulate=False)
+
+        def add() -> None:
+            self._finish(chain, buffer.reduced)
+            buffer.reduced.add_(before)
+
+        return micro, add
+
+    def _apart_job(self, unit: str, buffer: FlatShards, apart: Tensor) -> tuple[Job, Job]:
+        """Onto a reduced gradient, where the accumulator itself collects and so could not."""
+        separate = self.watch_chain(reduce_chain(buffer, self.groups, self.scratch, apart), unit)
+        part = inside(apart, buffer.grad_range, buffer.state_range)
 
         def add() -> None:
             self._finish(separate, part)

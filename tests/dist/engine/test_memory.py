@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, Case, Net, backward, mesh_of, sharded
@@ -152,6 +153,88 @@ def test_states_of_an_optimizer_that_is_refused():
     model = zm.shard(Case(precision="fp32").build(), mesh_of(2), "node=3")
     with pytest.raises(OptimizerError, match=r"must work element by element; .*LBFGS is not known to"):
         zm.memory_report(model, optim.LBFGS(model.parameters()))
+
+
+class Allocated(TorchDispatchMode):
+    """Notes the length of each flat fp32 tensor that is made: gradients, where all else computes in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        new = func._schema.returns and func._schema.returns[0].alias_info is None
+        if new and isinstance(made, torch.Tensor) and made.dtype == torch.float32 and made.dim() == 1:
+            self.lengths.append(made.numel())
+        return made
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_a_further_backward_before_the_step_takes_its_state_shard_for_a_while():
+    """Where the accumulator is sharded; else it collects itself, and the gradients go to another one of its length."""
+    case = Case(precision="bf16-wire", micro_batches=1)
+    for strategy in (
+        "node=3,cluster=1",
+        "node=2,cluster=0",
+        "node=3,cluster=3",
+        "node=1,cluster=1",
+        "node=0,cluster=0",
+    ):
+        with sharded(f"{strategy};overlap=none", case, mesh_of(2, 2)) as (model, _):
+            layout = engine_of(model).schedule.layout
+            taken = layout.significant if layout.degree(layout.grad_axes) > 1 else layout.grad_axes
+            buffers = [buffer for unit in engine_of(model).units for buffer in unit.buffers if buffer.spec.trainable]
+            backward(model, case, 0)
+            with Allocated() as first:
+                backward(model, case, 1)
+            model.zero_grad()
+            with Allocated() as again:
+                backward(model, case, 2)
+        expected = sorted(buffer.padded // layout.degree(taken) for buffer in buffers)
+        assert sorted(first.lengths) == expected, strategy
+        assert again.lengths == [], strategy
+
+
+def storages_alive():
+    """Bytes and a description of each storage that any tensor in Python holds, by address."""
+    found = {}
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), torch.Tensor) and tensor.device.type == "cpu":
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = tensor.untyped_storage()
+                if storage.nbytes():
+                    found[storage.data_ptr()] = storage.nbytes(), f"{tensor.dtype} {tuple(tensor.shape)}"
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=1", "node=3,cluster=3k", "node=2,cluster=0"])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_nothing_is_held_that_the_report_does_not_count(strategy):
+    case = Case(precision="bf16-wire", micro_batches=3)
+    gc.collect()
+    older = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]  # alive, so that addresses stay theirs
+    before = storages_alive()
+    with sharded(strategy, case, mesh_of(2, 2)) as (model, optimizer):
+        for step in range(3):
+            backward(model, case, step)
+            zm.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine = engine_of(model)
+        engine.interpreter.quiesce()
+        gc.collect()
+        alive = {address: found for address, found in storages_alive().items() if address not in before}
+        counted = zm.memory_report(model, optimizer.members[0])[-1].allocated_bytes
+    shards = [tensor for unit in engine.units for buffer in unit.buffers for tensor in buffer.tensors().values()]
+    moments = [v for state in optimizer.members[0].state.values() for v in state.values() if v.dim()]
+    listed = {t.untyped_storage().data_ptr() for t in (*shards, *engine.working_buffers(), *moments) if t.numel()}
+    assert sum(alive[address][0] for address in listed) == counted
+    # Besides Adam's step counts: words of the ranks' on each parameter's gradient, and ranks of a mesh.
+    unlisted = sorted(found for address, found in alive.items() if address not in listed and found[0] > 4)
+    assert all(kind.startswith("torch.int") for _, kind in unlisted), unlisted
+    assert sum(num_bytes for num_bytes, _ in unlisted) <= 256 + 4 * len(list(engine.optimizer_params())), unlisted
+    del older
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=2", "node=3,cluster=3k"])
