@@ -1,0 +1,268 @@
+"""One process on a GPU: step time against plain PyTorch and FSDP2 at world size 1, and peak memory against prediction.
+
+    python benchmarks/device.py --out benchmarks/results/device.json
+    python benchmarks/device.py --device cpu --model tiny --tokens 32 --pairs 3      # that the script works
+
+Nothing is sent: what is measured is what hooks, flat buffers and casts cost. Both sides of a pair live in the same
+process and take turns, two steps each of which the second is timed, by events on the device's stream (by the clock on a
+CPU), in alternating order; the figure is the ratio of the medians. Goal: at most 1.01.
+
+    setting         zeromesh                     plain PyTorch     FSDP2
+    fp32            fp32                         fp32              fp32
+    bf16+masters    param_dtype=bf16             autocast          MixedPrecisionPolicy(param_dtype=bf16)
+    bf16            masters and gradients too    model.bfloat16()  model.bfloat16()
+
+Peaks are taken in a process for each side, of what torch's allocator gave out beyond what was there before the model
+(of the resident set on a CPU), with accumulation 2 and gradients that stay alive. Predicted are the model state,
+exactly, by `zm.memory_report`, and the peak with activations by the simulator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import zeromesh as zm
+from zeromesh.measure.llama import Llama, loss_of
+from zeromesh.measure.shapes import SHAPES, LlamaShape
+from zeromesh.model import Recomputation
+from zeromesh.planner import Workload
+
+Step = Callable[[], None]
+MODELS = SHAPES | {
+    "370M": LlamaShape(hidden=1024, intermediate=2752, layers=24, heads=16, vocab=32000),
+    "1.3B": LlamaShape(hidden=2048, intermediate=5504, layers=24, heads=16, vocab=32000),
+}
+SETTINGS = ("fp32", "bf16+masters", "bf16")
+SIDES = ("zeromesh", "plain", "FSDP2")
+BF16 = torch.bfloat16
+OURS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16+masters": {"param_dtype": BF16},
+    "bf16": {"grad_dtype": BF16, "master_dtype": BF16},
+}
+
+
+def make_model(args: argparse.Namespace, setting: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Llama(MODELS[args.model]).to(args.device)
+    return model.bfloat16() if setting == "bf16" else model
+
+
+def make_step(side: str, setting: str, args: argparse.Namespace, *, keep_grads: bool = False) -> tuple[Step, Any, Any]:
+    """A training step, its model and its optimizer."""
+    model: Any = make_model(args, setting)
+    context: Callable[[bool], Any] = lambda last: nullcontext()  # noqa: E731
+    if side == "zeromesh":
+        zm.shard(model, None, "node=3", **OURS[setting])
+        context = lambda last: zm.accumulate(model, last=last)  # noqa: E731
+    elif side == "FSDP2":
+        mesh = init_device_mesh(args.device, (1,))
+        policy = MixedPrecisionPolicy(param_dtype=BF16 if setting == "bf16+masters" else None)
+        for module in (*model.layers, model.embed_tokens, model.lm_head, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    casts = side == "plain" and setting == "bf16+masters"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    shape = (args.micro_batches, args.sequences, args.tokens)
+    data = torch.randint(0, MODELS[args.model].vocab, shape, generator=generator).to(args.device)
+
+    def step() -> None:
+        for index, ids in enumerate(data):
+            with context(index == len(data) - 1):
+                with torch.autocast(args.device, BF16) if casts else nullcontext():
+                    loss = loss_of(model, ids) / len(data)
+                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it so
+        optimizer.step()
+        (optimizer if keep_grads else model).zero_grad(set_to_none=not keep_grads)
+
+    return step, model, optimizer
+
+
+def timed(step: Step, device: str) -> float:
+    """Seconds of one step, on the device."""
+    if device == "cpu":
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # as above
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def compare(setting: str, peer: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The ratio of the medians of interleaved pairs, with the quartiles of the pairs' ratios."""
+    sides = [make_step(side, setting, args)[0] for side in ("zeromesh", peer)]
+    for step in (*sides, *sides):
+        step()
+    times: tuple[list[float], list[float]] = ([], [])
+    for index in range(args.pairs):
+        for side in (0, 1) if index % 2 else (1, 0):
+            sides[side]()
+            times[side].append(timed(sides[side], args.device))
+    ratios = [ours / theirs for ours, theirs in zip(*times, strict=True)]
+    medians = [statistics.median(side) for side in times]
+    return {
+        "peer": peer,
+        "setting": setting,
+        "ratio": round(medians[0] / medians[1], 4),
+        "ratio_quartiles": [round(quartile, 4) for quartile in statistics.quantiles(ratios, n=4)],
+        "ours_s": round(medians[0], 6),
+        "peer_s": round(medians[1], 6),
+        "pairs": args.pairs,
+    }
+
+
+def print_peak(side: str, setting: str, args: argparse.Namespace) -> None:
+    """In a process of its own: trains, and prints bytes."""
+    warm_up = make_step("plain", "fp32", argparse.Namespace(**vars(args) | {"model": "tiny", "tokens": 8}))
+    warm_up[0]()  # libraries take their workspaces once
+    del warm_up
+    gc.collect()
+    before = held(args.device)
+    if args.device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    step, model, optimizer = make_step(side, setting, args, keep_grads=True)
+    for _ in range(3):
+        step()
+    line: dict[str, Any] = {"side": side, "setting": setting, "peak_bytes": peak(args.device) - before}
+    if side == "zeromesh":
+        total = zm.memory_report(model, optimizer)[-1]
+        line |= {"state_predicted_bytes": total.predicted_bytes, "state_allocated_bytes": total.allocated_bytes}
+        line["peak_predicted_bytes"] = round(predicted_peak(setting, args))
+    print(json.dumps(line))
+
+
+def held(device: str) -> int:
+    if device != "cpu":
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak(device: str) -> int:
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def predicted_peak(setting: str, args: argparse.Namespace) -> float:
+    """What the simulator expects to be allocated on one device; context and allocator left out."""
+    wide = "bf16" if setting == "bf16" else "fp32"
+    workload = Workload(
+        seq_len=args.tokens,
+        global_batch_tokens=args.micro_batches * args.sequences * args.tokens,
+        micro_batch=args.sequences,
+        recomputation=Recomputation.NONE,
+        param_dtype="fp32" if setting == "fp32" else "bf16",
+        grad_dtype=wide,
+        master_dtype=wide,
+    )
+    with torch.device("meta"):
+        model = Llama(MODELS[args.model])
+    memory = zm.simulate(model, "h100-8x-ndr", workload, "node=3,cluster=0", world=1).simulation.memory
+    return memory.total - memory.overhead
+
+
+def peaks(args: argparse.Namespace) -> list[dict[str, Any]]:
+    lines = []
+    for setting in args.settings:
+        for side in SIDES:
+            command = [sys.executable, __file__, "--side", side, "--settings", setting, "--micro-batches", "2"]
+            for name in ("device", "model", "sequences", "tokens"):
+                command += [f"--{name}", str(getattr(args, name))]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            lines.append(json.loads(done.stdout.splitlines()[-1]))
+            print(json.dumps(lines[-1]), flush=True)
+    return lines
+
+
+def setting_of(args: argparse.Namespace) -> dict[str, Any]:
+    on_gpu = args.device != "cpu"
+    return {
+        "date": date.today().isoformat(),
+        "machine": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if on_gpu else None,
+        "model": args.model,
+        "micro_batches": args.micro_batches,
+        "sequences": args.sequences,
+        "tokens": args.tokens,
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", choices=MODELS, default="370M")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--pairs", type=int, default=50)
+    parser.add_argument("--side", choices=SIDES, help="print this side's peak alone")
+    parser.add_argument("--out", default="")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device; --device cpu --model tiny shows that the script works")
+    if args.pairs < 2:
+        parser.error(f"--pairs must be at least 2, for quartiles; got {args.pairs}")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl", init_method=store, rank=0, world_size=1)
+        if args.device == "cpu":
+            torch.set_num_threads(1)
+        else:
+            torch.cuda.set_device(0)
+        if args.side:
+            print_peak(args.side, args.settings[0], args)
+        else:
+            measure(args)
+        dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace) -> None:
+    times = []
+    for setting in args.settings:
+        for peer in SIDES[1:]:
+            times.append(compare(setting, peer, args))
+            print(json.dumps(times[-1]), flush=True)
+            gc.collect()
+    if args.device != "cpu":
+        torch.cuda.empty_cache()  # the other processes share the device
+    result = {"setting": setting_of(args), "times": times, "peaks": peaks(args)}
+    if args.out:
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
