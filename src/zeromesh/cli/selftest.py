@@ -46,11 +46,12 @@ def selftest(
 def _print(result: Result, output: Path) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     env = result.environment
     table = Table("", "check", "found", box=None)
     for check in result.checks:
-        table.add_row(check.status, check.name, check.detail)
+        table.add_row(check.status, Text(check.name), Text(check.detail))  # errors have brackets of their own
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)

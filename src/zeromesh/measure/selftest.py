@@ -3,6 +3,9 @@ how fast are links and steps beside what was predicted.
 
 Parity, bytes and memory decide the verdict. Times are reported, and marked where they are unlikely: a cluster that
 others use may be slow without being wrong.
+
+A check that raises ends the test, since ranks are out of step then: what was found so far, what was being checked and
+the error are the result. A bug report needs it most of all then.
 """
 
 from __future__ import annotations
@@ -11,14 +14,19 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import zeromesh
+from zeromesh.errors import InputError
 from zeromesh.measure.cluster_file import cluster_toml
-from zeromesh.measure.launch import Mesh, mesh_text, on_all_ranks
+from zeromesh.measure.launch import Mesh, is_first, mesh_text, on_all_ranks
 from zeromesh.measure.probe import Probe, from_raw
 from zeromesh.measure.steps import Batch, from_json, median_step, predict
 
@@ -93,45 +101,104 @@ def selftest(mesh: Mesh, *, steps: int = 6, lab: Lab | None = None) -> Result | 
         The result; None on ranks of a torchrun other than the first.
     """
     start = time.monotonic()
-    raw = on_all_ranks("selftest:run", {"steps": steps}, mesh, lab=lab)
+    raw = _on_all_ranks(mesh, steps, lab)
     if raw is None:
         return None
-    found = from_raw(raw["probe"], mesh, "selftest") if raw["probe"] else None
-    checks = [*map(_check, raw["checks"]), *_probed(found), *_predicted(found, raw)]
+    checks, cluster = [Check(**check) for check in raw["checks"]], ""
+    try:
+        found = from_raw(raw["probe"], mesh, "selftest") if raw["probe"] else None
+        checks += _probed(found)
+        cluster = cluster_toml(found.cluster) if found else ""
+        checks += _predicted(found, raw)
+    except Exception as error:
+        traceback.print_exc()
+        checks.append(Check(name="links and times beside predicted ones", status="failed", detail=_words(error)))
     return Result(
         environment=raw["environment"],
         checks=tuple(checks),
         seconds=time.monotonic() - start,
-        cluster=cluster_toml(found.cluster) if found else "",
+        cluster=cluster,
         raw={key: raw[key] for key in ("probe", "compute", "steps")},
     )
 
 
-def _check(data: Mapping[str, str]) -> Check:
-    return Check(**data)
+def _on_all_ranks(mesh: Mesh, steps: int, lab: Lab | None) -> Any:
+    """What `run` has found; where ranks could not be started, or died, nothing but that."""
+    try:
+        return on_all_ranks("selftest:run", {"steps": steps}, mesh, lab=lab)
+    except InputError:
+        raise
+    except Exception as error:
+        if not is_first():
+            raise
+        return {**_nothing(mesh), "checks": [_failed("all ranks start, and live to the end", _words(error))]}
+
+
+def _nothing(mesh: Mesh) -> dict[str, Any]:
+    return {"environment": _here(mesh), "checks": [], "probe": None, "compute": None, "steps": {}}
+
+
+def _failed(name: str, detail: str) -> dict[str, str]:
+    return {"name": name, "status": "failed", "detail": detail}
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 # On every rank --------------------------------------------------------------------------------------------------------
 
 
 def run(ranks: Ranks, *, steps: int) -> dict[str, Any]:
-    """The task of every rank."""
-    from zeromesh.measure.probe import measure
-    from zeromesh.measure.steps import measure_compute, measure_steps
-
+    """The task of every rank. What raises ends it, and is the last of the checks."""
     mesh = dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True))
-    layouts = strategies(mesh)
-    checks = [check for title, strategy in layouts.items() for check in _exact(ranks, title, strategy)]
-    several = ranks.world > 1
-    timed = list(layouts.values())[-3:] if several else []
-    batch = _timed_batch()
-    return {
-        "environment": environment(ranks, mesh),
-        "checks": [asdict(check) for check in checks],
-        "probe": measure(ranks, rounds=8, seconds=6.0) if several else None,
-        "compute": measure_compute(ranks, batch, steps=steps),
-        "steps": {text: measure_steps(ranks, batch, text, steps=steps, warmup=2) for text in timed},
-    }
+    found = _nothing(mesh)
+    doing = "environment"
+    try:
+        for doing, work in _work(ranks, mesh, steps, found):  # noqa: B007  # the except clause names it
+            work()
+    except Exception as error:
+        traceback.print_exc()
+        found["checks"].append(_failed(doing, _all_words(ranks, error)))
+    return found
+
+
+def _work(ranks: Ranks, mesh: Mesh, steps: int, found: dict[str, Any]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """All that is to be done, in order, each with a name; it puts what it finds into `found`."""
+    import torch.distributed as dist
+
+    from zeromesh.measure.probe import measure
+    from zeromesh.measure.steps import measure_compute
+
+    layouts, batch = strategies(mesh), _timed_batch()
+    yield "environment", lambda: found.update(environment=environment(ranks, mesh))
+    for title, strategy in layouts.items():
+        for name, look in _exact(ranks, title, strategy):
+            yield name, partial(_judge, name, look, found["checks"])
+    if ranks.world > 1:
+        yield "links", lambda: found.update(probe=measure(ranks, rounds=8, seconds=6.0))
+    yield "compute", lambda: found.update(compute=measure_compute(ranks, batch, steps=steps))
+    for text in list(layouts.values())[-3:] if ranks.world > 1 else []:
+        yield f"time, {text}", partial(_time, ranks, text, steps, found["steps"])
+    yield "the end of all ranks", dist.barrier  # so that the first hears of one that failed in its last check
+
+
+def _all_words(ranks: Ranks, error: Exception) -> str:
+    """What this rank raised, after what ranks that failed before it have said.
+
+    A rank speaks before it leaves, and others fail because it has left: the first rank finds the cause here.
+    """
+    from torch.distributed import distributed_c10d
+
+    said = f"rank {ranks.rank}: {_words(error)}"
+    try:
+        store = distributed_c10d._get_default_store()  # torch has no public way to it
+        keys = [f"zeromesh/selftest/{rank}" for rank in range(ranks.world)]
+        before = [store.get(key).decode() for key in keys if store.check([key])]
+        store.set(keys[ranks.rank], said)
+    except Exception:  # the store may be what failed
+        before = []
+    return "; ".join([*before, said])
 
 
 def _timed_batch() -> Batch:
@@ -150,19 +217,30 @@ def environment(ranks: Ranks, mesh: Mesh) -> dict[str, Any]:
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch's
         device = {"device_name": torch.cuda.get_device_name(), "nccl": str(nccl)}
     return {
-        "zeromesh": zeromesh.__version__,
+        **_here(mesh),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
         "device": ranks.device.type,
         **device,
         "backend": dist.get_backend(),
         "threads": torch.get_num_threads(),
+        "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
+    }
+
+
+def _here(mesh: Mesh) -> dict[str, Any]:
+    """What this process knows before it has met the others."""
+    return {
+        "zeromesh": zeromesh.__version__,
+        "torch": version("torch"),
+        "device": "unknown",
+        "backend": "unknown",
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
         "cores": os.cpu_count(),
         "load_average": list(os.getloadavg()),
         "mesh": mesh_text(mesh),
-        "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
+        "hosts": {platform.node(): prod(mesh.values())},
         "variables": {
             key: value
             for key, value in sorted(os.environ.items())
@@ -172,23 +250,29 @@ def environment(ranks: Ranks, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _exact(ranks: Ranks, title: str, strategy: str) -> Iterator[Check]:
+def _exact(ranks: Ranks, title: str, strategy: str) -> Iterator[tuple[str, Callable[[], tuple[bool, str]]]]:
     """What must be right: numbers, bytes, memory."""
     from zeromesh.measure.parity import largest_difference
     from zeromesh.measure.steps import Training
 
     name = f"{title} ({strategy})"
-    yield _judge(f"parity, {name}", lambda: _parity(largest_difference(ranks, strategy)))
-    yield _judge(f"bytes and memory, {name}", lambda: _accounts(Training(ranks, _small_batch(), strategy)))
+    yield f"parity, {name}", lambda: _parity(largest_difference(ranks, strategy))
+    yield f"bytes and memory, {name}", lambda: _accounts(Training(ranks, _small_batch(), strategy))
 
 
 def _small_batch() -> Batch:
     return Batch(model="tiny", dtype="bf16", sequences=1, tokens=16, micro_batches=2)
 
 
-def _judge(name: str, look: Callable[[], tuple[bool, str]]) -> Check:
+def _judge(name: str, look: Callable[[], tuple[bool, str]], checks: list[dict[str, str]]) -> None:
     good, detail = look()
-    return Check(name=name, status="ok" if good else "failed", detail=detail)
+    checks.append({"name": name, "status": "ok" if good else "failed", "detail": detail})
+
+
+def _time(ranks: Ranks, strategy: str, steps: int, found: dict[str, Any]) -> None:
+    from zeromesh.measure.steps import measure_steps
+
+    found[strategy] = measure_steps(ranks, _timed_batch(), strategy, steps=steps, warmup=2)
 
 
 def _parity(difference: float) -> tuple[bool, str]:
