@@ -1,0 +1,182 @@
+"""Quantised messages: bytes a second of making, reading and adding them up, beside a copy of the same tensor.
+
+    python benchmarks/kernels.py --out benchmarks/results/kernels.json
+    python benchmarks/kernels.py --device cpu --mib 1 16
+
+On a GPU the Triton kernels, by events on the stream; on a CPU torch's operations, by the clock, on pieces that stay in
+its cache, as collectives use them. Bytes are what each must read and write at least once: a copy of n elements moves
+2 * n * width. Goal on a GPU: at least 85 % of the copy's rate.
+
+    quantise      tensor -> message
+    dequantise    message -> tensor
+    reduce        messages of all other ranks, own tensor -> message of the sum
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeromesh.comm import QuantFormat
+from zeromesh.comm.quantise import Quantiser
+from zeromesh.comm.quantised import PIECE_NUMEL
+from zeromesh.comm.summing import parts
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+RANKS = 4
+"""Whose messages are added up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A tensor of values and the messages of all ranks, on one device."""
+
+    form: QuantFormat
+    values: Tensor
+    target: Tensor
+    messages: Tensor
+    out: Tensor
+
+    @classmethod
+    def make(cls, form: QuantFormat, numel: int, dtype: torch.dtype, device: str) -> Case:
+        values = torch.randn(numel, device=device).to(dtype)
+        message = torch.zeros(form.message_bytes(numel), dtype=torch.uint8, device=device)
+        return cls(
+            form=form,
+            values=values,
+            target=torch.empty_like(values),
+            messages=message.repeat(RANKS, 1),
+            out=message,
+        )
+
+    def moved_bytes(self) -> dict[str, int]:
+        """By operation."""
+        tensor, message = self.values.nbytes, self.out.nbytes
+        return {
+            "copy": 2 * tensor,
+            "quantise": tensor + message,
+            "dequantise": message + tensor,
+            "reduce": (RANKS - 1) * message + tensor + message,
+        }
+
+    def on_gpu(self) -> dict[str, Callable[[], object]]:
+        """What runs each operation."""
+        from zeromesh.comm.kernels import TritonQuantiser
+
+        quantiser = TritonQuantiser(self.form)
+        return {
+            "copy": lambda: self.target.copy_(self.values),
+            "quantise": lambda: quantiser.quantise(self.values, self.messages[0]),
+            "dequantise": lambda: quantiser.dequantise(self.messages[0], self.target),
+            "reduce": lambda: quantiser.reduce_requantise(self.messages, self.values, 0, self.out, factor=1 / RANKS),
+        }
+
+    def on_cpu(self) -> dict[str, Callable[[], object]]:
+        """The same piece by piece."""
+        quantiser = Quantiser(self.form, PIECE_NUMEL, self.values.device)
+        total = torch.empty(PIECE_NUMEL)
+
+        def pieces() -> Iterator[tuple[slice, slice]]:
+            for part in parts(self.values.numel(), PIECE_NUMEL):
+                yield part, slice(self.form.message_bytes(part.start), self.form.message_bytes(part.stop))
+
+        def quantise() -> None:
+            for part, room in pieces():
+                quantiser.quantise(self.values[part], self.messages[0][room])
+
+        def dequantise() -> None:
+            for part, room in pieces():
+                quantiser.dequantise(self.messages[0][room], self.target[part])
+
+        def reduce() -> None:
+            for part, room in pieces():
+                sums = total[: part.stop - part.start].copy_(self.values[part])
+                for message in self.messages[1:]:
+                    quantiser.dequantise_add(message[room], sums)
+                quantiser.quantise(sums.mul_(1 / RANKS), self.out[room])
+
+        copy = lambda: self.target.copy_(self.values)  # noqa: E731
+        return {"copy": copy, "quantise": quantise, "dequantise": dequantise, "reduce": reduce}
+
+
+def seconds(call: Callable[[], object], device: str, repeats: int) -> float:
+    """Of one call, the median of `repeats`."""
+    for _ in range(2):  # compiled at the first
+        call()
+    if device == "cpu":
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]  # torch leaves it so
+    for start, end in events:
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return float(statistics.median(start.elapsed_time(end) for start, end in events)) / 1e3
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for mib in args.mib:
+        for name, dtype in DTYPES.items():
+            for bits in (8, 4):
+                case = Case.make(QuantFormat(bits=bits), (mib << 20) // dtype.itemsize, dtype, args.device)
+                calls = case.on_cpu() if args.device == "cpu" else case.on_gpu()
+                calls["quantise"]()
+                case.messages.copy_(case.messages[0].clone().expand_as(case.messages))
+                moved = case.moved_bytes()
+                rates = {each: moved[each] / seconds(call, args.device, args.repeats) for each, call in calls.items()}
+                yield {
+                    "tensor_bytes": case.values.nbytes,
+                    "dtype": name,
+                    "bits": bits,
+                    "bytes_per_s": {each: round(rate) for each, rate in rates.items()},
+                    "share_of_copy": {each: round(rates[each] / rates["copy"], 3) for each in calls if each != "copy"},
+                }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024], help="sizes of the tensor")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", default="")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device; --device cpu --mib 1 16 measures torch's operations on the processor")
+    if args.repeats < 1 or min(args.mib) < 1:
+        parser.error(f"--repeats and --mib must be at least 1; got {args.repeats} and {min(args.mib)}")
+    torch.set_num_threads(1)
+    results = []
+    for row in rows(args):
+        results.append(row)
+        print(json.dumps(row), flush=True)
+    setting = {
+        "date": date.today().isoformat(),
+        "machine": torch.cuda.get_device_name() if args.device != "cpu" else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "threads": 1,
+        "load_average": os.getloadavg()[0],
+        "ranks": RANKS,
+    }
+    if args.out:
+        Path(args.out).write_text(json.dumps({"setting": setting, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
