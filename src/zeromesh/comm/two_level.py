@@ -92,14 +92,19 @@ def hierarchical_reduce_scatter(
 
 
 @hosted
-def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup) -> None:
+def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool = False) -> None:
     """`hierarchical_all_gather` with both levels at work at once.
+
+    Args:
+        region: [Note: Two levels]; this rank's shard is filled.
+        reduced: whether it follows a reduction, in the order of the reductions' communicators.
 
     Raises:
         CommunicationError: a peer died or stalled, or issued something else.
         InputError: the backend is not gloo.
     """
-    grid = _Grid.of(region, major, minor, "all_gather")
+    channels = (major.reduce, minor.reduce) if reduced else (major.gather, minor.gather)
+    grid = _Grid.of(region, major, minor, "all_gather", channels)
     numel = slice_bytes(bytes_of(grid.shards[0][0])) // region.element_size()
     size, own = minor.size, minor.rank
     # Shards reach this rank along the ring in this order, its own first; the same on all ranks of its major axis.
@@ -149,7 +154,7 @@ def ho_ring_reduce_scatter(
         CommunicationError: a peer died or stalled, or issued something else.
         InputError: the backend is not gloo.
     """
-    grid = _Grid.of(region, major, minor, "reduce_scatter")
+    grid = _Grid.of(region, major, minor, "reduce_scatter", (major.reduce, minor.reduce))
     terms = WINDOW * (minor.size * (major.size - 1) + minor.size - 1)
     wide = sum_dtype(region.dtype, out.dtype)
     scratch = SumScratch.cut(
@@ -175,15 +180,16 @@ class _Grid:
     minor: Exchange
 
     @classmethod
-    def of(cls, region: Tensor, major: AxisGroup, minor: AxisGroup, operation: str) -> _Grid:
-        def exchange(group: AxisGroup) -> Exchange:
+    def of(
+        cls, region: Tensor, major: AxisGroup, minor: AxisGroup, operation: str, channels: tuple[Channel, Channel]
+    ) -> _Grid:
+        def exchange(group: AxisGroup, channel: Channel) -> Exchange:
             check_ho_ring(group)
-            channel: Channel = group.gather if operation == "all_gather" else group.reduce
             return Exchange(group, channel, operation, region.numel(), region.element_size(), major.size, minor.size)
 
         flat = even_chunks(region, major.size * minor.size)
         rows = [flat[row * minor.size : (row + 1) * minor.size] for row in range(major.size)]
-        return cls(shards=rows, major=exchange(major), minor=exchange(minor))
+        return cls(shards=rows, major=exchange(major, channels[0]), minor=exchange(minor, channels[1]))
 
     def finish(self) -> None:
         self.major.finish()

@@ -251,8 +251,17 @@ class Reduce:
 
     @property
     def plain(self) -> bool:
-        """Whether it is a lossless scatter in the region's own dtype."""
-        return self.operation == "reduce_scatter" and self.form is None and self.staged is None
+        """Whether it is lossless and in the region's own dtype."""
+        return self.form is None and self.staged is None
+
+    def leads_to(self, other: Reduce) -> bool:
+        """Whether both can work at once: scatters, the other on what this one leaves, or gathers of the sum, the other
+        with this one's region as its chunk."""
+        if not (self.plain and other.plain and self.operation == other.operation != "all_reduce"):
+            return False
+        if self.operation == "reduce_scatter":
+            return _same(self.out, other.region)
+        return _same(self.region, _own_chunk(other.region, other.group))
 
     def run(self, workspace: Tensor, accumulate: bool) -> None:
         add = accumulate and self.accumulates
@@ -301,13 +310,20 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class OverlappedReduce:
-    """Two reduce-scatters of which the second works on what the first leaves, both levels at work at once."""
+    """Two reduce-scatters, `major` first, or two gathers of their sum, `minor` first, both levels at work at once."""
 
     major: Reduce
     minor: Reduce
 
+    @property
+    def operation(self) -> str:
+        return self.major.operation
+
     def run(self, workspace: Tensor, accumulate: bool) -> None:
         major, minor = self.major, self.minor
+        if self.operation == "all_gather":
+            ho_ring_all_gather(major.region, major.group, minor.group, reduced=True)
+            return
         ho_ring_reduce_scatter(
             major.region,
             minor.out,
@@ -320,12 +336,16 @@ class OverlappedReduce:
 
 
 def _overlap_reductions(steps: Sequence[Reduce]) -> Iterator[Reduce | OverlappedReduce]:
-    """The same reductions, neighbours overlapped where both are lossless scatters and nothing lies between them."""
+    """The same reductions, neighbours overlapped where one leads to the other."""
     todo = deque(steps)
     while todo:
         step = todo.popleft()
-        inside = bool(todo) and _same(step.out, todo[0].region) and step.plain and todo[0].plain
-        yield OverlappedReduce(step, todo.popleft()) if inside else step
+        if not (todo and step.leads_to(todo[0])):
+            yield step
+        elif step.operation == "all_gather":
+            yield OverlappedReduce(major=todo.popleft(), minor=step)
+        else:
+            yield OverlappedReduce(major=step, minor=todo.popleft())
 
 
 @dataclass(frozen=True, slots=True)

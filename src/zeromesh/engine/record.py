@@ -409,7 +409,5 @@ def _operation(step: Step) -> str:
     match step:
         case Gather() | OverlappedGather():
             return "all_gather"
-        case OverlappedReduce():
-            return "reduce_scatter"
         case _:
             return step.operation

@@ -281,7 +281,8 @@ def _fill(pool: _Pool, bounds: Bounds, space: Space, limit_bytes: float) -> None
     least = min(settings, key=lambda setting: setting.extra_bytes)
     for block in space.blocks():
         if bounds.collective == "ho_ring":
-            block = block.choose(np.flatnonzero(block.levels_sharded() > 1))  # the others do not differ
+            # Those that shard over one level do not differ; those that replicate over several sum by level.
+            block = block.choose(np.flatnonzero((block.levels_sharded() > 1) & (block.levels_replicated() <= 1)))
             if not len(block):
                 continue
         state = bounds.state_bytes(block)

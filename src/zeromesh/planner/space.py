@@ -148,6 +148,13 @@ class Block:
             counts += np.any(sharded, axis=0)
         return counts
 
+    def levels_replicated(self) -> Integers:
+        """Of each layout, the levels over which everything is replicated, in part at least."""
+        counts = np.zeros(len(self), dtype=np.int64)
+        for level in self.sizes:
+            counts += level[STAGES.index(Stage.ZERO)] > 1
+        return counts
+
     def num_parts(self) -> Integers:
         """Of each layout, the terms of its notation."""
         parts = np.zeros(len(self), dtype=np.int64)

@@ -6,7 +6,8 @@ sends (n_a-1)/n_a * B_a per all-gather or reduce-scatter and twice that per all-
 
 [Note: By level] Several axes of stage 0 are summed over one after the other, the whole region each time. With
 `collective=hierarchical` only the outermost is: on the way there each inner axis scatters, and gathers on
-the way back, which sends as much on the inner axes and divides what the outer ones send by the inner ones' sizes.
+the way back, which sends as much on the inner axes and divides what the outer ones send by the inner ones' sizes. With
+`collective=ho_ring` the outermost scatters and gathers too: the same bytes, in pairs that overlap.
 
 [Note: Order] A gather goes from the least significant axis to the most, so each step's region lies inside the next
 one's; a reduction goes the other way. Where stages fall from inner to outer axis the slow link carries the small
@@ -181,8 +182,8 @@ def _by_level(steps: list[Transfer], axis: Axis, layout: Layout, buffer: FlatBuf
 def overlapped(steps: Sequence[Transfer], held: str, *, kept: bool = False) -> list[tuple[Transfer, ...]]:
     """The steps of a chain as `collective=ho_ring` carries them out: neighbours in pairs, both levels at work at once.
 
-    A step has a partner where both scatter, or both gather parameters, lossless and in the dtype of the region, so
-    that nothing is copied between them; a gather chain with any other wire is staged as a whole and has none.
+    A step has a partner where both scatter, or both gather, lossless and in the dtype of the region, so that nothing is
+    copied between them; a chain of gathers with any other wire is staged as a whole and has none.
 
     Args:
         steps: of `unshard`, `refresh`, `reduce_micro` or `reduce_boundary`.
@@ -195,7 +196,7 @@ def overlapped(steps: Sequence[Transfer], held: str, *, kept: bool = False) -> l
     groups: list[tuple[Transfer, ...]] = []
     for step in steps:
         alone = len(groups[-1]) == 1 if groups else False
-        if alone and _follows(groups[-1][0], step, held, kept) and (gathers or step.operation == "reduce_scatter"):
+        if alone and _follows(groups[-1][0], step, held, kept):
             groups[-1] += (step,)
         else:
             groups.append((step,))

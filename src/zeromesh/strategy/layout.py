@@ -102,12 +102,18 @@ class Layout:
         return tuple(axis for axis in self.axes if not axis.stage.shards_states)
 
     def _scattered_replicas(self) -> tuple[Axis, ...]:
-        """Those of the replica axes, innermost first, over which a sum is scattered before the outermost is summed over
-        and gathered again after it. A quantised wire sums over its axis as a whole."""
-        if self.strategy.collective != "hierarchical":
+        """Those of the replica axes, innermost first, over which a sum is scattered and then gathered again: with
+        `hierarchical` all but the outermost, which is summed over in between; with `ho_ring` all, since scatters
+        overlap with scatters and gathers with gathers. A quantised wire sums over its axis as a whole."""
+        axes = tuple(axis for axis in self.replica_axes if axis.size > 1)
+        if len(axes) < 2 or any(axis.wire.quantised for axis in axes):
             return ()
-        axes = [axis for axis in self.replica_axes if axis.size > 1]
-        return () if any(axis.wire.quantised for axis in axes) else tuple(axes[:-1])
+        match self.strategy.collective:
+            case "hierarchical":
+                return axes[:-1]
+            case "ho_ring":
+                return axes
+        return ()
 
     def degree(self, axes: Sequence[Axis]) -> int:
         """Number of shards over the given axes."""

@@ -23,26 +23,28 @@ from zeromesh.comm.two_level import (
 from zeromesh.errors import InputError
 from zeromesh.strategy import Layout
 
-SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2)]
+SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2), (2, 3, "cluster"), (3, 2, "cluster")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def levels(major: int, minor: int, timeout_s: float | None = None) -> tuple[AxisGroup, AxisGroup]:
-    """Groups of a node of `major` ranks, of which there are `minor`."""
-    mesh = init_device_mesh("cpu", (minor, major), mesh_dim_names=("cluster", "node"))
+def levels(node: int, cluster: int, first: str = "node", timeout_s: float | None = None) -> tuple[AxisGroup, AxisGroup]:
+    """Groups of the `first` axis, which is the major one, and of the other."""
+    mesh = init_device_mesh("cpu", (cluster, node), mesh_dim_names=("cluster", "node"))
     groups = make_groups(
-        mesh, Layout.of("node=3,cluster=3", [("node", major), ("cluster", minor)]).axes, timeout_s=timeout_s
+        mesh, Layout.of("node=3,cluster=3", [("node", node), ("cluster", cluster)]).axes, timeout_s=timeout_s
     )
-    return groups["node"], groups["cluster"]
+    major = groups.pop(first)
+    (minor,) = groups.values()
+    return major, minor
 
 
 def values(rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed * 1000 + rank)).to(dtype)
 
 
-def shard_of(rank: int, major: int, minor: int) -> int:
-    node, cluster = rank % major, rank // major
-    return node * minor + cluster
+def shard_of(rank: int, nodes: int, clusters: int, first: str = "node") -> int:
+    node, cluster = rank % nodes, rank // nodes
+    return node * clusters + cluster if first == "node" else cluster * nodes + node
 
 
 def gather(shape, shard, dtype, seed):
@@ -62,8 +64,8 @@ def gather(shape, shard, dtype, seed):
         assert torch.equal(region, exact)
         item = exact.element_size()
         expected = {
-            "cluster": (minor.size - 1) * shard * item,
-            "node": (major.size - 1) * minor.size * shard * item,
+            minor.name: (minor.size - 1) * shard * item,
+            major.name: (major.size - 1) * minor.size * shard * item,
         }
         assert {sent.axis: sent.sent_bytes for sent in seen} == expected
         assert {sent.operation for sent in seen} == {"all_gather"}
@@ -84,8 +86,8 @@ def scatter(shape, shard, wire, out, seed, scales, accumulate, workspace_share=1
         results.append(result)
         item = region.element_size()
         expected = {
-            "node": (major.size - 1) * minor.size * shard * item,
-            "cluster": (minor.size - 1) * shard * item,
+            major.name: (major.size - 1) * minor.size * shard * item,
+            minor.name: (minor.size - 1) * shard * item,
         }
         assert {sent.axis: sent.sent_bytes for sent in seen} == expected
     assert torch.equal(results[0], results[1])
@@ -118,7 +120,7 @@ def test_reduce_scatter(pool: Pool, shape, shard, wire, out, seed, scales, accum
 
 
 def test_regions_of_many_slices(pool: Pool):
-    for shape in ((2, 2), (2, 3)):
+    for shape in ((2, 2), (2, 3), (2, 3, "cluster")):
         world = shape[0] * shape[1]
         pool.run(world, gather, shape, 150_001, "fp32", 1)
         pool.run(world, scatter, shape, 150_001, "fp32", "fp32", 1, (0.5, 0.5), True)

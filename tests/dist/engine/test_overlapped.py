@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, mesh_of
+from tests.dist.engine.reference import TIMEOUT_S, Case, check, mesh_of
 from tests.dist.engine.test_parity import trained
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine import chain
@@ -28,7 +28,9 @@ def trained_and_counted(strategy: str, case: Case, *shape: int) -> tuple[list[tu
         return trained(strategy, case, *shape), gather.call_count, reduce.call_count
 
 
-@pytest.mark.parametrize("strategy", ["node=3,cluster=3", "node=2,cluster=2", "node=3d,cluster=3d", "node=1,cluster=1"])
+@pytest.mark.parametrize(
+    "strategy", ["node=3,cluster=3", "node=2,cluster=2", "node=3d,cluster=3d", "node=1,cluster=1", "node=0,cluster=0"]
+)
 def test_equal_to_the_bit(pool: Pool, strategy):
     case = Case(precision="fp32", steps=3)
     plain, *none = pool.run(4, trained_and_counted, strategy, case, timeout_s=TIMEOUT_S)[0]
@@ -47,6 +49,7 @@ def test_equal_to_the_bit(pool: Pool, strategy):
         ((3, 2), "node=3d,cluster=1"),
         ((2, 2, 2), "node=3,cluster=3,region=3"),
         ((2, 2, 2), "node=3,cluster=2,region=1"),
+        ((2, 2, 2), "node=0,cluster=0,region=0"),
     ],
 )
 def test_equal_to_the_bit_on_other_meshes(pool: Pool, shape, strategy):
@@ -57,6 +60,12 @@ def test_equal_to_the_bit_on_other_meshes(pool: Pool, shape, strategy):
     )
     for (values, *none), (same, gathers, reductions) in zip(plain, overlapped, strict=True):
         assert same == values and none == [0, 0] and gathers + reductions > 0
+
+
+@on_ranks(8, timeout_s=TIMEOUT_S)
+def test_sums_over_replicas_beside_shards():
+    """Not to the bit: regions are padded to be scattered, so the ranks' parts of the gradient's norm are others."""
+    check("node=3,cluster=0,region=0;collective=ho_ring", Case(world=8, weighted=True), 2, 2, 2)
 
 
 def test_staged_wires_are_not_overlapped(pool: Pool):
@@ -81,6 +90,8 @@ def test_flat_is_refused():
         "node=2,cluster=2@/int4",
         "node=1@fp32/,cluster=1",
         "node=3d,cluster=1",
+        "node=0@/fp32,cluster=0@/fp32",
+        "node=0,cluster=0",
     ],
 )
 @on_ranks(4, timeout_s=TIMEOUT_S)

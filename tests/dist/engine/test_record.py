@@ -34,6 +34,7 @@ SPECIAL = [
     "node=1,cluster=3;overlap=gather",
     "node=3,cluster=3;collective=ho_ring",
     "node=0,cluster=0;collective=hierarchical",
+    "node=0,cluster=0;collective=ho_ring",
     "node=3@int8/int4,cluster=3k@int8/int4",
     "node=3d,cluster=1",
 ]

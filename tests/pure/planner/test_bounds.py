@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +41,8 @@ def test_bounds_lie_below_the_simulation(data: st.DataObject) -> None:
     bounds = Bounds(model, cluster, workload, default_constants(), wires, collective)
     space = Space(cluster.axes, "all")
     block = next(iter(space.blocks()))
+    if collective == "ho_ring":  # sums by level have no bound, and are not searched
+        block = block.choose(np.flatnonzero(block.levels_replicated() <= 1))
     row = data.draw(st.integers(0, len(block) - 1))
     recomputation = data.draw(st.sampled_from(list(Recomputation)))
     strategy = space.strategy([int(column[row]) for column in block.indices], wires)

@@ -208,7 +208,17 @@ def test_bytes_of_one_collective(operation, expected):
             "node=0,cluster=0;collective=hierarchical",
             [("reduce_scatter", "node", 24), ("all_reduce", "cluster", 12), ("all_gather", "node", 24)],
         ),
+        (
+            "node=0,cluster=0;collective=ho_ring",
+            [
+                ("reduce_scatter", "node", 24),
+                ("reduce_scatter", "cluster", 12),
+                ("all_gather", "cluster", 12),
+                ("all_gather", "node", 24),
+            ],
+        ),
         ("node=3,cluster=0;collective=hierarchical", [("all_reduce", "cluster", 12)]),
+        ("node=3,cluster=0;collective=ho_ring", [("all_reduce", "cluster", 12)]),
         (
             "node=0@/int8,cluster=0;collective=hierarchical",
             [("all_reduce", "node", 24), ("all_reduce", "cluster", 24)],
