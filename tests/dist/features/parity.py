@@ -8,7 +8,7 @@ the whole tensors, and at the end the whole state dict.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,11 @@ def close(ours: Tensor, theirs: Tensor, what: str, bound: float = BOUND) -> None
     torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=bound, atol=bound, msg=lambda text: f"{what}: {text}")
 
 
+def shown(model: nn.Module) -> list[bool]:
+    """Of which parameters an optimizer would see a gradient."""
+    return [param.grad is not None for param in model.parameters()]
+
+
 def same_grads(model: nn.Module, plain: nn.Module, bound: float = BOUND) -> None:
     """This rank's gradients are slices of the plain model's; both have one, or neither has."""
     params = sharded_params(model)
@@ -126,6 +131,26 @@ def same_params(model: nn.Module, plain: nn.Module, bound: float = BOUND) -> Non
     params = sharded_params(model)
     for name, expected in plain.named_parameters(remove_duplicate=False):
         close(params[name].local, local_part(params[name], expected), name, bound)
+
+
+def same_optimizer_states(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plain: nn.Module,
+    plain_optimizer: torch.optim.Optimizer,
+    bound: float = BOUND,
+) -> None:
+    """Moments are slices of the plain optimizer's, and all else of a parameter's state, such as its steps, is equal."""
+    params = sharded_params(model)
+    for name, expected in plain.named_parameters(remove_duplicate=False):
+        ours, theirs = optimizer.state.get(params[name], {}), plain_optimizer.state.get(expected, {})
+        assert ours.keys() == theirs.keys(), f"optimizer states of {name}: {sorted(ours)}, should be {sorted(theirs)}"
+        for key, value in theirs.items():
+            whole = not isinstance(value, Tensor) or value.shape != expected.shape or key == "step"
+            if not whole:
+                close(ours[key], local_part(params[name], value), f"{key} of {name}", bound)
+            else:
+                assert ours[key] == value, f"{key} of {name} is {ours[key]}, should be {value}"
 
 
 def same_state(model: nn.Module, plain: nn.Module, bound: float = BOUND) -> None:
@@ -154,6 +179,7 @@ class Pair:
         prepare: changes both copies before sharding.
         options: of `zm.shard`.
         bound: largest difference, relative or absolute.
+        clip: norm to clip to; None neither clips nor looks at the norm.
     """
 
     base: nn.Module
@@ -164,6 +190,7 @@ class Pair:
     prepare: Callable[[nn.Module], object] = lambda model: None
     options: dict[str, Any] = field(default_factory=dict)
     bound: float = BOUND
+    clip: float | None = None
     plain: nn.Module = field(init=False)
     model: nn.Module = field(init=False)
 
@@ -180,9 +207,12 @@ class Pair:
                 (loss / self.micro_batches / WORLD).backward()
 
     def backward(self, step: int) -> None:
+        before = shown(self.model)
         for micro in range(self.micro_batches):
-            with zm.accumulate(self.model, last=micro == self.micro_batches - 1):
+            last = micro == self.micro_batches - 1
+            with zm.accumulate(self.model, last=last):
                 self.micro_backward(step, micro)
+            assert last or shown(self.model) == before, "gradients are shown before the last micro-batch"
 
     def micro_backward(self, step: int, micro: int) -> None:
         loss = self.loss_of(self.model, self.data_of(step, micro, dist.get_rank()))
@@ -201,18 +231,40 @@ class Pair:
         self, steps: int = 3, make_optimizer: MakeOptimizer = adamw, after_step: Callable[[int], object] | None = None
     ) -> None:
         """Steps of both, compared all along."""
-        optimizers = [make_optimizer(m.parameters()) for m in (self.plain, self.model)]
-        for step in range(steps):
-            self.plain_backward(step)
-            self.backward(step)
-            self.same_grads()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            self.same_params()
-            if after_step:
-                after_step(step)
-        self.same_state()
+        train_side_by_side([self], steps, make_optimizer, after_step)
+
+
+def train_side_by_side(
+    pairs: Sequence[Pair],
+    steps: int,
+    make_optimizer: MakeOptimizer = adamw,
+    after_step: Callable[[int], object] | None = None,
+) -> None:
+    """Steps of several sharded copies of one model and of one plain copy, which is what costs; compared all along."""
+    first = pairs[0]
+    for pair in pairs:
+        pair.plain = first.plain
+    plain_optimizer = make_optimizer(first.plain.parameters())
+    optimizers = [make_optimizer(pair.model.parameters()) for pair in pairs]
+    for step in range(steps):
+        first.plain_backward(step)
+        for pair in pairs:
+            pair.backward(step)
+            pair.same_grads()
+        if first.clip is not None:
+            norm = nn.utils.clip_grad_norm_(first.plain.parameters(), first.clip)
+            for pair in pairs:
+                close(zm.clip_grad_norm_(pair.model, first.clip), norm, f"norm of {pair.strategy}", pair.bound)
+        for optimizer in (plain_optimizer, *optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+        for pair in pairs:
+            pair.same_params()
+        if after_step:
+            after_step(step)
+    for pair, optimizer in zip(pairs, optimizers, strict=True):
+        same_optimizer_states(pair.model, optimizer, pair.plain, plain_optimizer, pair.bound)
+        pair.same_state()
 
 
 def check(base: nn.Module, strategy: str, **arguments: Any) -> Pair:

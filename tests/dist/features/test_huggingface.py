@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist.features.parity import STRATEGIES, Pair, tokens
+from tests.dist.features.parity import STRATEGIES, Pair, tokens, train_side_by_side
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 
@@ -79,19 +79,28 @@ UNITS = {
 }
 
 
+FURTHER = {kind: ("node=3d,cluster=3", "node=2,cluster=3k") for kind in ("llama", "mixtral")}
+"""A deferred stage; gradients sharded further than parameters, of which a copy is kept."""
+
+
 @pytest.mark.parametrize("kind", UNITS)
 @on_ranks(4, timeout_s=50)
 def test_trains_as_plain(kind):
-    for strategy in STRATEGIES:
-        pair = Pair(
+    pairs = [
+        Pair(
             base=build(kind),
             strategy=strategy,
             loss_of=loss_of,
             data_of=lambda step, micro, rank: data_of(kind, step, micro, rank),
+            micro_batches=3,
             options={"bucket_bytes": 0},
+            clip=0.5,
         )
+        for strategy in (*STRATEGIES, *FURTHER.get(kind, ()))
+    ]
+    for pair in pairs:
         assert sorted(unit.name for unit in engine_of(pair.model).units) == UNITS[kind]
-        pair.train(steps=2)
+    train_side_by_side(pairs, steps=5)
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,14 @@ def test_groups_by_name_and_ndim(strategy):
 
 
 class Several:
-    """Several optimizers behind the two calls that `Pair` makes."""
+    """Several optimizers behind what `Pair` asks of one."""
 
     def __init__(self, optimizers: list[optim.Optimizer], every: list[int]) -> None:
         self.optimizers, self.every, self.steps = optimizers, every, 0
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
 
     def step(self) -> None:
         for optimizer, every in zip(self.optimizers, self.every, strict=True):
