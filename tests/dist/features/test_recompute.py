@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.dist.features.parity import DEFERRED, STRATEGIES, Block, Net, Pair, check, net
-from tests.dist.pool import on_ranks
+import zeromesh as zm
+from tests.dist.features.parity import (
+    DEFERRED,
+    STRATEGIES,
+    Block,
+    Net,
+    Pair,
+    check,
+    net,
+    next_token_loss,
+    same_grads,
+    same_params,
+    sgd,
+    tokens,
+)
+from tests.dist.pool import kept, on_ranks
 from zeromesh.engine.api import engine_of
 
 ALL = (*STRATEGIES, DEFERRED, "node=3,cluster=3k")
@@ -165,6 +182,9 @@ def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     return graph.forward
 
 
+COMPILERS = ("c++", "g++", "clang++")
+
+
 def compile_list(model: Any) -> None:
     for index, block in enumerate(model.blocks):
         model.blocks[index] = torch.compile(block, backend=counting)
@@ -201,3 +221,47 @@ def test_compiled_blocks(wrap):
         # norm, up, tanh, down, times gain, plus x
         assert graphs and max(graphs) >= 6
         assert len(graphs) <= 3
+
+
+@on_ranks(4, timeout_s=50)
+def test_compiled_backwards_where_parameters_are_kept_and_where_they_are_not_sharded():
+    """Ahead of time, so that the backward too is a graph, over parameters that it finds where the forward saw them."""
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+    for strategy in ("node=3,cluster=3k", "node=0,cluster=1"):
+        torch._dynamo.reset()
+        Wrapped(base=net(), strategy=strategy, wrap=ahead_of_time).train(steps=2)
+
+
+@pytest.mark.timeout(300)  # imports and C++ compilers: seconds on an idle machine, a minute on a busy one
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason=f"inductor needs one of {', '.join(COMPILERS)}")
+@on_ranks(2, timeout_s=280)
+def test_blocks_that_inductor_compiles(tmp_path):
+    """Torch's default back end: kernels in C++ that read the gather slots by address."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # inductor's imports, of what torch itself has deprecated
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+    plain, model = net(), net()
+    batches = [tokens(0, 0, rank) for rank in range(2)]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        # In this process; a header that is compiled ahead pays only for many kernels.
+        torch._inductor.config.patch(compile_threads=1, cpp_cache_precompile_headers=False),
+    ):
+        # For these ranks alone: what an earlier session compiled would leave nothing to be tried.
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        torch._dynamo.reset()
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block)  # type: ignore[assignment]
+        mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+        zm.shard(model, mesh, "node=3")
+        optimizers = [sgd(m.parameters()) for m in (plain, model)]
+        for _ in range(2):
+            for batch in batches:
+                (next_token_loss(plain, batch) / 2).backward()
+            next_token_loss(model, batches[dist.get_rank()]).backward()
+            same_grads(model, plain)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        same_params(model, plain)
+        torch._dynamo.reset()
+    assert list(tmp_path.rglob("*.so"))
