@@ -6,6 +6,7 @@ model frees everything at once.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -119,6 +120,12 @@ class Control:
 
     def require_same(self, what: str, text: str) -> None:
         """Raises MismatchError on every rank if `text` differs between ranks."""
+        # Thousands of ranks compare a word each; texts are exchanged only to say what differs.
+        word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        words = torch.tensor([word, -word], dtype=torch.int64, device=self.device)
+        highest, lowest = self.reduce(words, dist.ReduceOp.MAX).tolist()
+        if highest == -lowest:
+            return
         texts = self._gather(text)
         for rank, other in enumerate(texts):
             if other != texts[0]:
