@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import date
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeromesh as zm
 from zeromesh.comm import make_groups, reduce_scatter, workspace_bytes
+from zeromesh.measure.machine import processor_name
 from zeromesh.strategy import Layout
 
 Step = Callable[[], None]
@@ -238,21 +239,24 @@ def run(rank: int, world: int, store: str, args: argparse.Namespace) -> None:
 
 
 def write(results: list[dict[str, Any]], world: int, args: argparse.Namespace) -> None:
+    """Adds rows to what the file holds; a row of the same setting is replaced."""
+    if not args.out:
+        return
+    path = Path(args.out)
+    held = json.loads(path.read_text())["results"] if path.exists() else []
+    case = {"ranks": world, "model": args.model, "sequences": args.sequences, "tokens": args.tokens}
+    taken = {"date": date.today().isoformat(), "load_average": round(os.getloadavg()[0], 2)}
+    rows = {_setting_of(row): row for row in [*held, *({**case, **row, **taken} for row in results)]}
     setting = {
-        "date": date.today().isoformat(),
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
-    }
-    setting |= {
+        "machine": processor_name(),
         "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "ranks": world,
-        "model": args.model,
-        "tokens": args.tokens,
-        "sequences": args.sequences,
+        **{name: version(name) for name in ("zeromesh", "torch", "transformers")},
     }
-    if args.out:
-        Path(args.out).write_text(json.dumps({"setting": setting, "results": results}, indent=1) + "\n")
+    path.write_text(json.dumps({"setting": setting, "results": list(rows.values())}, indent=1) + "\n")
+
+
+def _setting_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("pair", "dtype", "micro_batches", "ranks", "model", "sequences", "tokens"))
 
 
 def main() -> None:
@@ -264,7 +268,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--only", default="", help="pairs whose name contains this")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
-    parser.add_argument("--out", default="")
+    parser.add_argument("--out", default="", help="file to which rows are added")
     args = parser.parse_args()
     if args.ranks == 1 and args.dtypes != ["float32"]:
         parser.error("plain PyTorch has no fp32 masters: one process is compared in float32 only")

@@ -36,9 +36,15 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
 def _name(device: torch.device) -> str:
     if device.type != "cpu":
         return torch.cuda.get_device_name(device)
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return f"{processor_name()}, {torch.get_num_threads()} thread(s)"
+
+
+def processor_name() -> str:
+    """The processor's model, or its architecture where the system does not say."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {torch.get_num_threads()} thread(s)"
+    return models[0] if models else platform.machine()
 
 
 def _ranks_on_this_machine() -> int:
