@@ -5,17 +5,16 @@ The same comparison with plain training as on the host, under the same delays: h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
 import torch
 
 import zeromesh as zm
-from tests.dist.engine.delays import delays, without_start_of_streams
+from tests.dist.engine.delays import delays
 from tests.dist.engine.reference import Case, Unequal, backward, check, mesh_of, sharded
-from tests.dist.engine.test_delays import FAULTS, STRATEGIES
+from tests.dist.engine.test_delays import STRATEGIES
+from tests.dist.engine.test_streams import ON_STREAMS
 from tests.dist.pool import Pool, on_ranks
 from tests.gpu.conftest import TIMEOUT_S
 from tests.pure.strategy.mixes import mixes, notation
@@ -78,9 +77,6 @@ def trained(strategy: str, case: Case) -> list[torch.Tensor]:
         return [param.local.detach().cpu() for param in engine_of(model).optimizer_params()]
 
 
-ON_STREAMS: dict[str, tuple[str, Callable[[], AbstractContextManager[None]]]] = FAULTS | {
-    "the computation, before a lane reads its results": ("node=3,cluster=1", without_start_of_streams)
-}
 LATE_S = 0.05
 """More than what the host is behind the device."""
 
