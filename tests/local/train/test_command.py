@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from zeromesh.train.summary import KINDS
 
 CONFIG = """
 strategy = "node=3"
@@ -42,7 +45,9 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def zeromesh_train(file: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def zeromesh_train(
+    file: Path, *arguments: str, timeout_s: float = 55, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zeromesh.cli", "train", str(file), *arguments]
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
@@ -51,7 +56,7 @@ def zeromesh_train(file: Path, *arguments: str, **environment: str) -> subproces
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=timeout_s,
         check=False,
     )
 
@@ -65,6 +70,23 @@ def test_run_of_two_local_processes(file: Path) -> None:
     assert [line["tokens"] for line in lines] == [80, 80, 80]
     assert "step 3/3" in done.stdout
     assert "predicted and measured agree on all 2 devices" in done.stdout
+
+
+@pytest.mark.timeout(240)  # 4 processes that import transformers: most of it on a busy machine
+def test_the_demo(tmp_path: Path) -> None:
+    """`make demo`, but for the number of its steps: from the sources of Python's standard library to the table."""
+    demo = Path(__file__).parents[3] / "examples/demo.toml"
+    changes = (f'run.directory="{tmp_path}"', "run.steps=3", "eval.sequences=4")
+    done = zeromesh_train(demo, *(word for change in changes for word in ("--set", change)), timeout_s=230)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3] and lines[-1]["eval_loss"] > 0
+    assert [line["tokens"] for line in lines] == [16 * 128] * 3
+    names = [*KINDS.values(), "total", "node: 2 ranks, stage 3", "cluster: 2 ranks, stage 1"]
+    for name in names:
+        row = re.search(rf"^{re.escape(name)} +([\d,]+) +([\d,]+)$", done.stdout, re.MULTILINE)
+        assert row and row[1] == row[2] != "0", (name, done.stdout)
+    assert "predicted and measured agree on all 4 devices" in done.stdout
 
 
 def test_wrong_key_is_one_message_and_exit_code_2(file: Path) -> None:
