@@ -167,7 +167,8 @@ def measure_steps(
     engine_of(training.model).interpreter.quiesce()  # refreshes of the last step before would be counted
     dist.barrier()
     mark("begin")
-    step_s = training.timed(steps)
+    with zm.traffic_report(training.model, micro_batches=batch.micro_batches) as traffic:
+        step_s = training.timed(steps)
     traces = training.recorded(steps)
     mark("end")
     split = [(trace.seconds(kind="compute"), trace.seconds(kind="wait")) for trace in traces]
@@ -175,15 +176,15 @@ def measure_steps(
     dist.all_reduce(found)
     seconds = found / ranks.world
     schedule = engine_of(training.model).schedule
-    axes = [axis.name for axis in schedule.layout.axes]
-    sent = torch.tensor([sum(t.sent_bytes(axis=axis) for t in traces) / len(traces) for axis in axes])
+    lines = traffic.lines(steps)
+    sent = torch.tensor([line.sent_bytes for line in lines], dtype=torch.float64)
     dist.all_reduce(sent)
     memory = zm.memory_report(training.model, training.optimizer)
     return {
         "step_s": seconds[:, 0].tolist(),
         "compute_s": seconds[:, 1].tolist(),
         "exposed_s": seconds[:, 2].tolist(),
-        "sent_bytes": dict(zip(axes, (sent / ranks.world).tolist(), strict=True)),
+        "sent_bytes": {line.axis: mean for line, mean in zip(lines, (sent / ranks.world).tolist(), strict=True)},
         "memory_bytes": {line.kind: (line.predicted_bytes, line.allocated_bytes) for line in memory},
         "traces": [to_json(trace) for trace in traces],
         "schedule": schedule_json(schedule),
