@@ -9,7 +9,7 @@ its cache, as collectives use them. Bytes are what each must read and write at l
 
     quantise      tensor -> message
     dequantise    message -> tensor
-    reduce        messages of all other ranks, own tensor -> message of the sum
+    reduce        messages of all other ranks, own tensor -> sum
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 from zeromesh.comm import QuantFormat
 from zeromesh.comm.quantise import Quantiser
 from zeromesh.comm.quantised import PIECE_NUMEL
-from zeromesh.comm.summing import parts
+from zeromesh.comm.summing import Target, parts
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RANKS = 4
@@ -41,13 +41,12 @@ RANKS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A tensor of values and the messages of all ranks, on one device."""
+    """A tensor of values and the messages of all ranks, on one device; `target` takes what is read back or summed."""
 
     form: QuantFormat
     values: Tensor
     target: Tensor
     messages: Tensor
-    out: Tensor
 
     @classmethod
     def make(cls, form: QuantFormat, numel: int, dtype: torch.dtype, device: str) -> Case:
@@ -58,35 +57,37 @@ class Case:
             values=values,
             target=torch.empty_like(values),
             messages=message.repeat(RANKS, 1),
-            out=message,
         )
+
+    @property
+    def mean(self) -> Target:
+        return Target(out=self.target, scale=1 / RANKS, accumulate=False)
 
     def moved_bytes(self) -> dict[str, int]:
         """By operation."""
-        tensor, message = self.values.nbytes, self.out.nbytes
+        tensor, message = self.values.nbytes, self.messages[0].nbytes
         return {
             "copy": 2 * tensor,
             "quantise": tensor + message,
             "dequantise": message + tensor,
-            "reduce": (RANKS - 1) * message + tensor + message,
+            "reduce": (RANKS - 1) * message + 2 * tensor,
         }
 
     def on_gpu(self) -> dict[str, Callable[[], object]]:
         """What runs each operation."""
         from zeromesh.comm.kernels import TritonQuantiser
 
-        quantiser = TritonQuantiser(self.form)
+        quantiser, whole = TritonQuantiser(self.form), slice(0, self.values.numel())
         return {
             "copy": lambda: self.target.copy_(self.values),
             "quantise": lambda: quantiser.quantise(self.values, self.messages[0]),
             "dequantise": lambda: quantiser.dequantise(self.messages[0], self.target),
-            "reduce": lambda: quantiser.reduce_requantise(self.messages, self.values, 0, self.out, factor=1 / RANKS),
+            "reduce": lambda: quantiser.reduce(self.messages, self.values, 0, self.mean, whole),
         }
 
     def on_cpu(self) -> dict[str, Callable[[], object]]:
         """The same piece by piece."""
         quantiser = Quantiser(self.form, PIECE_NUMEL, self.values.device)
-        total = torch.empty(PIECE_NUMEL)
 
         def pieces() -> Iterator[tuple[slice, slice]]:
             for part in parts(self.values.numel(), PIECE_NUMEL):
@@ -102,10 +103,7 @@ class Case:
 
         def reduce() -> None:
             for part, room in pieces():
-                sums = total[: part.stop - part.start].copy_(self.values[part])
-                for message in self.messages[1:]:
-                    quantiser.dequantise_add(message[room], sums)
-                quantiser.quantise(sums.mul_(1 / RANKS), self.out[room])
+                quantiser.reduce(self.messages[:, room], self.values[part], 0, self.mean, part)
 
         copy = lambda: self.target.copy_(self.values)  # noqa: E731
         return {"copy": copy, "quantise": quantise, "dequantise": dequantise, "reduce": reduce}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from zeromesh.comm.quantise import QuantFormat, Quantiser
+from zeromesh.comm.summing import Target
 
 pytest.importorskip("triton")
 
@@ -50,14 +51,10 @@ def test_messages_and_values_equal_those_of_the_host(form, numel, dtype):
     host.quantise(source, expected)
     device.quantise(source.to(DEVICE), got)
     assert torch.equal(got.cpu(), expected)
-    target, total = torch.full_like(source, math.nan, device=DEVICE), torch.ones(numel, device=DEVICE)
+    target, wanted = torch.full_like(source, math.nan, device=DEVICE), torch.empty_like(source)
     device.dequantise(got, target)
-    device.dequantise_add(got, total)
-    wanted, wanted_total = torch.empty_like(source), torch.ones(numel)
     host.dequantise(expected, wanted)
-    host.dequantise_add(expected, wanted_total)
     assert torch.equal(target.cpu(), wanted)
-    assert torch.equal(total.cpu(), wanted_total)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -73,22 +70,39 @@ def test_error_feedback_equals_that_of_the_host(form):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("own_index", [0, 1, 3])
-def test_reduce_requantise_is_the_three_steps_in_one(form, own_index):
-    numel, ranks = 100_003, 4
-    chunks = [random(numel, 10 + rank) for rank in range(ranks)]
-    messages = torch.zeros(ranks, form.message_bytes(numel), dtype=torch.uint8)
-    host, total = on_host(form, numel), torch.zeros(numel)
-    for rank, chunk in enumerate(chunks):
-        if rank == own_index:
-            total += chunk
-        else:
-            host.quantise(chunk, messages[rank])
-            host.dequantise_add(messages[rank], total)
-    expected, got = room(form, numel), room(form, numel, DEVICE)
-    host.quantise(total * 0.25, expected)
-    TritonQuantiser(form).reduce_requantise(
-        messages.to(DEVICE), chunks[own_index].to(DEVICE), own_index, got, factor=0.25
+@pytest.mark.parametrize(
+    ("dtype", "scale", "accumulate"),
+    [(torch.float32, 1 / 3, False), (torch.float32, 1 / 3, True), (torch.bfloat16, 1.0, True)],
+)
+def test_sums_equal_those_of_the_host(form, own_index, dtype, scale, accumulate):
+    numel, ranks, before = 100_003, 4, 100
+    messages = torch.zeros(ranks, form.message_bytes(numel) + 64, dtype=torch.uint8)
+    for rank in range(ranks):
+        on_host(form, numel).quantise(random(numel, 10 + rank), messages[rank])
+    messages[own_index] = 255  # nan, were it read
+    own, start = random(numel, 10 + own_index).to(dtype), random(before + numel + 1, 20).to(dtype)
+    expected, got = start.clone(), start.to(DEVICE)
+    part = slice(before, before + numel)
+    on_host(form, numel).reduce(
+        messages, own, own_index, Target(out=expected, scale=scale, accumulate=accumulate), part
     )
+    TritonQuantiser(form).reduce(
+        messages.to(DEVICE), own.to(DEVICE), own_index, Target(out=got, scale=scale, accumulate=accumulate), part
+    )
+    assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_sum_may_take_the_place_of_the_own_piece(accumulate):
+    form, numel = QuantFormat(bits=8), 100_003
+    messages = torch.zeros(2, form.message_bytes(numel), dtype=torch.uint8)
+    on_host(form, numel).quantise(random(numel, 1), messages[0])
+    expected, got = random(numel, 2), random(numel, 2).to(DEVICE)
+    for quantiser, received, out in (
+        (on_host(form, numel), messages, expected),
+        (TritonQuantiser(form), messages.to(DEVICE), got),
+    ):
+        quantiser.reduce(received, out, 1, Target(out=out, scale=0.5, accumulate=accumulate), slice(0, numel))
     assert torch.equal(got.cpu(), expected)
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zeromesh.comm.quantise import SMALLEST, QuantFormat
+from zeromesh.comm.summing import Target
 from zeromesh.errors import InputError
 
 ROWS = 8
@@ -131,7 +132,7 @@ def _quantise_kernel(
 @triton.jit
 def _dequantise_kernel(
     codes, scales, target, numel, blocks,
-    HALF: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, ROWS_: tl.constexpr, COLUMNS: tl.constexpr,
+    HALF: tl.constexpr, BITS: tl.constexpr, ROWS_: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
@@ -139,18 +140,15 @@ def _dequantise_kernel(
     bounded = tl.where(columns < HALF, columns, numel)
     low = rows[:, None] * (2 * HALF) + bounded[None, :]
     high = low + HALF
-    if ADD:
-        first += tl.load(target + low, mask=low < numel, other=0.0)
-        second += tl.load(target + high, mask=high < numel, other=0.0)
     tl.store(target + low, first.to(target.dtype.element_ty), mask=low < numel)
     tl.store(target + high, second.to(target.dtype.element_ty), mask=high < numel)
 
 
 @triton.jit
 def _reduce_kernel(
-    codes, scales, codes_stride, scales_stride, own, own_index, out_codes, out_scales, numel, blocks, factor, seed,
-    TERMS: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr,
-    STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr, ROWS_: tl.constexpr, COLUMNS: tl.constexpr,
+    codes, scales, codes_stride, scales_stride, own, own_index, out, numel, blocks, factor,
+    TERMS: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    ROWS_: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
@@ -168,10 +166,15 @@ def _reduce_kernel(
             )
             first += received_first
             second += received_second
-    _store_message(
-        out_codes, out_scales, rows, columns, blocks, low, high, first * factor, second * factor, seed,
-        HALF, BITS, LARGEST, BF16, STOCHASTIC, SMALLEST_,
-    )  # fmt: skip
+    first *= factor
+    second *= factor
+    if ACCUMULATE:
+        _, _, out_first, out_second = _two_halves(out, rows, bounded, numel, HALF)
+        first += out_first
+        second += out_second
+    # `out` may be `own`: whatever is stored here was loaded above by the same program, and by no other.
+    tl.store(out + low, first.to(out.dtype.element_ty), mask=low < numel)
+    tl.store(out + high, second.to(out.dtype.element_ty), mask=high < numel)
 
 
 class TritonQuantiser:
@@ -200,39 +203,23 @@ class TritonQuantiser:
 
     def dequantise(self, message: Tensor, target: Tensor) -> None:
         """See `Quantiser.dequantise`."""
-        self._dequantise(message, target, add=False)
-
-    def dequantise_add(self, message: Tensor, total: Tensor) -> None:
-        """See `Quantiser.dequantise_add`."""
-        self._dequantise(message, total, add=True)
-
-    def reduce_requantise(
-        self, messages: Tensor, own: Tensor, own_index: int, out: Tensor, *, factor: float = 1.0
-    ) -> None:
-        """Sums what several ranks sent and the own chunk, in the order of the ranks, and quantises the sum.
-
-        Args:
-            messages: (ranks, message bytes); the row of `own_index` is not read.
-            own: the own chunk, flat.
-            out: message of the sum times `factor`.
-        """
-        codes, scales = self.form.split(messages[0], own.numel())
-        out_codes, out_scales = self.form.split(out, own.numel())
-        blocks = len(codes)
-        if blocks:
-            _reduce_kernel[self._programs(blocks)](
-                codes, scales, messages.stride(0), messages.stride(0) // scales.element_size(), own, own_index,
-                out_codes, out_scales, own.numel(), blocks, factor, self._seed(),
-                TERMS=len(messages), **self._shape, **self._rounding, **LAUNCH,
-            )  # fmt: skip
-
-    def _dequantise(self, message: Tensor, target: Tensor, *, add: bool) -> None:
         codes, scales = self.form.split(message, target.numel())
         blocks = len(codes)
         if blocks:
             _dequantise_kernel[self._programs(blocks)](
-                codes, scales, target, target.numel(), blocks, **self._shape, ADD=add, **LAUNCH
+                codes, scales, target, target.numel(), blocks, **self._shape, **LAUNCH
             )
+
+    def reduce(self, messages: Tensor, own: Tensor, own_index: int, target: Target, part: slice) -> None:
+        """See `Quantiser.reduce`."""
+        codes, scales = self.form.split(messages[0], own.numel())
+        blocks = len(codes)
+        if blocks:
+            _reduce_kernel[self._programs(blocks)](
+                codes, scales, messages.stride(0), messages.stride(0) // scales.element_size(), own, own_index,
+                target.out[part], own.numel(), blocks, float(target.scale),
+                TERMS=len(messages), **self._shape, ACCUMULATE=target.accumulate, **LAUNCH,
+            )  # fmt: skip
 
     @staticmethod
     def _programs(blocks: int) -> tuple[int]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zeromesh.comm.summing import Target
 from zeromesh.errors import InputError
 from zeromesh.schedule.transfer import QUANTISED_BITS, QUANTISED_BLOCK
 
@@ -135,11 +136,11 @@ class Quantiser:
         if memory is None:
             memory = torch.zeros(self.memory_bytes(form, numel), dtype=torch.uint8, device=device)
         blocks = numel // form.block
-        lengths = [numel, numel, blocks, blocks, numel // 2 if form.stochastic else 0]
+        lengths = [numel, numel, numel, blocks, blocks, numel // 2 if form.stochastic else 0]
         fp32: Tensor = memory[: 4 * sum(lengths)].view(torch.float32)
         starts = [sum(lengths[:index]) for index in range(len(lengths))]
         views = [fp32[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-        self._values, self._scratch, inverse, lowest, noise = views
+        self._values, self._scratch, self._total, inverse, lowest, noise = views
         self._inverse, self._lowest = inverse.view(-1, 1), lowest.view(-1, 1)
         self._noise = noise.view(torch.int16)
         self._generator = generator
@@ -147,7 +148,7 @@ class Quantiser:
     @staticmethod
     def memory_bytes(form: QuantFormat, numel: int) -> int:
         """Bytes of memory for tensors of up to `numel` elements."""
-        return numel * (10 if form.stochastic else 8) + numel // form.block * 8
+        return numel * (14 if form.stochastic else 12) + numel // form.block * 8
 
     def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
         """Writes `source` to `message`.
@@ -175,9 +176,22 @@ class Quantiser:
         """Writes what `message` holds to `target`, rounded once to its dtype."""
         target.copy_(self._unpacked(message, target.numel()))
 
-    def dequantise_add(self, message: Tensor, total: Tensor) -> None:
-        """Adds what `message` holds to `total`, which is wide."""
-        total.add_(self._unpacked(message, total.numel()))
+    def reduce(self, messages: Tensor, own: Tensor, own_index: int, target: Target, part: slice) -> None:
+        """Adds up in fp32, in the order of the ranks, what several of them sent and the own piece as it is.
+
+        Args:
+            messages: (ranks, message bytes); the row of `own_index` is not read.
+            own: flat, of any floating dtype; may be `target.out[part]` itself.
+            target: of the sum.
+            part: of the target, as long as `own`.
+        """
+        total, widened = self._total[: own.numel()].zero_(), self._values[: own.numel()]
+        for rank, message in enumerate(messages):
+            if rank != own_index:
+                total.add_(self._unpacked(message, own.numel()))
+            else:
+                total.add_(own if own.dtype == total.dtype else widened.copy_(own))
+        target.store(total, part, widened)
 
     def _load(self, source: Tensor, residual: Tensor | None) -> Tensor:
         """The source in fp32, filled up with zeros to whole blocks."""

@@ -14,6 +14,7 @@ Chunks travel in pieces: while one is on the wire the next is quantised and the 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -191,34 +192,27 @@ class _Wire:
 
     Args:
         numel: elements of a piece.
-        incoming, outgoing: room for messages, by piece in flight, then by rank.
-        total, widened: for sums of one piece.
+        incoming, outgoing: room for messages, (ranks, bytes) of each piece in flight.
     """
 
     group: AxisGroup
     form: QuantFormat
     quantiser: Quantiser | TritonQuantiser
     numel: int
-    incoming: Sequence[Sequence[Tensor]]
-    outgoing: Sequence[Sequence[Tensor]]
-    total: Tensor
-    widened: Tensor
+    incoming: Sequence[Tensor]
+    outgoing: Sequence[Tensor]
 
     @classmethod
     def cut(cls, form: QuantFormat, group: AxisGroup, workspace: Tensor, generator: torch.Generator | None) -> _Wire:
         unit = 8 * form.block  # keeps every view that follows on a multiple of eight bytes
-        each = Quantiser.memory_bytes(form, unit) + 8 * unit + 2 * WINDOW * group.size * form.message_bytes(unit)
+        each = Quantiser.memory_bytes(form, unit) + 2 * WINDOW * group.size * form.message_bytes(unit)
         numel = min(PIECE_NUMEL // unit, workspace.numel() // each) * unit
         if numel == 0:
             raise InternalError(
                 f"a quantised collective of {group.size} ranks needs {each} bytes; got {len(workspace)}"
             )
-        own = Quantiser.memory_bytes(form, numel)
-        messages = workspace[own + 8 * numel :]
-        total, widened = (workspace[own + i * 4 * numel :][: 4 * numel].view(torch.float32) for i in range(2))
-        length = form.message_bytes(numel)
-        slots = [messages[i * length : (i + 1) * length] for i in range(2 * WINDOW * group.size)]
-        rounds = [slots[i * group.size : (i + 1) * group.size] for i in range(2 * WINDOW)]
+        shape = (2 * WINDOW, group.size, form.message_bytes(numel))
+        rounds = workspace[Quantiser.memory_bytes(form, numel) :][: math.prod(shape)].view(shape).unbind()
         return cls(
             group=group,
             form=form,
@@ -226,8 +220,6 @@ class _Wire:
             numel=numel,
             incoming=rounds[:WINDOW],
             outgoing=rounds[WINDOW:],
-            total=total,
-            widened=widened,
         )
 
     def exchange(self, channel: Channel, operation: str, chunks: Sequence[Tensor]) -> Exchange:
@@ -322,13 +314,8 @@ def _reduce_scatter(
 
     def end(index: int) -> None:
         own = rounds[index][rank]
-        total, widened = wire.total[: own.numel()].zero_(), wire.widened[: own.numel()]
-        for peer, slot in enumerate(wire.incoming[index % WINDOW]):
-            if peer == rank:
-                total.add_(widened.copy_(own))
-            else:
-                wire.quantiser.dequantise_add(wire.room(slot, own), total)
-        target.store(total, slice(index * wire.numel, index * wire.numel + own.numel()), widened)
+        part = slice(index * wire.numel, index * wire.numel + own.numel())
+        wire.quantiser.reduce(wire.incoming[index % WINDOW], own, rank, target, part)
 
     _run(exchange, len(rounds), start, end)
 

@@ -12,6 +12,7 @@ import torch
 
 from zeromesh.comm.kernels import TritonQuantiser
 from zeromesh.comm.quantise import QuantFormat, Quantiser
+from zeromesh.comm.summing import Target
 
 CPU = torch.device("cpu")
 FORMS = [
@@ -47,17 +48,13 @@ def test_messages_and_values_equal_those_of_torch(form, numel, dtype):
     torch_quantiser(form, numel).quantise(source, expected)
     TritonQuantiser(form).quantise(source, got)
     assert torch.equal(got, expected)
-    target, total = torch.full_like(source, math.nan), torch.ones(numel)
+    target, wanted = torch.full_like(source, math.nan), torch.empty_like(source)
     TritonQuantiser(form).dequantise(got, target)
-    TritonQuantiser(form).dequantise_add(got, total)
-    wanted, wanted_total = torch.empty_like(source), torch.ones(numel)
     torch_quantiser(form, numel).dequantise(expected, wanted)
-    torch_quantiser(form, numel).dequantise_add(expected, wanted_total)
     if dtype == torch.float32:
         assert torch.equal(target, wanted)
     else:  # the interpreter cuts bf16 off where devices round
         torch.testing.assert_close(target, wanted, rtol=2**-7, atol=0)
-    torch.testing.assert_close(total, wanted_total, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -71,20 +68,41 @@ def test_error_feedback_equals_that_of_torch(form):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_reduce_requantise_is_the_three_steps_in_one(form):
-    numel, ranks, own_index = 400, 3, 1
-    chunks = [random(numel, 10 + rank) for rank in range(ranks)]
-    messages = torch.zeros(ranks, form.message_bytes(numel), dtype=torch.uint8)
-    quantiser, total = torch_quantiser(form, numel), torch.zeros(numel)
-    for rank, chunk in enumerate(chunks):
-        if rank == own_index:
-            total += chunk
-        else:
-            quantiser.quantise(chunk, messages[rank])
-            quantiser.dequantise_add(messages[rank], total)
-    expected, got = room(form, numel), room(form, numel)
-    quantiser.quantise(total * 0.5, expected)
-    TritonQuantiser(form).reduce_requantise(messages, chunks[own_index], own_index, got, factor=0.5)
+@pytest.mark.parametrize("own_index", [0, 2])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "accumulate"),
+    [(torch.float32, 1 / 3, False), (torch.float32, 1 / 3, True), (torch.bfloat16, 1.0, True)],
+)
+def test_sums_equal_those_of_torch(form, own_index, dtype, scale, accumulate):
+    numel, ranks, before = 400, 3, 100
+    messages = torch.zeros(ranks, form.message_bytes(numel) + 64, dtype=torch.uint8)
+    for rank in range(ranks):
+        torch_quantiser(form, numel).quantise(random(numel, 10 + rank), messages[rank])
+    messages[own_index] = 255  # nan, were it read
+    own, start = random(numel, 10 + own_index).to(dtype), random(before + numel + 1, 20).to(dtype)
+    expected, got = start.clone(), start.clone()
+    part = slice(before, before + numel)
+    torch_quantiser(form, numel).reduce(
+        messages, own, own_index, Target(out=expected, scale=scale, accumulate=accumulate), part
+    )
+    TritonQuantiser(form).reduce(messages, own, own_index, Target(out=got, scale=scale, accumulate=accumulate), part)
+    if dtype == torch.float32:
+        assert torch.equal(got, expected)
+    else:  # the interpreter cuts bf16 off where devices round
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_sum_may_take_the_place_of_the_own_piece(accumulate):
+    form, numel = QuantFormat(bits=8), 400
+    messages = torch.zeros(2, form.message_bytes(numel), dtype=torch.uint8)
+    torch_quantiser(form, numel).quantise(random(numel, 1), messages[0])
+    expected, got = random(numel, 2), random(numel, 2)
+    for quantiser, received, out in (
+        (torch_quantiser(form, numel), messages, expected),
+        (TritonQuantiser(form), messages, got),
+    ):
+        quantiser.reduce(received, out, 1, Target(out=out, scale=0.5, accumulate=accumulate), slice(0, numel))
     assert torch.equal(got, expected)
 
 

@@ -15,8 +15,8 @@ from zeromesh.comm.quantise import QuantFormat
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 TYPES = {
-    "source": "*bf16", "own": "*bf16", "target": "*fp32", "residual": "*fp32", "codes": "*i8", "out_codes": "*i8",
-    "scales": "*fp32", "out_scales": "*fp32", "factor": "fp32",
+    "source": "*bf16", "own": "*bf16", "target": "*fp32", "out": "*fp32", "residual": "*fp32", "codes": "*i8",
+    "scales": "*fp32", "factor": "fp32",
 }  # fmt: skip
 """Of the kernels' arguments, as Triton spells them; the others are `i32`."""
 
@@ -41,8 +41,8 @@ def test_kernels_compile_for_a_gpu_and_round_as_torch_does(bits):
     quantiser = kernels.TritonQuantiser(QuantFormat(bits=bits, stochastic=True), torch.Generator())
     for kernel, options in (
         (kernels._quantise_kernel, {**quantiser._rounding, "FEEDBACK": True}),
-        (kernels._dequantise_kernel, {"ADD": True}),
-        (kernels._reduce_kernel, {**quantiser._rounding, "TERMS": 4}),
+        (kernels._dequantise_kernel, {}),
+        (kernels._reduce_kernel, {"TERMS": 4, "ACCUMULATE": True}),
     ):
         fixed = quantiser._shape | options
         types = {name: "constexpr" if name in fixed else TYPES.get(name, "i32") for name in kernel.arg_names}

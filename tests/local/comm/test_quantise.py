@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.comm.quantise import QuantFormat, Quantiser
+from zeromesh.comm.summing import Target
 from zeromesh.errors import InputError
 from zeromesh.schedule.transfer import wire_bytes
 
@@ -150,13 +151,27 @@ def test_feedback_is_forgotten_after_an_overflow():
     assert (residual == 0).all()
 
 
-def test_a_total_is_added_to():
-    form = QuantFormat(bits=8, block=8)
-    quantiser = Quantiser(form, 16, CPU)
-    message, total = torch.zeros(form.message_bytes(10), dtype=torch.uint8), torch.ones(10)
-    quantiser.quantise(torch.full((10,), 2.0, dtype=torch.bfloat16), message)
-    quantiser.dequantise_add(message, total)
-    assert torch.allclose(total, torch.full((10,), 3.0))
+@pytest.mark.parametrize("own_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("form", [QuantFormat(bits=4, block=8), QuantFormat(bits=8, block=24)], ids=str)
+def test_a_sum_is_that_of_dequantised_messages_in_the_order_of_the_ranks(form, accumulate, out_dtype, own_dtype):
+    quantiser, numel, own_index = Quantiser(form, 72, CPU), 60, 1
+    messages = torch.zeros(3, form.message_bytes(numel), dtype=torch.uint8)
+    own, out = random(numel, 1, 1.0).to(own_dtype), random(numel + 4, 2, 1.0).to(out_dtype)
+    total, term = torch.zeros(numel), torch.empty(numel)
+    for rank, message in enumerate(messages):
+        if rank == own_index:
+            total += own.float()
+            message.fill_(255)  # nan, were it read
+        else:
+            quantiser.quantise(random(numel, 10 + rank, 1.0), message)
+            quantiser.dequantise(message, term)
+            total += term
+    part, expected = slice(3, 3 + numel), out.clone()
+    expected[part] = total * 0.3 + (out[part].float() if accumulate else 0.0)
+    quantiser.reduce(messages, own, own_index, Target(out=out, scale=0.3, accumulate=accumulate), part)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize(
