@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeromesh as zm
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.storage import LocalStorage
+from zeromesh.measure.setting import read_setting
 
 WORLD = 2
 TIMEOUT_S = 50.0
@@ -295,7 +296,7 @@ def main() -> None:
         print(f"{outcome.kills} kills, {outcome.jobs} jobs, {outcome.seconds} s", file=sys.stderr, flush=True)
         if arguments.output:
             temporary = arguments.output.with_suffix(".writing")
-            temporary.write_text(json.dumps(asdict(outcome), indent=2) + "\n")
+            temporary.write_text(json.dumps({"setting": read_setting(), **asdict(outcome)}, indent=2) + "\n")
             temporary.replace(arguments.output)
 
     with tempfile.TemporaryDirectory() as directory:

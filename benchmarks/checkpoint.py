@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zeromesh as zm
+from zeromesh.measure.setting import read_setting
 
 WORLD = 2
 
@@ -51,7 +52,6 @@ class Result:
         median_s: by what was timed.
         all_s: one for each turn.
         median_cpu_s: of all threads of a rank, of the one that used most; hardly depends on what else the machine does.
-        load_average: of the machine at the end; above the number of cores the seconds say little.
 
     Timed are:
         save, dcp_save: until everything is on the disk.
@@ -66,7 +66,6 @@ class Result:
     median_s: dict[str, float]
     all_s: dict[str, list[float]]
     median_cpu_s: dict[str, float]
-    load_average: float
 
 
 def build(layers: int, hidden: int) -> nn.Sequential:
@@ -166,7 +165,6 @@ def rank_main(rank: int, directory: str, layers: int, hidden: int, repeats: int)
             median_s={name: statistics.median(seconds) for name, seconds in times.items()},
             all_s=dict(times),
             median_cpu_s={name: statistics.median(seconds) for name, seconds in cpu.items()},
-            load_average=os.getloadavg()[0],
         )
         (root / "result.json").write_text(json.dumps(asdict(result)))
     dist.destroy_process_group()
@@ -189,7 +187,7 @@ def main() -> None:
             process.join()
         if any(process.exitcode for process in ranks):
             sys.exit("a rank failed")
-        result = json.loads((Path(directory) / "result.json").read_text())
+        result = {"setting": read_setting(), **json.loads((Path(directory) / "result.json").read_text())}
     for name, ours, reference, bound in (
         ("save against DCP of FSDP2", "save", "dcp_save", 1.05),
         ("load against DCP of FSDP2", "load", "dcp_load", 1.1),

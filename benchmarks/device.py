@@ -23,7 +23,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -32,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +42,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zeromesh as zm
 from zeromesh.measure.llama import Llama, loss_of
+from zeromesh.measure.setting import read_setting
 from zeromesh.measure.shapes import SHAPES, LlamaShape
 from zeromesh.model import Recomputation
 from zeromesh.planner import Workload
@@ -204,9 +203,8 @@ def peaks(args: argparse.Namespace) -> list[dict[str, Any]]:
 def setting_of(args: argparse.Namespace) -> dict[str, Any]:
     on_gpu = args.device != "cpu"
     return {
-        "date": date.today().isoformat(),
-        "machine": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-        "torch": torch.__version__,
+        **read_setting(),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "cuda": torch.version.cuda if on_gpu else None,
         "model": args.model,
         "micro_batches": args.micro_batches,

@@ -16,13 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ from zeromesh.comm import QuantFormat
 from zeromesh.comm.quantise import Quantiser
 from zeromesh.comm.quantised import PIECE_NUMEL
 from zeromesh.comm.summing import Target, parts
+from zeromesh.measure.setting import read_setting
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RANKS = 4
@@ -164,16 +162,14 @@ def main() -> None:
     for row in rows(args):
         results.append(row)
         print(json.dumps(row), flush=True)
-    setting = {
-        "date": date.today().isoformat(),
-        "machine": torch.cuda.get_device_name() if args.device != "cpu" else platform.processor() or platform.machine(),
-        "torch": torch.__version__,
+    here = {
+        **read_setting(),
+        "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
         "threads": 1,
-        "load_average": os.getloadavg()[0],
         "ranks": RANKS,
     }
     if args.out:
-        Path(args.out).write_text(json.dumps({"setting": setting, "results": results}, indent=1) + "\n")
+        Path(args.out).write_text(json.dumps({"setting": here, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 from contextlib import nullcontext
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import torch
 from peers import MODELS, batches, make_model
 
 import zeromesh as zm
+from zeromesh.measure.setting import read_setting
 
 
 def resident_bytes() -> int:
@@ -71,10 +70,10 @@ def main() -> None:
     ]
     ours, plain = (statistics.median(side) for side in zip(*peaks, strict=True))
     result = {"model": args.model, "zeromesh_bytes": ours, "plain_bytes": plain, "ratio": round(ours / plain, 4)}
-    setting = {"date": date.today().isoformat(), "torch": torch.__version__, "machine": platform.machine()}
-    print(json.dumps({"setting": setting, "results": result, "peaks": peaks}))
+    record = {"setting": read_setting(), "results": result, "peaks": peaks}
+    print(json.dumps(record))
     if args.out:
-        Path(args.out).write_text(json.dumps({"setting": setting, "results": result, "peaks": peaks}, indent=1) + "\n")
+        Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
     return None
 
 

@@ -18,9 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import date
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeromesh as zm
 from zeromesh.comm import make_groups, reduce_scatter, workspace_bytes
-from zeromesh.measure.machine import processor_name
+from zeromesh.measure.setting import read_setting
 from zeromesh.strategy import Layout
 
 Step = Callable[[], None]
@@ -245,14 +243,10 @@ def write(results: list[dict[str, Any]], world: int, args: argparse.Namespace) -
     path = Path(args.out)
     held = json.loads(path.read_text())["results"] if path.exists() else []
     case = {"ranks": world, "model": args.model, "sequences": args.sequences, "tokens": args.tokens}
-    taken = {"date": date.today().isoformat(), "load_average": round(os.getloadavg()[0], 2)}
+    here = read_setting()
+    taken = {name: here.pop(name) for name in ("at", "load_average")}  # rows may be added later
     rows = {_setting_of(row): row for row in [*held, *({**case, **row, **taken} for row in results)]}
-    setting = {
-        "machine": processor_name(),
-        "cores": os.cpu_count(),
-        **{name: version(name) for name in ("zeromesh", "torch", "transformers")},
-    }
-    path.write_text(json.dumps({"setting": setting, "results": list(rows.values())}, indent=1) + "\n")
+    path.write_text(json.dumps({"setting": here, "results": list(rows.values())}, indent=1) + "\n")
 
 
 def _setting_of(row: dict[str, Any]) -> tuple[Any, ...]:

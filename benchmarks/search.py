@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 
 from zeromesh.cluster import Cluster, find_cluster
+from zeromesh.measure.setting import read_setting
 from zeromesh.model import ModelSpec, UnitKind, preset
 from zeromesh.planner import Options, Workload, plan, search
 
@@ -168,8 +167,7 @@ def main() -> None:
     if not arguments.skip_whole:
         results += proofs()
     if arguments.out:
-        machine = {"date": date.today().isoformat(), "python": platform.python_version(), "machine": platform.machine()}
-        record = machine | {"results": [asdict(result) for result in results]}
+        record = {"setting": read_setting(), "results": [asdict(result) for result in results]}
         arguments.out.write_text(json.dumps(record, indent=2) + "\n")
 
 

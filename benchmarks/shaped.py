@@ -29,7 +29,6 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeromesh as zm
 from zeromesh.engine.api import engine_of
 from zeromesh.lab import Lab, Tree
+from zeromesh.measure.setting import read_setting
 from zeromesh.schedule import sent_bytes_per_axis
 
 OURS = {
@@ -265,9 +265,9 @@ def _collect(args: argparse.Namespace, rank: int, stream: str, line: str) -> Non
     if args.out:
         out = Path(args.out)
         held = json.loads(out.read_text()) if out.exists() else {"cells": []}
-        setting = {"date": date.today().isoformat(), "torch": torch.__version__, "cores": os.cpu_count()}
-        setting["deepspeed"] = installed() or "not installed"
-        held["setting"] = setting | {"model": args.model, "rounds": args.rounds, "load_average": os.getloadavg()[0]}
+        here = read_setting()
+        cell |= {"rounds": args.rounds} | {name: here.pop(name) for name in ("at", "load_average")}
+        held["setting"] = here | {"model": args.model}
         held["cells"].append(cell)
         out.write_text(json.dumps(held, indent=1) + "\n")
 

@@ -150,6 +150,11 @@ def quantised_table(cells: Sequence[Cell]) -> Iterator[str]:
 
 def bound_table(cells: Sequence[Cell]) -> Iterator[str]:
     yield "## Lossless steps over their lower bound\n"
+    yield (
+        "The bound is the longer of two: the step without shaping, which is computation and the processor's part of "
+        "sending, and the bytes over the busiest link at its rate. Allowed is 1.10 where one is at least twice the "
+        "other, else 1.25.\n"
+    )
     yield "| tree | dtype | micro-batches | strategy | step s | unshaped s | link s | over bound | allowed |"
     yield "|---" * 9 + "|"
     kept: list[tuple[float, float]] = []

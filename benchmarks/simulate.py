@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from zeromesh.cluster import Cluster, preset
+from zeromesh.measure.setting import read_setting
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
 from zeromesh.simulator import Workload, simulate
@@ -52,7 +52,7 @@ def measure() -> dict[str, object]:
     levels[3] = (frontier.take(1024), "package=3,node=3,cluster=1")
     step_s = best_s(llama, a800, "node=3,cluster=1", 1, record=True)
     return {
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "setting": read_setting(),
         "step_65b_1024_devices_ms": 1e3 * step_s,
         "goal_ms": 1e3 * GOAL_S,
         "by_blocks_ms": {n: 1e3 * best_s(with_blocks(llama, n), a800, "node=3,cluster=1", 1) for n in (10, 20, 40, 80)},

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -301,11 +302,33 @@ def test_wrong_input_is_one_message(arguments, message):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_terminated_command_removes_its_lab():
-    command = [sys.executable, "-m", "zeromesh.cli", "lab", "run", "2@1gbit", "--", "sh", "-c", "echo up; sleep 300"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stdout is not None
-        assert "up" in process.stdout.readline()
+def _wait_for_a_lab_of(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while not any(record.owner_pid == pid for record in Registry().labs()):
+        assert time.monotonic() < deadline, "no lab was made"
+        time.sleep(0.02)
+
+
+COMMAND = ("lab", "run", "2@1gbit", "--", "sh", "-c", "echo up; sleep 300")
+
+
+@pytest.mark.parametrize("command", [COMMAND, ("probe", "--lab", "2@1gbit", "-o", os.devnull)], ids=lambda c: c[0])
+def test_a_terminated_command_removes_its_lab(command):
+    started = [sys.executable, "-m", "zeromesh.cli", *command]
+    with subprocess.Popen(started, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        _wait_for_a_lab_of(process.pid)
+        process.terminate()
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert not [record for record in Registry().labs() if record.owner_pid == process.pid]
+
+
+def test_nohup_keeps_a_lab_up():
+    started = ["nohup", sys.executable, "-m", "zeromesh.cli", *COMMAND]
+    with subprocess.Popen(started, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        _wait_for_a_lab_of(process.pid)
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
         process.terminate()
         assert process.wait(timeout=20) == 128 + signal.SIGTERM
     assert not [record for record in Registry().labs() if record.owner_pid == process.pid]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zeromesh.errors import InputError
+
 if TYPE_CHECKING:
     from zeromesh.measure.bench import Bench
     from zeromesh.measure.matrix import Cell
@@ -44,6 +46,7 @@ def bench(
     from zeromesh.cli.measuring import emulated
     from zeromesh.cli.workload import check_choice
     from zeromesh.measure.bench import Bench
+    from zeromesh.measure.launch import under_torchrun
     from zeromesh.measure.matrix import make_cells
     from zeromesh.measure.steps import DTYPES, Batch
     from zeromesh.strategy.strategy import OVERLAPS
@@ -57,22 +60,25 @@ def bench(
     ]
     cells = make_cells(topologies or (), strategy or (), batches, overlap=overlap, only=only)
     run = Bench(directory, steps=steps, warmup=warmup, accept_noise=accept_noise)
-    _announce(cells, run)
-    if estimate:
-        return
     with emulated(""):
+        if under_torchrun():
+            raise InputError("bench starts the ranks of its topologies itself: leave torchrun out")
+        _announce(cells, run)
+        if estimate:
+            return
         run.run(cells)
     _print(run, cells)
 
 
 def _announce(cells: list[Cell], run: Bench) -> None:
     from zeromesh.measure.matrix import estimate_s
+    from zeromesh.measure.steps import steps_between_marks
 
     pending = run.pending(cells)
     if not pending:
         print(f"all {len(cells)} cells are done")
         return
-    seconds = estimate_s(pending, steps=2 * run.steps + run.warmup + 1, cores=os.cpu_count() or 1)
+    seconds = estimate_s(pending, steps=steps_between_marks(run.steps) + run.warmup, cores=os.cpu_count() or 1)
     print(f"{len(pending)} of {len(cells)} cells to measure, about {max(1, round(seconds / 60))} min", flush=True)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,14 +33,13 @@ def run(
 ) -> None:
     """Run a command on every rank of an emulated cluster, as torchrun would; then print the bytes on each link."""
     from zeromesh import units
+    from zeromesh.cli.signals import exit_on_signals
     from zeromesh.lab import Lab, Tree
 
     timeout_s = units.parse_seconds(timeout)
     if shutil.which(command[0]) is None:
         raise InputError(f"command {command[0]!r} not found: name a program in PATH or a path to one")
-    # A lab ends with its `with` block, which the default action of these signals would skip.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _exit_on_signal)
+    exit_on_signals()
     with Lab(Tree.parse(tree), congestion_control=congestion_control) as lab:
         on_line = _print_line if lab.tree.world_size > 1 else _print_plain_line
         results = lab.run(command, timeout_s=timeout_s, stop_on_failure=not keep_going, on_line=on_line)
@@ -94,11 +91,6 @@ def _chosen(labs: Sequence[LabRecord], names: list[str] | None) -> list[LabRecor
 def _described(registry: Registry, record: LabRecord) -> tuple[str, str, str, str]:
     state = "live" if registry.is_live(record) else "leftover"
     return state, str(record.owner_pid), str(len(registry.namespaces(record.name))), record.tree or "not known"
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    del frame
-    sys.exit(128 + number)
 
 
 def _print_line(rank: int, stream: str, line: str) -> None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 @contextmanager
 def emulated(tree: str) -> Iterator[Lab | None]:
     """The emulated cluster that `--lab` names, None without. Ranks that fail end the command with 1."""
+    from zeromesh.cli.signals import exit_on_signals
+
+    exit_on_signals()
     try:
         if not tree:
             yield None

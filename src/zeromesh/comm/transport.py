@@ -22,7 +22,8 @@ all-to-all, which is as fast or faster there; it is half-duplex from 256 KiB on 
 is a ring of dependent steps. An fp32 all-reduce is gloo's own, a pipelined ring at line rate.
 
 [Note: Tags] A message's tag hashes its channel's running number, the operation and the lengths. Where ranks disagree
-about what comes next, their messages do not match and the collective ends in its timeout; data is never mixed.
+about what comes next, point-to-point messages do not match and the collective ends in its timeout. Native collectives
+have no tags: there, as everywhere in torch, ranks must agree on the order, which the schedule sees to.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Dtypes of a sharded model: DESIGN 4.5.
+    """Dtypes of a sharded model.
 
     Args:
         param: of compute and of parameters on the wire; None is each parameter's own.

@@ -177,7 +177,7 @@ class Lab:
 def unavailable_reason() -> str | None:
     """Why no lab can be made on this machine, tried with a small one; None if it can."""
     registry = Registry()
-    wiring = Wiring(lab=f"{PREFIX}-{os.getpid()}-trial", tree=Tree.parse("2@1gbit"))
+    wiring = Lab("2@1gbit", registry=registry).wiring
     try:
         check_host()
         try:

@@ -4,32 +4,31 @@ For each topology the ranks are started twice: to probe it and to measure what u
 are not done yet. Every cell is written as soon as it is measured, so a bench that was ended goes on where it stopped.
 Predictions are made from the probe when the cells are read, and never from the cells.
 
+A directory is of one machine, one set of versions and one number of steps, which are written beside the first cell:
+cells of others would stand beside predictions that are not theirs.
+
 A cell's `link_bytes` are the kernel's counts of what crossed each link of an emulated cluster, headers and all.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import zeromesh
 from zeromesh.errors import InputError, MeasurementError
 from zeromesh.lab import Lab, LinkBytes, by_level, difference
 from zeromesh.measure.launch import on_all_ranks
 from zeromesh.measure.matrix import Cell, Topology
 from zeromesh.measure.probe import ROUNDS, SECONDS_PER_LEVEL, Probe, from_raw
+from zeromesh.measure.setting import read_setting
 from zeromesh.measure.steps import Batch, from_json, median_step, predict
 from zeromesh.trace import Trace
 
@@ -38,6 +37,9 @@ if TYPE_CHECKING:
 
 CLOSE = 0.03
 """A predicted best counts as right if what it takes is within 3 % of the measured best."""
+
+_SAME = ("zeromesh", "python", "torch", "platform", "machine", "cores", "steps", "warmup")
+"""What all cells of a directory share."""
 
 _MARK = "zeromesh-mark"
 _MARK_TIMEOUT_S = 60.0
@@ -49,6 +51,7 @@ class Row:
 
     Args:
         cell: which.
+        at, load_average: when it was measured, and what the machine had to do then.
         step_s, exposed_s, sent_bytes: medians of the measured steps; bytes by axis.
         predicted_s, predicted_exposed_s, predicted_bytes: the simulator's.
         link_bytes: counted by the kernel out of the average link of each level of an emulated cluster, outermost
@@ -57,6 +60,8 @@ class Row:
     """
 
     cell: Cell
+    at: str
+    load_average: Sequence[float]
     step_s: float
     exposed_s: float
     sent_bytes: Mapping[str, float]
@@ -122,7 +127,13 @@ class Bench:
         return [cell for cell in cells if not self._cell_file(cell).exists()]
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Measures those of `cells` that are not done."""
+        """Measures those of `cells` that are not done.
+
+        Raises:
+            InputError: the directory holds what another machine, version or number of steps has measured.
+            MeasurementError: a probe cannot be trusted.
+        """
+        self._claim()
         by_topology: dict[str, list[Cell]] = defaultdict(list)
         for cell in self.pending(cells):
             by_topology[cell.topology].append(cell)
@@ -132,6 +143,25 @@ class Bench:
                 self._probe(topology, wanted, lab)
                 self._measure(topology, wanted, lab)
 
+    def _claim(self) -> None:
+        """Writes what the directory is of, or holds it against that."""
+        here = {**read_setting(), "steps": self.steps, "warmup": self.warmup}
+        if not self._setting_file.exists() and not any((self.directory / "cells").glob("*.json")):
+            self._setting_file.write_text(json.dumps({name: here.get(name) for name in _SAME}, indent=1) + "\n")
+        held = self._setting()
+        differing = [
+            f"{name} {held.get(name)}, now {here.get(name)}" for name in _SAME if held.get(name) != here.get(name)
+        ]
+        if differing:
+            raise InputError(
+                f"all cells of a directory must be measured alike; {self.directory} was with {'; '.join(differing)}: "
+                f"name another directory, or delete that one"
+            )
+
+    def _setting(self) -> dict[str, Any]:
+        held: dict[str, Any] = json.loads(self._setting_file.read_text()) if self._setting_file.exists() else {}
+        return held
+
     # ---- one topology
 
     def _probe(self, topology: Topology, cells: Sequence[Cell], lab: Lab | None) -> None:
@@ -140,6 +170,7 @@ class Bench:
         batches = {compute_key(cell.batch): cell.batch for cell in cells}
         missing = {key: batch for key, batch in batches.items() if key not in held["compute"]}
         if held["probe"] is not None and not missing:
+            self._require_trust(topology, held["probe"])
             return
         options = {
             "batches": {key: _batch_json(batch) for key, batch in missing.items()},
@@ -149,9 +180,12 @@ class Bench:
         }
         found = on_all_ranks("bench:probe_topology", options, topology.mesh, lab=lab)
         probe = found["probe"] or held["probe"]
+        self._require_trust(topology, probe)
+        path.write_text(json.dumps({"probe": probe, "compute": held["compute"] | found["compute"]}))
+
+    def _require_trust(self, topology: Topology, probe: Mapping[str, Any]) -> None:
         if not self.accept_noise:
             from_raw(probe, topology.mesh, topology.text).require_trust()
-        path.write_text(json.dumps({"probe": probe, "compute": held["compute"] | found["compute"]}))
 
     def _measure(self, topology: Topology, cells: Sequence[Cell], lab: Lab | None) -> None:
         counted = _Counted(lab, self.directory / "cells")
@@ -180,6 +214,8 @@ class Bench:
         self._write_traces(cell, traces, simulated.trace)
         return Row(
             cell=cell,
+            at=measured.get("at", ""),
+            load_average=measured.get("load_average", ()),
             step_s=statistics.median(measured["step_s"]),
             exposed_s=statistics.median(measured["exposed_s"]),
             sent_bytes=measured["sent_bytes"],
@@ -196,11 +232,11 @@ class Bench:
         return from_raw(raw, Topology(text=topology).mesh, topology)
 
     def write_result(self, cells: Sequence[Cell]) -> dict[str, Any]:
-        """`result.json`: environment, rows, summary."""
+        """`result.json`: what measured it, rows, summary."""
         rows = self.rows(cells)
         summary = summarise(rows)
         result = {
-            "environment": _environment(),
+            "environment": self._setting(),
             "steps": self.steps,
             "summary": {
                 "median_error": summary.median_error,
@@ -223,6 +259,10 @@ class Bench:
 
     def _cell_file(self, cell: Cell) -> Path:
         return self.directory / "cells" / f"{cell.key}.json"
+
+    @property
+    def _setting_file(self) -> Path:
+        return self.directory / "setting.json"
 
     def _probe_file(self, topology: str) -> Path:
         return self.directory / "probes" / f"{topology.replace('/', '_')}.json"
@@ -261,7 +301,8 @@ def _over_links(topology: Topology, sent: Mapping[str, float]) -> tuple[float, .
     several = iter(axes)
     for depth, size in enumerate(tree.sizes, start=1):
         if size > 1:
-            crossing += sent[next(several)]
+            axis = next(several)
+            crossing += sum(num_bytes for name, num_bytes in sent.items() if name.split("[")[0] == axis)  # its parts
         ranks = tree.world_size // prod(tree.sizes[:depth])
         found.append(ranks * crossing)
     return tuple(found)
@@ -271,6 +312,8 @@ def _row_json(row: Row) -> dict[str, Any]:
     return {
         **row.cell.to_json(),
         "key": row.cell.key,
+        "at": row.at,
+        "load_average": list(row.load_average),
         "step_s": row.step_s,
         "predicted_s": row.predicted_s,
         "error": row.error,
@@ -285,17 +328,6 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 def _batch_json(batch: Batch) -> dict[str, Any]:
     return {name: getattr(batch, name) for name in ("model", "dtype", "sequences", "tokens", "micro_batches")}
-
-
-def _environment() -> dict[str, Any]:
-    return {
-        "zeromesh": zeromesh.__version__,
-        "torch": version("torch"),
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "load_average": list(os.getloadavg()),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
 
 
 class _Counted:
@@ -342,7 +374,7 @@ def run_cells(
     ranks: Ranks, *, cells: Sequence[Mapping[str, Any]], steps: int, warmup: int, directory: str, marks: bool
 ) -> None:
     """A task of `launch`: measures cells and writes each one's file when it is done."""
-    from zeromesh.measure.steps import measure_steps
+    from zeromesh.measure.steps import measure_steps, steps_between_marks
 
     for cell in map(Cell.from_json, cells):
         marker = _Marker(ranks, cell.key, Path(directory)) if marks else None
@@ -356,7 +388,9 @@ def run_cells(
         )
         if ranks.rank == 0:
             if marker is not None:
-                found["link_bytes"] = [sent / (2 * steps + 1) for sent in marker.link_bytes()]
+                found["link_bytes"] = [sent / steps_between_marks(steps) for sent in marker.link_bytes()]
+            here = read_setting()
+            found |= {name: here[name] for name in ("at", "load_average")}
             path = Path(directory) / f"{cell.key}.json"
             unfinished = path.with_suffix(".unfinished")
             unfinished.write_text(json.dumps(found))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.measure.ranks import Ranks
+from zeromesh.measure.setting import processor_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLE_S = 0.3
@@ -37,14 +38,6 @@ def _name(device: torch.device) -> str:
     if device.type != "cpu":
         return torch.cuda.get_device_name(device)
     return f"{processor_name()}, {torch.get_num_threads()} thread(s)"
-
-
-def processor_name() -> str:
-    """The processor's model, or its architecture where the system does not say."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
 
 
 def _ranks_on_this_machine() -> int:

@@ -170,7 +170,7 @@ def _step_s(cell: Cell, cores: int) -> float:
     schedule = Schedule.of(Layout.of(cell.strategy, topology.axes), [unit])
     sent = sent_bytes_per_axis(schedule, micro_batches=batch.micro_batches)
     rates = _rates(topology)
-    return max(compute, sum(sent_bytes / rates[axis] for axis, sent_bytes in sent.items()))
+    return max(compute, sum(sent[axis.name] / rates[axis.mesh_axis] for axis in schedule.layout.axes))
 
 
 def _rates(topology: Topology) -> dict[str, float]:

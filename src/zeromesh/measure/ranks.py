@@ -73,7 +73,9 @@ def join(mesh: Mapping[str, int], store_file: Path | None) -> Iterator[Ranks]:
 
 
 def _device(local_rank: int, local_world: int) -> torch.device:
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_world:
+    # Leaves of an emulated cluster share this machine's devices, and between those no shaped link is used.
+    emulated = "ZEROMESH_LAB" in os.environ
+    if not emulated and torch.cuda.is_available() and torch.cuda.device_count() >= local_world:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return device

@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import zeromesh
 from zeromesh.errors import InputError
 from zeromesh.measure.cluster_file import cluster_toml
 from zeromesh.measure.launch import Mesh, is_first, mesh_text, on_all_ranks
 from zeromesh.measure.probe import Probe, from_raw
+from zeromesh.measure.setting import read_setting
 from zeromesh.measure.steps import Batch, from_json, median_step, predict
 
 if TYPE_CHECKING:
@@ -231,14 +228,9 @@ def environment(ranks: Ranks, mesh: Mesh) -> dict[str, Any]:
 def _here(mesh: Mesh) -> dict[str, Any]:
     """What this process knows before it has met the others."""
     return {
-        "zeromesh": zeromesh.__version__,
-        "torch": version("torch"),
+        **read_setting(),
         "device": "unknown",
         "backend": "unknown",
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "load_average": list(os.getloadavg()),
         "mesh": mesh_text(mesh),
         "hosts": {platform.node(): prod(mesh.values())},
         "variables": {
@@ -246,7 +238,6 @@ def _here(mesh: Mesh) -> dict[str, Any]:
             for key, value in sorted(os.environ.items())
             if key.startswith(("NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_VISIBLE", "ZEROMESH_"))
         },
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 

@@ -416,7 +416,7 @@ class Bounds:
 
 
 def _operations(stage: Stage) -> Iterator[tuple[Operation, bool]]:
-    """What an axis of `stage` sends, and whether every micro-batch: the table of DESIGN section 1."""
+    """What an axis of `stage` sends, and whether every micro-batch: the README's table of stages."""
     if stage.shards_params:
         yield "all_gather", True
     if stage in (Stage.ONE, Stage.TWO):

@@ -1,4 +1,4 @@
-"""Bytes of model state per device, in closed form; DESIGN "Memory per device".
+"""Bytes of model state per device, in closed form.
 
 With Psi parameters, Psi' of them trainable, w the dtypes' bytes and N3, N3d, N2, N1 the products of the axis sizes at
 each stage:

@@ -1,7 +1,7 @@
 """Every buffer that the engine allocates, in bytes, decided before anything is allocated.
 
-The engine allocates exactly these, once; the planner adds them up. Formulas: DESIGN "Memory per device", with lengths
-padded as in [Note: Significance].
+The engine allocates exactly these, once; the planner adds them up. Lengths are padded as in
+[Note: Significance]; without padding the sums are those of `zeromesh.planner.memory`.
 """
 
 from __future__ import annotations

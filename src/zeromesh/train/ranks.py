@@ -165,7 +165,9 @@ def from_first(make: Callable[[], T], operation: str) -> T:
 
 
 def _device(run: RunConfig, local_rank: int, local_world: int) -> torch.device:
-    devices = torch.cuda.device_count() if run.device != "cpu" and torch.cuda.is_available() else 0
+    # Leaves of an emulated cluster share this machine's devices, and between those no shaped link is used.
+    wanted = run.device == "cuda" or (run.device == "auto" and "ZEROMESH_LAB" not in os.environ)
+    devices = torch.cuda.device_count() if wanted and torch.cuda.is_available() else 0
     if devices >= local_world:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -186,7 +186,7 @@ class Comparison:
 
     @property
     def _bound(self) -> float:
-        """Of a tensor's error, relative to its norm: DESIGN 4.4."""
+        """Of a tensor's error, relative to its norm."""
         return 8 * torch.finfo(torch.float32).eps * math.sqrt(self.case.summands)
 
     @property

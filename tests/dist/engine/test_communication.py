@@ -77,7 +77,7 @@ class Stack(nn.Module):
         return product
 
 
-# DESIGN's example, 2x2 and three micro-batches, a thousandth of its size; kB per rank and step by (block, axis). The
+# A worked example, 2x2 and three micro-batches, a thousandth of its size; kB per rank and step by (block, axis). The
 # second block stays in its slot where forward turns into backward: one gather a micro-batch instead of two.
 WORKED = {
     "node=3,cluster=1": {"node": (36_000 + 24_000), "cluster": 4_000 * 2},

@@ -1,4 +1,4 @@
-"""Any strategy on any mesh trains as one process does: DESIGN 4.4."""
+"""Any strategy on any mesh trains as one process does."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ STRATEGIES = ("node=3,cluster=1", "node=3,cluster=3", "node=0,cluster=1")
 DEFERRED = "node=3d,cluster=3d"
 
 BOUND = 1e-10
-"""DESIGN 4.4: of fp64 parameters after several steps."""
+"""Of fp64 parameters after several steps."""
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 DataOf = Callable[[int, int, int], Any]

@@ -61,8 +61,9 @@ def test_ranks_of_a_torchrun_say_it_once(monkeypatch, capsys):
     assert "has 2 ranks; 4 are there" in capsys.readouterr().err
     assert run(monkeypatch, "probe", "--ranks", "2") == 2
     assert "torchrun and --lab bring their own" in capsys.readouterr().err
-    assert run(monkeypatch, "probe", "--lab", "2@1gbit,2") == 2
-    assert "leave torchrun out" in capsys.readouterr().err
+    for arguments in (("probe", "--lab", "2@1gbit,2"), ("bench", "node=2", "--model", "tiny")):
+        assert run(monkeypatch, *arguments) == 2
+        assert "leave torchrun out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("look", 0), ("failed", 1)])

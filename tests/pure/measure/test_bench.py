@@ -1,12 +1,13 @@
 """Rows and summary from files of known content: what is measured here is made up."""
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from zeromesh.errors import InputError, MeasurementError
-from zeromesh.measure.bench import Bench, compute_key, shown, summarise
+from zeromesh.measure.bench import Bench, _over_links, compute_key, shown, summarise
 from zeromesh.measure.matrix import Topology, estimate_s, make_cells
 from zeromesh.measure.probe import from_raw
 from zeromesh.measure.replay import read_schedule, schedule_json
@@ -157,6 +158,48 @@ def test_what_is_done_is_not_done_again(bench):
     measured(bench, cells[0], 0.1)
     assert bench.pending(cells) == cells[1:]
     assert [row.cell for row in bench.rows(cells)] == cells[:1]
+
+
+def test_a_directory_holds_what_was_measured_alike(bench, monkeypatch):
+    """Other versions, machines or numbers of steps need a directory of their own; what is there keeps its label."""
+    cells = make_cells([TREE], (), [BATCH])
+    bench._measure = lambda topology, wanted, lab: [measured(bench, cell, 0.1) for cell in wanted]
+    monkeypatch.setattr("zeromesh.measure.bench.Lab", lambda tree: nullcontext())
+    bench.run(cells[:1])
+    Bench(bench.directory, steps=3, warmup=1).run(cells[:1])
+    with pytest.raises(InputError, match=r"was with steps 3, now 50: name another directory"):
+        Bench(bench.directory, steps=50, warmup=1).run(cells)
+    assert Bench(bench.directory, steps=50, warmup=1).write_result(cells[:1])["environment"]["steps"] == 3
+    monkeypatch.setattr("zeromesh.measure.setting.processor_name", lambda: "another")
+    with pytest.raises(InputError, match=r"machine .*, now another"):
+        bench.run(cells)
+    (bench.directory / "setting.json").unlink()  # cells of which nobody knows
+    with pytest.raises(InputError, match="steps None, now 3"):
+        bench.run(cells)
+
+
+def test_a_noisy_probe_stays_one(bench, monkeypatch):
+    cells = make_cells([TREE], (), [BATCH])
+    bench._measure = lambda topology, wanted, lab: None
+    monkeypatch.setattr("zeromesh.measure.bench.Lab", lambda tree: nullcontext())
+    held = {"probe": raw(loaded=3.0), "compute": {compute_key(BATCH): compute()}}
+    (bench.directory / "probes" / f"{TREE}.json").write_text(json.dumps(held))
+    bench.accept_noise = True
+    bench.run(cells)
+    bench.accept_noise = False
+    with pytest.raises(MeasurementError, match="all_gather over node"):
+        bench.run(cells)
+
+
+def test_parts_of_a_level_share_its_links(bench):
+    tree = "2@200mbit,4"
+    cells = make_cells([tree], ["node[2]=3,node[*]=2,cluster[2]=1"], [BATCH])
+    assert estimate_s(cells, steps=4, cores=2) > 0
+    sent = {"node[0]": 1.0, "node[1]": 2.0, "cluster": 4.0}
+    assert _over_links(Topology(text=tree), sent) == (16.0,)
+    assert _over_links(
+        Topology(text="2@200mbit,2@1gbit,2"), {"package": 1.0, "node[0]": 2.0, "node[1]": 3.0, "cluster": 4.0}
+    ) == (16.0, 18.0)
 
 
 def test_the_best_predicted_is_held_against_the_best_measured(bench):

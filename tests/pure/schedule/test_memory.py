@@ -1,4 +1,4 @@
-"""Every buffer in bytes: the published model-state table, DESIGN "Memory per device", and the slots."""
+"""Every buffer in bytes: the published model-state table, a closed formula, and the slots."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_published_table(strategy, sizes, published):
 
 @pytest.mark.parametrize("mix", mixes(3, kept=True)[::3])
 def test_the_formula_of_every_term(mix):
-    """DESIGN "Memory per device" with Psi divisible by everything: bf16 compute, fp32 gradients, fp32 master."""
+    """The formulas of `zeromesh.planner.memory`, Psi divisible by all: bf16 compute, fp32 gradients and master."""
     sizes = [size for _, size in MESH]
 
     def degree(*stages: str) -> int:

@@ -1,4 +1,4 @@
-"""Bytes on every axis: DESIGN's worked example, its table of stages, and a closed formula for every mix."""
+"""Bytes on every axis: a worked example, the README's table of stages, and a closed formula for every mix."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_the_worked_example(strategy, expected):
 
 
 def closed_formula(mix: tuple[str, ...], numel: int, blocks: int, micro_batches: int) -> dict[str, int]:
-    """Bytes of a step on each axis, from DESIGN "The notation" and "Bytes" alone; 2-byte wires, no prefetch, so that
-    one block, the last, stays in the slot from forward to backward."""
+    """Bytes of a step on each axis, from the README's table of stages and [Note: Bytes] alone; 2-byte wires, no
+    prefetch, so that one block, the last, stays in the slot from forward to backward."""
     sizes = dict(zip(NAMES, (size for _, size in MESH), strict=True))
     stage = dict(zip(NAMES, mix, strict=False))
     rank = {"3": 0, "3k": 0, "2": 1, "3d": 1, "3dk": 1, "1": 2}

@@ -1,4 +1,4 @@
-"""Every combination of stages, and the rules of DESIGN that say which are legal, written anew."""
+"""Every combination of stages, and the rules that say which are legal, written anew."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_what_a_stage_shards(stage, shards, deferred, kept):
     assert parsed.value in STAGES + KEPT
 
 
-# DESIGN's table of known systems, literally.
+# Known systems, literally.
 TABLE = {
     "ddp": "node=0,cluster=0",
     "zero1": "node=1,cluster=1",
