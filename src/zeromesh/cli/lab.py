@@ -33,14 +33,13 @@ def run(
 ) -> None:
     """Run a command on every rank of an emulated cluster, as torchrun would; then print the bytes on each link."""
     from zeromesh import units
-    from zeromesh.cli.signals import exit_on_signals
+    from zeromesh.cli.signals import exiting_on_signals
     from zeromesh.lab import Lab, Tree
 
     timeout_s = units.parse_seconds(timeout)
     if shutil.which(command[0]) is None:
         raise InputError(f"command {command[0]!r} not found: name a program in PATH or a path to one")
-    exit_on_signals()
-    with Lab(Tree.parse(tree), congestion_control=congestion_control) as lab:
+    with exiting_on_signals(), Lab(Tree.parse(tree), congestion_control=congestion_control) as lab:
         on_line = _print_line if lab.tree.world_size > 1 else _print_plain_line
         results = lab.run(command, timeout_s=timeout_s, stop_on_failure=not keep_going, on_line=on_line)
         _print_links(lab)

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 @contextmanager
 def emulated(tree: str) -> Iterator[Lab | None]:
     """The emulated cluster that `--lab` names, None without. Ranks that fail end the command with 1."""
-    from zeromesh.cli.signals import exit_on_signals
+    from zeromesh.cli.signals import exiting_on_signals
 
-    exit_on_signals()
     try:
-        if not tree:
-            yield None
-            return
-        from zeromesh.lab import Lab
-        from zeromesh.measure.launch import under_torchrun
+        with exiting_on_signals():
+            if not tree:
+                yield None
+                return
+            from zeromesh.lab import Lab
+            from zeromesh.measure.launch import under_torchrun
 
-        if under_torchrun():
-            raise InputError("--lab starts ranks of its own: leave torchrun out")
-        with Lab(tree) as lab:
-            yield lab
+            if under_torchrun():
+                raise InputError("--lab starts ranks of its own: leave torchrun out")
+            with Lab(tree) as lab:
+                yield lab
     except InputError:
         from zeromesh.measure.launch import is_first
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 
-def exit_on_signals() -> None:
-    """Turns SIGTERM and SIGHUP into SystemExit: their default action skips every `with` block's end.
+@contextmanager
+def exiting_on_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise SystemExit: their default action skips the end of every `with` block.
 
     A signal that is ignored, as SIGHUP is under nohup, stays so.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
             signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
