@@ -289,6 +289,7 @@ class DeviceBackend:
 
     def _add(self, shards: UnitShards, index: int, position: int, grad: Tensor) -> None:
         grad = grad.to_dense() if grad.is_sparse else grad
+        grad = grad.detach() if grad.requires_grad else grad  # backward(create_graph=True)
         home, written = shards.homes[index][position], shards.written[index]
         if self.weight == 0:
             # Not 0 * grad: a mean over no tokens is NaN.

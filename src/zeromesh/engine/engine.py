@@ -24,7 +24,7 @@ from zeromesh.engine.guard import SlotGuard
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
 from zeromesh.errors import CommunicationError, MismatchError, ModelError, OptimizerError
-from zeromesh.schedule import GradState, Interpreter, Schedule
+from zeromesh.schedule import GradState, Interpreter, Role, Schedule
 
 _PRIME = 2**31 - 1
 
@@ -168,10 +168,18 @@ class Engine:
         if debug:
             self.interpreter.backend = SlotGuard(backend, self.interpreter)
         self._weights: float | None = None
+        self._weights_before: float | None = None
+        self._weighed_at = -1
+        self._backwards = 0
         self._total_weight: Tensor | None = None
         self._task = -1
         self._ordered = False
         self._depth = [0] * len(schedule.units)
+        slots = schedule.memory.gather.slot_of
+        self._shares_slot = [
+            unit.role is Role.BLOCK and slot is not None for unit, slot in zip(schedule.units, slots, strict=True)
+        ]
+        self._torn = False
         self._running = 0
         self._agreed: Ticket | None = None
 
@@ -230,12 +238,27 @@ class Engine:
         # than the slots then has to gather its first units again. (Otherwise these hooks are never reached.)
         tensors = [t for t in outputs if t.requires_grad] if torch.is_grad_enabled() else []
         if tensors:
-            hook = _OutputHook(weakref.ref(self), unit)
+            hook = _OutputHook(weakref.ref(self), unit, self.interpreter.states[unit].generation)
             for tensor in tensors:
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
         self.interpreter.post_forward(unit, backward=bool(tensors))
         if unit == 0:
             self.interpreter.end_forward(backward=bool(tensors))
+
+    def require_same_values(self, unit: int, generation: int) -> None:
+        """What autograd checks of tensors that it has saved, and cannot of views into buffers that are used again."""
+        name = self.backend.units[unit].name or "(root)"
+        if generation != self.interpreter.states[unit].generation:
+            raise ModelError(
+                f"the parameters of unit {name!r} have changed since the forward whose backward has now begun: run it "
+                f"before the optimizer's step (or load, or zm.refresh), or run the forward again"
+            )
+        # Gradient mode is on in a backward under create_graph=True alone.
+        if torch.is_grad_enabled() and self.schedule.memory.gather.slot_of[unit] is not None:
+            raise ModelError(
+                f"a backward with create_graph=True through unit {name!r}: second derivatives need parameters that "
+                f"stay gathered: use stages 0, 1 and 2 only"
+            )
 
     def pre_backward(self, unit: int) -> None:
         self._enter_backward()
@@ -245,6 +268,11 @@ class Engine:
         """Autograd has accumulated a leaf's gradient."""
         if self._task == -1:
             self._enter_backward()
+        if self._shares_slot[unit] and not self.interpreter.states[unit].in_use:
+            raise ModelError(
+                f"the backward of unit {self.backend.units[unit].name!r} began unseen, and so may have used another "
+                f"unit's parameters: its forward must return tensors, or tuples, lists, mappings or dataclasses of them"
+            )
         shards = self.backend.units[unit]
         if shards.target is None:  # settled at the unit's first gradient, unless its slot is still another's
             shards.collect_in(self.interpreter.begin_grads(unit))
@@ -256,7 +284,10 @@ class Engine:
     def _enter_backward(self) -> None:
         """Once per backward: autograd tells when it has ended."""
         if self._task == -1:
+            self._require_whole_sums()
+            self._require_its_weight()
             self._task = torch._C._current_graph_task_id()
+            self._backwards += 1
             self._start_weights()
             self.interpreter.begin_backward()
             self._require_weighable()
@@ -269,11 +300,26 @@ class Engine:
 
             torch.autograd.Variable._execution_engine.queue_callback(ended)
 
+    def _require_whole_sums(self) -> None:
+        if self._torn:
+            raise ModelError(
+                "a backward raised and left part of its micro-batch in gradients that are being accumulated: drop them "
+                "with zm.zero_grad(model), and begin the step again"
+            )
+
+    def _require_its_weight(self) -> None:
+        if (self._weights is None) != (self.backend.weight is None):
+            raise ModelError(
+                "the backward of a micro-batch with a weight must run inside its zm.accumulate(model, weight=...)"
+            )
+
     def recover(self) -> None:
         """After a backward that raised, and whose callback therefore never came: nothing is in use any more."""
         if self._task != -1 and torch._C._current_graph_task_id() == -1:
             self._task = -1
             self._abort()
+            # A part of the micro-batch that raised is in sums that hold others.
+            self._torn = any(state.grad is GradState.PARTIAL for state in self.interpreter.states)
 
     def _end_interrupted(self) -> None:
         """Where a forward was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions."""
@@ -283,16 +329,16 @@ class Engine:
 
     def _abort(self) -> None:
         self.interpreter.abort()
-        for unit in self.backend.units:
+        for unit, state in zip(self.backend.units, self.interpreter.states, strict=True):
             unit.abort()
+            if state.grad is GradState.EMPTY:
+                unit.forget()  # what its accumulator has taken in of the backward that raised
 
     def _end_backward(self) -> None:
         self._task = -1
         self.interpreter.end_backward()
         if self.interpreter.last:
             self._show_grads()
-            self._weights, self._total_weight = None, None
-            self.backend.final_scale = None
 
     # ---- accumulation
 
@@ -304,19 +350,35 @@ class Engine:
             raise ModelError(
                 f"the weight of a micro-batch must be zero or more (its number of tokens, say); got {weight}"
             )
+        self.recover()
+        self._require_whole_sums()
         partial = any(state.grad is GradState.PARTIAL for state in interpreter.states)
+        if self._backwards == self._weighed_at:  # no backward has followed the weight that was given last
+            self._weights = self._weights_before
         if (weight is None and self._weights is not None) or (weight is not None and partial and self._weights is None):
             raise ModelError(
                 "either every micro-batch of a step has a weight or none; this step has some with and some without"
             )
-        before = interpreter.last, backend.weight
+        before, weights = (interpreter.last, backend.weight), self._weights
+        self._weights_before, self._weighed_at = weights, self._backwards
         interpreter.last, backend.weight = last, weight
         if weight is not None:
             self._weights = (self._weights or 0.0) + weight
         try:
             yield
+        except BaseException:
+            if self._total_weight is None:  # this one does not count
+                self._weights = weights
+            else:
+                self._forget_weights()
+            raise
         finally:
             interpreter.last, backend.weight = before
+        if self._total_weight is not None:  # the step's last backward has run; others in here had its scale
+            self._forget_weights()
+
+    def _forget_weights(self) -> None:
+        self._weights = self._weights_before = self._total_weight = self.backend.final_scale = None
 
     def _require_weighable(self) -> None:
         """A micro-batch is divided by the step's weights at the boundary; what joins gradients that have passed it, and
@@ -405,7 +467,8 @@ class Engine:
         """Forgets all gradients, partial sums included."""
         self.recover()
         self.interpreter.discard_grads()
-        self._weights, self._total_weight, self.backend.final_scale = None, None, None
+        self._forget_weights()
+        self._torn = False
         for unit in self.backend.units:
             unit.forget()
         for param in self.optimizer_params():
@@ -447,10 +510,12 @@ class _OutputHook:
 
     engine: weakref.ref[Engine]
     unit: int
+    generation: int
     task: int = -1
 
     def __call__(self, grad: Tensor) -> None:
         engine, task = self.engine(), torch._C._current_graph_task_id()
         if engine is not None and task != self.task:
             self.task = task
+            engine.require_same_values(self.unit, self.generation)
             engine.pre_backward(self.unit)

@@ -3,7 +3,8 @@
 [Note: Slices] To C++, a `ShardedParameter` is a plain 1-D tensor, a view of the flat master: plain, foreach and fused
 optimizers run on it at full speed. To Python, `shape`, `ndim`, `size()` and `numel()` are the original parameter's,
 since people split weight decay by them. Elementwise functions are right on slices. Norms are not, so they are taken
-over all ranks; whatever else would mix elements raises, since its result would silently be of one slice.
+over all ranks; whatever else would mix elements raises, since its result would silently be of one slice. So does what
+autograd would differentiate: a unit computes with leaves of its own, and a slice gets no gradient from autograd.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class _Slice(torch.Tensor):
             if name in _NORMS:
                 return _norm(name, args, kwargs)
             result = func(*args, **kwargs)
+            if torch.is_grad_enabled() and _is_differentiated(result):
+                raise _no_gradient(name, args)
             if name in _UNSCALE:
                 _agree_on_found_inf(args)
             if name.endswith("_") and (name.startswith("__i") or not name.endswith("__")):
@@ -167,6 +170,21 @@ def _plain(result: Any) -> Any:
     return result.as_subclass(torch.Tensor) if type(result) is ShardedParameter else result
 
 
+def _is_differentiated(result: Any) -> bool:
+    tensors = _flat(result if isinstance(result, list | tuple) else (result,))
+    return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf for tensor in tensors)
+
+
+def _no_gradient(name: str, args: Any) -> ModelError:
+    """Autograd would leave it where no optimizer looks."""
+    owner = next(arg for arg in _flat(args) if isinstance(arg, ShardedParameter))
+    return ModelError(
+        f"{name} of {owner.full_name} would be differentiated, but outside the forward of its unit a parameter is this "
+        f"rank's slice of it and gets no gradient: compute it under torch.no_grad(), or inside that forward; for a "
+        f"penalty on weights use the optimizer's weight_decay"
+    )
+
+
 def _refusal(name: str, args: Any) -> OptimizerError:
     owner = next((arg for arg in _flat(args) if isinstance(arg, _Slice)), None)
     label = f"{owner.full_name} {tuple(owner.global_shape)}" if owner is not None else "a sharded parameter"
@@ -190,6 +208,8 @@ def _norm(name: str, args: Any, kwargs: Any) -> Any:
     slices = [tensor for tensor in tensors if isinstance(tensor, _Slice)]
     if kwargs.get("dim") is not None or len(args) > 2 or len(slices) != len(tensors):
         raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in slices):
+        raise _no_gradient(name, slices)
     norms = slices[0].norm_of([tensor.local for tensor in slices], float(order))
     return norms if name == "_foreach_norm" else norms[0]
 

@@ -49,9 +49,40 @@ def install_state_dict(model: nn.Module, engine: Engine) -> None:
         if found is not None:
             found.changed()
 
+    for name, module in model.named_modules():
+        if module is not model and any(isinstance(param, ShardedParameter) for param in module._parameters.values()):
+            _install_part(module, name, reference)
     model.register_state_dict_post_hook(shown)  # type: ignore[no-untyped-call]  # torch leaves these so
     model.register_load_state_dict_pre_hook(taken)  # type: ignore[no-untyped-call]
     model.register_load_state_dict_post_hook(changed)  # type: ignore[no-untyped-call]
+
+
+def _install_part(module: nn.Module, name: str, reference: weakref.ref[Engine]) -> None:
+    """Of a module that owns parameters: its own `state_dict` has slices too, and loading is the whole model's."""
+    own = {key: param for key, param in module._parameters.items() if isinstance(param, ShardedParameter)}
+
+    def shown(_: nn.Module, state: dict[str, Any], prefix: str, __: dict[str, Any]) -> None:
+        found = reference()
+        if found is not None:
+            found.interpreter.quiesce()
+            for key, param in own.items():
+                if prefix + key in state:
+                    state[prefix + key] = SlicedTensor(_piece(param.full_name, param))
+
+    def refused(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        for key, param in own.items():
+            value = state.get(prefix + key)
+            # The whole model's loading has put the parameters themselves there by now.
+            whole = isinstance(value, Tensor) and not isinstance(value, ShardedParameter)
+            if whole and tuple(value.shape) == tuple(param.global_shape):
+                raise ModelError(
+                    f"load_state_dict of {name}, a part of a sharded model, would write {param.full_name} into this "
+                    f"rank's slice: load into the whole model, model.load_state_dict(state, strict=False), under full "
+                    f"names"
+                )
+
+    module.register_state_dict_post_hook(shown)  # type: ignore[no-untyped-call]  # torch leaves these so
+    module.register_load_state_dict_pre_hook(refused)  # type: ignore[no-untyped-call]
 
 
 def _by_name(engine: Engine) -> dict[str, ShardedParameter]:

@@ -236,8 +236,8 @@ class Interpreter(Generic[T]):
         """When autograd has ended. After a last micro-batch every reduced gradient is there on return."""
         self._run(PointKind.END_BACKWARD)
         self.in_backward = False
-        for state in self.states:
-            state.visited, state.calls, state.entered, state.ready = False, 0, 0, False
+        for state in self.states:  # still visited: a further backward of the same forward may reach them
+            state.calls, state.entered, state.ready = 0, 0, False
 
     def stepped(self, units: Iterable[int]) -> None:
         """An optimizer, a load or the user has changed the masters of `units`."""
@@ -245,6 +245,8 @@ class Interpreter(Generic[T]):
         changed = set(units)
         for unit in changed:
             self.invalidate(unit)
+        for state in self.states:
+            state.visited = False
         for op in self.schedule.ops(PointKind.STEPPED):
             if op.unit in changed or op.action is Action.SYNC:
                 self._do(op)
@@ -270,7 +272,7 @@ class Interpreter(Generic[T]):
         """Forgets what was accumulated and not yet stepped on."""
         for state in self.states:
             self._settle_reduction(state, Op(Action.SYNC, -1))
-            state.grad = GradState.EMPTY
+            state.grad, state.visited = GradState.EMPTY, False
 
     def abort(self) -> None:
         """After a forward or backward that raised: nothing is in use any more; partial sums are kept."""

@@ -1,0 +1,330 @@
+"""What plain torch refuses or gets right, and sharded training would get wrong without a word."""
+
+import copy
+import io
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeromesh as zm
+from tests.dist.features.parity import BOUND, close, local_part
+from tests.dist.pool import kept, on_ranks
+from zeromesh.errors import ModelError
+
+WIDTH = 6
+STAGES = pytest.mark.parametrize("strategy", ["node=3", "node=1", "node=0"])
+
+
+def mesh():
+    return kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+
+
+def chain(blocks: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks))).double()
+
+
+def sharded(base: nn.Module, strategy: str, **options) -> nn.Module:
+    return zm.shard(copy.deepcopy(base), mesh(), strategy, bucket_bytes=0, **options)
+
+
+def inputs(seed: int = 0) -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def same_grads(model: nn.Module, plain: nn.Module) -> None:
+    """`plain` has this rank's gradients; the sharded ones are the mean over ranks."""
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        mean = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad.clone()
+        dist.all_reduce(mean)
+        close(ours.grad.local, local_part(ours, mean / dist.get_world_size()), name, BOUND)
+
+
+# ---- what autograd would differentiate outside a unit's forward
+
+
+@STAGES
+@on_ranks(2)
+def test_a_penalty_on_weights_is_refused(strategy):
+    model = sharded(chain(), strategy)
+    weight = next(model.parameters())
+    for penalty in (
+        lambda: weight.pow(2),
+        lambda: 3 * weight,
+        lambda: weight.clone(),
+        lambda: torch.linalg.vector_norm(weight),
+        lambda: torch._foreach_mul(list(model.parameters()), 2.0),
+    ):
+        with pytest.raises(ModelError, match=r"0\.0\.weight would be differentiated.*weight_decay"):
+            penalty()
+        with torch.no_grad():
+            penalty()
+    assert not weight.detach().requires_grad and weight.data.pow(2).sum() > 0
+
+
+# ---- gradients of a backward that raised
+
+
+class Boom(torch.autograd.Function):
+    """Raises in the backward while `armed` has something."""
+
+    armed: list[bool]
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Boom.armed:
+            raise ValueError("boom")
+        return grad
+
+
+class Fragile(nn.Module):
+    def forward(self, x):
+        return Boom.apply(x)
+
+
+def fragile() -> nn.Sequential:
+    Boom.armed = []
+    base = chain()
+    base.insert(1, Fragile())
+    return base
+
+
+@STAGES
+@on_ranks(2)
+def test_what_a_backward_left_before_it_raised_is_dropped(strategy):
+    base, x = fragile(), inputs(dist.get_rank())
+    model = sharded(base, strategy)
+    optimizer = sgd(model)
+    Boom.armed.append(True)
+    with pytest.raises(ValueError, match="boom"):
+        model(x).sum().backward()
+    Boom.armed.clear()
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    base(x).sum().backward()
+    same_grads(model, base)
+
+
+@STAGES
+@on_ranks(2)
+def test_half_a_micro_batch_among_others_is_refused(strategy):
+    base, x = fragile(), inputs(dist.get_rank())
+    model = sharded(base, strategy)
+    optimizer = sgd(model)
+    with zm.accumulate(model, last=False):
+        model(x).sum().backward()
+    Boom.armed.append(True)
+    with pytest.raises(ValueError, match="boom"), zm.accumulate(model, last=False):
+        model(x).sum().backward()
+    Boom.armed.clear()
+    optimizer.zero_grad()  # knows nothing of what is not shown yet
+    with pytest.raises(ModelError, match=r"part of its micro-batch.*zm\.zero_grad"):
+        model(x).sum().backward()
+    zm.zero_grad(model)
+    model(x).sum().backward()
+    base(x).sum().backward()
+    same_grads(model, base)
+
+
+# ---- weights
+
+
+@STAGES
+@on_ranks(2)
+def test_every_backward_of_a_micro_batch_has_its_weight(strategy):
+    base, rank = chain(), dist.get_rank()
+    x, weight = inputs(rank), 1.0 + 2 * rank
+    model = sharded(base, strategy)
+    with zm.accumulate(model, last=True, weight=weight):
+        out = model(x)
+        out.sum().backward(retain_graph=True)
+        out.square().sum().backward()
+    out = base(x)
+    ((out.sum() + out.square().sum()) * weight / 4.0 * 2).backward()  # weights 1 and 3, two ranks
+    same_grads(model, base)
+
+
+@STAGES
+@on_ranks(2)
+def test_a_step_that_was_given_up_leaves_no_weight(strategy):
+    base, x = fragile(), inputs(dist.get_rank())
+    model = sharded(base, strategy)
+    optimizer = sgd(model)
+    with pytest.raises(KeyError), zm.accumulate(model, last=True, weight=8.0):
+        raise KeyError
+    with zm.accumulate(model, last=False, weight=5.0):
+        pass  # a batch without a loss
+    Boom.armed.append(True)
+    with pytest.raises(ValueError, match="boom"), zm.accumulate(model, last=True, weight=3.0):
+        model(x).sum().backward()
+    Boom.armed.clear()
+    optimizer.zero_grad()
+    for _ in range(2):
+        with zm.accumulate(model, last=True, weight=4.0):
+            model(x).sum().backward()
+        base.zero_grad()
+        base(x).sum().backward()
+        same_grads(model, base)
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_backward_outside_its_weight_is_refused():
+    model = sharded(chain(), "node=1")
+    with zm.accumulate(model, last=True, weight=8.0):
+        loss = model(inputs()).sum()
+    with pytest.raises(ModelError, match="must run inside its zm.accumulate"):
+        loss.backward()
+
+
+# ---- values that a backward needs
+
+
+@on_ranks(2)
+def test_second_derivatives_need_whole_parameters():
+    base = chain()
+    for strategy in ("node=1", "node=0"):
+        plain, model = copy.deepcopy(base), sharded(base, strategy)
+        for each in (plain, model):
+            x = inputs(dist.get_rank()).requires_grad_()
+            (slope,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)
+            (slope.square().sum() + each(x).sum()).backward()
+        same_grads(model, plain)
+    x, model = inputs().requires_grad_(), sharded(base, "node=3")
+    with pytest.raises(ModelError, match=r"create_graph=True .* stages 0, 1 and 2"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    model(x).sum().backward()
+
+
+@on_ranks(2)
+def test_gradients_that_carry_a_graph_are_summed_without_it():
+    base = chain()
+    plain, model, x = copy.deepcopy(base), sharded(base, "node=1"), inputs(dist.get_rank())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*create_graph=True will create a reference cycle")
+        for last in (False, True):
+            with zm.accumulate(model, last=last):
+                model(x).sum().backward(create_graph=True)
+    (2 * plain(x).sum()).backward()
+    same_grads(model, plain)
+    assert not any(param.grad.local.requires_grad for param in model.parameters())
+
+
+class Boxed(nn.Module):
+    """Returns its tensor in an object that no hook can look into."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, box):
+        return SimpleNamespace(h=self.inner(box.h))
+
+
+class Boxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Boxed(block) for block in chain())
+
+    def forward(self, x):
+        box = SimpleNamespace(h=x)
+        for block in self.blocks:
+            box = block(box)
+        return box.h
+
+
+@on_ranks(2)
+def test_a_block_whose_output_cannot_be_seen_is_refused():
+    x, base = inputs(dist.get_rank()), Boxes()
+    model = sharded(base, "node=3")
+    with pytest.raises(ModelError, match=r"the backward of unit 'blocks\.\d' began unseen.*return tensors"):
+        model(x).sum().backward()
+    model = sharded(base, "node=1")
+    model(x).sum().backward()
+    base(x).sum().backward()
+    same_grads(model, base)
+
+
+@STAGES
+@on_ranks(2)
+def test_a_backward_after_the_step_that_followed_its_forward_is_refused(strategy):
+    model, x = sharded(chain(), strategy), inputs()
+    optimizer = sgd(model)
+    model(x).sum().backward()
+    loss = model(x).square().sum()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ModelError, match="have changed since the forward"):
+        loss.backward()
+    model(x).sum().backward()
+    optimizer.step()
+
+
+class Paths(nn.Module):
+    """Runs the blocks that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(chain())
+
+    def forward(self, x, path):
+        for index in path:
+            x = self.blocks[index](x)
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["node=2", "node=1", "node=0"])
+@on_ranks(2, timeout_s=40.0)
+def test_ranks_may_differ_in_every_backward_of_a_forward(strategy):
+    base, rank = Paths(), dist.get_rank()
+    model, x = sharded(base, strategy), inputs(rank)
+    for path in ([0, 1, 2] if rank == 0 else [0, 2], [0, 1, 2] if rank == 1 else [1, 3]):
+        base.zero_grad(), zm.zero_grad(model)
+        for each in (model, base):
+            out = each(x, path)
+            out.sum().backward(retain_graph=True)
+            out.square().sum().backward()
+        shown = [param.grad is not None for param in model.parameters()]
+        assert shown == [True] * len(shown) or path[0] == 0
+        for name, ours in model.named_parameters():
+            theirs = base.get_parameter(name)
+            mean = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad.clone()
+            dist.all_reduce(mean)
+            if ours.grad is None:
+                assert not mean.any()
+            else:
+                close(ours.grad.local, local_part(ours, mean / 2), name, BOUND)
+
+
+# ---- state dicts of parts
+
+
+@STAGES
+@on_ranks(2)
+def test_a_part_shows_slices_of_whole_tensors(strategy):
+    model = sharded(chain(), strategy)
+    whole, part = model.state_dict(), model[1].state_dict()
+    assert list(part) == ["0.weight", "0.bias"]
+    for key, value in part.items():
+        assert type(value) is type(whole[f"1.{key}"]) and value.shape == whole[f"1.{key}"].shape
+        assert value.piece.name == f"1.{key}"
+    saved = io.BytesIO()
+    model.load_state_dict(whole)
+    torch.save({key: value.shape for key, value in part.items()}, saved)
+    with pytest.raises(ModelError, match=r"load_state_dict of 1\.0, a part .* strict=False"):
+        model[1].load_state_dict(chain()[1].state_dict())
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({"1.0.weight": torch.zeros(1, 1)}, strict=False)
