@@ -73,8 +73,9 @@ def _install_part(module: nn.Module, name: str, reference: weakref.ref[Engine]) 
         for key, param in own.items():
             value = state.get(prefix + key)
             # The whole model's loading has put the parameters themselves there by now.
-            whole = isinstance(value, Tensor) and not isinstance(value, ShardedParameter)
-            if whole and tuple(value.shape) == tuple(param.global_shape):
+            if not isinstance(value, Tensor) or isinstance(value, ShardedParameter):
+                continue
+            if tuple(value.shape) == tuple(param.global_shape):
                 raise ModelError(
                     f"load_state_dict of {name}, a part of a sharded model, would write {param.full_name} into this "
                     f"rank's slice: load into the whole model, model.load_state_dict(state, strict=False), under full "

@@ -1,5 +1,8 @@
 """Which device a rank takes, on a machine that claims to have two GPUs."""
 
+from pathlib import Path
+from typing import Literal
+
 import pytest
 import torch
 
@@ -16,8 +19,12 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
 
+def config(device: Literal["auto", "cuda"]) -> RunConfig:
+    return RunConfig(directory=Path(), steps=1, device=device)
+
+
 def chosen(local_rank: int, local_world: int) -> set[str]:
-    run = RunConfig.model_construct(device="auto")
+    run = config("auto")
     return {str(measuring._device(local_rank, local_world)), str(training._device(run, local_rank, local_world))}
 
 
@@ -29,9 +36,9 @@ def test_a_device_for_each_local_rank():
 def test_leaves_of_an_emulated_cluster_would_share_devices(monkeypatch):
     monkeypatch.setenv("ZEROMESH_LAB", "zmlab-1-0")
     assert chosen(0, 1) == {"cpu"}
-    assert training._device(RunConfig.model_construct(device="cuda"), 0, 1).type == "cuda"  # who asks gets it
+    assert training._device(config("cuda"), 0, 1).type == "cuda"  # who asks gets it
 
 
 def test_devices_that_are_not_there():
     with pytest.raises(ConfigError, match="for each of the 3 ranks of this machine; found 2"):
-        training._device(RunConfig.model_construct(device="cuda"), 0, 3)
+        training._device(config("cuda"), 0, 3)
