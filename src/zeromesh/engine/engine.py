@@ -24,7 +24,7 @@ from zeromesh.engine.guard import SlotGuard
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
 from zeromesh.errors import CommunicationError, MismatchError, ModelError, OptimizerError
-from zeromesh.schedule import GradState, Interpreter, Role, Schedule
+from zeromesh.schedule import GradState, Interpreter, Schedule
 
 _PRIME = 2**31 - 1
 
@@ -176,9 +176,8 @@ class Engine:
         self._ordered = False
         self._depth = [0] * len(schedule.units)
         slots = schedule.memory.gather.slot_of
-        self._shares_slot = [
-            unit.role is Role.BLOCK and slot is not None for unit, slot in zip(schedule.units, slots, strict=True)
-        ]
+        self._shares_slot = [slot is not None and slots.count(slot) > 1 for slot in slots]
+        self._stale: dict[int, int] = {}
         self._torn = False
         self._running = 0
         self._agreed: Ticket | None = None
@@ -245,29 +244,34 @@ class Engine:
         if unit == 0:
             self.interpreter.end_forward(backward=bool(tensors))
 
-    def require_same_values(self, unit: int, generation: int) -> None:
-        """What autograd checks of tensors that it has saved, and cannot of views into buffers that are used again."""
-        name = self.backend.units[unit].name or "(root)"
-        if generation != self.interpreter.states[unit].generation:
-            raise ModelError(
-                f"the parameters of unit {name!r} have changed since the forward whose backward has now begun: run it "
-                f"before the optimizer's step (or load, or zm.refresh), or run the forward again"
-            )
+    def pre_backward(self, unit: int, generation: int) -> None:
+        """The gradient has arrived of an output of `unit`, computed when its parameters were of `generation`."""
         # Gradient mode is on in a backward under create_graph=True alone.
         if torch.is_grad_enabled() and self.schedule.memory.gather.slot_of[unit] is not None:
             raise ModelError(
-                f"a backward with create_graph=True through unit {name!r}: second derivatives need parameters that "
-                f"stay gathered: use stages 0, 1 and 2 only"
+                f"a backward with create_graph=True through unit {self.backend.units[unit].name or '(root)'!r}: second "
+                f"derivatives need parameters that stay gathered: use stages 0, 1 and 2 only"
             )
-
-    def pre_backward(self, unit: int) -> None:
         self._enter_backward()
+        if generation != self.interpreter.states[unit].generation:
+            self._stale[unit] = min(generation, self._stale.get(unit, generation))
         self.interpreter.pre_backward(unit)
+
+    def _require_unchanged(self, unit: int, index: int, position: int) -> None:
+        """What autograd checks of tensors that it has saved, and cannot of views into buffers that are used again."""
+        param = self.backend.units[unit].buffers[index].optimizer_params[position]
+        if param.changed > self._stale[unit]:
+            raise ModelError(
+                f"{param.full_name} has changed since the forward whose backward runs now: run that before the "
+                f"optimizer's step (or load, or zm.refresh), or run the forward again"
+            )
 
     def grad_ready(self, unit: int, index: int, position: int) -> None:
         """Autograd has accumulated a leaf's gradient."""
         if self._task == -1:
             self._enter_backward()
+        if unit in self._stale:
+            self._require_unchanged(unit, index, position)
         if self._shares_slot[unit] and not self.interpreter.states[unit].in_use:
             raise ModelError(
                 f"the backward of unit {self.backend.units[unit].name!r} began unseen, and so may have used another "
@@ -287,7 +291,6 @@ class Engine:
             self._require_whole_sums()
             self._require_its_weight()
             self._task = torch._C._current_graph_task_id()
-            self._backwards += 1
             self._start_weights()
             self.interpreter.begin_backward()
             self._require_weighable()
@@ -328,6 +331,7 @@ class Engine:
             self._abort()
 
     def _abort(self) -> None:
+        self._stale.clear()
         self.interpreter.abort()
         for unit, state in zip(self.backend.units, self.interpreter.states, strict=True):
             unit.abort()
@@ -336,6 +340,8 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._task = -1
+        self._backwards += 1
+        self._stale.clear()
         self.interpreter.end_backward()
         if self.interpreter.last:
             self._show_grads()
@@ -359,18 +365,18 @@ class Engine:
             raise ModelError(
                 "either every micro-batch of a step has a weight or none; this step has some with and some without"
             )
-        before, weights = (interpreter.last, backend.weight), self._weights
-        self._weights_before, self._weighed_at = weights, self._backwards
+        before = interpreter.last, backend.weight
+        self._weights_before, self._weighed_at = self._weights, self._backwards
         interpreter.last, backend.weight = last, weight
         if weight is not None:
             self._weights = (self._weights or 0.0) + weight
         try:
             yield
         except BaseException:
-            if self._total_weight is None:  # this one does not count
-                self._weights = weights
-            else:
+            if self._total_weight is not None:
                 self._forget_weights()
+            elif self._backwards == self._weighed_at:  # nothing of it is in the sums
+                self._weights = self._weights_before
             raise
         finally:
             interpreter.last, backend.weight = before
@@ -468,6 +474,7 @@ class Engine:
         self.recover()
         self.interpreter.discard_grads()
         self._forget_weights()
+        self._weights = self.backend.weight  # of a block that is open
         self._torn = False
         for unit in self.backend.units:
             unit.forget()
@@ -491,8 +498,11 @@ class Engine:
                 )
         self.interpreter.quiesce()
 
-    def stepped(self, units: Iterable[int]) -> None:
-        self.interpreter.stepped(units)
+    def stepped(self, params: Sequence[ShardedParameter]) -> None:
+        """An optimizer has changed `params`."""
+        self.interpreter.stepped({param.unit for param in params})
+        for param in params:
+            param.changed = self.interpreter.states[param.unit].generation
 
     def changed(self) -> None:
         """Masters were changed by hand or by a load."""
@@ -501,7 +511,7 @@ class Engine:
         self.interpreter.quiesce()
         for unit in self.backend.units:
             unit.forget_owed()
-        self.interpreter.stepped(range(len(self.backend.units)))
+        self.stepped(list(self.optimizer_params()))
 
 
 @dataclass(slots=True)
@@ -517,5 +527,4 @@ class _OutputHook:
         engine, task = self.engine(), torch._C._current_graph_task_id()
         if engine is not None and task != self.task:
             self.task = task
-            engine.require_same_values(self.unit, self.generation)
-            engine.pre_backward(self.unit)
+            engine.pre_backward(self.unit, self.generation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,32 +67,23 @@ def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _units(optimizer: Optimizer) -> dict[Any, set[int]]:
-    """Units that the optimizer's step will update, by engine."""
-    updated = [p for p in _params(optimizer) if type(p) is ShardedParameter and p.grad is not None]
-    return _by_engine(updated)
-
-
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _checked:
         _check(optimizer)
-    for engine, units in _engines(optimizer).items():
-        engine.before_step(units)
+    for engine, params in _by_engine(optimizer).items():
+        engine.before_step({param.unit for param in params})
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for engine, units in _units(optimizer).items():
-        engine.stepped(units)
+    for engine, params in _by_engine(optimizer).items():
+        updated = [param for param in params if param.grad is not None]
+        if updated:
+            engine.stepped(updated)
 
 
 def updates(optimizer: Optimizer, engine: object) -> bool:
     """Whether the optimizer holds parameters of this engine."""
-    return engine in _engines(optimizer)
-
-
-def _engines(optimizer: Optimizer) -> dict[Any, set[int]]:
-    """All units with parameters in the optimizer, by engine, with or without gradients."""
-    return _by_engine(p for p in _params(optimizer) if type(p) is ShardedParameter)
+    return engine in _by_engine(optimizer)
 
 
 def element_states(optimizer: Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
@@ -139,13 +130,13 @@ def state_bytes(optimizer: Optimizer, group: int, like: ShardedParameter, grad_d
     return sum(state.nbytes for state in element_states(stepping, trial)) // _TRIAL_NUMEL
 
 
-def _by_engine(params: Iterable[ShardedParameter]) -> dict[Any, set[int]]:
-    units: dict[Any, set[int]] = defaultdict(set)
-    for param in params:
-        engine = param.engine()
-        if engine is not None:
-            units[engine].add(param.unit)
-    return units
+def _by_engine(optimizer: Optimizer) -> dict[Any, list[ShardedParameter]]:
+    """The optimizer's parameters, with or without gradients."""
+    found: dict[Any, list[ShardedParameter]] = defaultdict(list)
+    for param in _params(optimizer):
+        if isinstance(param, ShardedParameter) and (engine := param.engine()) is not None:
+            found[engine].append(param)
+    return found
 
 
 def _check(optimizer: Optimizer) -> None:

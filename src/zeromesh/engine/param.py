@@ -106,8 +106,8 @@ class _Slice(torch.Tensor):
             if name in _NORMS:
                 return _norm(name, args, kwargs)
             result = func(*args, **kwargs)
-            if torch.is_grad_enabled() and _is_differentiated(result):
-                raise _no_gradient(name, args)
+            if torch.is_grad_enabled():
+                _watch_gradient(name, args, kwargs, result)
             if name in _UNSCALE:
                 _agree_on_found_inf(args)
             if name.endswith("_") and (name.startswith("__i") or not name.endswith("__")):
@@ -124,11 +124,13 @@ class ShardedParameter(_Slice, nn.Parameter):
         flat_start: where the slice starts in the flattened original parameter.
         unit: index of the unit it belongs to.
         engine: weak reference to the engine.
+        changed: the unit's generation since which its values are those of now.
     """
 
     flat_start: int
     unit: int
     engine: Callable[[], Any]
+    changed: int = 1
     _shown: Tensor | None = None
 
     # Autograd never writes it, so it need not be where C++ would look for it, behind a detour.
@@ -170,18 +172,26 @@ def _plain(result: Any) -> Any:
     return result.as_subclass(torch.Tensor) if type(result) is ShardedParameter else result
 
 
-def _is_differentiated(result: Any) -> bool:
-    tensors = _flat(result if isinstance(result, list | tuple) else (result,))
-    return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf for tensor in tensors)
+def _watch_gradient(name: str, args: Any, kwargs: Any, result: Any) -> None:
+    """A gradient that arrives at `result` would go on to a slice, where no optimizer looks for it: raises then."""
+    tensors = [tensor for tensor in _flat([result]) if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]
+    owners = (arg for arg in _flat([args, [*kwargs.values()]]) if isinstance(arg, ShardedParameter))
+    owner = next((owner.full_name for owner in owners if owner.requires_grad), None) if tensors else None
+    if owner is None:
+        return
+
+    def arrived(_: Tensor) -> None:
+        raise _no_gradient(name, owner)
+
+    for tensor in tensors:
+        tensor.register_hook(arrived)  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
-def _no_gradient(name: str, args: Any) -> ModelError:
-    """Autograd would leave it where no optimizer looks."""
-    owner = next(arg for arg in _flat(args) if isinstance(arg, ShardedParameter))
+def _no_gradient(name: str, owner: str) -> ModelError:
     return ModelError(
-        f"{name} of {owner.full_name} would be differentiated, but outside the forward of its unit a parameter is this "
-        f"rank's slice of it and gets no gradient: compute it under torch.no_grad(), or inside that forward; for a "
-        f"penalty on weights use the optimizer's weight_decay"
+        f"{name} of {owner} is differentiated, but outside the forward of its unit a parameter is this rank's slice of "
+        f"it and gets no gradient: compute it under torch.no_grad(), or inside that forward; for a penalty on weights "
+        f"use the optimizer's weight_decay"
     )
 
 
@@ -209,7 +219,7 @@ def _norm(name: str, args: Any, kwargs: Any) -> Any:
     if kwargs.get("dim") is not None or len(args) > 2 or len(slices) != len(tensors):
         raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in slices):
-        raise _no_gradient(name, slices)
+        raise _no_gradient(name, slices[0].full_name)
     norms = slices[0].norm_of([tensor.local for tensor in slices], float(order))
     return norms if name == "_foreach_norm" else norms[0]
 

@@ -146,7 +146,8 @@ class Bench:
     def _claim(self) -> None:
         """Writes what the directory is of, or holds it against that."""
         here = {**read_setting(), "steps": self.steps, "warmup": self.warmup}
-        if not self._setting_file.exists() and not any((self.directory / "cells").glob("*.json")):
+        kept = [path for name in ("cells", "probes") for path in (self.directory / name).glob("*.json")]
+        if not self._setting_file.exists() and not kept:
             self._setting_file.write_text(json.dumps({name: here.get(name) for name in _SAME}, indent=1) + "\n")
         held = self._setting()
         differing = [
@@ -167,10 +168,11 @@ class Bench:
     def _probe(self, topology: Topology, cells: Sequence[Cell], lab: Lab | None) -> None:
         path = self._probe_file(topology.text)
         held = json.loads(path.read_text()) if path.exists() else {"probe": None, "compute": {}}
+        if held["probe"] is not None and not self._trusts(topology, held["probe"]):
+            held["probe"] = None  # --accept-noise took it
         batches = {compute_key(cell.batch): cell.batch for cell in cells}
         missing = {key: batch for key, batch in batches.items() if key not in held["compute"]}
         if held["probe"] is not None and not missing:
-            self._require_trust(topology, held["probe"])
             return
         options = {
             "batches": {key: _batch_json(batch) for key, batch in missing.items()},
@@ -180,12 +182,16 @@ class Bench:
         }
         found = on_all_ranks("bench:probe_topology", options, topology.mesh, lab=lab)
         probe = found["probe"] or held["probe"]
-        self._require_trust(topology, probe)
-        path.write_text(json.dumps({"probe": probe, "compute": held["compute"] | found["compute"]}))
-
-    def _require_trust(self, topology: Topology, probe: Mapping[str, Any]) -> None:
         if not self.accept_noise:
             from_raw(probe, topology.mesh, topology.text).require_trust()
+        path.write_text(json.dumps({"probe": probe, "compute": held["compute"] | found["compute"]}))
+
+    def _trusts(self, topology: Topology, probe: Mapping[str, Any]) -> bool:
+        try:
+            from_raw(probe, topology.mesh, topology.text).require_trust()
+        except MeasurementError:
+            return self.accept_noise
+        return True
 
     def _measure(self, topology: Topology, cells: Sequence[Cell], lab: Lab | None) -> None:
         counted = _Counted(lab, self.directory / "cells")

@@ -245,8 +245,7 @@ class Interpreter(Generic[T]):
         changed = set(units)
         for unit in changed:
             self.invalidate(unit)
-        for state in self.states:
-            state.visited = False
+            self.states[unit].visited = False
         for op in self.schedule.ops(PointKind.STEPPED):
             if op.unit in changed or op.action is Action.SYNC:
                 self._do(op)
@@ -272,7 +271,7 @@ class Interpreter(Generic[T]):
         """Forgets what was accumulated and not yet stepped on."""
         for state in self.states:
             self._settle_reduction(state, Op(Action.SYNC, -1))
-            state.grad, state.visited = GradState.EMPTY, False
+            state.grad = GradState.EMPTY
 
     def abort(self) -> None:
         """After a forward or backward that raised: nothing is in use any more; partial sums are kept."""

@@ -169,6 +169,9 @@ def test_a_directory_holds_what_was_measured_alike(bench, monkeypatch):
             measured(bench, cell, 0.1)
 
     bench._measure = written
+    (bench.directory / "probes" / f"{TREE}.json").rename(bench.directory / "held")
+    bench._claim()
+    (bench.directory / "held").rename(bench.directory / "probes" / f"{TREE}.json")
     monkeypatch.setattr("zeromesh.measure.bench.Lab", lambda tree: nullcontext())
     bench.run(cells[:1])
     Bench(bench.directory, steps=3, warmup=1).run(cells[:1])
@@ -183,17 +186,24 @@ def test_a_directory_holds_what_was_measured_alike(bench, monkeypatch):
         bench.run(cells)
 
 
-def test_a_noisy_probe_stays_one(bench, monkeypatch):
+def test_a_noisy_probe_is_taken_again_unless_noise_is_accepted(bench, monkeypatch):
     cells = make_cells([TREE], (), [BATCH])
     bench._measure = lambda topology, wanted, lab: None
     monkeypatch.setattr("zeromesh.measure.bench.Lab", lambda tree: nullcontext())
-    held = {"probe": raw(loaded=3.0), "compute": {compute_key(BATCH): compute()}}
-    (bench.directory / "probes" / f"{TREE}.json").write_text(json.dumps(held))
+    monkeypatch.setattr("zeromesh.measure.bench.on_all_ranks", lambda *args, **options: {"probe": raw(), "compute": {}})
+    (bench.directory / "setting.json").unlink(missing_ok=True)
+    path = bench.directory / "probes" / f"{TREE}.json"
+    with pytest.raises(InputError, match="steps None, now 3"):  # a probe of which nobody knows
+        bench.run(cells)
+    path.unlink()
+    bench._claim()
+    path.write_text(json.dumps({"probe": raw(loaded=3.0), "compute": {compute_key(BATCH): compute()}}))
     bench.accept_noise = True
     bench.run(cells)
+    assert json.loads(path.read_text())["probe"] == raw(loaded=3.0)
     bench.accept_noise = False
-    with pytest.raises(MeasurementError, match="all_gather over node"):
-        bench.run(cells)
+    bench.run(cells)
+    assert json.loads(path.read_text())["probe"] == raw()
 
 
 def test_parts_of_a_level_share_its_links(bench):
