@@ -30,6 +30,7 @@ from zeromesh.measure.matrix import Cell, Topology
 from zeromesh.measure.probe import ROUNDS, SECONDS_PER_LEVEL, Probe, from_raw
 from zeromesh.measure.setting import read_setting
 from zeromesh.measure.steps import Batch, from_json, median_step, predict
+from zeromesh.strategy import Layout
 from zeromesh.trace import Trace
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ class Bench:
         measured = json.loads(self._cell_file(cell).read_text())
         probed = json.loads(self._probe_file(cell.topology).read_text())
         topology, batch = Topology(text=cell.topology), cell.batch
+        layout = Layout.of(cell.strategy, topology.axes)
         cluster = self.probe_of(cell.topology).cluster
         simulated = predict(measured["schedule"], cluster, batch, probed["compute"][compute_key(batch)])
         traces = [from_json(trace) for trace in measured["traces"]]
@@ -229,7 +231,7 @@ class Bench:
             predicted_exposed_s=simulated.exposed_s,
             predicted_bytes=simulated.sent_bytes,
             link_bytes=tuple(measured.get("link_bytes", ())),
-            predicted_link_bytes=_over_links(topology, simulated.sent_bytes) if topology.tree else (),
+            predicted_link_bytes=_over_links(topology, layout, simulated.sent_bytes) if topology.tree else (),
         )
 
     def probe_of(self, topology: str) -> Probe:
@@ -241,9 +243,10 @@ class Bench:
         """`result.json`: what measured it, rows, summary."""
         rows = self.rows(cells)
         summary = summarise(rows)
+        setting = self._setting()
         result = {
-            "environment": self._setting(),
-            "steps": self.steps,
+            "environment": setting,
+            "steps": setting.get("steps", self.steps),
             "summary": {
                 "median_error": summary.median_error,
                 "choices": summary.choices,
@@ -298,7 +301,7 @@ def _is_right(group: Sequence[Row]) -> bool:
     return chosen.step_s <= (1 + CLOSE) * min(row.step_s for row in group)
 
 
-def _over_links(topology: Topology, sent: Mapping[str, float]) -> tuple[float, ...]:
+def _over_links(topology: Topology, layout: Layout, sent: Mapping[str, float]) -> tuple[float, ...]:
     """Bytes out of one link of each level of the tree, outermost first: a link carries what its ranks send over its own
     level and over those outside it."""
     assert topology.tree is not None
@@ -307,8 +310,8 @@ def _over_links(topology: Topology, sent: Mapping[str, float]) -> tuple[float, .
     several = iter(axes)
     for depth, size in enumerate(tree.sizes, start=1):
         if size > 1:
-            axis = next(several)
-            crossing += sum(num_bytes for name, num_bytes in sent.items() if name.split("[")[0] == axis)  # its parts
+            level = next(several)
+            crossing += sum(sent[axis.name] for axis in layout.axes if axis.mesh_axis == level)
         ranks = tree.world_size // prod(tree.sizes[:depth])
         found.append(ranks * crossing)
     return tuple(found)

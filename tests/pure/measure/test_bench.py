@@ -177,7 +177,8 @@ def test_a_directory_holds_what_was_measured_alike(bench, monkeypatch):
     Bench(bench.directory, steps=3, warmup=1).run(cells[:1])
     with pytest.raises(InputError, match=r"was with steps 3, now 50: name another directory"):
         Bench(bench.directory, steps=50, warmup=1).run(cells)
-    assert Bench(bench.directory, steps=50, warmup=1).write_result(cells[:1])["environment"]["steps"] == 3
+    result = Bench(bench.directory, steps=50, warmup=1).write_result(cells[:1])
+    assert result["steps"] == result["environment"]["steps"] == 3
     monkeypatch.setattr("zeromesh.measure.setting.processor_name", lambda: "another")
     with pytest.raises(InputError, match=r"machine .*, now another"):
         bench.run(cells)
@@ -207,14 +208,17 @@ def test_a_noisy_probe_is_taken_again_unless_noise_is_accepted(bench, monkeypatc
 
 
 def test_parts_of_a_level_share_its_links(bench):
-    tree = "2@200mbit,4"
-    cells = make_cells([tree], ["node[2]=3,node[*]=2,cluster[2]=1"], [BATCH])
-    assert estimate_s(cells, steps=4, cores=2) > 0
+    def over_links(tree, strategy, sent):
+        topology = Topology(text=tree)
+        return _over_links(topology, Layout.of(strategy, topology.axes), sent)
+
+    strategy = "node[2]=3,node[*]=2,cluster[2]=1"
+    assert estimate_s(make_cells(["2@200mbit,4"], [strategy], [BATCH]), steps=4, cores=2) > 0
     sent = {"node[0]": 1.0, "node[1]": 2.0, "cluster": 4.0}
-    assert _over_links(Topology(text=tree), sent) == (16.0,)
-    assert _over_links(
-        Topology(text="2@200mbit,2@1gbit,2"), {"package": 1.0, "node[0]": 2.0, "node[1]": 3.0, "cluster": 4.0}
-    ) == (16.0, 18.0)
+    assert over_links("2@200mbit,4", strategy, sent) == (16.0,)
+    sent = {"package": 1.0, "node[0]": 2.0, "node[1]": 3.0, "cluster": 4.0}
+    strategy = "package=3,node[2]=3,node[*]=2,cluster=1"
+    assert over_links("2@200mbit,4@1gbit,2", strategy, sent) == (32.0, 18.0)
 
 
 def test_the_best_predicted_is_held_against_the_best_measured(bench):
