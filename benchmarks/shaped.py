@@ -55,6 +55,11 @@ OURS = {
 QUANTISED = {2: "2,2 3,3", 3: "2,2,2 3,3,3"}
 """Of these also with int8 parameters and int4 gradients on the outermost axis, to be compared with themselves."""
 
+AS_DDP = {2: "0,0 1,0 1,1 2,2 3,0 3,1", 3: "0,0,0 1,1,1 2,2,2 3,1,1 3,3,0 3,3,1"}
+"""Of these in bf16 also without fp32 masters: what DDP and ZeroRedundancyOptimizer take part with."""
+
+NO_MASTERS = ", bf16 masters"
+
 BUCKET_BYTES = 8 << 20
 
 CAPS = (1.0, 1.3, 1.6, 1.9, 2.5, 4.0)
@@ -63,16 +68,17 @@ CAPS = (1.0, 1.3, 1.6, 1.9, 2.5, 4.0)
 Maker = Callable[..., Step]
 
 
-def ours(depth: int) -> list[str]:
-    """Every strategy of ours, the quantised ones last."""
+def ours(depth: int, dtype: torch.dtype) -> list[str]:
+    """Every system of ours: a strategy, and whether its masters are bf16."""
 
-    def spelt(stages: str, wire: str = "") -> str:
-        return ",".join(f"{name}={stage}" for name, stage in zip(NAMES, stages.split(","), strict=False)) + wire
+    def spelt(stages: str, ending: str = "") -> str:
+        return ",".join(f"{name}={stage}" for name, stage in zip(NAMES, stages.split(","), strict=False)) + ending
 
     return [
         *map(spelt, OURS[depth].split()),
         *(spelt(stages, "@int8/int4") for stages in QUANTISED[depth].split()),
         *([f"{spelt('0,0')};collective=hierarchical"] if depth == 2 else []),
+        *(spelt(stages, NO_MASTERS) for stages in AS_DDP[depth].split() if dtype is torch.bfloat16),
     ]
 
 
@@ -119,11 +125,13 @@ def peer_bytes(name: str, size: str, item: int, sizes: tuple[int, int]) -> int:
 
 
 def our_step(
-    size: str, dtype: torch.dtype, data: list[torch.Tensor], *, strategy: str, mesh: Any
+    size: str, dtype: torch.dtype, data: list[torch.Tensor], *, system: str, mesh: Any
 ) -> tuple[Step, int, dict[str, int]]:
     """A step, bytes a rank, and bytes that a rank sends on each axis in a step."""
+    strategy, no_masters = system.removesuffix(NO_MASTERS), system.endswith(NO_MASTERS)
+    made = make_model(size).to(dtype) if no_masters else make_model(size)
     options = {} if dtype is torch.float32 else {"param_dtype": dtype}
-    model = zm.shard(make_model(size), mesh, strategy, bucket_bytes=BUCKET_BYTES, **options)
+    model = zm.shard(made, mesh, strategy, bucket_bytes=BUCKET_BYTES, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
@@ -170,10 +178,10 @@ def _our_rows(
     """Ours, made anew for each round: each model has communicators, whose threads would disturb the others, and the
     next model uses those of the last."""
     rows = []
-    for strategy in ours(mesh.ndim):
-        make = partial(our_step, args.model, dtype, data, strategy=strategy, mesh=mesh)
+    for system in ours(mesh.ndim, dtype):
+        make = partial(our_step, args.model, dtype, data, system=system, mesh=mesh)
         _, memory, sent = make()
-        rows.append({"system": strategy, "bytes": memory, "sent_bytes": sent, "make": lambda make=make: make()[0]})
+        rows.append({"system": system, "bytes": memory, "sent_bytes": sent, "make": lambda make=make: make()[0]})
     return rows
 
 
@@ -209,7 +217,7 @@ def _rounds(makers: dict[str, Callable[[], Step]], rounds: int) -> dict[str, lis
 def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each cap, the fastest of ours and of the peers that fit under it."""
     unit = next((row["bytes"] for row in rows if row["system"] == "FSDP2"), 0)
-    lossless = [row for row in rows if "int" not in row["system"]]
+    lossless = [row for row in rows if "@int" not in row["system"]]
     found = []
     for cap in (*CAPS, math.inf) if unit else ():
         fitting = [row for row in lossless if row["bytes"] <= cap * unit]

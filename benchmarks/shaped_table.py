@@ -56,7 +56,7 @@ def bounded(cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any], float
             continue
         for row in cell["rows"]:
             unshaped = free[key_of(cell)].get(row["system"])
-            if "sent_bytes" in row and "int" not in row["system"] and unshaped:
+            if "sent_bytes" in row and "@int" not in row["system"] and unshaped:
                 yield cell, row, unshaped, link_seconds(cell["tree"], row["sent_bytes"])
 
 
@@ -105,7 +105,7 @@ def curve_table(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _fastest(cell: Cell, most_bytes: float, own: bool) -> str:
-    rows = (r for r in cell["rows"] if "int" not in r["system"] and ("sent_bytes" in r) == own)
+    rows = (r for r in cell["rows"] if "@int" not in r["system"] and ("sent_bytes" in r) == own)
     best = min((row["step_s"] for row in rows if row["bytes"] <= most_bytes), default=None)
     return "-" if best is None else f"{best:.2f}"
 
@@ -123,7 +123,7 @@ def fsdp_table(cells: Sequence[Cell]) -> Iterator[str]:
         fitting = [
             r
             for r in rows.values()
-            if "sent_bytes" in r and "int" not in r["system"] and r["bytes"] <= 1.9 * rows["FSDP2"]["bytes"]
+            if "sent_bytes" in r and "@int" not in r["system"] and r["bytes"] <= 1.9 * rows["FSDP2"]["bytes"]
         ]
         best = min(fitting, key=lambda row: row["step_s"])
         sharded = [r for n, r in rows.items() if n.startswith("FSDP2") and "2-D" not in n and "whole" not in n]

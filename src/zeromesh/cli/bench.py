@@ -29,8 +29,9 @@ def bench(
     model: Annotated[str, typer.Option(help="Parameters of the Llama: tiny, 1M, 7M, 30M, 60M.")] = "7M",
     sequences: Annotated[int, typer.Option(help="Of a micro-batch.")] = 2,
     tokens: Annotated[int, typer.Option(help="Of a sequence.")] = 64,
-    steps: Annotated[int, typer.Option(help="Steps of each cell that are timed, and as many that are recorded.")] = 12,
-    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often all cells of a topology are measured, in turn.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps of a cell in a round that are timed; as many are recorded.")] = 4,
+    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 2,
     only: Annotated[str, typer.Option(help="Cells whose name contains this: topology strategy xN dtype.")] = "",
     directory: Annotated[Path, typer.Option("--directory", "-d", help="For results; cells there are kept.")] = Path(
         "zeromesh-bench"
@@ -59,7 +60,7 @@ def bench(
         for each in dtype or DTYPES
     ]
     cells = make_cells(topologies or (), strategy or (), batches, overlap=overlap, only=only)
-    run = Bench(directory, steps=steps, warmup=warmup, accept_noise=accept_noise)
+    run = Bench(directory, steps=steps, warmup=warmup, rounds=rounds, accept_noise=accept_noise)
     with emulated(""):
         if under_torchrun():
             raise InputError("bench starts the ranks of its topologies itself: leave torchrun out")
@@ -71,14 +72,19 @@ def bench(
 
 
 def _announce(cells: list[Cell], run: Bench) -> None:
-    from zeromesh.measure.matrix import estimate_s
+    from zeromesh.measure.matrix import estimate_s, estimate_start_s
     from zeromesh.measure.steps import steps_between_marks
 
     pending = run.pending(cells)
     if not pending:
         print(f"all {len(cells)} cells are done")
         return
-    seconds = estimate_s(pending, steps=steps_between_marks(run.steps) + run.warmup, cores=os.cpu_count() or 1)
+    steps, cores = run.warmup + steps_between_marks(run.steps), os.cpu_count() or 1
+    rounds = [run.rounds - len(run.records.cell(cell)) for cell in pending]
+    seconds = estimate_start_s(pending)
+    seconds += sum(
+        count * estimate_s([cell], steps=steps, cores=cores) for count, cell in zip(rounds, pending, strict=True)
+    )
     print(f"{len(pending)} of {len(cells)} cells to measure, about {max(1, round(seconds / 60))} min", flush=True)
 
 
@@ -89,7 +95,7 @@ def _print(run: Bench, cells: list[Cell]) -> None:
     from zeromesh.measure.bench import shown
 
     result = run.write_result(cells)
-    header = ("topology", "strategy", "micro", "dtype", "step", "predicted", "error", "waits", "predicted")
+    header = ("topology", "strategy", "micro", "dtype", "step", "spread", "predicted", "error", "waits", "predicted")
     table = Table(*header, "one rank sends", "out of a link (kernel)", box=None)
     for row in shown(run.rows(cells)):
         table.add_row(*row)

@@ -1,11 +1,9 @@
 """Runs a matrix of training steps and lays what was predicted beside it.
 
-For each topology the ranks are started twice: to probe it and to measure what units compute, then for the cells that
-are not done yet. Every cell is written as soon as it is measured, so a bench that was ended goes on where it stopped.
-Predictions are made from the probe when the cells are read, and never from the cells.
-
-A directory is of one machine, one set of versions and one number of steps, which are written beside the first cell:
-cells of others would stand beside predictions that are not theirs.
+For each topology the ranks are started once: to probe it, and then for rounds, in each of which they measure what units
+compute and some steps of every cell in turn. A machine that is faster in one minute than in the next is so for all
+cells. What is measured is written at once (`records`), so a bench that was ended goes on where it stopped. Predictions
+are made from the probe and the units' seconds when the cells are read, and never from the cells.
 
 A cell's `link_bytes` are the kernel's counts of what crossed each link of an emulated cluster, headers and all.
 """
@@ -23,13 +21,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.errors import InputError, MeasurementError
+from zeromesh.errors import InputError, InternalError, MeasurementError
 from zeromesh.lab import Lab, LinkBytes, by_level, difference
 from zeromesh.measure.launch import on_all_ranks
 from zeromesh.measure.matrix import Cell, Topology
-from zeromesh.measure.probe import ROUNDS, SECONDS_PER_LEVEL, Probe, from_raw
+from zeromesh.measure.probe import ROUNDS as PROBE_ROUNDS
+from zeromesh.measure.probe import SECONDS_PER_LEVEL, Probe, from_raw
+from zeromesh.measure.records import Found, Records
 from zeromesh.measure.setting import read_setting
-from zeromesh.measure.steps import Batch, from_json, median_step, predict
+from zeromesh.measure.steps import Batch, from_json, median_compute, median_step, predict
 from zeromesh.strategy import Layout
 from zeromesh.trace import Trace
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 CLOSE = 0.03
 """A predicted best counts as right if what it takes is within 3 % of the measured best."""
 
-_SAME = ("zeromesh", "python", "torch", "platform", "machine", "cores", "steps", "warmup")
-"""What all cells of a directory share."""
+ROUNDS = 3
+"""Often enough to see that a machine was not as fast all the time."""
 
 _MARK = "zeromesh-mark"
 _MARK_TIMEOUT_S = 60.0
@@ -52,8 +52,10 @@ class Row:
 
     Args:
         cell: which.
-        at, load_average: when it was measured, and what the machine had to do then.
+        rounds: how often it was measured.
+        at, load_average: when it was measured last, and what the machine had to do then.
         step_s, exposed_s, sent_bytes: medians of the measured steps; bytes by axis.
+        spread: of the rounds' median steps: the largest over the smallest, less 1.
         predicted_s, predicted_exposed_s, predicted_bytes: the simulator's.
         link_bytes: counted by the kernel out of the average link of each level of an emulated cluster, outermost
             first; empty on loopback.
@@ -61,9 +63,11 @@ class Row:
     """
 
     cell: Cell
+    rounds: int
     at: str
     load_average: Sequence[float]
     step_s: float
+    spread: float
     exposed_s: float
     sent_bytes: Mapping[str, float]
     predicted_s: float
@@ -97,8 +101,9 @@ class Bench:
     """A directory with what has been measured.
 
     Args:
-        directory: made if it is not there; holds probes, cells, traces and, at the end, `result.json`.
-        steps, warmup: of each cell, recorded and taken before.
+        directory: made if it is not there; holds what `records` says and, at the end, `result.json`.
+        steps, warmup: of each cell in each round, timed and as many recorded, and taken before.
+        rounds: of each cell; those that the directory has count.
         accept_noise: use probes that cannot be trusted.
         probe_s, probe_rounds: for each level of a topology, about, and timings of each size.
     """
@@ -109,143 +114,114 @@ class Bench:
         *,
         steps: int,
         warmup: int,
+        rounds: int = ROUNDS,
         accept_noise: bool = False,
         probe_s: float = SECONDS_PER_LEVEL,
-        probe_rounds: int = ROUNDS,
+        probe_rounds: int = PROBE_ROUNDS,
     ) -> None:
-        if steps < 1 or warmup < 0:
-            raise InputError(f"at least 1 step and no negative warm-up; got {steps} and {warmup}")
+        if steps < 1 or warmup < 0 or rounds < 1:
+            raise InputError(
+                f"at least 1 step in at least 1 round, and no negative warm-up; got {steps}, {rounds} and {warmup}"
+            )
         self.directory = directory
+        self.records = Records(directory)
         self.steps = steps
         self.warmup = warmup
+        self.rounds = rounds
         self.accept_noise = accept_noise
         self.probe_s, self.probe_rounds = probe_s, probe_rounds
-        for name in ("cells", "probes", "traces"):
-            (directory / name).mkdir(parents=True, exist_ok=True)
 
     def pending(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Those that have not been measured."""
-        return [cell for cell in cells if not self._cell_file(cell).exists()]
+        """Those that have not been measured as often as they should be."""
+        return [cell for cell in cells if len(self.records.cell(cell)) < self.rounds]
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Measures those of `cells` that are not done.
 
         Raises:
-            InputError: the directory holds what another machine, version or number of steps has measured.
-            MeasurementError: a probe cannot be trusted.
+            InputError: the directory holds what another machine, version or number of steps has measured, or a probe
+                cannot be trusted.
         """
-        self._claim()
+        self.records.claim(steps=self.steps, warmup=self.warmup)
         by_topology: dict[str, list[Cell]] = defaultdict(list)
         for cell in self.pending(cells):
             by_topology[cell.topology].append(cell)
         for text, wanted in by_topology.items():
             topology = Topology(text=text)
             with nullcontext() if topology.tree is None else Lab(topology.tree) as lab:
-                self._probe(topology, wanted, lab)
-                self._measure(topology, wanted, lab)
+                on_all_ranks(
+                    "bench:run_cells",
+                    self._task(topology, wanted, lab),
+                    topology.mesh,
+                    lab=lab,
+                    on_line=_Counted(lab, self.directory).line,
+                )
 
-    def _claim(self) -> None:
-        """Writes what the directory is of, or holds it against that."""
-        here = {**read_setting(), "steps": self.steps, "warmup": self.warmup}
-        kept = [path for name in ("cells", "probes") for path in (self.directory / name).glob("*.json")]
-        if not self._setting_file.exists() and not kept:
-            self._setting_file.write_text(json.dumps({name: here.get(name) for name in _SAME}, indent=1) + "\n")
-        held = self._setting()
-        differing = [
-            f"{name} {held.get(name)}, now {here.get(name)}" for name in _SAME if held.get(name) != here.get(name)
-        ]
-        if differing:
-            raise InputError(
-                f"all cells of a directory must be measured alike; {self.directory} was with {'; '.join(differing)}: "
-                f"name another directory, or delete that one"
-            )
-
-    def _setting(self) -> dict[str, Any]:
-        held: dict[str, Any] = json.loads(self._setting_file.read_text()) if self._setting_file.exists() else {}
-        return held
-
-    # ---- one topology
-
-    def _probe(self, topology: Topology, cells: Sequence[Cell], lab: Lab | None) -> None:
-        path = self._probe_file(topology.text)
-        held = json.loads(path.read_text()) if path.exists() else {"probe": None, "compute": {}}
-        if held["probe"] is not None and not self._trusts(topology, held["probe"]):
-            held["probe"] = None  # --accept-noise took it
-        batches = {compute_key(cell.batch): cell.batch for cell in cells}
-        missing = {key: batch for key, batch in batches.items() if key not in held["compute"]}
-        if held["probe"] is not None and not missing:
-            return
-        options = {
-            "batches": {key: _batch_json(batch) for key, batch in missing.items()},
-            "steps": max(4, self.steps // 2),
-            "probe_s": self.probe_s if held["probe"] is None else 0.0,
-            "rounds": self.probe_rounds,
-        }
-        found = on_all_ranks("bench:probe_topology", options, topology.mesh, lab=lab)
-        probe = found["probe"] or held["probe"]
-        if not self.accept_noise:
-            from_raw(probe, topology.mesh, topology.text).require_trust()
-        path.write_text(json.dumps({"probe": probe, "compute": held["compute"] | found["compute"]}))
-
-    def _trusts(self, topology: Topology, probe: Mapping[str, Any]) -> bool:
-        try:
-            from_raw(probe, topology.mesh, topology.text).require_trust()
-        except MeasurementError:
-            return self.accept_noise
-        return True
-
-    def _measure(self, topology: Topology, cells: Sequence[Cell], lab: Lab | None) -> None:
-        counted = _Counted(lab, self.directory / "cells")
-        options = {
-            "cells": [cell.to_json() for cell in cells],
+    def _task(self, topology: Topology, cells: Sequence[Cell], lab: Lab | None) -> dict[str, Any]:
+        """What the ranks are told; counted here, since there one of them writes while others might still read."""
+        held = self.records.probe(topology.text)
+        probed = held is not None and (self.accept_noise or trusted(held, topology))
+        probe = None if probed else {"seconds": self.probe_s, "rounds": self.probe_rounds}
+        batches = list(dict.fromkeys(cell.of_compute for cell in cells))
+        return {
+            "directory": str(self.directory.resolve()),
+            "topology": topology.text,
+            "probe": probe,
+            "accept_noise": self.accept_noise,
+            "rounds": self.rounds,
+            "batches": [(cell.to_json(), len(self.records.compute(cell))) for cell in batches],
+            "cells": [(cell.to_json(), len(self.records.cell(cell))) for cell in cells],
             "steps": self.steps,
             "warmup": self.warmup,
-            "directory": str((self.directory / "cells").resolve()),
             "marks": lab is not None,
         }
-        on_all_ranks("bench:run_cells", options, topology.mesh, lab=lab, on_line=counted.line)
 
     # ---- what was found
 
     def rows(self, cells: Sequence[Cell]) -> list[Row]:
-        """Those that are done, with predictions."""
-        return [self._row(cell) for cell in cells if self._cell_file(cell).exists()]
+        """Those that have been measured, with predictions."""
+        return [self._row(cell) for cell in cells if self.records.cell(cell)]
 
     def _row(self, cell: Cell) -> Row:
-        measured = json.loads(self._cell_file(cell).read_text())
-        probed = json.loads(self._probe_file(cell.topology).read_text())
-        topology, batch = Topology(text=cell.topology), cell.batch
+        rounds = self.records.cell(cell)
+        topology, last = Topology(text=cell.topology), rounds[-1]
         layout = Layout.of(cell.strategy, topology.axes)
         cluster = self.probe_of(cell.topology).cluster
-        simulated = predict(measured["schedule"], cluster, batch, probed["compute"][compute_key(batch)])
-        traces = [from_json(trace) for trace in measured["traces"]]
+        simulated = predict(last["schedule"], cluster, cell.batch, median_compute(self.records.compute(cell)))
+        traces = [from_json(trace) for measured in rounds for trace in measured["traces"]]
         self._write_traces(cell, traces, simulated.trace)
+        medians = [statistics.median(measured["step_s"]) for measured in rounds]
+        counted = zip(*(measured.get("link_bytes", ()) for measured in rounds), strict=True)
         return Row(
             cell=cell,
-            at=measured.get("at", ""),
-            load_average=measured.get("load_average", ()),
-            step_s=statistics.median(measured["step_s"]),
-            exposed_s=statistics.median(measured["exposed_s"]),
-            sent_bytes=measured["sent_bytes"],
+            rounds=len(rounds),
+            at=last.get("at", ""),
+            load_average=last.get("load_average", ()),
+            step_s=statistics.median(seconds for measured in rounds for seconds in measured["step_s"]),
+            spread=max(medians) / min(medians) - 1,
+            exposed_s=statistics.median(seconds for measured in rounds for seconds in measured["exposed_s"]),
+            sent_bytes=last["sent_bytes"],
             predicted_s=simulated.step_s,
             predicted_exposed_s=simulated.exposed_s,
             predicted_bytes=simulated.sent_bytes,
-            link_bytes=tuple(measured.get("link_bytes", ())),
+            link_bytes=tuple(map(statistics.median, counted)),
             predicted_link_bytes=_over_links(topology, layout, simulated.sent_bytes) if topology.tree else (),
         )
 
     def probe_of(self, topology: str) -> Probe:
         """What the topology's probe has found."""
-        raw = json.loads(self._probe_file(topology).read_text())["probe"]
-        return from_raw(raw, Topology(text=topology).mesh, topology)
+        held = self.records.probe(topology)
+        if held is None:
+            raise InternalError(f"{self.directory} has no probe of {topology}")
+        return from_raw(held, Topology(text=topology).mesh, topology)
 
     def write_result(self, cells: Sequence[Cell]) -> dict[str, Any]:
         """`result.json`: what measured it, rows, summary."""
         rows = self.rows(cells)
         summary = summarise(rows)
-        setting = self._setting()
+        setting = self.records.setting
         result = {
-            "environment": setting,
+            "environment": dict(setting),
             "steps": setting.get("steps", self.steps),
             "summary": {
                 "median_error": summary.median_error,
@@ -259,27 +235,20 @@ class Bench:
         return result
 
     def _write_traces(self, cell: Cell, measured: Sequence[Trace], predicted: Trace) -> None:
-        folder = self.directory / "traces" / cell.key
-        folder.mkdir(exist_ok=True)
+        folder = self.records.traces(cell)
         for index, trace in enumerate(measured):
             (folder / f"step-{index}.json").write_text(trace.to_json())
         (folder / "median.json").write_text(median_step(measured).to_json())
         (folder / "predicted.json").write_text(predicted.to_json())
 
-    def _cell_file(self, cell: Cell) -> Path:
-        return self.directory / "cells" / f"{cell.key}.json"
 
-    @property
-    def _setting_file(self) -> Path:
-        return self.directory / "setting.json"
-
-    def _probe_file(self, topology: str) -> Path:
-        return self.directory / "probes" / f"{topology.replace('/', '_')}.json"
-
-
-def compute_key(batch: Batch) -> str:
-    """Batches that share what units compute: all but the accumulation."""
-    return f"{batch.model} {batch.dtype} {batch.sequences}x{batch.tokens}"
+def trusted(probe: Found, topology: Topology) -> bool:
+    """Whether a probe's timings are steady enough to predict from."""
+    try:
+        from_raw(probe, topology.mesh, topology.text).require_trust()
+    except MeasurementError:
+        return False
+    return True
 
 
 def summarise(rows: Sequence[Row]) -> Summary:
@@ -323,7 +292,9 @@ def _row_json(row: Row) -> dict[str, Any]:
         "key": row.cell.key,
         "at": row.at,
         "load_average": list(row.load_average),
+        "rounds": row.rounds,
         "step_s": row.step_s,
+        "spread": row.spread,
         "predicted_s": row.predicted_s,
         "error": row.error,
         "exposed_s": row.exposed_s,
@@ -333,10 +304,6 @@ def _row_json(row: Row) -> dict[str, Any]:
         "link_bytes": list(row.link_bytes),
         "predicted_link_bytes": list(row.predicted_link_bytes),
     }
-
-
-def _batch_json(batch: Batch) -> dict[str, Any]:
-    return {name: getattr(batch, name) for name in ("model", "dtype", "sequences", "tokens", "micro_batches")}
 
 
 class _Counted:
@@ -366,44 +333,56 @@ class _Counted:
 # On every rank --------------------------------------------------------------------------------------------------------
 
 
-def probe_topology(
-    ranks: Ranks, *, batches: Mapping[str, Any], steps: int, probe_s: float, rounds: int
-) -> dict[str, Any]:
-    """A task of `launch`: the links, unless they get no time, and what each batch's units compute."""
-    from zeromesh.measure.probe import measure
-    from zeromesh.measure.steps import measure_compute
-
-    return {
-        "probe": measure(ranks, rounds=rounds, seconds=probe_s) if probe_s else None,
-        "compute": {key: measure_compute(ranks, Batch(**batch), steps=steps) for key, batch in batches.items()},
-    }
-
-
 def run_cells(
-    ranks: Ranks, *, cells: Sequence[Mapping[str, Any]], steps: int, warmup: int, directory: str, marks: bool
+    ranks: Ranks,
+    *,
+    directory: str,
+    topology: str,
+    probe: Mapping[str, Any] | None,
+    accept_noise: bool,
+    rounds: int,
+    batches: Sequence[tuple[Mapping[str, Any], int]],
+    cells: Sequence[tuple[Mapping[str, Any], int]],
+    steps: int,
+    warmup: int,
+    marks: bool,
 ) -> None:
-    """A task of `launch`: measures cells and writes each one's file when it is done."""
-    from zeromesh.measure.steps import measure_steps, steps_between_marks
+    """A task of `launch`: probes the topology and measures its batches and cells, round by round.
 
-    for cell in map(Cell.from_json, cells):
-        marker = _Marker(ranks, cell.key, Path(directory)) if marks else None
-        found = measure_steps(
-            ranks,
-            cell.batch,
-            cell.strategy,
-            steps=steps,
-            warmup=warmup,
-            mark=marker.mark if marker else lambda what: None,
-        )
-        if ranks.rank == 0:
-            if marker is not None:
-                found["link_bytes"] = [sent / steps_between_marks(steps) for sent in marker.link_bytes()]
-            here = read_setting()
-            found |= {name: here[name] for name in ("at", "load_average")}
-            path = Path(directory) / f"{cell.key}.json"
-            unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(found))
-            unfinished.rename(path)
+    Args:
+        ranks: all of them.
+        directory, topology: whose records they are.
+        probe: seconds and rounds; None: it has been probed.
+        accept_noise: keep a probe that cannot be trusted.
+        rounds: of each batch and cell.
+        batches, cells: what to measure, and how many rounds of it there are.
+        steps, warmup: of each round.
+        marks: read the lab's counters around the steps of a cell.
+    """
+    from zeromesh.measure.probe import measure
+    from zeromesh.measure.steps import measure_compute, measure_steps, steps_between_marks
+
+    records, first = Records(Path(directory)), ranks.rank == 0
+    if probe is not None:
+        found = measure(ranks, **probe)
+        if first:
+            if not accept_noise:
+                from_raw(found, Topology(text=topology).mesh, topology).require_trust()
+            records.keep_probe(topology, found)
+    for number in range(rounds):
+        for cell in (Cell.from_json(each) for each, held in batches if held <= number):
+            found = measure_compute(ranks, cell.batch, steps=steps)
+            if first:
+                records.compute(cell).keep(found)
+        for cell in (Cell.from_json(each) for each, held in cells if held <= number):
+            marker = _Marker(ranks, cell.key, records.directory) if marks else None
+            mark = marker.mark if marker else lambda what: None
+            found = measure_steps(ranks, cell.batch, cell.strategy, steps=steps, warmup=warmup, mark=mark)
+            if first:
+                if marker is not None:
+                    found["link_bytes"] = [sent / steps_between_marks(steps) for sent in marker.link_bytes()]
+                here = read_setting()
+                records.cell(cell).keep(found | {name: here[name] for name in ("at", "load_average")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,6 +433,7 @@ def shown(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             str(cell.batch.micro_batches),
             cell.batch.dtype,
             format_seconds(row.step_s),
+            f"{row.spread:.0%}",
             format_seconds(row.predicted_s),
             f"{row.error:+.0%}",
             format_seconds(row.exposed_s),

@@ -89,6 +89,11 @@ class Cell:
         return f"{self.topology} {self.strategy} x{self.batch.micro_batches} {self.batch.dtype}"
 
     @property
+    def of_compute(self) -> Cell:
+        """What every rank computes in it, for itself: that depends on no strategy."""
+        return replace(self, strategy="")
+
+    @property
     def key(self) -> str:
         """A file's name that no other cell has."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
@@ -152,11 +157,13 @@ def _strategies(topology: Topology, texts: Sequence[str], overlap: str) -> list[
 
 
 def estimate_s(cells: Sequence[Cell], *, steps: int, cores: int) -> float:
-    """Roughly how long the cells take, on the rates that topologies name and guesses for the rest."""
-    total = 0.0
-    for text in {cell.topology for cell in cells}:
-        total += 2 * _START_S + _PROBE_S * len(Topology(text=text).axes)
-    return total + sum(_CELL_START_S + steps * _step_s(cell, cores) for cell in cells)
+    """Roughly how long one round of the cells takes, on the rates that topologies name and guesses for the rest."""
+    return sum(_CELL_START_S + steps * _step_s(cell, cores) for cell in cells)
+
+
+def estimate_start_s(cells: Sequence[Cell]) -> float:
+    """Roughly how long it takes to start and to probe their topologies."""
+    return sum(_START_S + _PROBE_S * len(Topology(text=text).axes) for text in {cell.topology for cell in cells})
 
 
 def _step_s(cell: Cell, cores: int) -> float:

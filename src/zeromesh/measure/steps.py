@@ -235,6 +235,16 @@ def measure_compute(ranks: Ranks, batch: Batch, *, steps: int) -> dict[str, Any]
     }
 
 
+def median_compute(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `measure_compute` has found in several rounds: the median of each of its seconds."""
+    return {
+        name: {unit: statistics.median(found[name][unit] for found in rounds) for unit in value}
+        if isinstance(value, Mapping)
+        else statistics.median(found[name] for found in rounds)
+        for name, value in rounds[0].items()
+    }
+
+
 def _agreement_s(ranks: Ranks, words: int) -> float:
     """Seconds in which all ranks agree on a few words, as the engine does at the end of each last backward."""
     import torch

@@ -14,6 +14,7 @@ from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.measure import parity, selftest
 from zeromesh.measure.bench import run_cells
+from zeromesh.measure.records import Records
 from zeromesh.measure.links import measure_links
 from zeromesh.measure.matrix import make_cells
 from zeromesh.measure.probe import from_raw, measure
@@ -89,14 +90,29 @@ def test_measured_steps_send_what_the_simulator_says(strategy):
 
 
 @on_ranks(2, timeout_s=TIMEOUT_S)
-def test_a_bench_writes_each_cell(tmp_path):
+def test_a_bench_takes_cells_in_turn_and_goes_on_where_it_was_ended(tmp_path):
     cells = make_cells(["node=2"], ["node=3", "node=1"], [BATCH])
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder, src=0)
-    run_cells(ranks_of(2), cells=[c.to_json() for c in cells], steps=1, warmup=1, directory=folder[0], marks=False)
-    dist.barrier()
-    for cell in cells:
-        assert len(json.loads((Path(folder[0]) / f"{cell.key}.json").read_text())["step_s"]) == 1
+    records, ranks = Records(Path(folder[0])), ranks_of(2)
+    options = {"directory": folder[0], "topology": "node=2", "accept_noise": True, "steps": 1, "warmup": 1}
+    batches = [(cells[0].of_compute.to_json(), 0)]
+
+    def run(rounds, held, probe):
+        having = [(cell.to_json(), held) for cell in cells]
+        run_cells(ranks, **options, probe=probe, rounds=rounds, batches=batches, cells=having, marks=False)
+        dist.barrier()
+
+    run(2, 0, {"seconds": 0.3, "rounds": 4})
+    assert records.probe("node=2") is not None
+    at = {cell.strategy: [found["at"] for found in records.cell(cell)] for cell in cells}
+    assert {strategy: len(times) for strategy, times in at.items()} == {"node=3": 2, "node=1": 2}
+    assert at["node=1"][0] <= at["node=3"][1]  # all cells before the next round
+    assert len(records.compute(cells[1])) == 2
+    batches = []
+    run(3, 2, None)
+    assert [len(records.cell(cell)) for cell in cells] == [3, 3]
+    assert len(records.compute(cells[0])) == 2
 
 
 @pytest.mark.parametrize("strategy", ["node=3", "node=1"])

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from zeromesh.errors import InputError, MeasurementError
-from zeromesh.measure.bench import Bench, _over_links, compute_key, shown, summarise
-from zeromesh.measure.matrix import Topology, estimate_s, make_cells
+from zeromesh.measure.bench import Bench, _over_links, shown, summarise, trusted
+from zeromesh.measure.matrix import Cell, Topology, estimate_s, make_cells
 from zeromesh.measure.probe import from_raw
 from zeromesh.measure.replay import read_schedule, schedule_json
 from zeromesh.measure.shapes import SHAPES
-from zeromesh.measure.steps import Batch, compute_of, predict, to_json
+from zeromesh.measure.steps import Batch, compute_of, median_compute, predict, to_json
 from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
 from zeromesh.strategy import Layout
 from zeromesh.trace import Event, Trace
@@ -74,24 +74,30 @@ def schedule(strategy: str, names: list[str] = UNITS) -> Schedule:
 
 @pytest.fixture
 def bench(tmp_path):
-    made = Bench(tmp_path, steps=3, warmup=1)
-    (tmp_path / "probes" / f"{TREE}.json").write_text(
-        json.dumps({"probe": raw(), "compute": {compute_key(BATCH): compute()}})
-    )
+    made = Bench(tmp_path, steps=3, warmup=1, rounds=1)
+    made.records.keep_probe(TREE, raw())
+    for cell in make_cells([TREE], ["node=0,cluster=0"], [BATCH]):
+        made.records.compute(cell).keep(compute())
     return made
 
 
-def measured(bench: Bench, cell, step_s: float, **fields) -> None:
-    """Writes a cell that took `step_s`."""
-    event = Event(name="forward", kind="compute", resource="compute", start_s=0.0, end_s=step_s, unit="")
+def a_round(cell: Cell, seconds: float, **fields: Any) -> dict[str, Any]:
+    """What is found of a cell that takes these."""
+    event = Event(name="forward", kind="compute", resource="compute", start_s=0.0, end_s=seconds, unit="")
     found = {
-        "step_s": [step_s * 0.9, step_s, step_s * 5],
+        "step_s": [seconds * 0.9, seconds, seconds * 5],
         "exposed_s": [0.0] * 3,
         "sent_bytes": {"node": 1.0, "cluster": 2.0},
         "schedule": schedule_json(schedule(cell.strategy)),
         "traces": [to_json(Trace(label="made up", events=(event,)))] * 3,
     }
-    (bench.directory / "cells" / f"{cell.key}.json").write_text(json.dumps(found | fields))
+    return found | fields
+
+
+def measured(bench: Bench, cell: Cell, step_s: float, **fields: Any) -> None:
+    """Writes a cell that took `step_s`, in place of what it took before."""
+    bench.records.cell(cell).path.unlink(missing_ok=True)
+    bench.records.cell(cell).keep(a_round(cell, step_s, **fields))
 
 
 def test_a_probe_becomes_a_cluster():
@@ -160,21 +166,45 @@ def test_what_is_done_is_not_done_again(bench):
     assert [row.cell for row in bench.rows(cells)] == cells[:1]
 
 
+def test_rounds_are_added_up(bench):
+    """What a directory has counts; seconds are medians over all steps, and the spread is that of the rounds."""
+    (cell,) = make_cells([TREE], ["node=3,cluster=1"], [BATCH])
+    bench.rounds = 3
+    for step_s in (0.1, 0.3, 0.2):
+        assert bench.pending([cell]) == [cell]
+        bench.records.cell(cell).keep(a_round(cell, step_s, step_s=[step_s] * 3, link_bytes=[step_s]))
+    assert bench.pending([cell]) == []
+    (row,) = bench.rows([cell])
+    assert (row.rounds, row.step_s, row.link_bytes) == (3, 0.2, (0.2,))
+    assert row.spread == pytest.approx(2.0)
+    assert len(list((bench.directory / "traces" / cell.key).glob("step-*.json"))) == 9
+    assert next(iter(shown([row])))[5] == "200%"
+
+
+def test_units_take_the_median_of_their_rounds():
+    rounds = [{**compute(), "forward": dict.fromkeys(UNITS, s), "agreement_s": s} for s in (1.0, 5.0, 2.0)]
+    assert median_compute(rounds) == rounds[2]
+    assert median_compute(rounds[:1]) == rounds[0]
+
+
 def test_a_directory_holds_what_was_measured_alike(bench, monkeypatch):
     """Other versions, machines or numbers of steps need a directory of their own; what is there keeps its label."""
     cells = make_cells([TREE], (), [BATCH])
 
-    def written(topology, wanted, lab):
-        for cell in wanted:
-            measured(bench, cell, 0.1)
+    def written(task, options, mesh, **around):
+        for cell, held in options["cells"]:
+            assert held == 0
+            measured(bench, Cell.from_json(cell), 0.1)
 
-    bench._measure = written
-    (bench.directory / "probes" / f"{TREE}.json").rename(bench.directory / "held")
-    bench._claim()
-    (bench.directory / "held").rename(bench.directory / "probes" / f"{TREE}.json")
     monkeypatch.setattr("zeromesh.measure.bench.Lab", lambda tree: nullcontext())
+    monkeypatch.setattr("zeromesh.measure.bench.on_all_ranks", written)
+    with pytest.raises(InputError, match="steps None, now 3"):  # a probe of which nobody knows
+        bench.run(cells)
+    empty_directory(bench)
     bench.run(cells[:1])
-    Bench(bench.directory, steps=3, warmup=1).run(cells[:1])
+    bench.records.keep_probe(TREE, raw())
+    bench.records.compute(cells[0]).keep(compute())
+    Bench(bench.directory, steps=3, warmup=1, rounds=1).run(cells[:1])
     with pytest.raises(InputError, match=r"was with steps 3, now 50: name another directory"):
         Bench(bench.directory, steps=50, warmup=1).run(cells)
     result = Bench(bench.directory, steps=50, warmup=1).write_result(cells[:1])
@@ -182,29 +212,33 @@ def test_a_directory_holds_what_was_measured_alike(bench, monkeypatch):
     monkeypatch.setattr("zeromesh.measure.setting.processor_name", lambda: "another")
     with pytest.raises(InputError, match=r"machine .*, now another"):
         bench.run(cells)
-    (bench.directory / "setting.json").unlink()  # cells of which nobody knows
-    with pytest.raises(InputError, match="steps None, now 3"):
-        bench.run(cells)
+
+
+def empty_directory(bench: Bench) -> None:
+    for path in bench.directory.glob("*/*.json"):
+        path.unlink()
 
 
 def test_a_noisy_probe_is_taken_again_unless_noise_is_accepted(bench, monkeypatch):
     cells = make_cells([TREE], (), [BATCH])
-    bench._measure = lambda topology, wanted, lab: None
+    told = []
     monkeypatch.setattr("zeromesh.measure.bench.Lab", lambda tree: nullcontext())
-    monkeypatch.setattr("zeromesh.measure.bench.on_all_ranks", lambda *args, **options: {"probe": raw(), "compute": {}})
-    (bench.directory / "setting.json").unlink(missing_ok=True)
-    path = bench.directory / "probes" / f"{TREE}.json"
-    with pytest.raises(InputError, match="steps None, now 3"):  # a probe of which nobody knows
-        bench.run(cells)
-    path.unlink()
-    bench._claim()
-    path.write_text(json.dumps({"probe": raw(loaded=3.0), "compute": {compute_key(BATCH): compute()}}))
+    monkeypatch.setattr("zeromesh.measure.bench.on_all_ranks", lambda task, options, *_, **__: told.append(options))
+    empty_directory(bench)
+    bench.run(cells)
+    assert told.pop()["probe"] == {"seconds": bench.probe_s, "rounds": bench.probe_rounds}
+    bench.records.keep_probe(TREE, raw(loaded=3.0))
+    assert not trusted(raw(loaded=3.0), Topology(text=TREE))
+    bench.run(cells)
+    assert told.pop()["probe"] is not None
     bench.accept_noise = True
     bench.run(cells)
-    assert json.loads(path.read_text())["probe"] == raw(loaded=3.0)
+    assert told.pop()["probe"] is None
+    bench.records.keep_probe(TREE, raw())
     bench.accept_noise = False
+    bench.records.compute(cells[0]).keep(compute())
     bench.run(cells)
-    assert json.loads(path.read_text())["probe"] == raw()
+    assert told[0]["probe"] is None and [held for _, held in told[0]["batches"]] == [1]
 
 
 def test_parts_of_a_level_share_its_links(bench):
@@ -252,7 +286,7 @@ def test_an_estimate_grows_with_what_is_to_do():
     assert estimate_s(large, steps=12, cores=64) - estimate_s(large, steps=4, cores=64) >= 8 * 30e6 * 4 / 12.5e6
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(0, 1), (1, -1)])
-def test_steps_that_are_none(tmp_path, steps, warmup):
-    with pytest.raises(InputError, match="at least 1 step"):
-        Bench(tmp_path, steps=steps, warmup=warmup)
+@pytest.mark.parametrize(("steps", "warmup", "rounds"), [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
+def test_steps_that_are_none(tmp_path, steps, warmup, rounds):
+    with pytest.raises(InputError, match="at least 1 step in at least 1 round"):
+        Bench(tmp_path, steps=steps, warmup=warmup, rounds=rounds)

@@ -1,0 +1,113 @@
+"""The directory of a bench: its setting, probes, what units compute, and cells, each written as soon as it is measured.
+
+::
+
+    setting.json            of all that follows
+    probes/TOPOLOGY.json    what `probe.measure` has found
+    compute/KEY.json        rounds of `steps.measure_compute` with one batch on one topology
+    cells/KEY.json          rounds of `steps.measure_steps` of one cell
+
+The ranks write and the process that started them reads. A file that is there is whole. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from zeromesh.errors import InputError
+from zeromesh.measure.matrix import Cell
+from zeromesh.measure.setting import read_setting
+
+SHARED = ("zeromesh", "python", "torch", "platform", "machine", "cores", "steps", "warmup")
+"""What all measurements of a directory have in common."""
+
+Found = Mapping[str, Any]
+
+
+class Records:
+    """The files of one bench.
+
+    Args:
+        directory: made if it is not there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        for name in ("cells", "compute", "probes", "traces"):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+
+    def claim(self, *, steps: int, warmup: int) -> None:
+        """Writes what the directory is of, or holds it against that.
+
+        Raises:
+            InputError: it holds what another machine, version or number of steps has measured.
+        """
+        here = {**read_setting(), "steps": steps, "warmup": warmup}
+        path = self.directory / "setting.json"
+        if not path.exists() and not any(self.directory.glob("*/*.json")):
+            path.write_text(json.dumps({name: here.get(name) for name in SHARED}, indent=1) + "\n")
+        held = self.setting
+        differing = [
+            f"{name} {held.get(name)}, now {here.get(name)}" for name in SHARED if held.get(name) != here.get(name)
+        ]
+        if differing:
+            raise InputError(
+                f"all cells of a directory must be measured alike; {self.directory} was with {'; '.join(differing)}: "
+                f"name another directory, or delete that one"
+            )
+
+    @property
+    def setting(self) -> Found:
+        """What the directory is of; nothing before `claim`."""
+        held: Found = _read(self.directory / "setting.json") or {}
+        return held
+
+    def probe(self, topology: str) -> Found | None:
+        held: Found | None = _read(self._probe(topology))
+        return held
+
+    def keep_probe(self, topology: str, found: Found) -> None:
+        _write(self._probe(topology), found)
+
+    def compute(self, cell: Cell) -> Rounds:
+        """Of the cell's topology and batch."""
+        return Rounds(self.directory / "compute" / f"{cell.of_compute.key}.json")
+
+    def cell(self, cell: Cell) -> Rounds:
+        return Rounds(self.directory / "cells" / f"{cell.key}.json")
+
+    def traces(self, cell: Cell) -> Path:
+        """The folder for its timelines."""
+        folder = self.directory / "traces" / cell.key
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def _probe(self, topology: str) -> Path:
+        return self.directory / "probes" / f"{topology.replace('/', '_')}.json"
+
+
+class Rounds(list[Found]):
+    """What has been found in each round, as it stands in a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(_read(path) or ())
+        self.path = path
+
+    def keep(self, found: Found) -> Self:
+        """Adds a round, on disk too."""
+        self.append(found)
+        _write(self.path, list(self))
+        return self
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _write(path: Path, content: object) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content))
+    unfinished.rename(path)
