@@ -13,7 +13,7 @@ own. Replicas are equal to the bit. One rank sends (n-1)/n of the region in a ga
 in an all-reduce.
 
 On gloo most are sends and receives: [Note: Gloo]. Elsewhere they are the backend's all-gather and all-to-all,
-and torch's kernels for the sums.
+and torch's kernels for the sums, one a term: in the order of the ranks there too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Triton kernels of the quantised wires; the same messages as `quantise.Quantiser`, whose note defines them.
 
-Each kernel reads and writes every byte once: a program holds some blocks in registers from load to store. Under
+Each kernel reads and writes every byte once: a program holds some blocks in registers from load to store. One launch
+serves all ranks, a row of programs each, since a message alone may be too short to fill a device. Under
 TRITON_INTERPRET=1 they run on the CPU, slowly, for tests. Rounding to nearest gives the codes that torch's operations
 give, since divisions are rounded (`/` is approximate on a device) and products are not fused into the sums that follow
 (`LAUNCH`); stochastic rounding draws other, equally uniform noise.
@@ -10,6 +11,8 @@ give, since divisions are rounded (`/` is approximate on a device) and products 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -102,11 +105,20 @@ def _load_message(codes, scales, rows, columns, blocks, HALF: tl.constexpr, BITS
 
 @triton.jit
 def _quantise_kernel(
-    source, codes, scales, residual, numel, blocks, seed,
+    source, codes, scales, residual, source_stride, codes_stride, scales_stride, residual_stride, skipped, numel,
+    blocks, seed,
     HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr,
     STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr, FEEDBACK: tl.constexpr, ROWS_: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    if tl.program_id(1) == skipped:
+        return
+    rank = tl.program_id(1).to(tl.int64)
+    source += rank * source_stride
+    codes += rank * codes_stride
+    scales += rank * scales_stride
+    residual += rank * residual_stride
+    seed += tl.program_id(1)
     rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     bounded = tl.where(columns < HALF, columns, numel)  # a half that is no power of two: lanes beyond it load nothing
@@ -131,9 +143,15 @@ def _quantise_kernel(
 
 @triton.jit
 def _dequantise_kernel(
-    codes, scales, target, numel, blocks,
+    codes, scales, target, codes_stride, scales_stride, target_stride, skipped, numel, blocks,
     HALF: tl.constexpr, BITS: tl.constexpr, ROWS_: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    if tl.program_id(1) == skipped:
+        return
+    rank = tl.program_id(1).to(tl.int64)
+    codes += rank * codes_stride
+    scales += rank * scales_stride
+    target += rank * target_stride
     rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     first, second = _load_message(codes, scales, rows, columns, blocks, HALF, BITS)
@@ -193,22 +211,44 @@ class TritonQuantiser:
 
     def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
         """See `Quantiser.quantise`."""
-        codes, scales = self.form.split(message, source.numel())
-        blocks = len(codes)
+        self.quantise_all([source], [message], None if residual is None else [residual])
+
+    def quantise_all(
+        self,
+        sources: Sequence[Tensor],
+        messages: Sequence[Tensor],
+        residuals: Sequence[Tensor] | None = None,
+        *,
+        skipped: int = -1,
+    ) -> None:
+        """`quantise` of several sources in one launch.
+
+        Args:
+            sources, messages, residuals: equally long, and equally far apart in one tensor each.
+            skipped: index of one that is left out; -1 leaves none out.
+        """
+        codes, scales = self.form.split(messages[0], sources[0].numel())
+        blocks, residuals = len(codes), sources if residuals is None else residuals
         if blocks:
-            _quantise_kernel[self._programs(blocks)](
-                source, codes, scales, source if residual is None else residual, source.numel(), blocks, self._seed(),
-                **self._shape, **self._rounding, FEEDBACK=residual is not None, **LAUNCH,
+            _quantise_kernel[self._programs(blocks, len(sources))](
+                sources[0], codes, scales, residuals[0], _apart(sources), *_message_strides(messages, scales),
+                _apart(residuals), skipped, sources[0].numel(), blocks, self._seed(),
+                **self._shape, **self._rounding, FEEDBACK=residuals is not sources, **LAUNCH,
             )  # fmt: skip
 
     def dequantise(self, message: Tensor, target: Tensor) -> None:
         """See `Quantiser.dequantise`."""
-        codes, scales = self.form.split(message, target.numel())
+        self.dequantise_all([message], [target])
+
+    def dequantise_all(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
+        """`dequantise` of several messages in one launch; see `quantise_all`."""
+        codes, scales = self.form.split(messages[0], targets[0].numel())
         blocks = len(codes)
         if blocks:
-            _dequantise_kernel[self._programs(blocks)](
-                codes, scales, target, target.numel(), blocks, **self._shape, **LAUNCH
-            )
+            _dequantise_kernel[self._programs(blocks, len(targets))](
+                codes, scales, targets[0], *_message_strides(messages, scales), _apart(targets), skipped,
+                targets[0].numel(), blocks, **self._shape, **LAUNCH,
+            )  # fmt: skip
 
     def reduce(self, messages: Tensor, own: Tensor, own_index: int, target: Target, part: slice) -> None:
         """See `Quantiser.reduce`."""
@@ -222,8 +262,8 @@ class TritonQuantiser:
             )  # fmt: skip
 
     @staticmethod
-    def _programs(blocks: int) -> tuple[int]:
-        return (triton.cdiv(blocks, ROWS),)
+    def _programs(blocks: int, ranks: int = 1) -> tuple[int, int]:
+        return (triton.cdiv(blocks, ROWS), ranks)
 
     @property
     def _shape(self) -> dict[str, int]:
@@ -243,3 +283,15 @@ class TritonQuantiser:
         if self._generator is None:
             return 0
         return int(torch.empty((), dtype=torch.int64).random_(2**31, generator=self._generator))
+
+
+def _apart(tensors: Sequence[Tensor]) -> int:
+    """Elements from each to the next."""
+    if len(tensors) == 1:
+        return 0
+    return (tensors[1].data_ptr() - tensors[0].data_ptr()) // tensors[0].element_size()
+
+
+def _message_strides(messages: Sequence[Tensor], scales: Tensor) -> tuple[int, int]:
+    """From the codes of each message to those of the next, and from scales to scales."""
+    return _apart(messages), _apart(messages) // scales.element_size()

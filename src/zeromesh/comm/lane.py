@@ -26,6 +26,10 @@ from zeromesh.errors import CommunicationError
 
 Job = Callable[[], object]
 
+_HIGH = -1
+"""A stream's priority, as FSDP2's: where kernels wait for a place on the device, a lane's go first. One that is late
+keeps all ranks of its axis waiting."""
+
 
 class Ticket:
     """One submitted job."""
@@ -198,7 +202,7 @@ def _work(jobs: queue.SimpleQueue[tuple[Job, Ticket] | None], name: str) -> None
 class _Stream:
     def __init__(self, name: str, device: torch.device) -> None:
         self._failure = _Failure(name)
-        self._stream = torch.Stream(device)
+        self._stream = torch.Stream(device, priority=_HIGH)
 
     def put(self, job: Job, ticket: Ticket) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))

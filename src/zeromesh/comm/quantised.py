@@ -8,7 +8,9 @@ is within `QuantFormat.error_bound(k)` of the largest value::
                      own chunk as it is; a ring would quantise n-1 times
     all_reduce       both, so two quantisations
 
-Chunks travel in pieces: while one is on the wire the next is quantised and the one before dequantised, each in cache.
+Chunks travel in pieces. On gloo one is on the wire while the next is quantised and the one before dequantised, each in
+cache. On a device a piece's kernels and its exchange follow one another on the lane's stream, and the next piece them:
+what hides them is the computation beside the lane. So pieces are as long as the workspace allows, and few.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ if TYPE_CHECKING:
     from zeromesh.comm.kernels import TritonQuantiser
 
 WINDOW = 2
-"""Pieces in flight: one on the wire while the next is quantised."""
+"""Pieces in flight on gloo: one on the wire while the next is quantised."""
 
 PIECE_NUMEL = 1 << 18
-"""A MiB of fp32: stays in the second-level cache, and the message is long enough to fill a link."""
+"""Longest piece on gloo, a MiB of fp32: stays in the second-level cache, and its message is long enough to fill a
+link."""
 
 
 def check_quantisable(dtype: torch.dtype, axis: str, device_type: str = "cpu") -> None:
@@ -117,8 +120,7 @@ def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: QuantForm
     chunks = even_chunks(region, group.size)
     wire = _Wire.cut(form, group, workspace, None)
     for pieces, messages in zip(wire.cut_up(chunks), wire.cut_kept(keep, chunks), strict=True):
-        for piece, message in zip(pieces, messages, strict=True):
-            wire.quantiser.dequantise(message, piece)
+        wire.dequantise_all(messages, pieces)
 
 
 @hosted
@@ -192,7 +194,7 @@ class _Wire:
 
     Args:
         numel: elements of a piece.
-        incoming, outgoing: room for messages, (ranks, bytes) of each piece in flight.
+        incoming, outgoing: room for messages, (ranks, bytes), of each piece in flight.
     """
 
     group: AxisGroup
@@ -205,28 +207,63 @@ class _Wire:
     @classmethod
     def cut(cls, form: QuantFormat, group: AxisGroup, workspace: Tensor, generator: torch.Generator | None) -> _Wire:
         unit = 8 * form.block  # keeps every view that follows on a multiple of eight bytes
-        each = Quantiser.memory_bytes(form, unit) + 2 * WINDOW * group.size * form.message_bytes(unit)
-        numel = min(PIECE_NUMEL // unit, workspace.numel() // each) * unit
+        # Also of a device's workspace, if it exchanges over gloo: what it keeps has been cut on the host (`comm.host`).
+        gloo = group.backend == "gloo"
+        window, longest = (WINDOW, PIECE_NUMEL) if gloo else (1, workspace.numel())
+
+        def memory_bytes(numel: int) -> int:  # kernels take none
+            return Quantiser.memory_bytes(form, numel) if gloo or workspace.is_cpu else 0
+
+        each = memory_bytes(unit) + 2 * window * group.size * form.message_bytes(unit)
+        numel = min(longest // unit, workspace.numel() // each) * unit
         if numel == 0:
             raise InternalError(
                 f"a quantised collective of {group.size} ranks needs {each} bytes; got {len(workspace)}"
             )
-        shape = (2 * WINDOW, group.size, form.message_bytes(numel))
-        rounds = workspace[Quantiser.memory_bytes(form, numel) :][: math.prod(shape)].view(shape).unbind()
+        shape = (2 * window, group.size, form.message_bytes(numel))
+        rounds = workspace[memory_bytes(numel) :][: math.prod(shape)].view(shape).unbind()
         return cls(
             group=group,
             form=form,
             quantiser=_quantiser(form, numel, workspace, generator),
             numel=numel,
-            incoming=rounds[:WINDOW],
-            outgoing=rounds[WINDOW:],
+            incoming=rounds[:window],
+            outgoing=rounds[window:],
         )
+
+    @property
+    def window(self) -> int:
+        """Pieces in flight."""
+        return len(self.incoming)
 
     def exchange(self, channel: Channel, operation: str, chunks: Sequence[Tensor]) -> Exchange:
         lengths = (chunk.numel() for chunk in chunks)
         form = self.form
         shape = (*lengths, self.numel, form.bits, form.block, form.scale_dtype.itemsize)
         return Exchange(self.group, channel, operation, *shape)
+
+    def quantise_others(
+        self, pieces: Sequence[Tensor], messages: Sequence[Tensor], residuals: Sequence[Tensor] | None
+    ) -> Iterator[Tensor]:
+        """All ranks' messages, each once it is written; this rank's own is not."""
+        own = self.group.rank
+        if not isinstance(self.quantiser, Quantiser) and _equally_long(pieces):
+            self.quantiser.quantise_all(pieces, messages, residuals, skipped=own)
+            yield from messages
+            return
+        for rank, (piece, message) in enumerate(zip(pieces, messages, strict=True)):
+            if rank != own:
+                self.quantiser.quantise(piece, message, None if residuals is None else residuals[rank])
+            yield message
+
+    def dequantise_all(self, messages: Sequence[Tensor], pieces: Sequence[Tensor], *, skipped: int = -1) -> None:
+        """Writes what every rank's message holds to its piece, but for the skipped rank's."""
+        if not isinstance(self.quantiser, Quantiser) and _equally_long(pieces):
+            self.quantiser.dequantise_all(messages, pieces, skipped=skipped)
+            return
+        for rank, (message, piece) in enumerate(zip(messages, pieces, strict=True)):
+            if rank != skipped:
+                self.quantiser.dequantise(message, piece)
 
     def room(self, slot: Tensor, piece: Tensor) -> Tensor:
         """The part of a slot that the message of a piece takes."""
@@ -252,6 +289,10 @@ class _Wire:
         ]
 
 
+def _equally_long(pieces: Sequence[Tensor]) -> bool:
+    return len({piece.numel() for piece in pieces}) == 1
+
+
 def _all_gather(
     chunks: Sequence[Tensor],
     wire: _Wire,
@@ -269,12 +310,12 @@ def _all_gather(
     def arriving(index: int) -> Sequence[Tensor]:
         if kept is not None:
             return kept[index]
-        slots = wire.incoming[index % WINDOW]
+        slots = wire.incoming[index % wire.window]
         return [wire.room(slot, piece) for slot, piece in zip(slots, rounds[index], strict=True)]
 
     def start(index: int) -> Wait:
         own, incoming = rounds[index][rank], arriving(index)
-        message = wire.room(wire.outgoing[index % WINDOW][0], own) if kept is None else incoming[rank]
+        message = wire.room(wire.outgoing[index % wire.window][0], own) if kept is None else incoming[rank]
 
         def fill() -> Sequence[Tensor]:
             wire.quantiser.quantise(own, message, None if owed is None else owed[index][rank])
@@ -284,11 +325,9 @@ def _all_gather(
         return _swap_messages(exchange, incoming, fill)
 
     def end(index: int) -> None:
-        incoming = arriving(index)
-        for peer in exchange.peers:
-            wire.quantiser.dequantise(incoming[peer], rounds[index][peer])
+        wire.dequantise_all(arriving(index), rounds[index], skipped=rank)
 
-    _run(exchange, len(rounds), start, end)
+    _run(exchange, len(rounds), wire.window, start, end)
 
 
 def _reduce_scatter(
@@ -300,31 +339,25 @@ def _reduce_scatter(
     lost = None if residuals is None else wire.cut_up(residuals)
 
     def start(index: int) -> Wait:
-        pieces, slots = rounds[index], index % WINDOW
+        pieces, slots = rounds[index], index % wire.window
         incoming = [wire.room(slot, pieces[rank]) for slot in wire.incoming[slots]]
         outgoing = [wire.room(slot, piece) for slot, piece in zip(wire.outgoing[slots], pieces, strict=True)]
-
-        def fill() -> Iterator[Tensor]:
-            for peer, piece in enumerate(pieces):
-                if peer != rank:
-                    wire.quantiser.quantise(piece, outgoing[peer], None if lost is None else lost[index][peer])
-                yield outgoing[peer]
-
-        return _swap_messages(exchange, incoming, fill)
+        residuals = None if lost is None else lost[index]
+        return _swap_messages(exchange, incoming, lambda: wire.quantise_others(pieces, outgoing, residuals))
 
     def end(index: int) -> None:
         own = rounds[index][rank]
         part = slice(index * wire.numel, index * wire.numel + own.numel())
-        wire.quantiser.reduce(wire.incoming[index % WINDOW], own, rank, target, part)
+        wire.quantiser.reduce(wire.incoming[index % wire.window], own, rank, target, part)
 
-    _run(exchange, len(rounds), start, end)
+    _run(exchange, len(rounds), wire.window, start, end)
 
 
 Wait = Callable[[], None]
 
 
-def _run(exchange: Exchange, count: int, start: Callable[[int], Wait], end: Callable[[int], None]) -> None:
-    """Keeps `WINDOW` rounds under way; a round's slots are free again when it has ended."""
+def _run(exchange: Exchange, count: int, window: int, start: Callable[[int], Wait], end: Callable[[int], None]) -> None:
+    """Keeps `window` rounds under way; a round's slots are free again when it has ended."""
     running: deque[tuple[int, Wait]] = deque()
 
     def finish_oldest() -> None:
@@ -333,7 +366,7 @@ def _run(exchange: Exchange, count: int, start: Callable[[int], Wait], end: Call
         end(index)
 
     for index in range(count):
-        if len(running) == WINDOW:
+        if len(running) == window:
             finish_oldest()
         running.append((index, start(index)))
     while running:

@@ -103,7 +103,7 @@ class Target:
             total.copy_(terms[0])
             rest = terms[1:]
         for term in rest:
-            total.add_(term if term.dtype == total.dtype else widened.copy_(term))
+            _add(total, term, widened)
         self.store(total, part, widened)
 
     def store(self, total: Tensor, part: slice, widened: Tensor) -> None:
@@ -115,5 +115,15 @@ class Target:
             out.add_(total)
             return
         if self.accumulate:
-            total.add_(widened.copy_(out))
+            _add(total, out, widened)
         out.copy_(total)
+
+
+def _add(total: Tensor, term: Tensor, widened: Tensor) -> None:
+    """Adds a term, widened first, which loses nothing.
+
+    On the CPU through `widened`, which stays in cache, since torch would allocate its own. A device's kernel widens
+    what it loads, so a term is one launch. Not one for all terms: `torch.sum` over a dimension is not in their order.
+    """
+    narrow = term.dtype != total.dtype and total.is_cpu
+    total.add_(widened.copy_(term) if narrow else term)

@@ -203,7 +203,9 @@ class _Recorder:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        device = engine.backend.units[0].buffers[0].device if engine.backend.units[0].buffers else engine.control.device
+        # Not the control's: on one rank that is the host. The root may own nothing.
+        buffers = [buffer for unit in engine.backend.units for buffer in unit.buffers]
+        device = buffers[0].device if buffers else engine.control.device
         self.clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         self.place = _Place()
         self.lane = _InLane()

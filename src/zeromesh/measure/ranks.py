@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from zeromesh.comm.device import CPU, agree_on_device, backend_for, local_device
 
 TIMEOUT_S = 120.0
 """Of each collective: long enough for ranks that start late, short enough that a dead one is noticed."""
@@ -55,28 +58,22 @@ def join(mesh: Mapping[str, int], store_file: Path | None) -> Iterator[Ranks]:
     Args:
         mesh: sizes by axis name, outermost first.
         store_file: where local processes meet; None takes torchrun's address from the environment.
+
+    Raises:
+        InputError: some ranks have a device and others have none.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, world, local_rank, local_world = (int(os.environ[name]) for name in names)
-    device = _device(local_rank, local_world)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=TIMEOUT_S)
     if store_file is None:
-        dist.init_process_group(backend, timeout=timeout)
+        store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
     else:
         store = FileStore(str(store_file), world)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    device = agree_on_device(local_device(local_rank, local_world), store, rank, world)
+    if device != CPU:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world, timeout=timeout)
     made = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     yield Ranks(rank=rank, world=world, device=device, mesh=made)
     # Only on success: after an error other ranks may never arrive, and the process ends anyway.
     dist.destroy_process_group()
-
-
-def _device(local_rank: int, local_world: int) -> torch.device:
-    # Leaves of an emulated cluster share this machine's devices, and between those no shaped link is used.
-    emulated = "ZEROMESH_LAB" in os.environ
-    if not emulated and torch.cuda.is_available() and torch.cuda.device_count() >= local_world:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")

@@ -37,9 +37,9 @@ class RunConfig(Section):
     Args:
         directory: receives metrics.jsonl, the tokenizer and the checkpoints.
         steps: optimizer steps in all.
-        seed: decides the initial weights and which sample is used at which step.
-        device: "auto" takes CUDA where there is a device for each local rank.
-        threads: of torch for each rank on CPU; by default the cores divided by the local ranks.
+        seed: decides the initial weights, which sample is used at which step, and what each rank drops out.
+        device: "auto" takes CUDA where there is a device for each rank, on all machines alike.
+        threads: of torch for each rank on the host; by default the cores divided by the local ranks.
         timeout_s: how long a collective may take before the run ends with an error.
     """
 

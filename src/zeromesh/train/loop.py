@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from time import perf_counter
 
 import torch
@@ -75,6 +76,7 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     if config.strategy == AUTO:
         config = choose_strategy(config, model)
     model = _sharded(config, ranks, model)
+    torch.manual_seed(_seed_of(config.run.seed, ranks.rank))
     optimizer = make_optimizer(model, config.optimizer)
     trainer = Trainer(config, ranks, corpus, model, optimizer)
     checkpointer = make_checkpointer(config, ranks, model, optimizer, trainer.counts)
@@ -99,8 +101,18 @@ def _make_directory(directory: Path, corpus: Corpus) -> None:
 
 
 def _build(config: TrainConfig, ranks: Ranks, vocab_size: int) -> nn.Module:
+    """The model in the first rank's host memory, without values on the others: `shard` takes them from the first."""
     torch.manual_seed(config.run.seed)
-    return build_language_model(config.model, vocab_size).to(ranks.device)
+    with torch.device("meta" if ranks.rank else "cpu"):
+        return build_language_model(config.model, vocab_size)
+
+
+def _seed_of(seed: int, rank: int) -> int:
+    """Of what a rank draws while it trains: ranks see other samples, and drop other activations.
+
+    It is another one than the weights', also on the first rank.
+    """
+    return Random(f"{seed} {rank}").getrandbits(63)
 
 
 def _sharded(config: TrainConfig, ranks: Ranks, model: nn.Module) -> nn.Module:
@@ -167,7 +179,8 @@ class Trainer:
         quiet = self.ranks.rank != 0
         steps = self.config.run.steps
         if not quiet:
-            print(header(self.config, self.corpus, self.model, self.sampler, done), flush=True)
+            device = self.ranks.device
+            print(header(self.config, self.corpus, self.model, self.sampler, device, done), flush=True)
         if checkpointer and self._stops_before_a_step():
             checkpointer.close()
             return False
@@ -339,10 +352,15 @@ class Trainer:
 
         An empty one runs a sequence that counts nothing, since every rank must make the same collectives.
         """
-        inputs, targets = (rows.to(self.ranks.device) for rows in sequences.batch(indices or [0]))
+        inputs, targets = (self._moved(rows) for rows in sequences.batch(indices or [0]))
         logits: Tensor = self.model(input_ids=inputs, use_cache=False).logits
         loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         return loss, targets.numel() if indices else 0
+
+    def _moved(self, rows: Tensor) -> Tensor:
+        """To this rank's device; from pinned memory, so that the host does not wait for what the device has to do."""
+        device = self.ranks.device
+        return rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True)
 
     def _sum_over_ranks(self, operation: str, *numbers: float) -> list[float]:
         total = torch.tensor(numbers, dtype=torch.float64)

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import FileStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from zeromesh.comm.device import CPU, agree_on_device, backend_for, local_device, visible_devices
 from zeromesh.errors import CommunicationError, ConfigError, InputError, ZeromeshError
 from zeromesh.train.config import RunConfig
 from zeromesh.train.environment import Launched
@@ -67,14 +68,23 @@ def join_ranks(
         launched: what the launcher said; None for a process that runs alone.
 
     Raises:
-        ConfigError: CUDA is asked for and there are not enough devices.
+        ConfigError: CUDA is asked for and there are not enough devices, or this rank's cannot be told.
+        InputError: some ranks have a device and others have none.
         CommunicationError: the ranks do not meet within the timeout.
     """
     launched = launched or Launched(rank=0, world=1, local_rank=0, local_world=1)
     rank, world = launched.rank, launched.world
-    device = _device(run, launched.local_rank, launched.local_world)
-    _set_threads(run, device, launched.local_world)
-    store = _meet(run, "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store_file, launched)
+    _set_threads(run, launched.local_world)
+    found = _device(run, launched)
+    with _reaching_all(launched, store_file):
+        store = _meet(run, store_file, launched)
+        device = agree_on_device(found, store, rank, world)
+    _require_device(run, device, launched)
+    if device != CPU:
+        torch.cuda.set_device(device)
+    with _reaching_all(launched, store_file):
+        timeout = timedelta(seconds=run.timeout_s)
+        dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world, timeout=timeout)
     try:
         with RollCall(store, rank, world) as roll_call:
             try:
@@ -102,29 +112,31 @@ def join_ranks(
     dist.destroy_process_group()
 
 
-def _meet(run: RunConfig, backend: str, store_file: Path | None, launched: Launched) -> Store:
-    """Make the process group once all ranks are there; the store that they met in.
+def _meet(run: RunConfig, store_file: Path | None, launched: Launched) -> Store:
+    """The store of this start, once all ranks are there.
 
     Processes begin at different times, and import for longer than a collective should take: `START_S` is theirs.
     """
     rank, world = launched.rank, launched.world
     start_s = max(run.timeout_s, START_S)
-    where = "in a file"
+    if store_file is None:
+        store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=start_s)))
+    else:
+        store = FileStore(str(store_file), world)
+    return meet(store, rank, world, wait_s=start_s)
+
+
+@contextmanager
+def _reaching_all(launched: Launched, store_file: Path | None) -> Iterator[None]:
+    """Says where the ranks were to meet, when they do not."""
+    where = "in a file" if store_file else f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        if store_file is None:
-            where = f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=start_s)))
-        else:
-            store = FileStore(str(store_file), world)
-        met = meet(store, rank, world, wait_s=start_s)
-        timeout = timedelta(seconds=run.timeout_s)
-        dist.init_process_group(backend, store=met, rank=rank, world_size=world, timeout=timeout)
+        yield
     except RuntimeError as error:
         raise CommunicationError(
-            f"rank {rank} could not meet the other {world - 1} ranks {where}: one was not started, has died, or cannot "
-            f"be reached; {error}"
+            f"rank {launched.rank} could not meet the other {launched.world - 1} ranks {where}: one was not started, "
+            f"has died, or cannot be reached; {error}"
         ) from error
-    return met
 
 
 @contextmanager
@@ -164,24 +176,31 @@ def from_first(make: Callable[[], T], operation: str) -> T:
     return answer[0]  # type: ignore[no-any-return]  # make's
 
 
-def _device(run: RunConfig, local_rank: int, local_world: int) -> torch.device:
-    # Leaves of an emulated cluster share this machine's devices, and between those no shaped link is used.
-    wanted = run.device == "cuda" or (run.device == "auto" and "ZEROMESH_LAB" not in os.environ)
-    devices = torch.cuda.device_count() if wanted and torch.cuda.is_available() else 0
-    if devices >= local_world:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        return device
-    if run.device == "cuda":
+def _device(run: RunConfig, launched: Launched) -> torch.device:
+    """What this rank finds for itself."""
+    if run.device == "cpu":
+        return CPU
+    visible = visible_devices()
+    if visible > 1 and launched.world > 1 and "LOCAL_RANK" not in os.environ:
         raise ConfigError(
-            f'run.device = "cuda" needs a device for each of the {local_world} ranks of this machine; found {devices}'
+            f"the environment has RANK and WORLD_SIZE but not LOCAL_RANK, and this machine has {visible} devices: all "
+            f"its ranks would take the first. Set LOCAL_RANK and LOCAL_WORLD_SIZE (under srun to SLURM_LOCALID and "
+            f"SLURM_NTASKS_PER_NODE), or start with torchrun, which does"
         )
-    return torch.device("cpu")
+    return local_device(launched.local_rank, launched.local_world, in_lab=run.device == "cuda")
 
 
-def _set_threads(run: RunConfig, device: torch.device, local_world: int) -> None:
-    """More threads than cores slow every rank down, and each waits for the slowest."""
+def _require_device(run: RunConfig, device: torch.device, launched: Launched) -> None:
+    if run.device == "cuda" and device == CPU:
+        raise ConfigError(
+            f'run.device = "cuda" needs a device for each of the {launched.local_world} ranks of this machine; found '
+            f"{visible_devices()}"
+        )
+
+
+def _set_threads(run: RunConfig, local_world: int) -> None:
+    """More threads than cores slow every rank down, and each waits for the slowest; the host's work is any device's."""
     if run.threads is not None:
         torch.set_num_threads(run.threads)
-    elif device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -43,8 +44,10 @@ class Row:
         return cls(name=name, predicted=line.predicted_bytes, measured=line.sent_bytes)
 
 
-def header(config: TrainConfig, corpus: Corpus, model: nn.Module, sampler: Sampler, steps_done: int) -> str:
-    """Model, layout, data and batch of a run, in a few lines."""
+def header(
+    config: TrainConfig, corpus: Corpus, model: nn.Module, sampler: Sampler, device: torch.device, steps_done: int
+) -> str:
+    """Model, layout, data, batch and rank 0's device of a run, in a few lines."""
     parameters = sum(parameter.shape.numel() for parameter in model.parameters())
     tokens = config.batch.global_sequences * config.data.seq_len
     lines = [
@@ -52,11 +55,15 @@ def header(config: TrainConfig, corpus: Corpus, model: nn.Module, sampler: Sampl
         f" strategy {config.layout().strategy}",
         f"{corpus.num_files} files, {corpus.training.tokens.numel():,} tokens; vocabulary {corpus.vocab_size:,}",
         f"{tokens:,} tokens a step: {sampler.micro_batches} micro-batches of up to {config.batch.micro} sequences"
-        f" of {config.data.seq_len} on each of {config.world} ranks",
+        f" of {config.data.seq_len} on each of {config.world} ranks ({_name(device)})",
     ]
     if steps_done >= config.run.steps:
         lines.append(f"all {config.run.steps} steps are done: nothing is left to do")
     return "\n".join(lines)
+
+
+def _name(device: torch.device) -> str:
+    return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def fault_lines(counts: NonFinite) -> list[str]:

@@ -160,9 +160,8 @@ def forged_streams() -> Iterator[Streams]:
         """The module as `lane` sees it."""
 
         def __getattr__(self, name: str) -> Any:
-            return {"accelerator": accelerator, "Stream": lambda device: Stream(streams, device)}.get(name) or getattr(
-                torch, name
-            )
+            forged = {"accelerator": accelerator, "Stream": lambda device, priority: Stream(streams, device)}
+            return forged.get(name) or getattr(torch, name)
 
     def stream_of(name: str) -> Any:
         runner = lane._Stream(name, torch.device("cpu"))

@@ -17,7 +17,9 @@ from zeromesh.cluster import Cluster, Device, Level
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel
+from zeromesh.engine import record
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.record import _HostClock, _Recorder
 from zeromesh.schedule import Interpreter, Schedule
 from zeromesh.schedule.step import run_micro_batch
 from zeromesh.simulator.chains import Chains
@@ -178,3 +180,21 @@ def test_recomputation_is_seen():
     assert again == {f"layers.{i}" for i in range(3)}
     rows = json.loads(recording.steps[0].to_json())["traceEvents"]
     assert {row["args"]["name"] for row in rows if row["name"] == "thread_name"} >= {"compute", "unshard/node"}
+
+
+def test_times_are_taken_where_parameters_lie(monkeypatch):
+    """Without a mesh the control is the host's, and the root may own nothing: another unit's buffer says it."""
+    seen: list[torch.device] = []
+
+    class Clock(_HostClock):
+        def __init__(self, device: torch.device) -> None:
+            seen.append(device)
+
+    monkeypatch.setattr(record, "_DeviceClock", Clock)
+    blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    model = zm.shard(torch.nn.ModuleDict({"blocks": blocks}), None, "node=0", bucket_bytes=0)
+    engine = engine_of(model)
+    root, block, _ = engine.backend.units
+    assert not root.buffers and isinstance(_Recorder(engine).clock, _HostClock)
+    monkeypatch.setattr(block.buffers[0], "device", torch.device("cuda", 3))
+    assert isinstance(_Recorder(engine).clock, Clock) and seen == [torch.device("cuda", 3)]

@@ -7,6 +7,7 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept
+from zeromesh.engine.api import shard
 from zeromesh.errors import ConfigError
+from zeromesh.train import loop
 from zeromesh.train.config import TrainConfig
 from zeromesh.train.corpus import Sequences
 from zeromesh.train.language_model import build_language_model
-from zeromesh.train.loop import run_training
 from zeromesh.train.ranks import Ranks
 from zeromesh.train.sampler import Sampler
 from zeromesh.train.text import ByteTokenizer, find_files
@@ -69,7 +71,7 @@ def train(config: TrainConfig) -> bool:
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")
     ranks = Ranks(rank=rank, world=world, local_rank=rank, local_world=world, device=device, mesh=mesh)
-    return run_training(config, ranks)
+    return loop.run_training(config, ranks)
 
 
 def steps_of(pool: Pool, config: TrainConfig) -> list[dict[str, float]]:
@@ -148,6 +150,29 @@ def test_table_shows_that_predicted_is_measured(pool: Pool, directory: Path, str
     assert "predicted and measured agree on all 4 devices" in tables[0], tables[0]
     assert "node: 2 ranks, stage" in tables[0]
     assert tables[1:] == ["", "", ""]
+
+
+def test_only_the_first_rank_holds_a_whole_model_and_each_draws_its_own(pool: Pool, directory: Path) -> None:
+    """A whole model on every rank would need its memory before it is sharded; equal masks would be one rank's."""
+    made = config(directory, TWO_BY_TWO, "node=3,cluster=1", run__steps=1)
+    homes, seeds = zip(*pool.run(4, starting, made, timeout_s=START_S), strict=True)
+    assert homes == ("cpu", "meta", "meta", "meta")
+    assert len({made.run.seed, *seeds}) == 5
+    assert [seed for _, seed in pool.run(4, starting, made, timeout_s=START_S)] == list(seeds)
+
+
+def starting(config: TrainConfig) -> tuple[str, int]:
+    """On a rank: where the model lies that is sharded, and what randomness is seeded with in the end."""
+    homes: set[str] = set()
+
+    def watched(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        homes.update(tensor.device.type for tensor in (*model.parameters(), *model.buffers()))
+        return shard(model, *args, **kwargs)
+
+    with mock.patch.object(loop, "shard", watched):
+        train(config)
+    (home,) = homes
+    return home, torch.initial_seed()
 
 
 def table_of(config: TrainConfig) -> str:

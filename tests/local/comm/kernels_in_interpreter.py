@@ -6,12 +6,15 @@ Run by `test_kernels` in a process of its own: whether Triton interprets is sett
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from zeromesh.comm.collectives import uneven_chunks
 from zeromesh.comm.kernels import TritonQuantiser
 from zeromesh.comm.quantise import QuantFormat, Quantiser
+from zeromesh.comm.quantised import _Wire
 from zeromesh.comm.summing import Target
 
 CPU = torch.device("cpu")
@@ -65,6 +68,40 @@ def test_error_feedback_equals_that_of_torch(form):
     TritonQuantiser(form).quantise(source, got, residual)
     assert torch.equal(got, expected)
     torch.testing.assert_close(residual, lost, rtol=1e-5, atol=1e-6)
+
+
+def wire(form: QuantFormat, quantiser: Quantiser | TritonQuantiser, numel: int) -> _Wire:
+    """Of the second of three ranks."""
+    rounds = torch.zeros(2, 3, form.message_bytes(numel) + 64, dtype=torch.uint8).unbind()
+    group = SimpleNamespace(rank=1)
+    return _Wire(group=group, form=form, quantiser=quantiser, numel=numel, incoming=rounds[:1], outgoing=rounds[1:])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("numel", [900, 899, 300])  # three equal chunks; the last shorter; the last empty
+def test_messages_of_all_ranks_equal_those_of_torch(form, numel):
+    chunk = 300 if numel > 300 else 150
+    results = []
+    for quantiser in (torch_quantiser(form, chunk), TritonQuantiser(form)):
+        wired = wire(form, quantiser, chunk)
+        source, lost, target = random(numel, 1), random(numel, 2) / 50, torch.zeros(numel)
+        sources, residuals, targets = (uneven_chunks(whole, 3) for whole in (source, lost, target))
+        slots = [wired.room(slot, piece) for slot, piece in zip(wired.outgoing[0], sources, strict=True)]
+        sent = list(wired.quantise_others(sources, slots, residuals))
+        assert not sent[1].any()  # the own one
+        wired.dequantise_all(sent, targets, skipped=1)
+        results.append((torch.cat(sent), lost, target))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(results[0][0], results[1][0])
+
+
+def test_every_rank_has_noise_of_its_own():
+    form = QuantFormat(bits=8, stochastic=True)
+    sources = random(128, 4).repeat(3).split(128)
+    messages = room(form, 3 * 128).view(3, -1)
+    TritonQuantiser(form, torch.Generator().manual_seed(0)).quantise_all(sources, messages.unbind())
+    assert len({message.numpy().tobytes() for message in messages}) == 3
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

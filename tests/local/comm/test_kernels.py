@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from zeromesh.comm.quantise import QuantFormat
+from zeromesh.comm.quantised import PIECE_NUMEL, _Wire
+from zeromesh.schedule.workspace import DEVICE_BYTES
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 TYPES = {
@@ -52,3 +55,19 @@ def test_kernels_compile_for_a_gpu_and_round_as_torch_does(bits):
         assert len(assembly["cubin"]) > 1000
         found = [word for word in ("div.full", "fma.rn", "st.local") if word in assembly["ptx"]]
         assert "st.global" in assembly["ptx"] and not found, (kernel, found)
+
+
+@pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
+def test_a_device_s_messages_fill_the_workspace():
+    form = QuantFormat(bits=8)
+    workspace = torch.empty(DEVICE_BYTES, dtype=torch.uint8, device="meta")
+    for size in (2, 8, 64):
+        wire = _Wire.cut(form, SimpleNamespace(backend="nccl", size=size), workspace, None)
+        taken = sum(room.numel() for room in (*wire.incoming, *wire.outgoing))
+        assert 0.98 * DEVICE_BYTES < taken <= DEVICE_BYTES
+        assert wire.window == 1 and wire.numel > PIECE_NUMEL
+        kept = _Wire.cut(form, SimpleNamespace(backend="gloo", size=size), workspace, None)
+        on_host = _Wire.cut(
+            form, SimpleNamespace(backend="gloo", size=size), torch.empty_like(workspace, device="cpu"), None
+        )
+        assert kept.numel == on_host.numel <= PIECE_NUMEL  # what gloo has brought to the host is kept as it was there

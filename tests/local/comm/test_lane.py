@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from zeromesh.comm import Lane, Ticket
+from zeromesh.comm.lane import _Stream
 from zeromesh.errors import CommunicationError
 
 CPU = torch.device("cpu")
@@ -152,6 +153,13 @@ def test_dropping_the_owner_frees_it_at_once(inline):
         thread.join(timeout=5)
         assert not thread.is_alive()
     assert len(threads) == (0 if inline else 1)
+
+
+def test_streams_go_before_the_computation(monkeypatch):
+    asked: list[object] = []
+    monkeypatch.setattr(torch, "Stream", lambda device, *, priority: asked.append((device, priority)))
+    _Stream("gather", torch.device("cuda", 1))
+    assert asked == [(torch.device("cuda", 1), -1)]
 
 
 def test_a_stuck_job_does_not_keep_the_process_alive():
