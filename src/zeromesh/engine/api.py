@@ -105,7 +105,7 @@ def shard(
     control = make_control(mesh)
     precision, layout, found = control.together(prepare)
     engine = build_engine(model, mesh, control, layout, found, precision, init, debug=debug)
-    watch_optimizers()
+    watch_optimizers(engine)
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)
     object.__setattr__(model, "zero_grad", _zero_grad_of(weakref.ref(model)))

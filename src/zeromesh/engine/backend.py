@@ -11,6 +11,11 @@ axis is in both lanes of a direction (`lane_axes`). What a job reads and writes,
                                   waits before it is used
     reduce    waiting -> grads    a slot is filled again only after its reduction
     boundary  grads -> its part   follows the unit's `reduce`; `.grad` appears after the wait
+
+[Note: Versions] Autograd remembers the version of each tensor that it saves, and raises if that is another when it is
+used. A slot's version names the unit whose parameters it holds, and none from the start of a gather until that has been
+waited for. So whatever a graph reads of a slot outside its unit's turn, and whoever made it read that, is an error: a
+penalty that a forward computes and does not return, a block whose outputs no hook can see.
 """
 
 from __future__ import annotations
@@ -29,14 +34,19 @@ from zeromesh.engine.chain import (
     Groups,
     ReduceChain,
     Scratch,
+    owed_early,
     reduce_chain,
     refresh_chain,
     unshard_chain,
 )
 from zeromesh.engine.flat import FlatShards, inside
-from zeromesh.errors import InternalError
+from zeromesh.errors import InternalError, ModelError
 from zeromesh.schedule import LaneKind, Op, Reducing, Reduction, Target, lane_axes
 from zeromesh.strategy import Layout
+
+_NOBODY = 0
+_VERSION_BITS = 16
+"""A unit's version leaves room above for in-place changes of its gathered parameters: [Note: Versions]."""
 
 REDUCTIONS: tuple[LaneKind, ...] = ("reduce", "boundary")
 """The lanes that gradients pass, in their order."""
@@ -57,6 +67,7 @@ class UnitShards:
         num_leaves: parameters that are trained.
         fired: leaves whose gradients the running backward has computed.
         waited: whether some of them are still on their leaves.
+        accepted: whether an optimizer has stepped since gradients were collected.
         apart: accumulators of a backward whose unit had been reduced before, by buffer.
         homes: by (buffer, parameter): where the target collects its gradient.
         factors: what is collected is multiplied by, by buffer: see `ReduceChain.first`.
@@ -69,6 +80,7 @@ class UnitShards:
     num_leaves: int = field(init=False)
     fired: int = 0
     waited: bool = False
+    accepted: bool = True
     target: Target | None = None
     apart: list[Tensor | None] = field(init=False)
     homes: list[list[Tensor]] = field(default_factory=list)
@@ -93,6 +105,12 @@ class UnitShards:
             for params, key in place.info.sites
         ]
 
+    @cached_property
+    def in_slot(self) -> nn.Parameter | None:
+        """A leaf over the unit's slot, whose version is the slot's; None where no slot is shared with others."""
+        leaves = (b.leaves[0] for b in self.buffers if b.leaves and b.full.data_ptr() != b.params.data_ptr())
+        return next(leaves, None)
+
     def forget(self) -> None:
         """The accumulator is empty."""
         self.used, self.written = self._flags(), self._flags()
@@ -102,6 +120,12 @@ class UnitShards:
         for buffer in self.buffers:
             if buffer.owed is not None:
                 buffer.owed.zero_()
+
+    def rejected(self) -> None:
+        """The gradients that were collected are thrown away, perhaps for their size; so must be what they owe."""
+        if not self.accepted:
+            self.forget_owed()
+            self.accepted = True
 
     def collect_in(self, target: Target) -> None:
         """Where the running backward's gradients go. WAIT: they stay on their leaves until it is asked again."""
@@ -124,7 +148,7 @@ class UnitShards:
 
     def _open(self, target: Target) -> None:
         """A first gradient of a backward: the target holds nothing, unless it is the accumulator."""
-        self.target = target
+        self.target, self.accepted = target, False
         if target is not Target.ACCUMULATOR:
             self.written = self._flags()
         if target is Target.APART:
@@ -186,7 +210,7 @@ class DeviceBackend:
         self.lanes = lanes
         self.scratch = scratch
         self.weight: float | None = None
-        self.final_scale: Callable[[], float] | None = None
+        self.final_scale: Callable[[], Tensor] | None = None
         self.watch_chain: Callable[[ReduceChain, str], ReduceChain] = _unwatched
         self.chains = [self._bind(unit) for unit in units]
         for unit, chains in zip(units, self.chains, strict=True):
@@ -210,6 +234,7 @@ class DeviceBackend:
 
     def unshard(self, unit: int, *, from_kept: bool, after: Ticket | None) -> Ticket | None:
         chains = self.chains[unit]
+        self._set_version(unit, _NOBODY)
         return self._gather("unshard", chains.unshard_kept if from_kept else chains.unshard, unit, after)
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[Ticket]:
@@ -242,8 +267,20 @@ class DeviceBackend:
         ticket.wait()
 
     def use(self, unit: int) -> None:
-        for params, key, leaf, _ in self.units[unit].sites:
+        sites = self.units[unit].sites
+        for params, key, leaf, param in sites:
+            held = params.get(key)
+            if held is not param and held is not leaf:
+                raise _replaced(self.units[unit], param)
+        for params, key, leaf, _ in sites:
             params[key] = leaf
+        self._set_version(unit, unit + 1 << _VERSION_BITS)
+
+    def _set_version(self, unit: int, version: int) -> None:
+        """[Note: Versions]."""
+        leaf = self.units[unit].in_slot
+        if leaf is not None:
+            torch._C._autograd._unsafe_set_version_counter((leaf,), (version,))
 
     def unuse(self, unit: int) -> None:
         for params, key, _, param in self.units[unit].sites:
@@ -254,6 +291,7 @@ class DeviceBackend:
         params = [param for buffer in self.units[unit].buffers for param in buffer.optimizer_params]
         alive = [param.grad is not None and not param.grad.zeroed for param in params]  # type: ignore[attr-defined]
         if not any(alive):
+            self.units[unit].rejected()
             self.units[unit].forget()
             return True
         grads = [grad for buffer in self.units[unit].buffers for grad in buffer.optimizer_grads]
@@ -275,6 +313,13 @@ class DeviceBackend:
                 ticket = self.lanes[lane].submit(agree, "agree on gradients", after=ticket)
         assert ticket is not None
         return ticket
+
+    def rescale_owed(self, factor: float) -> None:
+        """Of reductions with each micro-batch, which go before the division by the step's weights."""
+        if factor != 1:
+            for buffer in (buffer for unit in self.units for buffer in unit.buffers):
+                for owed in owed_early(buffer):
+                    owed.mul_(factor)
 
     # ---- gradients
 
@@ -333,9 +378,8 @@ class DeviceBackend:
     ) -> tuple[Job, Job]:
         """Of the two lanes."""
         if not reduction.add:
-            target = buffer.reduced
             micro = partial(chain.run_micro, accumulate=reduction.accumulate)
-            return micro, lambda: self._finish(chain, target)
+            return micro, partial(self._finish, buffer, chain, buffer.grads, buffer.reduced)
         return self._again_job(buffer, chain) if apart is None else self._apart_job(unit, buffer, apart)
 
     def _again_job(self, buffer: FlatShards, chain: ReduceChain) -> tuple[Job, Job]:
@@ -347,7 +391,7 @@ class DeviceBackend:
             chain.run_micro(accumulate=False)
 
         def add() -> None:
-            self._finish(chain, buffer.reduced)
+            self._finish(buffer, chain, buffer.grads, buffer.reduced)
             buffer.reduced.add_(before)
 
         return micro, add
@@ -358,15 +402,20 @@ class DeviceBackend:
         part = inside(apart, buffer.grad_range, buffer.state_range)
 
         def add() -> None:
-            self._finish(separate, part)
+            self._finish(buffer, separate, apart, part)
             buffer.reduced.add_(part)
 
         return partial(separate.run_micro, accumulate=False), add
 
-    def _finish(self, chain: ReduceChain, target: Tensor) -> None:
-        """From the accumulator to its state shard's part, `target`."""
+    def _finish(self, buffer: FlatShards, chain: ReduceChain, source: Tensor | None, target: Tensor) -> None:
+        """From the accumulator, `source`, to its state shard's part, `target`."""
+        assert source is not None
+        # What error feedback owes is carried from step to step, and so must not count in this step's weights.
+        scaled = source if buffer.owed is not None else target
+        if self.final_scale is not None and scaled is source:
+            source.mul_(self.final_scale())
         chain.run_boundary()
-        if self.final_scale is not None:
+        if self.final_scale is not None and scaled is target:
             target.mul_(self.final_scale())
 
     def _gather(self, lane: LaneKind, chains: Sequence[GatherChain], unit: int, after: Ticket | None) -> Ticket | None:
@@ -374,6 +423,15 @@ class DeviceBackend:
             return None
         label = f"{lane} {self.units[unit].name}"
         return self.lanes[lane].submit(partial(_run, [chain.run for chain in chains]), label, after=after)
+
+
+def _replaced(unit: UnitShards, param: nn.Parameter) -> ModelError:
+    name = next(p.full_name for buffer in unit.buffers for p in buffer.optimizer_params if p is param)
+    return ModelError(
+        f"the model has something else where zm.shard has put {name}, by torch.func.functional_call or an assignment: "
+        f"a sharded model computes with its own parameters. Change their values (`.local.copy_` and zm.refresh, or "
+        f"zm.load_full_state_dict), or replace parameters before zm.shard"
+    )
 
 
 def _run(jobs: Sequence[Job]) -> None:

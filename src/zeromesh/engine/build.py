@@ -14,7 +14,8 @@ from zeromesh.comm import Lane, check_ho_ring, make_groups, mesh_group
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.clip import slice_norms
-from zeromesh.engine.engine import Control, Engine
+from zeromesh.engine.control import Control
+from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install
 from zeromesh.engine.materialise import Init, Materialiser
@@ -99,7 +100,7 @@ def build_engine(
         lanes={kind: Lane(kind, device=device, inline=inline) for kind in LANES},
         scratch={kind: _scratch(staging[kind], workspace[kind], device) for kind in LANES},
     )
-    engine = Engine(schedule, backend, control, precision, debug=debug)
+    engine = Engine(schedule, backend, control, precision, model=weakref.ref(model), debug=debug)
     _make_optimizer_params(engine)
     for index, module in enumerate(modules):
         install(engine, index, module.modules, precision.param)
@@ -197,8 +198,10 @@ def _sync_buffers(model: nn.Module, device: torch.device, control: Control) -> N
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = buffer.to(device)
-    unsharded = [param.data for param in model.parameters() if not hasattr(param, "_zeromesh_retired")]
-    for tensor in (*model.buffers(), *unsharded):
+    unsharded = [param for param in model.parameters() if not hasattr(param, "_zeromesh_retired")]
+    for param in unsharded:
+        param.data = param.data.to(device)
+    for tensor in (*model.buffers(), *(param.data for param in unsharded)):
         if tensor.numel():
             contiguous = tensor.contiguous()
             # As bytes: gloo knows fewer dtypes than torch.

@@ -390,7 +390,7 @@ def reduce_chain(
     for step in transfers:
         assert current is not None
         into = accumulator if step is transfers[-1] else None
-        reduction = _reduction(step, current, groups, scratch["reduce"], into, owed.get(step.axis.name))
+        reduction = _reduction(shards, step, current, groups, scratch["reduce"], into, owed.get(step.axis.name))
         micro.append(reduction)
         current = reduction.out
     boundary: list[Reduce] = []
@@ -398,7 +398,7 @@ def reduce_chain(
     for step in transfer.reduce_boundary(shards.layout, shards.spec):
         if step.operation == "all_gather":  # back to the region that was scattered over the same axis
             current = next(before.region for before in boundary if before.group.name == step.axis.name)
-        reduction = _reduction(step, current, groups, scratch["boundary"], None, owed.get(step.axis.name))
+        reduction = _reduction(shards, step, current, groups, scratch["boundary"], None, owed.get(step.axis.name))
         boundary.append(reduction)
         current = reduction.out
     first, steps = _scaled_early([*micro, *boundary])
@@ -407,6 +407,13 @@ def reduce_chain(
         tuple(_overlap_reductions(part) if overlapping else part) for part in (steps[: len(micro)], steps[len(micro) :])
     )
     return ReduceChain(early, late, scratch["reduce"], scratch["boundary"], first)
+
+
+def owed_early(shards: FlatShards) -> list[Tensor]:
+    """What is owed on axes that are reduced with each micro-batch."""
+    early = {step.axis.name for step in transfer.reduce_micro(shards.layout, shards.spec)}
+    parts = transfer.feedback(shards.layout, shards.spec) if shards.owed is not None else []
+    return [shards.owed[part] for step, part in parts if step.axis.name in early and shards.owed is not None]
 
 
 def _scaled_early(steps: Sequence[Reduce]) -> tuple[float, list[Reduce]]:
@@ -420,7 +427,13 @@ def _scaled_early(steps: Sequence[Reduce]) -> tuple[float, list[Reduce]]:
 
 
 def _reduction(
-    step: Transfer, region: Tensor, groups: Groups, scratch: Scratch, into: Tensor | None, owed: Tensor | None
+    shards: FlatShards,
+    step: Transfer,
+    region: Tensor,
+    groups: Groups,
+    scratch: Scratch,
+    into: Tensor | None,
+    owed: Tensor | None,
 ) -> Reduce:
     group = groups[step.axis.name]
     wire = DTYPES.get(step.wire, region.dtype)
@@ -428,6 +441,9 @@ def _reduction(
     scatter = step.operation == "reduce_scatter"
     out = into if into is not None else (_own_chunk(region, group) if scatter else region)
     form = _form(step, region, stochastic=owed is None)
-    noise = noise_generator(group) if form is not None and form.stochastic else None
+    noise = None
+    if form is not None and form.stochastic:
+        # One for all chains of the buffer: begun anew, it would round each backward's gradient the same way.
+        noise = shards.noise.setdefault(group.name, noise_generator(group))
     scale = 1.0 if step.operation == "all_gather" else 1 / group.size
     return Reduce(step.operation, group, region, staged, out, into is not None, form, noise, owed, scale)

@@ -25,13 +25,16 @@ def slice_norms(engine: Engine, slices: Sequence[Tensor], order: float) -> list[
         slices: 1-D, in the same order on every rank.
         order: p of the p-norm; infinity for the maximum.
     """
-    dtype = torch.promote_types(slices[0].dtype, torch.float32) if slices else torch.float32
-    powers = (
-        torch.stack([_power(tensor, order) for tensor in slices]) if slices else torch.zeros(0, dtype=torch.float64)
-    )
+    if not slices:  # alike on every rank
+        return []
+    dtype = torch.promote_types(slices[0].dtype, torch.float32)
+    powers = torch.stack([_power(tensor, order) for tensor in slices])
     if math.isinf(order):
-        total = engine.control.reduce(powers, dist.ReduceOp.MAX)
-        return list(total.to(dtype))
+        # A maximum over ranks drops nan or keeps it by their order.
+        unknown = powers.isnan()
+        words = torch.cat([powers.masked_fill(unknown, 0.0), unknown.double()])
+        largest, unknowns = engine.control.reduce(words, dist.ReduceOp.MAX).chunk(2)
+        return list(largest.masked_fill(unknowns > 0, math.nan).to(dtype))
     replicas = engine.schedule.layout.degree(engine.schedule.layout.replica_axes)
     total = engine.control.reduce(powers) / replicas
     return list(total.pow(1 / order).to(dtype))

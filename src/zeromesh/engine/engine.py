@@ -6,139 +6,28 @@ model frees everything at once.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
+from zeromesh.engine.control import Control
 from zeromesh.engine.guard import SlotGuard
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
-from zeromesh.errors import CommunicationError, MismatchError, ModelError, OptimizerError
+from zeromesh.engine.weights import WeightUnit
+from zeromesh.errors import MismatchError, ModelError, OptimizerError
 from zeromesh.schedule import GradState, Interpreter, Schedule
 
 _PRIME = 2**31 - 1
-
-ResultT = TypeVar("ResultT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
-    """The ranks of the mesh, for the few words that they exchange beside the data.
-
-    Args:
-        group: of all ranks of the mesh; None on a single rank.
-        size: number of ranks.
-        rank: of this one in the mesh, innermost axis fastest.
-        source: global rank of the mesh's first.
-        device: of what is exchanged.
-    """
-
-    group: dist.ProcessGroup | None
-    size: int
-    rank: int
-    source: int
-    device: torch.device
-
-    def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """`values` reduced over all ranks of the mesh, in place."""
-        return self.reducing(values, operation)()
-
-    def reducing(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Callable[[], Tensor]:
-        """Begins to `reduce`; what is returned waits for the end, in whatever thread."""
-        group = self.group
-        if group is None:
-            return lambda: values
-        with self._naming():
-            work = dist.all_reduce(values, op=operation, group=group, async_op=True)
-
-        def reduced() -> Tensor:
-            with self._naming():
-                work.wait()
-            return values
-
-        return reduced
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.rank} could not agree with the other {self.size - 1} of the mesh: one has died, has "
-                f"stalled or has raised an error of its own, which then says why. [{error}]"
-            ) from error
-
-    def broadcast(self, values: Tensor) -> None:
-        """The first rank's values, to all."""
-        if self.group is not None:
-            dist.broadcast(values, src=self.source, group=self.group)
-
-    def say(self, text: str) -> str:
-        """The first rank's text, on every rank."""
-        texts = [text]
-        if self.group is not None:
-            dist.broadcast_object_list(texts, src=self.source, group=self.group)
-        return texts[0]
-
-    def together(self, attempt: Callable[[], ResultT]) -> ResultT:
-        """What `attempt` returns, if it raises nothing on any rank.
-
-        Raises:
-            Exception: that of this rank's attempt.
-            MismatchError: on all other ranks, with the reason; they would wait for this one else.
-        """
-        try:
-            result = attempt()
-        except Exception as error:
-            with suppress(RuntimeError):  # this rank's own error says more than that the others are gone
-                self._gather(f"{type(error).__name__}: {error}")
-            raise
-        for rank, reason in enumerate(self._gather("")):
-            if reason:
-                raise MismatchError(
-                    f"zm.shard must succeed on all ranks; on rank {rank} it did not: {reason}. Nothing was sharded: "
-                    f"start every rank with the same model and arguments"
-                )
-        return result
-
-    def _gather(self, text: str) -> list[str]:
-        """Every rank's text."""
-        texts = [text] * self.size
-        if self.group is not None:
-            dist.all_gather_object(texts, text, group=self.group)
-        return texts
-
-    def require_same(self, what: str, text: str) -> None:
-        """Raises MismatchError on every rank if `text` differs between ranks."""
-        # Thousands of ranks compare a word each; texts are exchanged only to say what differs.
-        word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-        words = torch.tensor([word, -word], dtype=torch.int64, device=self.device)
-        highest, lowest = self.reduce(words, dist.ReduceOp.MAX).tolist()
-        if highest == -lowest:
-            return
-        texts = self._gather(text)
-        for rank, other in enumerate(texts):
-            if other != texts[0]:
-                raise MismatchError(
-                    f"all ranks must have the same {what}; rank 0 has {_differing(texts[0], other)}, "
-                    f"rank {rank} has {_differing(other, texts[0])}: start every rank with the same arguments"
-                )
-
-
-def _differing(text: str, other: str) -> str:
-    lines, others = text.splitlines(), other.splitlines()
-    missing = "; ".join(line for line in lines if line not in set(others))[:200]
-    return repr(missing or ("another order" if sorted(lines) == sorted(others) else "fewer entries"))
 
 
 class Engine:
@@ -149,6 +38,7 @@ class Engine:
         backend: its shards on this rank, and the lanes.
         control: the ranks of the mesh.
         precision: dtypes.
+        model: what was sharded.
         debug: look at what units compute with before and after every use.
     """
 
@@ -159,9 +49,11 @@ class Engine:
         control: Control,
         precision: Precision,
         *,
+        model: weakref.ref[nn.Module],
         debug: bool = False,
     ) -> None:
         self.backend = backend
+        self.model = model
         self.control = control
         self.precision = precision
         self.interpreter: Interpreter[Ticket] = Interpreter(schedule=schedule, backend=backend)
@@ -171,13 +63,15 @@ class Engine:
         self._weights_before: float | None = None
         self._weighed_at = -1
         self._backwards = 0
-        self._total_weight: Tensor | None = None
+        self._total_weight: Callable[[], Tensor] | None = None
+        self._unit = WeightUnit(backend, control)
         self._task = -1
         self._ordered = False
         self._depth = [0] * len(schedule.units)
         slots = schedule.memory.gather.slot_of
         self._shares_slot = [slot is not None and slots.count(slot) > 1 for slot in slots]
         self._stale: dict[int, int] = {}
+        self._on_leaves: dict[tuple[int, int], RemovableHandle] = {}
         self._torn = False
         self._running = 0
         self._agreed: Ticket | None = None
@@ -202,6 +96,14 @@ class Engine:
         for unit in self.backend.units:
             for buffer in unit.buffers:
                 yield from buffer.optimizer_params
+
+    def added(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Trainable parameters, by name, that came into the model after it was sharded."""
+        model = self.model()
+        for name, param in () if model is None else model.named_parameters():
+            own = isinstance(param, ShardedParameter) or hasattr(param, "_zeromesh_leaf")
+            if param.requires_grad and not own:
+                yield name, param
 
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
         raise ModelError(
@@ -239,10 +141,18 @@ class Engine:
         if tensors:
             hook = _OutputHook(weakref.ref(self), unit, self.interpreter.states[unit].generation)
             for tensor in tensors:
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
+                handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
+                if tensor.grad_fn is None:  # a leaf outlives the graph, and so would the hook
+                    self._replace_hook((unit, id(tensor)), handle)
         self.interpreter.post_forward(unit, backward=bool(tensors))
         if unit == 0:
             self.interpreter.end_forward(backward=bool(tensors))
+
+    def _replace_hook(self, key: tuple[int, int], handle: RemovableHandle) -> None:
+        before = self._on_leaves.pop(key, None)
+        if before is not None:
+            before.remove()
+        self._on_leaves[key] = handle
 
     def pre_backward(self, unit: int, generation: int) -> None:
         """The gradient has arrived of an output of `unit`, computed when its parameters were of `generation`."""
@@ -344,6 +254,8 @@ class Engine:
         self._stale.clear()
         self.interpreter.end_backward()
         if self.interpreter.last:
+            if self._total_weight is not None:
+                self._unit.ended(self._total_weight)
             self._show_grads()
 
     # ---- accumulation
@@ -365,6 +277,8 @@ class Engine:
             raise ModelError(
                 "either every micro-batch of a step has a weight or none; this step has some with and some without"
             )
+        if weight is not None:
+            weight = self._unit.of(weight, begins=self._weights is None)
         before = interpreter.last, backend.weight
         self._weights_before, self._weighed_at = self._weights, self._backwards
         interpreter.last, backend.weight = last, weight
@@ -400,18 +314,17 @@ class Engine:
         """When a last backward starts, all ranks' weights are known; the first boundary reduction needs their sum."""
         if self._weights is None or not self.interpreter.last or self._total_weight is not None:
             return
-        self._total_weight = torch.tensor([self._weights], dtype=torch.float64, device=self.control.device)
+        weights = self.control.words([self._weights], torch.float64)
         # Begun here, where all ranks come in the program's order: in a lane its place among other collectives of the
         # same group (the user's, another model's) would depend on timing.
-        total = self.control.reducing(self._total_weight)
-        scale: list[float] = []
+        self._total_weight = total = self.control.reducing(weights)
+        size = self.control.size
 
-        def final_scale() -> float:
+        def final_scale() -> Tensor:
             # Chains average over ranks; the mean over weights is ranks / total of that. A step without any weight is 0.
-            if not scale:
-                summed = float(total())
-                scale.append(self.control.size / summed if summed else 0.0)
-            return scale[0]
+            # Not a number of Python's: whoever issues reductions to a device would wait there.
+            summed = total()
+            return torch.where(summed > 0, size / summed, 0.0)[0]
 
         self.backend.final_scale = final_scale
 
@@ -426,7 +339,7 @@ class Engine:
         order = zlib.crc32(repr(self.interpreter.seen).encode()) % _PRIME
         calls = self.interpreter.digest % _PRIME
         words = [*map(int, used), order, -order, calls, -calls]
-        agreed = torch.tensor(words, dtype=torch.int32, device=self.control.device)
+        agreed = self.control.words(words, torch.int32)
         *flags, high_order, low_order, high_calls, low_calls = self.control.reduce(agreed, dist.ReduceOp.MAX).tolist()
         self._learn_order(high_order == -low_order, high_calls == -low_calls)
         self._assign(flags)
@@ -439,7 +352,7 @@ class Engine:
             return used
         if self._agreed is not None:
             self._agreed.wait()  # the last step's, long done; its words must live so long
-        words = torch.tensor(used, dtype=torch.int32, device=self.control.device)
+        words = self.control.words(used, torch.int32)
         self._agreed = self.backend.agree(words)
         if all(used):
             return used
@@ -465,6 +378,7 @@ class Engine:
         trained = (buffer for unit in self.backend.units for buffer in unit.buffers if buffer.spec.trainable)
         for buffer in trained:
             for param, grad in zip(buffer.optimizer_params, buffer.optimizer_grads, strict=True):
+                _require_own(param, grad)
                 grad.zeroed = False
                 # As in plain torch, a gradient that was zeroed and not dropped stays, of zeros if it is not used.
                 param.grad = grad if next(left) or param.grad is not None else None
@@ -477,6 +391,7 @@ class Engine:
         self._weights = self.backend.weight  # of a block that is open
         self._torn = False
         for unit in self.backend.units:
+            unit.rejected()
             unit.forget()
         for param in self.optimizer_params():
             if set_to_none:
@@ -486,10 +401,10 @@ class Engine:
 
     # ---- optimizers
 
-    def before_step(self, units: Iterable[int]) -> None:
+    def before_step(self, params: Sequence[ShardedParameter]) -> None:
         """Masters are about to change: nothing may still read them, and no partial sum may be left out."""
         self.recover()
-        for unit in units:
+        for unit in {param.unit for param in params}:
             if self.interpreter.states[unit].grad is GradState.PARTIAL:
                 name = self.backend.units[unit].name
                 raise OptimizerError(
@@ -498,9 +413,21 @@ class Engine:
                 )
         self.interpreter.quiesce()
 
+    def require_gradients(self, params: Sequence[ShardedParameter]) -> None:
+        """Raises OptimizerError where a step would do nothing, for want of a backward that reached the parameters."""
+        called = any(self.interpreter.states[param.unit].calls for param in params)
+        if called and all(param.grad is None for param in params):
+            raise OptimizerError(
+                f"no parameter of the optimizer has a gradient ({params[0].full_name}, say), though a forward of the "
+                f"model waits for its backward: run that, without inputs=, since autograd does not know the parameters "
+                f"that a sharded model shows; or run such a forward under torch.no_grad()"
+            )
+
     def stepped(self, params: Sequence[ShardedParameter]) -> None:
         """An optimizer has changed `params`."""
         self.interpreter.stepped({param.unit for param in params})
+        for unit in {param.unit for param in params}:
+            self.backend.units[unit].accepted = True
         for param in params:
             param.changed = self.interpreter.states[param.unit].generation
 
@@ -512,6 +439,16 @@ class Engine:
         for unit in self.backend.units:
             unit.forget_owed()
         self.stepped(list(self.optimizer_params()))
+
+
+def _require_own(param: ShardedParameter, grad: Tensor) -> None:
+    """Plain PyTorch would add to what the user has put in `.grad`."""
+    held = param.grad
+    if held is not None and held is not grad and not held.zeroed and bool(held.local.any()):  # type: ignore[attr-defined]
+        raise ModelError(
+            f"{param.full_name}.grad was set by hand before this backward, which would replace it: set it after the "
+            f"last backward, or add it to what `.grad` is then"
+        )
 
 
 @dataclass(slots=True)

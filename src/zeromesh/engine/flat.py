@@ -32,6 +32,7 @@ from zeromesh.schedule.memory import (
     master_in_params,
     slot_dtype,
 )
+from zeromesh.schedule.transfer import reduce_boundary, reduce_micro
 from zeromesh.schedule.unit import Unit
 from zeromesh.strategy import Axis, Layout
 
@@ -56,6 +57,7 @@ class FlatShards:
         coordinates: of this rank, by axis name.
         places: its parameters.
         device: of all tensors.
+        noise: for rounding on quantised wires, by axis; no axis is in the jobs of two lanes.
     """
 
     spec: FlatBuffer
@@ -73,6 +75,7 @@ class FlatShards:
     leaves: list[nn.Parameter] = field(default_factory=list)
     optimizer_params: list[ShardedParameter] = field(default_factory=list)
     optimizer_grads: list[ShardedGrad] = field(default_factory=list)
+    noise: dict[str, torch.Generator] = field(default_factory=dict)
     _views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -119,6 +122,15 @@ class FlatShards:
     def waiting_dtype(self) -> torch.dtype:
         return DTYPES[slot_dtype(self.layout, self.spec)]
 
+    @property
+    def narrow(self) -> bool:
+        """Whether the size of what is summed matters: it passes fp16, or something of it is owed to later sums."""
+        if not self.spec.trainable:
+            return False
+        steps = (*reduce_micro(self.layout, self.spec), *reduce_boundary(self.layout, self.spec))
+        fp16 = self.waiting_dtype == torch.float16 or any(step.wire == "fp16" for step in steps)
+        return fp16 or self.owed is not None
+
     def range_of(self, axes: Sequence[Axis]) -> slice:
         """This rank's range of the flat buffer, sharded over `axes`."""
         return self.layout.shard(self.padded, axes, self.coordinates)
@@ -164,6 +176,7 @@ class FlatShards:
             view = seen[place.start : place.stop].view(place.shape)
             leaf = nn.Parameter(view, requires_grad=self.spec.trainable)
             leaf._zeromesh_leaf = place.info.name  # type: ignore[attr-defined]  # for messages
+            _carry_attributes(place.info.param, leaf)
             self.leaves.append(leaf)
 
     def views(self, whole: Tensor | None) -> list[Tensor]:
@@ -183,15 +196,15 @@ class FlatShards:
         for place in self.places:
             start, stop = overlap(place, held)
             common = {"full_name": place.info.name, "global_shape": place.shape, **attributes}
-            self.optimizer_params.append(
-                make_slice(
-                    ShardedParameter,
-                    home[start - held.start : stop - held.start],
-                    self.spec.trainable,
-                    flat_start=start - place.start,
-                    **common,
-                )
+            param = make_slice(
+                ShardedParameter,
+                home[start - held.start : stop - held.start],
+                self.spec.trainable,
+                flat_start=start - place.start,
+                **common,
             )
+            _carry_attributes(place.info.param, param)
+            self.optimizer_params.append(param)
             if self.spec.trainable:
                 local = self.reduced[start - held.start : stop - held.start]
                 self.optimizer_grads.append(make_slice(ShardedGrad, local, False, **common))
@@ -208,6 +221,13 @@ class FlatShards:
         if self.master_in_params:
             del kinds["master"]
         return {kind: tensor for kind, tensor in kinds.items() if tensor is not None}
+
+
+def _carry_attributes(original: nn.Parameter, param: nn.Parameter) -> None:
+    """What users have written on a parameter, such as that it has no weight decay."""
+    for name, value in vars(original).items():
+        if not name.startswith("_zeromesh") and not hasattr(param, name):
+            setattr(param, name, value)
 
 
 def inside(tensor: Tensor, held: slice, wanted: slice) -> Tensor:

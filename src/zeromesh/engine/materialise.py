@@ -1,6 +1,7 @@
 """Gives parameters and buffers on the meta device memory, a unit at a time, and on the first rank values.
 
-What is fresh holds NaN until its initialisation has run, so that one that forgets a tensor is noticed. The first rank
+What is fresh holds NaN (integers and flags: a pattern of bits) until its initialisation has run, so that one that
+forgets a tensor is noticed. The first rank
 keeps its errors until all ranks can hear of them: the others wait for its values meanwhile.
 """
 
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from zeromesh.engine.units import ModuleUnit, clean_name
 
 Init = Callable[[nn.Module], None]
+
+_UNTOUCHED = 0xA5
+"""Each byte of a fresh tensor of integers; of flags too, which then are neither true nor false."""
 
 
 class Materialiser:
@@ -82,8 +86,11 @@ class Materialiser:
                 yield key, made_buffer
 
     def _empty(self, meta: Tensor) -> Tensor:
-        empty = torch.empty_like(meta, device=self.device)
-        return empty.detach().fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
+        empty = torch.empty_like(meta, device=self.device).detach()
+        if empty.is_floating_point():
+            return empty.fill_(torch.nan)
+        _storage_bytes(empty).fill_(_UNTOUCHED)
+        return empty
 
     def _initialise(self, fresh: dict[nn.Module, list[tuple[str, Tensor]]]) -> str:
         for module, tensors in fresh.items():
@@ -99,12 +106,23 @@ class Materialiser:
                 rule(module) if rule else module.reset_parameters()  # type: ignore[operator]  # tested above
         for module, tensors in fresh.items():
             for tensor in tensors:
-                if tensor[1].is_floating_point() and bool(tensor[1].isnan().any()):
+                if _is_fresh(tensor[1]):
                     return (
-                        f"{self._label(module, [tensor])} was on the meta device and its initialisation left NaN in "
-                        f"it: pass init=..., a function that initialises one module's own parameters and buffers"
+                        f"{self._label(module, [tensor])} was on the meta device and its initialisation left it, or "
+                        f"part of it, without values: pass init=..., a function that initialises one module's own "
+                        f"parameters and buffers"
                     )
         return ""
 
     def _label(self, module: nn.Module, tensors: list[tuple[str, Tensor]]) -> str:
         return ".".join(part for part in (self._names[module], tensors[0][0]) if part)
+
+
+def _is_fresh(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return bool(tensor.numel()) and bool((_storage_bytes(tensor) == _UNTOUCHED).all())
+
+
+def _storage_bytes(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

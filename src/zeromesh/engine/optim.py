@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import (
@@ -22,6 +22,9 @@ from torch.optim.optimizer import (
 from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
 from zeromesh.errors import OptimizerError
 
+if TYPE_CHECKING:
+    from zeromesh.engine.engine import Engine
+
 ELEMENTWISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
@@ -29,8 +32,11 @@ ELEMENTWISE = frozenset(
 _TRIAL_NUMEL = 16
 """Elements of what `state_bytes` steps on: one vector of any machine's fused implementation."""
 
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+"""By optimizer: the parameters that it had when it was looked at."""
+
 _vouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _installed: list[Any] = []
 
 
@@ -47,8 +53,10 @@ def elementwise(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def watch_optimizers() -> None:
-    """Installs the hooks, once per process."""
+def watch_optimizers(engine: Engine) -> None:
+    """Looks at all optimizers from now on, also at those that were made before: they may hold the model's originals."""
+    _engines.add(engine)
+    _checked.clear()
     if not _installed:
         _allow_foreach()
         _installed.append(register_optimizer_step_pre_hook(_before_step))
@@ -68,10 +76,15 @@ def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _checked:
+    held = tuple(map(id, _params(optimizer)))
+    if _checked.get(optimizer) != held:
         _check(optimizer)
+        _checked[optimizer] = held
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))
     for engine, params in _by_engine(optimizer).items():
-        engine.before_step({param.unit for param in params})
+        engine.before_step(params)
+        if not has_closure:  # else the forward and its backward are still to come
+            engine.require_gradients(params)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -139,6 +152,19 @@ def _by_engine(optimizer: Optimizer) -> dict[Any, list[ShardedParameter]]:
     return found
 
 
+def _require_reduced(optimizer: Optimizer, plain: Iterable[torch.Tensor]) -> None:
+    """A sharded model trains what it had when it was sharded: nobody reduces gradients of what came later."""
+    held = {id(param) for param in plain}
+    for engine in _engines:
+        for name, param in engine.added():
+            if id(param) in held:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} holds {name!r}, which came into the model after zm.shard: its "
+                    f"gradients would not be reduced, and each rank would train its own. Change the model first, then "
+                    f"shard it"
+                )
+
+
 def _check(optimizer: Optimizer) -> None:
     params = list(_params(optimizer))
     for param in params:
@@ -155,6 +181,7 @@ def _check(optimizer: Optimizer) -> None:
                 f"updated: it was made inside a forward, or after one that was interrupted. Call zm.refresh(model), "
                 f"which ends that forward, then make the optimizer again from model.parameters()"
             )
+    _require_reduced(optimizer, (param for param in params if type(param) is not ShardedParameter))
     if any(type(param) is ShardedParameter for param in params):
         kind = type(optimizer)
         known = kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
@@ -165,4 +192,3 @@ def _check(optimizer: Optimizer) -> None:
                 f"takes norms or factors of whole tensors, its numbers would be wrong: use one of "
                 f"{', '.join(sorted(ELEMENTWISE))} from torch.optim"
             )
-    _checked.add(optimizer)

@@ -5,11 +5,16 @@ optimizers run on it at full speed. To Python, `shape`, `ndim`, `size()` and `nu
 since people split weight decay by them. Elementwise functions are right on slices. Norms are not, so they are taken
 over all ranks; whatever else would mix elements raises, since its result would silently be of one slice. So does what
 autograd would differentiate: a unit computes with leaves of its own, and a slice gets no gradient from autograd.
+
+What an elementwise function returns of a slice is a slice of a tensor too, and guarded likewise: `p.grad / 2` may be
+the gradient from then on, and `p.grad.isnan().any()` raises rather than let ranks decide differently. Copies and new
+tensors (`clone`, `detach`, `to`, `zeros_like`: `_PLAIN`) are this rank's own, as optimizers' states are.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,8 +41,14 @@ _REFUSED = frozenset(
     scatter_add_ index_add_ index_copy_ index_fill_ take masked_select nonzero histc bincount trace diag tril triu
     svd qr cholesky matrix_norm cond det inv inverse pinverse cross renorm normalize layer_norm rms_norm group_norm
     batch_norm roll flip rot90 __getitem__ __setitem__ __matmul__ __rmatmul__ tolist item numpy __array__
-    count_nonzero T mT H
+    count_nonzero normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_
     """.split()  # noqa: SIM905  # a page of quotes and commas is harder to read
+)
+_PLAIN = frozenset(
+    """
+    clone detach to type float double half bfloat16 cpu cuda contiguous zeros_like ones_like empty_like full_like
+    rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
+    """.split()  # noqa: SIM905  # likewise
 )
 _NORMS = frozenset({"vector_norm", "linalg_vector_norm", "_foreach_norm"})
 _UNSCALE = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
@@ -99,7 +110,7 @@ class _Slice(torch.Tensor):
         if name in ("__get__", "__set__"):  # attributes: most calls of a step by far
             with torch._C.DisableTorchFunctionSubclass():
                 return _plain(func(*args))
-        if name in _REFUSED:
+        if name in _REFUSED and not _sets_by_mask(name, args):
             raise _refusal(name, args)
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -112,7 +123,8 @@ class _Slice(torch.Tensor):
                 _agree_on_found_inf(args)
             if name.endswith("_") and (name.startswith("__i") or not name.endswith("__")):
                 _note_zeroed(args[0], name in _ZERO)
-        return _plain(result) if name in ("detach", "clone", "to") else result
+                return result
+            return _plain(result) if name in _PLAIN else _of_slice(result, args, kwargs)
 
 
 class ShardedParameter(_Slice, nn.Parameter):
@@ -148,6 +160,7 @@ class ShardedParameter(_Slice, nn.Parameter):
                     f"the gradient of {self.full_name} must be of this rank's slice, {tuple(local.shape)} on "
                     f"{local.device}; got {tuple(value.shape)} on {value.device}"
                 )
+            value = _slice_like(self, value)
         self._shown = value
 
     @grad.deleter
@@ -156,7 +169,7 @@ class ShardedParameter(_Slice, nn.Parameter):
 
 
 class ShardedGrad(_Slice):
-    """The reduced gradient of one parameter's slice."""
+    """The reduced gradient of one parameter's slice, or what was computed of it element by element."""
 
 
 def make_slice(kind: type[_Slice], local: Tensor, requires_grad: bool, **attributes: Any) -> Any:
@@ -170,6 +183,24 @@ def make_slice(kind: type[_Slice], local: Tensor, requires_grad: bool, **attribu
 
 def _plain(result: Any) -> Any:
     return result.as_subclass(torch.Tensor) if type(result) is ShardedParameter else result
+
+
+def _of_slice(result: Any, args: Any, kwargs: Any) -> Any:
+    """What has an element for each of a slice's is a slice too, of a tensor of the same shape."""
+    if type(result) is not torch.Tensor or kwargs.get("out") is not None:
+        return result
+    owner = next((arg for arg in _flat([args, [*kwargs.values()]]) if isinstance(arg, _Slice)), None)
+    if owner is None or result.shape != owner.local.shape:
+        return result
+    # What autograd has made stays as it is: `_watch_gradient` looks at gradients that arrive there.
+    return result if result.grad_fn is not None else _slice_like(owner, result)
+
+
+def _slice_like(owner: _Slice, local: Tensor) -> ShardedGrad:
+    """Values for the elements of the owner's slice."""
+    common = {name: getattr(owner, name) for name in ("full_name", "global_shape", "norm_of", "agree_max")}
+    made: ShardedGrad = make_slice(ShardedGrad, local, False, **common)
+    return made
 
 
 def _watch_gradient(name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -204,6 +235,11 @@ def _refusal(name: str, args: Any) -> OptimizerError:
     )
 
 
+def _sets_by_mask(name: str, args: Any) -> bool:
+    """Whether elements are set where a condition on elements holds, as `sign[sign > 0] = 1` does."""
+    return name == "__setitem__" and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool
+
+
 def _flat(args: Any) -> Any:
     for arg in args:
         if isinstance(arg, list | tuple):
@@ -220,15 +256,19 @@ def _norm(name: str, args: Any, kwargs: Any) -> Any:
         raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in slices):
         raise _no_gradient(name, slices[0].full_name)
-    norms = slices[0].norm_of([tensor.local for tensor in slices], float(order))
-    return norms if name == "_foreach_norm" else norms[0]
+    of_model: dict[NormOf, list[int]] = defaultdict(list)  # one function for each model: layouts differ
+    for index, tensor in enumerate(slices):
+        of_model[tensor.norm_of].append(index)
+    norms: dict[int, Tensor] = {}
+    for norm_of, own in of_model.items():
+        norms |= zip(own, norm_of([slices[index].local for index in own], float(order)), strict=True)
+    return [norms[index] for index in range(len(slices))] if name == "_foreach_norm" else norms[0]
 
 
 def _agree_on_found_inf(args: Any) -> None:
     """A step is skipped by all ranks or by none: each rank has looked at its slices only."""
-    owner = next((tensor for tensor in args[0] if isinstance(tensor, _Slice)), None)
-    if owner is not None:
-        owner.agree_max(args[1])
+    for agree in dict.fromkeys(tensor.agree_max for tensor in args[0] if isinstance(tensor, _Slice)):
+        agree(args[1])
 
 
 def _note_zeroed(target: Any, zeroed: bool) -> None:
@@ -258,6 +298,27 @@ def _keep_memory(target: Any, value: Tensor) -> None:
         )
 
 
+def _no_hook(target: Any, hook: Any) -> None:
+    if isinstance(target, ShardedParameter):
+        raise ModelError(
+            f"a hook on {target.full_name} would never be called: autograd computes gradients for copies of "
+            f"parameters, and they are reduced later. Change `.grad` after the last backward, before the step"
+        )
+
+
+def _no_grad_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+    owner = next((arg for arg in _flat([inputs]) if isinstance(arg, ShardedParameter)), None)
+    if owner is not None:
+        raise ModelError(
+            f"torch.autograd.grad with respect to {owner.full_name}: autograd knows copies of sharded parameters only, "
+            f"and gradients are reduced in backward: call loss.backward() and read `.grad`"
+        )
+
+
+def _no_view(target: Any, *_: Any) -> None:
+    raise _refusal("a transposed view", [target])
+
+
 # By torch's function, since most attributes are set all the time and these never.
 _GUARDED: dict[Any, Callable[..., None]] = {
     torch.Tensor.requires_grad.__set__: _keep_trainable,  # type: ignore[attr-defined]  # a getset_descriptor
@@ -265,4 +326,8 @@ _GUARDED: dict[Any, Callable[..., None]] = {
     torch.Tensor.data.__set__: _keep_memory,  # type: ignore[attr-defined]  # a getset_descriptor
     # `nn.Module.to` asks this, and would put a plain parameter in the slice's place where the answer is no.
     torch._has_compatible_shallow_copy_type: _keep_memory,
+    torch.Tensor.register_hook: _no_hook,
+    torch.Tensor.register_post_accumulate_grad_hook: _no_hook,
+    torch.autograd.grad: _no_grad_of,
+    **{getattr(torch.Tensor, name).__get__: _no_view for name in ("T", "mT", "H", "mH")},
 }

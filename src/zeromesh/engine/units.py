@@ -250,7 +250,7 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit]) -> None:
     for owner, name, home in _walk(model, model, units):
         for key, param in owner._parameters.items():
             full_name = clean_name(f"{name}.{key}" if name else key)
-            if param is not None and _can_train(param, full_name):
+            if param is not None and _can_shard(param, full_name):
                 homes.setdefault(param, []).append((owner, key, home, full_name))
     for param, places in homes.items():
         home = places[0][2] if len({place[2] for place in places}) == 1 else model
@@ -264,8 +264,13 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit]) -> None:
             infos.sort(key=lambda info: info.param.numel() * info.param.element_size() % 16 != 0)
 
 
-def _can_train(param: nn.Parameter, name: str) -> bool:
+def _can_shard(param: nn.Parameter, name: str) -> bool:
     """Whether the parameter is sharded; frozen ones of other dtypes (quantised weights, say) stay as they are."""
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ModelError(
+            f"{name} has hooks for its gradient, which would never be called: a sharded parameter's gradient comes in "
+            f"parts, reduced later. Remove them and change `.grad` after the last backward, before the step"
+        )
     if param.dtype not in DTYPE_NAMES and param.requires_grad:
         raise ModelError(
             f"{name} has dtype {param.dtype}; parameters that are trained must be fp64, fp32, bf16 or fp16. "

@@ -338,8 +338,8 @@ class Interpreter(Generic[T]):
         self._settle(state, "refreshing", op)
         self._settle(state, "ticket", op)
         if not state.in_use:
-            state.in_use = True
             self.backend.use(op.unit)
+            state.in_use = True
 
     def _gather(self, unit: int, *, prefetch: bool) -> None:
         self._refresh(unit)

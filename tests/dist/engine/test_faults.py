@@ -172,13 +172,20 @@ def replica_off() -> Patch:
     """One replica steps on a gradient of its own."""
     finish = DeviceBackend._finish
 
-    def one_replica_off(self, chain, target):
-        finish(self, chain, target)
+    def one_replica_off(self, buffer, chain, source, target):
+        finish(self, buffer, chain, source, target)
         coordinates = self.units[0].buffers[0].coordinates
         if coordinates["cluster"] == 1:
             target.mul_(1 + 1e-13)
 
     return mock.patch.object(DeviceBackend, "_finish", one_replica_off)
+
+
+@contextmanager
+def slot_reused_unseen() -> Iterator[None]:
+    """Without the versions by which autograd sees it: [Note: Versions] of the backend."""
+    with slot_reused_too_early(), mock.patch.object(DeviceBackend, "_set_version", lambda *_: None):
+        yield
 
 
 # Jobs left behind by a late lane still run, since the gate opens; no communicator is left out of step.
@@ -191,7 +198,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Patch]]] = {
     "a skipped refresh of merged parameters": ("node=1,cluster=1", skipped_refresh),
     "a stale copy after an evaluation": ("node=3,cluster=3", stale_after_evaluation),
     "a swapped shard": (STRATEGY, swapped_shard),
-    "a slot reused too early": (STRATEGY, slot_reused_too_early),
+    "a slot reused too early": (STRATEGY, slot_reused_unseen),
     "a gradient reduced twice": (STRATEGY, reduced_twice),
     "a reduced gradient reduced again": ("node=1,cluster=1", further_backward_reduces_all_again),
     "a micro-batch forgotten": ("node=3,cluster=3", micro_batch_forgotten),
@@ -209,6 +216,12 @@ def test_a_fault_is_seen(fault):
     gate.set()
     with pytest.raises(Unequal), inject():
         check(strategy, case, 2, 2, before_step=gate.set)
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_autograd_sees_a_slot_that_is_reused_too_early():
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), slot_reused_too_early():
+        check(STRATEGY, CASE, 2, 2)
 
 
 @pytest.mark.parametrize("strategy", sorted({strategy for strategy, _ in FAULTS.values()}))

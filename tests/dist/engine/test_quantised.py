@@ -249,9 +249,10 @@ def test_kept_copies_are_messages_and_give_the_same_bits():
 
 
 def reduced(strategy: str, steps: int) -> list[Tensor]:
-    """This rank's slices of the gradients of the same batch, added up over steps without an update."""
+    """This rank's slices of the gradients of the same batch, added up over steps that change nothing."""
     torch.manual_seed(0)
     model = zm.shard(Net(), mesh_of(2, 2), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     totals: list[Tensor] = []
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(steps):
@@ -260,7 +261,8 @@ def reduced(strategy: str, steps: int) -> list[Tensor]:
                 (model(x) - x.roll(1, 1)).square().mean().backward()
         grads = [p.grad.local.clone() for p in model.parameters()]
         totals = grads if not totals else [t + g for t, g in zip(totals, grads, strict=True)]
-        zm.zero_grad(model)
+        optimizer.step()
+        optimizer.zero_grad()
     return totals
 
 
@@ -290,6 +292,114 @@ def test_what_is_owed_is_forgotten_when_parameters_change_by_hand():
     assert len(owed) == 4 and all(o.any() for o in owed)
     zm.refresh(model)
     assert not any(o.any() for o in owed)
+
+
+def gradients(model: nn.Module, *, weight: float | None = None, scale: float = 1.0) -> list[Tensor]:
+    """This rank's slices of the gradient of one batch, as one micro-batch."""
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with zm.accumulate(model, last=True, weight=weight):
+        (scale * (model(x) - x.roll(1, 1)).square().mean()).backward()
+    return [param.grad.local.clone() for param in model.parameters()]  # type: ignore[union-attr]
+
+
+def largest(tensors: list[Tensor]) -> float:
+    found = torch.tensor(max(float(tensor.abs().max()) for tensor in tensors if tensor.numel()))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
+
+
+def model_of(strategy: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """One whose steps change nothing."""
+    torch.manual_seed(0)
+    model = zm.shard(Net(), mesh_of(2, 2), strategy)
+    return model, torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+FED_BACK = ["node=0@/int4+ef,cluster=0", "node=2@/int4+ef,cluster=1@/int8+ef", "node=3@/int4+ef,cluster=3@/int4+ef"]
+
+
+@pytest.mark.parametrize("strategy", FED_BACK)
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_what_is_owed_does_not_count_in_the_weights_of_its_step(strategy):
+    """After steps of 2**14 tokens a rank come one of a single token, and again a long one."""
+    model, optimizer = model_of(strategy)
+    plain, other = model_of(strategy)
+    for weight in (2.0**14, 2.0**14, 1.0, 2.0**14):
+        weighted, unweighted = gradients(model, weight=weight), gradients(plain)
+        bound = largest(unweighted) / 4
+        assert largest([a - b for a, b in zip(weighted, unweighted, strict=True)]) < bound
+        optimizer.step()
+        optimizer.zero_grad()
+        other.step()
+        other.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", FED_BACK)
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_equal_weights_change_no_bit(strategy):
+    """In units of the last step's weights, all of them are 1, be they a power of two."""
+    model, optimizer = model_of(strategy)
+    plain, other = model_of(strategy)
+    for _ in range(3):
+        weighted, unweighted = gradients(model, weight=4096.0), gradients(plain)
+        assert all(torch.equal(a, b) for a, b in zip(weighted, unweighted, strict=True))
+        optimizer.step()
+        optimizer.zero_grad()
+        other.step()
+        other.zero_grad()
+
+
+@pytest.mark.parametrize("drop", ["the model's", "the optimizer's"])
+@pytest.mark.parametrize("strategy", FED_BACK)
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_a_gradient_that_is_thrown_away_owes_nothing(strategy, drop):
+    model, optimizer = model_of(strategy)
+    gradients(model, scale=1e6)
+    zm.zero_grad(model) if drop == "the model's" else optimizer.zero_grad()
+    after = gradients(model)
+    fresh, _ = model_of(strategy)
+    assert all(torch.equal(a, b) for a, b in zip(after, gradients(fresh), strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["node=1@/int4,cluster=0", "node=0@/int4,cluster=0@/int4"])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_each_backward_is_rounded_anew(strategy):
+    """Backwards that add to a gradient that is there already, without zm.accumulate: what rounding adds must differ."""
+    model, _ = model_of(strategy)
+    exact = gradients(model_of("node=0,cluster=0")[0])
+    exact_of = dict(zip((name for name, _ in model.named_parameters()), exact, strict=True))
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def missed(count: int) -> float:
+        """Of the mean of so many backwards, root mean square."""
+        zm.zero_grad(model)
+        for _ in range(count):
+            (model(x) - x.roll(1, 1)).square().mean().backward()
+        errors = []
+        for name, param in model.named_parameters():
+            start = param.flat_start  # type: ignore[attr-defined]
+            mine = param.grad.local / count  # type: ignore[union-attr]
+            errors.append(mine - exact_of[name][start : start + len(mine)])
+        return float(torch.cat(errors).square().mean().sqrt())
+
+    assert missed(16) < missed(1) / 2
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=2", "node=1,cluster=0", "node=0,cluster=0"])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_weights_do_not_overflow_fp16(strategy):
+    """A sum of 2**17 tokens' gradients is no number in fp16; in units of the weights it is the gradient."""
+    torch.manual_seed(0)
+    base = Net()
+    weighted = zm.shard(copy.deepcopy(base), mesh_of(2, 2), strategy, param_dtype=torch.float16)
+    plain = zm.shard(base, mesh_of(2, 2), strategy, param_dtype=torch.float16)
+    for weight in (2.0**17, 2.0**18, 2.0**17):
+        ours, theirs = gradients(weighted, weight=weight, scale=100.0), gradients(plain, scale=100.0)
+        assert largest(ours) > 0.5
+        close = [torch.allclose(a, b, rtol=2e-3, atol=1e-3) for a, b in zip(ours, theirs, strict=True)]
+        assert all(close)
+        zm.zero_grad(weighted)
+        zm.zero_grad(plain)
 
 
 @on_ranks(4)

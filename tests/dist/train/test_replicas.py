@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeromesh as zm
 from tests.dist.pool import Pool, kept
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.engine import Control
+from zeromesh.engine.control import Control
 from zeromesh.engine.replicas import CHUNK, digest
 from zeromesh.errors import MismatchError
 

@@ -1,0 +1,132 @@
+"""The few words that the ranks of a mesh exchange beside the data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeromesh.errors import CommunicationError, MismatchError
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """The ranks of the mesh, for the few words that they exchange beside the data.
+
+    Args:
+        group: of all ranks of the mesh; None on a single rank.
+        size: number of ranks.
+        rank: of this one in the mesh, innermost axis fastest.
+        source: global rank of the mesh's first.
+        device: of what is exchanged.
+    """
+
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+    source: int
+    device: torch.device
+
+    def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """`values` reduced over all ranks of the mesh, in place."""
+        return self.reducing(values, operation)()
+
+    def reducing(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Callable[[], Tensor]:
+        """Begins to `reduce`; what is returned waits for the end, in whatever thread."""
+        group = self.group
+        if group is None:
+            return lambda: values
+        with self._naming():
+            work = dist.all_reduce(values, op=operation, group=group, async_op=True)
+
+        def reduced() -> Tensor:
+            with self._naming():
+                work.wait()
+            return values
+
+        return reduced
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.rank} could not agree with the other {self.size - 1} of the mesh: one has died, has "
+                f"stalled or has raised an error of its own, which then says why. [{error}]"
+            ) from error
+
+    def words(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """`values` on the ranks' device, which need not have come to them for this to return."""
+        pinned = self.device.type != "cpu"  # a copy from other memory waits for all that the device has to do
+        return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(self.device, non_blocking=pinned)
+
+    def broadcast(self, values: Tensor) -> None:
+        """The first rank's values, to all."""
+        if self.group is not None:
+            dist.broadcast(values, src=self.source, group=self.group)
+
+    def say(self, text: str) -> str:
+        """The first rank's text, on every rank."""
+        texts = [text]
+        if self.group is not None:
+            dist.broadcast_object_list(texts, src=self.source, group=self.group)
+        return texts[0]
+
+    def together(self, attempt: Callable[[], ResultT]) -> ResultT:
+        """What `attempt` returns, if it raises nothing on any rank.
+
+        Raises:
+            Exception: that of this rank's attempt.
+            MismatchError: on all other ranks, with the reason; they would wait for this one else.
+        """
+        try:
+            result = attempt()
+        except Exception as error:
+            with suppress(RuntimeError):  # this rank's own error says more than that the others are gone
+                self._gather(f"{type(error).__name__}: {error}")
+            raise
+        for rank, reason in enumerate(self._gather("")):
+            if reason:
+                raise MismatchError(
+                    f"zm.shard must succeed on all ranks; on rank {rank} it did not: {reason}. Nothing was sharded: "
+                    f"start every rank with the same model and arguments"
+                )
+        return result
+
+    def _gather(self, text: str) -> list[str]:
+        """Every rank's text."""
+        texts = [text] * self.size
+        if self.group is not None:
+            dist.all_gather_object(texts, text, group=self.group)
+        return texts
+
+    def require_same(self, what: str, text: str) -> None:
+        """Raises MismatchError on every rank if `text` differs between ranks."""
+        # Thousands of ranks compare a word each; texts are exchanged only to say what differs.
+        word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        words = torch.tensor([word, -word], dtype=torch.int64, device=self.device)
+        highest, lowest = self.reduce(words, dist.ReduceOp.MAX).tolist()
+        if highest == -lowest:
+            return
+        texts = self._gather(text)
+        for rank, other in enumerate(texts):
+            if other != texts[0]:
+                raise MismatchError(
+                    f"all ranks must have the same {what}; rank 0 has {_differing(texts[0], other)}, "
+                    f"rank {rank} has {_differing(other, texts[0])}: start every rank with the same arguments"
+                )
+
+
+def _differing(text: str, other: str) -> str:
+    lines, others = text.splitlines(), other.splitlines()
+    missing = "; ".join(line for line in lines if line not in set(others))[:200]
+    return repr(missing or ("another order" if sorted(lines) == sorted(others) else "fewer entries"))

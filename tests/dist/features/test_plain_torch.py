@@ -1,0 +1,393 @@
+"""What plain torch lets users do with parameters and gradients: here it does the same, or says that it cannot."""
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeromesh as zm
+from tests.dist.features.parity import close, local_part
+from tests.dist.features.test_misuse import STAGES, WIDTH, chain, inputs, mesh, same_grads, sgd, sharded
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+from zeromesh.errors import ModelError, OptimizerError
+
+
+def backward(model: nn.Module, seed: int = 0) -> None:
+    model(inputs(seed)).pow(2).mean().backward()
+
+
+# ---- hooks and attributes
+
+
+@STAGES
+@on_ranks(2)
+def test_hooks_on_parameters_are_refused(strategy):
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        base = chain()
+        handle = getattr(base.get_submodule("1.0").weight, register)(lambda grad: None)
+        with pytest.raises(ModelError, match=r"1\.0\.weight has hooks for its gradient"):
+            zm.shard(base, mesh(), strategy)
+        handle.remove()
+        model = zm.shard(base, mesh(), strategy)
+        with pytest.raises(ModelError, match=r"a hook on 1\.0\.weight would never be called"):
+            getattr(dict(model.named_parameters())["1.0.weight"], register)(lambda grad: None)
+        model(inputs()).sum().register_hook(lambda grad: None)  # on activations they are called
+
+
+@STAGES
+@on_ranks(2)
+def test_what_users_write_on_parameters_stays(strategy):
+    base = chain()
+    base.get_submodule("0.0").bias._no_weight_decay = True
+    base.get_submodule("0.0").bias.shape_as_built = tuple(base.get_submodule("0.0").bias.shape)
+    seen = []
+    base.get_submodule("0.0").register_forward_pre_hook(lambda module, args: seen.append(module.bias._no_weight_decay))
+    model = zm.shard(base, mesh(), strategy)
+    marked = [name for name, param in model.named_parameters() if getattr(param, "_no_weight_decay", False)]
+    assert marked == ["0.0.bias"]
+    assert dict(model.named_parameters())["0.0.bias"].shape_as_built == (WIDTH,)
+    model(inputs())
+    assert seen == [True]
+
+
+# ---- gradients that autograd is asked for
+
+
+@STAGES
+@on_ranks(2)
+def test_gradients_for_listed_parameters_are_refused(strategy):
+    model = sharded(chain(), strategy)
+    optimizer = sgd(model)
+    with pytest.raises(ModelError, match=r"torch\.autograd\.grad with respect to 0\.0\.weight"):
+        torch.autograd.grad(model(inputs()).sum(), list(model.parameters()), allow_unused=True)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    model(inputs()).sum().backward(inputs=list(model.parameters()))
+    with pytest.raises(OptimizerError, match=r"no parameter of the optimizer has a gradient .*without inputs="):
+        optimizer.step()
+    backward(model)
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_a_step_without_gradients_is_one_where_nothing_waits_for_them():
+    model = sharded(chain(), "node=3")
+    optimizer = sgd(model)
+    optimizer.step()
+    with torch.no_grad():
+        model(inputs())
+    optimizer.step()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(inputs()).sum()
+        loss.backward()
+        return loss
+
+    model(inputs())  # for its value alone
+    optimizer.step(closure)
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@STAGES
+@on_ranks(2)
+def test_a_gradient_that_was_set_by_hand_is_not_replaced(strategy):
+    model = sharded(chain(), strategy)
+    backward(model)
+    saved = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    for param, grad in zip(model.parameters(), saved, strict=True):
+        param.grad = grad
+    with pytest.raises(ModelError, match=r"0\.0\.weight\.grad was set by hand before this backward"):
+        backward(model, 1)
+    model.zero_grad(set_to_none=False)
+    backward(model, 1)
+    plain = chain()
+    backward(plain, 1)
+    same_grads(model, plain)
+
+
+# ---- what takes the place of parameters
+
+
+@STAGES
+@on_ranks(2)
+def test_other_weights_in_the_place_of_parameters_are_refused(strategy):
+    model = sharded(chain(), strategy)
+    average = {name: torch.ones(param.shape).double() for name, param in model.named_parameters()}
+    held = dict(average)
+    with pytest.raises(ModelError, match=r"something else where zm\.shard has put 0\.0\.weight"):
+        torch.func.functional_call(model, average, (inputs(),))
+    assert all(average[name] is held[name] for name in held)
+    backward(model)
+    layer = model.get_submodule("2.0")
+    own = layer.bias
+    layer.bias = nn.Parameter(torch.zeros(WIDTH).double())
+    with pytest.raises(ModelError, match=r"something else where zm\.shard has put 2\.0\.bias"):
+        model(inputs())
+    layer.bias = own
+    zm.zero_grad(model)
+    backward(model)
+    plain = chain()
+    backward(plain)
+    same_grads(model, plain)
+
+
+@on_ranks(2)
+def test_parameters_that_come_after_sharding_are_refused():
+    model = zm.shard(chain(), mesh(), "node=1")
+    backward(model)
+    model.append(nn.Linear(WIDTH, 1).double())
+    for params in (model.parameters(), model[-1].parameters()):
+        with pytest.raises(OptimizerError, match=r"SGD holds '4\.weight', which came into the model after zm\.shard"):
+            torch.optim.SGD(params, lr=0.1).step()
+    other = nn.Linear(2, 2)  # of no sharded model
+    torch.optim.SGD([*list(model.parameters())[:-2], *other.parameters()], lr=0.1).step()
+
+
+@on_ranks(2)
+def test_an_optimizer_is_looked_at_again_when_its_parameters_change():
+    base = chain()
+    held = list(base.parameters())
+    model = zm.shard(base, mesh(), "node=3")
+    optimizer = torch.optim.SGD(list(model.parameters())[:2], lr=0.1)
+    backward(model)
+    optimizer.step()
+    optimizer.add_param_group({"params": held[2:]})
+    with pytest.raises(OptimizerError, match=r"SGD holds '1\.0\.weight' as it was before zm\.shard"):
+        optimizer.step()
+    student = chain()
+    early = sgd(student)
+    early.step()
+    zm.shard(student, mesh(), "node=3")
+    with pytest.raises(OptimizerError, match=r"SGD holds '0\.0\.weight' as it was before zm\.shard"):
+        early.step()
+
+
+# ---- what is computed of slices
+
+
+@STAGES
+@on_ranks(2)
+def test_what_is_computed_of_gradients_is_guarded_like_them(strategy):
+    model = sharded(chain(), strategy)
+    backward(model)
+    first = next(model.parameters())
+    for mixing in (
+        lambda: (first.grad**2).sum(),
+        lambda: torch.isnan(first.grad).any(),
+        lambda: (first.grad / 2).abs().max(),
+        lambda: (first * 2).sum(),
+        lambda: first.detach().mul(first.grad).sum(),
+    ):
+        with torch.no_grad(), pytest.raises(OptimizerError, match=r"needs all of 0\.0\.weight \(6, 6\)"):
+            mixing()
+    plain = chain()
+    backward(plain)
+    mean = [param.grad.clone() for param in plain.parameters()]
+    for grad in mean:
+        dist.all_reduce(grad)
+    expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in mean])) / (2 * dist.get_world_size())
+    for param in model.parameters():
+        param.grad = param.grad / 2
+    for norm in (torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), zm.clip_grad_norm_(model, 1e9)):
+        close(norm, expected, "norm", 1e-12)
+
+
+@on_ranks(2)
+def test_states_of_optimizers_are_plain_tensors():
+    model = sharded(chain(), "node=3")
+    backward(model)
+    for make in (
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.Rprop(params, foreach=False),
+        lambda params: torch.optim.NAdam(params, foreach=False),
+    ):
+        optimizer = make(model.parameters())
+        optimizer.step()
+        states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        assert states and all(type(value) is torch.Tensor for value in states)
+
+
+@on_ranks(2)
+def test_drawing_values_for_a_slice_is_refused():
+    model = sharded(chain(), "node=3")
+    weight = next(model.parameters())
+    with torch.no_grad():
+        for draw in (weight.normal_, weight.uniform_, lambda: nn.init.xavier_uniform_(weight)):
+            with pytest.raises(OptimizerError, match=r"_ needs all of 0\.0\.weight"):
+                draw()
+        weight.mul_(0.5)
+    with pytest.raises(OptimizerError, match="a transposed view needs all of"):
+        weight.T.pow(2)
+
+
+# ---- norms
+
+
+@pytest.mark.parametrize("stages", [("node=3", "node=0"), ("node=0", "node=3")])
+@on_ranks(2)
+def test_a_norm_over_models_in_other_layouts(stages):
+    models = [sharded(chain(depth), stage) for depth, stage in zip((3, 2), stages, strict=True)]
+    plain = [chain(depth) for depth in (3, 2)]
+    for model in (*models, *plain):
+        backward(model)  # the same data on every rank, so means are one rank's
+    expected = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for model in plain for p in model.parameters()]))
+    params = [param for model in models for param in model.parameters()]
+    for foreach in (True, False):
+        close(torch.nn.utils.clip_grad_norm_(params, 1e9, foreach=foreach), expected, f"foreach={foreach}", 1e-12)
+
+
+@STAGES
+@on_ranks(2)
+def test_a_gradient_that_is_no_number_on_one_rank_is_none_in_any_norm(strategy):
+    model = sharded(chain(), strategy)
+    for culprit in range(2):
+        backward(model)
+        if dist.get_rank() == culprit:
+            next(param for param in model.parameters() if param.grad.local.numel()).grad.local[0] = math.nan
+        for norm_type in (math.inf, 2.0):
+            assert math.isnan(zm.clip_grad_norm_(model, 1.0, norm_type))
+            with pytest.raises(RuntimeError, match="norm is nan"):
+                zm.clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
+        zm.zero_grad(model)
+
+
+# ---- modules
+
+
+class Flags(nn.Module):
+    """Buffers of integers and flags, which its `reset_parameters` forgets or not."""
+
+    def __init__(self, complete: bool) -> None:
+        super().__init__()
+        self.complete = complete
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("index", torch.arange(WIDTH), persistent=False)
+        self.register_buffer("mask", torch.ones(WIDTH, dtype=torch.bool))
+
+    def reset_parameters(self) -> None:
+        if self.complete:
+            self.index.copy_(torch.arange(WIDTH))
+            self.mask.fill_(True)
+
+    def forward(self, x):
+        return self.lin(x[:, self.index]) * self.mask
+
+
+@on_ranks(2)
+def test_integers_and_flags_on_the_meta_device_need_values_too():
+    with torch.device("meta"):
+        forgetful, complete = Flags(complete=False), Flags(complete=True)
+    with pytest.raises(ModelError, match=r"index was on the meta device and its initialisation left it"):
+        zm.shard(forgetful, mesh(), "node=3")
+    zm.shard(complete, mesh(), "node=3")
+    assert complete.index.tolist() == list(range(WIDTH)) and complete.mask.all()
+
+
+class Carrying(nn.Module):
+    """Hands a parameter of the root through all blocks, unchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(CarryingBlock() for _ in range(3))
+
+    def forward(self, x):
+        memory = self.memory
+        for block in self.blocks:
+            x, memory = block(x, memory)
+        return x + memory
+
+
+class CarryingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, memory):
+        return torch.tanh(self.lin(x)) * memory, memory
+
+
+@STAGES
+@on_ranks(2)
+def test_a_parameter_that_blocks_hand_on(strategy):
+    torch.manual_seed(0)
+    plain = Carrying().double()
+    model = zm.shard(copy.deepcopy(plain), mesh(), strategy, units=[CarryingBlock])
+    ours, theirs = sgd(model), sgd(plain)
+    for step in range(3):
+        backward(model, step)
+        backward(plain, step)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        close(param.local, local_part(param, whole.detach()), param.full_name, 1e-12)
+    buffers = [buffer for unit in engine_of(model).units for buffer in unit.buffers]
+    assert max(len(leaf._backward_hooks or ()) for buffer in buffers for leaf in buffer.leaves) <= 3
+
+
+# ---- what a graph reads of gathered parameters outside their unit's turn
+
+
+class Penalised(nn.Module):
+    """Keeps a penalty on its weight for the loss, by a way that no hook sees, or among its outputs."""
+
+    def __init__(self, *, returned: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.returned = returned
+
+    def forward(self, pair):
+        x, penalty = pair
+        own = self.lin.weight.pow(2).sum()
+        out = torch.tanh(self.lin(x))
+        if not self.returned:
+            self.penalty = self.lin.weight.pow(2).sum()
+        return out, penalty + own if self.returned else penalty
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@on_ranks(2)
+def test_a_penalty_inside_the_forward_is_right_where_it_is_returned(prefetch):
+    for returned in (True, False):
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(Penalised(returned=returned) for _ in range(5))).double()
+        model = zm.shard(copy.deepcopy(plain), mesh(), f"node=3;prefetch={prefetch}", units=[Penalised])
+
+        def loss_of(blocks, returned=returned):
+            out, penalty = blocks((inputs(), torch.zeros(()).double()))
+            return out.mean() + penalty + (0 if returned else sum(block.penalty for block in blocks))
+
+        if returned:
+            loss_of(model).backward()
+            loss_of(plain).backward()
+            same_grads(model, plain)
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss_of(model).backward()
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, held):
+        return SimpleNamespace(x=torch.tanh(self.lin(held.x)))
+
+
+@on_ranks(2)
+def test_frozen_blocks_whose_outputs_no_hook_can_see_are_not_used_unseen():
+    blocks = nn.Sequential(*(Wrapped() for _ in range(5))).double().requires_grad_(False)
+    model = zm.shard(blocks, mesh(), "node=3", units=[Wrapped])
+    x = inputs().requires_grad_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(SimpleNamespace(x=x)).x.sum().backward()
