@@ -71,7 +71,7 @@ def test_one_optimizer(strategy, optimizer):
 
 
 @pytest.mark.timeout(180)  # of several calls
-@settings(max_examples=10)
+@settings(max_examples=7)
 @given(strategy=st.sampled_from(TWO + TWO_KEPT), prefetch=st.sampled_from([0, 2]))
 @on_ranks(6, timeout_s=TIMEOUT_S)
 def test_odd_mesh(strategy, prefetch):
@@ -79,7 +79,7 @@ def test_odd_mesh(strategy, prefetch):
 
 
 @pytest.mark.timeout(180)  # of several calls
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(strategy=st.sampled_from(THREE) | st.sampled_from(THREE_KEPT))
 @on_ranks(8, timeout_s=TIMEOUT_S)
 def test_three_axes(strategy):
@@ -87,7 +87,7 @@ def test_three_axes(strategy):
 
 
 @pytest.mark.timeout(180)  # of several calls
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(strategy=st.sampled_from(THREE) | st.sampled_from(THREE_KEPT))
 @on_ranks(12, timeout_s=TIMEOUT_S)
 def test_odd_mesh_of_three_axes(strategy):

@@ -278,8 +278,8 @@ def train_in_order(usual: list[int], odd: list[int]) -> None:
 def test_another_order_on_one_rank_is_an_error(orders):
     """Where parameters are sharded: an error on every rank, within the timeout."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "default_timeout_s", lambda device_type: 3.0)
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=6))
+        patch.setattr(groups, "default_timeout_s", lambda device_type: 1.5)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
         with pytest.raises((MismatchError, CommunicationError)):
             train_in_order(*orders)
 

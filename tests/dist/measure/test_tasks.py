@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import on_ranks
+from tests.pure.measure.test_bench import raw
 from zeromesh.engine.api import engine_of
 from zeromesh.measure import parity, selftest
 from zeromesh.measure.bench import run_cells
@@ -52,8 +53,8 @@ def test_every_level_is_timed_on_all_its_groups():
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_a_probe_is_a_cluster_that_predicts():
     ranks = ranks_of(2)
-    raw = json.loads(json.dumps(measure(ranks, rounds=4, seconds=0.5)))
-    cluster = from_raw(raw, {"node": 2}, "here").cluster
+    probed = json.loads(json.dumps(measure(ranks, rounds=4, seconds=0.5)))
+    cluster = from_raw(probed, {"node": 2}, "here").cluster
     assert cluster.device.cores is not None and cluster.device.memory_bytes > 1e6
     assert 1e6 < cluster.levels[0].bandwidth_bytes_per_s < 1e12
     found = measure_compute(ranks, BATCH, steps=2)
@@ -78,8 +79,7 @@ def test_measured_steps_send_what_the_simulator_says(strategy):
     ranks = ranks_of(2, 2)
     found = json.loads(json.dumps(measure_steps(ranks, BATCH, strategy, steps=2, warmup=2)))
     assert len(found["step_s"]) == len(found["exposed_s"]) == len(found["traces"]) == 2
-    raw = measure(ranks, rounds=4, seconds=0.3)
-    cluster = from_raw(raw, {"cluster": 2, "node": 2}, "here").cluster
+    cluster = from_raw(raw(), {"cluster": 2, "node": 2}, "made up").cluster  # what is sent depends on no rate
     simulated = predict(found["schedule"], cluster, BATCH, measure_compute(ranks, BATCH, steps=2))
     assert found["sent_bytes"] == simulated.sent_bytes
     for line in compare(simulated.trace, from_json(found["traces"][0])):

@@ -86,7 +86,7 @@ def test_the_gap_is_honest() -> None:
 
 
 def test_splits_and_wires_only_help() -> None:
-    cluster = small_cluster(4, 4, memory_bytes=2.0e9, outer_bytes_per_s=1e9)
+    cluster = small_cluster(4, 2, memory_bytes=2.0e9, outer_bytes_per_s=1e9)
     exact = {"max_simulations": None, "front": 0}
     times = [
         search(small_model(), cluster, WORKLOAD, options=options)[0].best.step_s
