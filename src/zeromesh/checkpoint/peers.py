@@ -34,7 +34,7 @@ class Progress:
         store: torch's.
         key: of these ranks, in the store.
         rank, size: in the group.
-        count: of the exchanges that this rank has come to.
+        count: of the exchanges that this rank has come to, those of the group's users before among them.
         failure: why one failed; no later one can succeed, since the group is closed then.
     """
 
@@ -86,9 +86,9 @@ class Progress:
         self.store.set(f"{self.key}/{self.rank}", f"{self.count} {what}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Peers:
-    """All ranks that save or load together.
+    """All ranks that save or load together, for one user: nothing orders the exchanges of two between ranks.
 
     Every exchange has a name, for messages. Where one fails or takes longer than the group's timeout, it raises
     CommunicationError, which names the ranks that did not come.
@@ -96,14 +96,20 @@ class Peers:
     Args:
         group: of their own, of a backend that works on the host (gloo), since a background thread talks on it; None on
             a single rank.
-        rank, size: in the group.
         progress: of all ranks; None where nobody could say who is missing.
     """
 
     group: dist.ProcessGroup | None = None
-    rank: int = 0
-    size: int = 1
     progress: Progress | None = field(default=None, compare=False)
+
+    @property
+    def rank(self) -> int:
+        """In the group, whose order may be another than the mesh's."""
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
 
     def all_gather(self, value: T, what: str) -> list[T]:
         """Every rank's value, by rank."""
@@ -137,7 +143,11 @@ class Peers:
             if progress is not None:
                 progress.arrive(what)
             collective()
-        except RuntimeError as error:
+        except BaseException as error:
+            if not isinstance(error, RuntimeError):
+                if progress is not None:
+                    progress.failure = f"{what} was interrupted ({type(error).__name__})"
+                raise
             missing = progress.missing() if progress is not None else []
             failure = (
                 f"rank {self.rank} waited in vain for {what}, of {self.size} ranks. "

@@ -4,22 +4,27 @@ Two communicators, because the operations of one run in the order of issue even 
 streams: a gather that is needed now would wait behind a reduction that is not.
 
 [Note: Reuse] A communicator is expensive to make and to have: threads that wake up all the time on gloo, memory of the
-device on NCCL. Nor can it be destroyed alone, since torch names the next group after the number of those that the
-process has. So when the last user of an axis's communicators is gone they are kept for the next model, whose ranks
-first agree on which of them are free everywhere, and have been through the same collectives everywhere: a message that
-nobody received can then not be waiting in one. One that has failed is not used again. And all ranks of the mesh use as
-many again, and make as many: with other numbers of groups they would name the next one differently, and wait for ever.
+device on NCCL. So when the last user of a communicator is gone it is kept for the next one, whose ranks first agree on
+which of them are free everywhere, and have been through the same collectives everywhere: a message that nobody received
+can then not be waiting in one. One that has failed is not used again. And all ranks of the mesh use as many again, and
+make as many: where the default group is bound to a device, NCCL splits the new ones off it, and all ranks take part.
+
+[Note: Names] The ranks of a new group meet in the store under its name. `new_group` makes that of a number which grows
+with the groups that a process has, and ranks that have not the same number (a model on a part of the ranks, a group
+that the user has made for some of them) would wait for each other for ever. So ours are named after their ranks, and
+after how many we have made between just these, which all of them know. `new_group` takes no name; what it calls does.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
+import hashlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -125,19 +130,41 @@ def make_groups(
     return {axis.name: _make_group(mesh, axis.name, keys[axis.name], pool, free[axis.name]) for axis in axes}
 
 
+def borrow_channel(
+    everyone: dist.ProcessGroup, *, timeout_s: float, backend: str, description: str
+) -> tuple[Channel, Callable[[], None]]:
+    """A communicator between all ranks of a group, for one user. All of them call this at the same point.
+
+    Args:
+        everyone: the group, on which they agree.
+        timeout_s: after which a collective fails.
+        backend: of torch.
+        description: of the use.
+
+    Returns:
+        The communicator, whose user keeps `started` and `failed`; and what gives it back: [Note: Reuse].
+    """
+    key = Key(tuple(dist.get_process_group_ranks(everyone)), timeout_s, backend)
+    pool = _Pool.current()
+    (channel,) = pool.channels(key, pool.agree(everyone, {description: key})[description], description)
+    return channel, functools.partial(pool.put, key, (channel,))
+
+
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """All ranks of the mesh."""
-    group = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
-    assert group is not None
-    return group
+    """All ranks of the mesh, which call this at the same point."""
+    if mesh.size() == dist.get_world_size():
+        return _world()
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    # Not torch's own, by flattening the mesh: that must be done on all ranks of the mesh which this one is a part of.
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    return _Pool.current().everyone(ranks, default_timeout_s(mesh.device_type))
 
 
 def default_timeout_s(device_type: str) -> float:
     """Timeout of the default process group for tensors on this type of device."""
-    world = dist.group.WORLD
-    assert world is not None
     # Torch has no public way to ask; without an answer its default for the backend is as good.
-    options = getattr(world._get_backend(torch.device(device_type)), "options", None)
+    options = getattr(_world()._get_backend(torch.device(device_type)), "options", None)
     timeout = getattr(options, "_timeout", timedelta(minutes=30))
     assert isinstance(timeout, timedelta)
     return timeout.total_seconds()
@@ -166,10 +193,7 @@ def axis_ranks(mesh: DeviceMesh, axis: Axis) -> tuple[int, ...]:
 
 
 def _make_group(mesh: DeviceMesh, name: str, key: Key, pool: _Pool, free: Sequence[int]) -> AxisGroup:
-    gather, reduce = (
-        pool.take(key, free[index]) if index < len(free) else _make_channel(key, pool, f"{name} {kind}")
-        for index, kind in enumerate(("gather", "reduce"))
-    )
+    gather, reduce = pool.channels(key, free, f"{name} gather", f"{name} reduce")
     group = AxisGroup(
         name=name,
         ranks=key.ranks,
@@ -185,24 +209,30 @@ def _make_group(mesh: DeviceMesh, name: str, key: Key, pool: _Pool, free: Sequen
     return group
 
 
-def _make_channel(key: Key, pool: _Pool, description: str) -> Channel:
-    ranks = list(key.ranks)
-    unsorted: dict[str, Any] = {} if sorted(ranks) == ranks else {"sort_ranks": False}
-    if unsorted and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-        raise MeshError(
-            f"ranks {', '.join(map(str, ranks))} of {description} are not in rising order, which torch "
-            f"{torch.__version__} cannot have in one group: order the mesh's ranks, or use torch 2.13"
-        )
-    group = dist.new_group(
+def _new_group(key: Key, serial: int, description: str) -> dist.ProcessGroup:
+    """Group number `serial` between these ranks, in their order, this one among them: [Note: Names]."""
+    ranks, c10d = list(key.ranks), dist.distributed_c10d
+    name = hashlib.sha256(f"{ranks} {serial}".encode()).hexdigest()
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
         ranks,
+        dist.Backend(key.backend or dist.get_backend()),
+        c10d._get_default_store(),
+        f"zeromesh-{name}",  # type: ignore[arg-type]  # a NewType of str
         timeout=timedelta(seconds=key.timeout_s),
-        backend=key.backend,
-        use_local_synchronization=True,
+        device_id=_world().bound_device_id,
         group_desc=description,
-        **unsorted,
     )
     assert isinstance(group, dist.ProcessGroup)
-    return Channel(process_group=group, serial=pool.next_serial(key))
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 class Key(NamedTuple):
@@ -214,23 +244,29 @@ class Key(NamedTuple):
 
 
 class _Pool:
-    """Communicators that nobody uses: [Note: Reuse]."""
+    """Communicators that nobody uses: [Note: Reuse]; and all that were made, by number: [Note: Names]."""
 
     _latest: _Pool | None = None
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self._world = weakref.ref(world)
         self._free: dict[Key, dict[int, Channel]] = defaultdict(dict)
-        self._made: dict[Key, int] = defaultdict(int)
+        self._made: dict[tuple[int, ...], int] = defaultdict(int)
+        self._everyone: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     @classmethod
     def current(cls) -> _Pool:
         """That of the default process group: without it, nothing made beside it is of use."""
-        world = dist.group.WORLD
-        assert world is not None
+        world = _world()
         if cls._latest is None or cls._latest._world() is not world:
             cls._latest = cls(world)
         return cls._latest
+
+    def everyone(self, ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
+        """All ranks of a mesh, for the words of all models on it. It is never given back: on it they agree."""
+        if ranks not in self._everyone:
+            self._everyone[ranks] = self._make(Key(ranks, timeout_s, None), "mesh").process_group
+        return self._everyone[ranks]
 
     def agree(self, everyone: dist.ProcessGroup, keys: Mapping[str, Key]) -> dict[str, list[int]]:
         """For each axis the serials of channels that are free, and equally far, on all ranks of the axis; as many on
@@ -246,12 +282,15 @@ class _Pool:
             found[name] = common[key.ranks][: min(map(len, common.values()))]
         return found
 
-    def take(self, key: Key, serial: int) -> Channel:
-        return self._free[key].pop(serial)
+    def channels(self, key: Key, free: Sequence[int], *descriptions: str) -> tuple[Channel, ...]:
+        """As many as there are descriptions: those of serials `free`, then new ones."""
+        used = [self._free[key].pop(serial) for serial in free[: len(descriptions)]]
+        return *used, *(self._make(key, description) for description in descriptions[len(used) :])
 
-    def next_serial(self, key: Key) -> int:
-        self._made[key] += 1
-        return self._made[key]
+    def _make(self, key: Key, description: str) -> Channel:
+        self._made[key.ranks] += 1
+        serial = self._made[key.ranks]
+        return Channel(process_group=_new_group(key, serial, description), serial=serial)
 
     def put(self, key: Key, channels: Iterable[Channel]) -> None:
         self._free[key] |= {channel.serial: channel for channel in channels if not channel.failed}

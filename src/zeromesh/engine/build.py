@@ -202,11 +202,7 @@ def _sync_buffers(model: nn.Module, device: torch.device, control: Control) -> N
     for param in unsharded:
         param.data = param.data.to(device)
     for tensor in (*model.buffers(), *(param.data for param in unsharded)):
-        if tensor.numel():
-            contiguous = tensor.contiguous()
-            # As bytes: gloo knows fewer dtypes than torch.
-            control.broadcast(contiguous.view(-1).view(torch.uint8))
-            tensor.copy_(contiguous)
+        control.broadcast(tensor)
 
 
 def _bind_slots(schedule: Schedule, shards: Sequence[UnitShards], device: torch.device) -> None:

@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,8 +22,9 @@ from zeromesh.checkpoint.randomness import empty_pieces, random_pieces, restore_
 from zeromesh.checkpoint.read import Reader
 from zeromesh.checkpoint.saver import LOCK_WAIT_S, Saver, Snapshot
 from zeromesh.checkpoint.storage import open_storage
-from zeromesh.comm.groups import default_timeout_s
+from zeromesh.comm.groups import borrow_channel, default_timeout_s
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.control import Control
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.pieces import (
     STATE,
@@ -94,7 +94,7 @@ class Checkpoints:
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._storage = open_storage(directory)
-        self._peers = peers_of(self._engine)
+        self._peers = make_peers(self._engine.control)
         self._options = {"keep": keep, "keep_every": keep_every}
         self._lock_wait_s = lock_wait_s
         self._saver: Saver | None = None
@@ -174,7 +174,8 @@ class Checkpoints:
             None where "auto" found none.
 
         Raises:
-            CheckpointError: the checkpoint is damaged (with "auto": all of them are), or of another model.
+            CheckpointError: on all ranks, the checkpoint is damaged (with "auto": all of them are), or of another
+                model. Where it is damaged, a part of this one may have been filled: load another before going on.
             CommunicationError: a rank did not take part.
         """
         self.wait()
@@ -199,6 +200,7 @@ class Checkpoints:
             loaded = load_path(which, self._peers, restore)
         if loaded is None:
             return None
+        self._engine.changed()  # not before all ranks have loaded the same
         return Restored(where=loaded.where, step=loaded.step, state=user[-1], has_optimizer=found[-1])
 
     def close(self) -> None:
@@ -216,29 +218,33 @@ class Checkpoints:
         self.close()
 
 
-def peers_of(engine: Engine) -> Peers:
-    """All ranks of the mesh in a group of their own: a background thread talks on it, beside the training's.
+def make_peers(control: Control) -> Peers:
+    """All ranks of the mesh in a group of their own, for one user; they make it together.
 
-    Its timeout is that of the process group. One for each engine, and never destroyed before the default group: torch
-    names such groups by their ranks and the number of groups alive, and would find the addresses of a destroyed one in
-    the store.
+    A background thread may talk on it, beside the training's and other users'. Its timeout is that of the process
+    group. When the user is gone, the group is kept for the next.
     """
-    control = engine.control
     if control.group is None:
         return Peers()
-    if engine not in _groups:
-        ranks = dist.get_process_group_ranks(control.group)
-        timeout = timedelta(seconds=default_timeout_s(control.device.type))
-        group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        rank, size = control.rank, control.size
-        store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
-        progress = Progress(store=store, key=f"zeromesh/checkpoints/{group.group_name}", rank=rank, size=size)
-        _groups[engine] = Peers(group=group, rank=rank, size=size, progress=progress)
-    return _groups[engine]
+    timeout_s = default_timeout_s(control.device.type)
+    channel, give_back = borrow_channel(control.group, timeout_s=timeout_s, backend="gloo", description="checkpoints")
+    group = channel.process_group
+    progress = Progress(
+        store=dist.distributed_c10d._get_default_store(),  # torch has no public way to it
+        key=f"zeromesh/checkpoints/{group.group_name}",
+        rank=group.rank(),
+        size=group.size(),
+        count=channel.started,
+    )
+    peers = Peers(group=group, progress=progress)
 
+    def end() -> None:
+        channel.started, channel.failed = progress.count, bool(progress.failure)
+        give_back()
 
-_groups: weakref.WeakKeyDictionary[Engine, Peers] = weakref.WeakKeyDictionary()
+    # A save on its way holds its peers too, so they are not gone before it has ended.
+    weakref.finalize(peers, end).atexit = False
+    return peers
 
 
 def _about(engine: Engine) -> dict[str, Any]:

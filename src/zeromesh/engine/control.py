@@ -70,9 +70,13 @@ class Control:
         return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(self.device, non_blocking=pinned)
 
     def broadcast(self, values: Tensor) -> None:
-        """The first rank's values, to all."""
-        if self.group is not None:
-            dist.broadcast(values, src=self.source, group=self.group)
+        """The first rank's values, to all; of any dtype and strides."""
+        if self.group is not None and values.numel():
+            sent = values.contiguous()
+            # As bytes: gloo knows fewer dtypes than torch.
+            dist.broadcast(sent.view(-1).view(torch.uint8), src=self.source, group=self.group)
+            if sent is not values:
+                values.copy_(sent)
 
     def say(self, text: str) -> str:
         """The first rank's text, on every rank."""

@@ -105,6 +105,14 @@ class Engine:
             if param.requires_grad and not own:
                 yield name, param
 
+    def require_own(self) -> None:
+        """Raises ModelError for parameters that `added` finds: whoever saves the model would leave them out."""
+        for name, _ in self.added():
+            raise ModelError(
+                f"{name} came into the model after zm.shard, which knows nothing of it, so it would not be saved: "
+                f"change the model first, then shard it"
+            )
+
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
         raise ModelError(
             "a sharded model cannot be copied: its shards belong to one set of ranks; copy it before zm.shard"

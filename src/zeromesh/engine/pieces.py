@@ -79,6 +79,7 @@ def aliases_of(engine: Engine) -> dict[str, str]:
 
 def collect(model: nn.Module, engine: Engine, optimizers: Sequence[Optimizer]) -> Collected:
     """This rank's share of parameters, buffers and optimizer states."""
+    engine.require_own()
     collected = Collected()
     states = _states(optimizers)
     first = engine.control.rank == 0
@@ -98,8 +99,9 @@ def collect(model: nn.Module, engine: Engine, optimizers: Sequence[Optimizer]) -
             f"an optimizer has states of others than the sharded model's parameters ({', '.join(kinds)}): make it "
             f"from model.parameters() after zm.shard"
         )
-    if first:
-        collected.add([whole(MODEL + name, held) for name, held in persistent_buffers(model)], (0, 1))
+    held = [whole(MODEL + name, tensor) for name, tensor in persistent_buffers(model)]
+    # Those without elements from all ranks: the manifest takes them from the rank that writes it.
+    collected.add(held if first else [piece for piece in held if not prod(piece.shape)], (0, 1))
     return collected
 
 
@@ -139,6 +141,9 @@ def _state_piece(param: str, own: Piece, key: str, value: Tensor) -> Piece:
 def restore_model(model: nn.Module, engine: Engine, reader: Reader) -> None:
     """Fills parameters and buffers in place.
 
+    The caller tells the engine that it has changed, on all ranks when all have come through: what follows are
+    collectives, and one rank alone may find a file damaged.
+
     Raises:
         CheckpointError: of another model; nothing is changed then.
     """
@@ -161,7 +166,6 @@ def restore_model(model: nn.Module, engine: Engine, reader: Reader) -> None:
     reader.fill(pieces)
     for held, piece in targets:
         held.copy_(piece.local.view(held.shape))
-    engine.changed()
 
 
 def restore_optimizers(engine: Engine, optimizers: Sequence[Optimizer], reader: Reader) -> None:

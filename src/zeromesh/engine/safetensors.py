@@ -12,7 +12,7 @@ from torch import nn
 from zeromesh.checkpoint.piece import Piece, share, whole
 from zeromesh.checkpoint.safetensors import Spec, fill_from, read_headers, write_safetensors
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.checkpoint import peers_of
+from zeromesh.engine.checkpoint import make_peers
 from zeromesh.engine.pieces import buffers_of, param_piece, replica_of
 from zeromesh.engine.state import persistent_buffers
 from zeromesh.engine.units import DTYPES
@@ -40,7 +40,8 @@ def save_safetensors(
         CheckpointError: on all ranks, where one of them could not write.
     """
     engine, location = engine_of(model), Path(directory)
-    peers = peers_of(engine)
+    engine.require_own()
+    peers = make_peers(engine.control)
     engine.interpreter.quiesce()
     specs, pieces = [], []
     for buffer in buffers_of(engine):
@@ -76,7 +77,7 @@ def load_safetensors(model: nn.Module, location: str | os.PathLike[str]) -> None
         CheckpointError: on all ranks, if a file is missing or damaged.
     """
     engine = engine_of(model)
-    peers = peers_of(engine)
+    peers = make_peers(engine.control)
     problem: tuple[str, bool] = ("", False)
     try:
         _load(model, Path(location))

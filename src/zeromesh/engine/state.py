@@ -21,8 +21,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     Returns:
         By original name, tied parameters under each of their names; an empty dict on the other ranks.
+
+    Raises:
+        ModelError: the model has parameters that came after `zm.shard`.
     """
     engine = engine_of(model)
+    engine.require_own()
     engine.interpreter.quiesce()
     state: dict[str, Tensor] = {}
     for buffer in _buffers(engine):

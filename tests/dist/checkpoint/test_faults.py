@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import time
+import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing import get_context
@@ -17,17 +19,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.checkpoint.models import make, train
+from tests.dist.checkpoint.models import Mesh, make, require_equal, slices, train
 from tests.dist.pool import Pool
 from zeromesh.checkpoint import saver
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.peers import WAIT_S
+from zeromesh.checkpoint.read import read_manifest
 from zeromesh.checkpoint.storage import LocalStorage
 from zeromesh.engine.checkpoint import Checkpoints
 from zeromesh.errors import CheckpointError, CommunicationError
 
 WORLD = 3
-TIMEOUT_S = 5.0
+TIMEOUT_S = 3.0
 
 
 def rank_main(rank: int, directory: Path, victim: int, number: int) -> None:
@@ -130,3 +133,61 @@ def test_all_are_told_of_one_ranks_full_disk(pool: Pool, tmp_path: Path, where: 
     assert "the checkpoint of step 2 was not saved: cannot write " in first
     assert "__1_0.distcp: No space left on device" in first
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000001", "step-00000003"]
+
+
+def damage(checkpoint: Path) -> None:
+    """A byte of a slice that rank 1 alone holds changes."""
+    if dist.get_rank() == 0:
+        tensors = read_manifest(LocalStorage(checkpoint.parent), checkpoint.name).tensors
+        sharded = (entry for name, entry in tensors.items() if name.startswith("model.blocks."))
+        chunk = next(chunk for entry in sharded for chunk in entry.chunks if chunk.file == "__1_0.distcp")
+        with open(checkpoint / chunk.file, "r+b") as file:
+            file.seek(chunk.offset)
+            byte = file.read(1)[0]
+            file.seek(chunk.offset)
+            file.write(bytes([byte ^ 1]))
+    dist.barrier()
+
+
+def fall_back(directory: Path, mesh: Mesh, strategy: str) -> list[str]:
+    """Rank 1 alone finds the newest checkpoint damaged, then all of them; what this rank is warned of."""
+    model, optimizer = make(mesh, strategy)
+    train(model, optimizer, 1)
+    with Checkpoints(directory / "run", model, optimizer) as checkpoints:
+        checkpoints.save(1)
+        held = {name: local for name, _, _, local in slices(model, optimizer)}
+        uninterrupted = train(model, optimizer, 2, first=1)
+        checkpoints.save(3)
+    older, newer = directory / "run/step-00000001", directory / "run/step-00000003"
+    if dist.get_rank() == 0:
+        shutil.copytree(older, directory / older.name)
+    damage(newer)
+    model, optimizer = make(mesh, strategy, seed=5)
+    checkpoints = Checkpoints(directory / "run", model, optimizer)
+
+    def require_older(restored: Any) -> None:
+        assert restored is not None and restored.step == 1
+        require_equal({name: local for name, _, _, local in slices(model, optimizer)}, held)
+        assert train(model, optimizer, 2, first=1) == uninterrupted
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        require_older(checkpoints.load("auto"))
+        damage(older)
+        with pytest.raises(CheckpointError, match="none that can be loaded"):
+            checkpoints.load("auto")
+        require_older(checkpoints.load(directory / older.name))
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [((("cluster", 1), ("node", 2)), "node=1,cluster=0"), ((("cluster", 2), ("node", 2)), "node=3,cluster=1")],
+)
+def test_all_fall_back_where_one_rank_alone_reads_what_is_damaged(
+    pool: Pool, tmp_path: Path, mesh: Mesh, strategy: str
+) -> None:
+    world = mesh[0][1] * mesh[1][1]
+    told, *others = pool.run(world, fall_back, tmp_path, mesh, strategy, timeout_s=20)
+    assert len(told) == 3 and all("__1_0.distcp is damaged" in text for text in told)
+    assert not any(others)

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from tests.dist.checkpoint.models import Mesh, assemble, make, require_equal, slices, train
-from tests.dist.pool import Pool
+import zeromesh as zm
+from tests.dist.checkpoint.models import Mesh, Odd, assemble, make, require_equal, slices, train
+from tests.dist.pool import Pool, kept, on_ranks
 from tests.local.checkpoint.strategies import STRATEGIES
 from zeromesh.engine.checkpoint import Checkpoints
 
@@ -97,3 +100,31 @@ def same_strategy(directory: Path, mesh: Mesh, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=2"])
 def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, strategy: str) -> None:
     pool.run(4, same_strategy, tmp_path, FOUR, strategy)
+
+
+def on_unsorted_ranks(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`make` on a mesh whose first rank is the last; with a buffer without elements."""
+    torch.manual_seed(seed)
+    model = Odd()
+    model.register_buffer("nothing", torch.zeros(0, 2))
+    mesh = kept(DeviceMesh, "cpu", (2, 0, 1), mesh_dim_names=("node",))
+    zm.shard(model, mesh, "node=1")
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+@on_ranks(3)
+def test_a_mesh_in_another_order_than_the_ranks(tmp_path):
+    model, optimizer = on_unsorted_ranks(seed=0)
+    train(model, optimizer, 2)
+    with Checkpoints(tmp_path, model, optimizer) as checkpoints:
+        checkpoints.save(2)
+    held = {name: local for name, _, _, local in slices(model, optimizer)}
+    uninterrupted = train(model, optimizer, 1, first=2)
+    model, optimizer = on_unsorted_ranks(seed=1)
+    restored = Checkpoints(tmp_path, model, optimizer).load("auto")
+    assert restored is not None and restored.step == 2
+    found = {name: local for name, _, _, local in slices(model, optimizer)}
+    for name in [name for name in held if name.startswith("norm.running") or name == "norm.num_batches_tracked"]:
+        del held[name], found[name]  # of each rank's own batches; those of the mesh's first rank are saved
+    require_equal(found, held)
+    assert train(model, optimizer, 1, first=2) == uninterrupted

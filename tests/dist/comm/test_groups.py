@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import types
 
 import pytest
@@ -14,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zeromesh as zm
 from tests.dist.pool import Pool, kept, on_ranks
 from zeromesh.comm import AxisGroup, all_gather, make_groups
+from zeromesh.comm.groups import borrow_channel
 from zeromesh.comm.transport import Exchange
 from zeromesh.errors import CommunicationError, MeshError
 from zeromesh.strategy import Layout
-
 
 TWO = ("node=3,cluster=1", ("node", 2), ("cluster", 2))
 
@@ -73,10 +72,6 @@ def test_a_part_of_a_larger_mesh():
 @on_ranks(3)
 def test_a_mesh_in_another_order_than_the_ranks():
     mesh = DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("line",))
-    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:  # torch 2.11
-        with pytest.raises(MeshError, match=r"ranks 2, 0, 1 of line gather are not in rising order"):
-            make_groups(mesh, axes("line=3", ("line", 3)))
-        return
     group = make_groups(mesh, axes("line=3", ("line", 3)))["line"]
     assert group.ranks == (2, 0, 1)
     region = torch.full((3,), -1)
@@ -92,6 +87,38 @@ def test_an_axis_must_fit_its_dimension():
         make_groups(mesh, axes("line=3", ("line", 4)))
     with pytest.raises(MeshError, match="axis node needs mesh dimension 'node'; the mesh has line"):
         make_groups(mesh, axes("node=3", ("node", 2)))
+
+
+# ---- names
+
+
+def train_a_little(mesh: DeviceMesh, strategy: str) -> None:
+    model = zm.shard(torch.nn.Linear(8, 8), mesh, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    model(torch.ones(2, 8))
+
+
+@on_ranks(4, timeout_s=10)
+def test_ranks_need_not_have_made_as_many_groups():
+    dist.new_group([0])  # which one rank has
+    train_a_little(init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node")), "node=3,cluster=1")
+    channel, give_back = borrow_channel(dist.group.WORLD, timeout_s=10, backend="gloo", description="test")
+    found = [None] * 4
+    dist.all_gather_object(found, dist.get_rank(), group=channel.process_group)
+    assert found == [0, 1, 2, 3]
+    give_back()
+
+
+@pytest.mark.parametrize("sizes", [(("node", 2),), (("cluster", 1), ("node", 2))], ids=["line", "plane"])
+@on_ranks(4, timeout_s=10)
+def test_a_model_on_a_part_of_the_ranks_and_then_one_on_all(sizes):
+    names, shape = zip(*sizes, strict=True)
+    whole = init_device_mesh("cpu", (2, *shape), mesh_dim_names=("outside", *names))
+    if dist.get_rank() < 2:
+        train_a_little(whole[names], ",".join(f"{name}=3" for name in reversed(names)))
+    train_a_little(init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node")), "node=3,cluster=1")
 
 
 # ---- reuse
@@ -136,8 +163,7 @@ def test_ranks_that_do_not_free_theirs_at_once_make_new_ones():
 
 @on_ranks(4)
 def test_a_rank_that_frees_late_keeps_the_others_in_step():
-    """Torch names groups after how many a process has: a rank that used old ones again while others made new ones
-    would wait for them for ever at the next."""
+    """A rank that used old ones again while others made new ones would wait for them for ever."""
     mesh, two = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node")), axes(*TWO)
     make_groups(mesh, two)
     held = []

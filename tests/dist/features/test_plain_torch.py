@@ -147,6 +147,9 @@ def test_parameters_that_come_after_sharding_are_refused():
     for params in (model.parameters(), model[-1].parameters()):
         with pytest.raises(OptimizerError, match=r"SGD holds '4\.weight', which came into the model after zm\.shard"):
             torch.optim.SGD(params, lr=0.1).step()
+    for save in (zm.full_state_dict, lambda model: zm.save_safetensors(model, "not-made")):
+        with pytest.raises(ModelError, match=r"4\.weight came into the model after zm\.shard.*would not be saved"):
+            save(model)
     other = nn.Linear(2, 2)  # of no sharded model
     torch.optim.SGD([*list(model.parameters())[:-2], *other.parameters()], lr=0.1).step()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,14 +25,14 @@ from zeromesh.checkpoint.container import DTYPES, Container
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
 from zeromesh.checkpoint.manifest import BLOCK_BYTES
-from zeromesh.checkpoint.peers import Peers
+from zeromesh.checkpoint.peers import Peers, Progress
 from zeromesh.checkpoint.piece import Piece, Staging, share, whole
 from zeromesh.checkpoint.plain import from_plain, to_plain
 from zeromesh.checkpoint.randomness import empty_pieces, random_pieces, restore_random
 from zeromesh.checkpoint.read import Reader, require_match
 from zeromesh.checkpoint.saver import Saver, Snapshot
 from zeromesh.checkpoint.storage import LocalStorage, open_storage
-from zeromesh.errors import CheckpointError
+from zeromesh.errors import CheckpointError, CommunicationError
 
 BIG = BLOCK_BYTES // 4 * 2 + 1000
 """Elements of fp32 in two whole blocks and a part of a third."""
@@ -361,3 +362,17 @@ def test_random_states_come_back() -> None:
     assert torch.equal(torch.rand(2), expected[0])
     assert (random.gauss(0, 1), random.random()) == expected[1:]
     assert empty_pieces(4, copies) == []
+
+
+def test_no_exchange_follows_one_that_was_interrupted() -> None:
+    """Its answer may still be on the way, and would be taken for that of the next, or of the group's next user."""
+    progress = Progress(store=dist.HashStore(), key="test", rank=0, size=1)
+    peers = Peers(progress=progress)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        peers._exchange("a first word", interrupted)
+    with pytest.raises(CommunicationError, match=r"cannot come to another: a first word was interrupted \(Keyb"):
+        peers._exchange("another", lambda: None)
