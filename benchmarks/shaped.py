@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from deepspeed_peers import deepspeed_bytes, deepspeed_peers, installed
 from peers import MODELS, Step, batches, ddp_step, fsdp_step, make_model, timed
-from shaped_table import NAMES, OURS_REDUCES, shape_of
+from shaped_table import NAMES, NO_MASTERS, OURS_REDUCES, shape_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
@@ -57,8 +57,6 @@ QUANTISED = {2: "2,2 3,3", 3: "2,2,2 3,3,3"}
 
 AS_DDP = {2: "0,0 1,0 1,1 2,2 3,0 3,1", 3: "0,0,0 1,1,1 2,2,2 3,1,1 3,3,0 3,3,1"}
 """Of these in bf16 also without fp32 masters: what DDP and ZeroRedundancyOptimizer take part with."""
-
-NO_MASTERS = ", bf16 masters"
 
 BUCKET_BYTES = 8 << 20
 
@@ -129,9 +127,10 @@ def our_step(
 ) -> tuple[Step, int, dict[str, int]]:
     """A step, bytes a rank, and bytes that a rank sends on each axis in a step."""
     strategy, no_masters = system.removesuffix(NO_MASTERS), system.endswith(NO_MASTERS)
-    made = make_model(size).to(dtype) if no_masters else make_model(size)
     options = {} if dtype is torch.float32 else {"param_dtype": dtype}
-    model = zm.shard(made, mesh, strategy, bucket_bytes=BUCKET_BYTES, **options)
+    if no_masters:
+        options |= {"master_dtype": dtype, "grad_dtype": dtype}
+    model = zm.shard(make_model(size), mesh, strategy, bucket_bytes=BUCKET_BYTES, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
@@ -214,27 +213,38 @@ def _rounds(makers: dict[str, Callable[[], Step]], rounds: int) -> dict[str, lis
     return times
 
 
-def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each cap, the fastest of ours and of the peers that fit under it."""
+def compare(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
+    """For each cap, the fastest of ours and of the peers that fit under it.
+
+    In bf16 some of the peers have no fp32 masters: held against those, ours may have none either. Of both comparisons
+    the worse one counts.
+    """
     unit = next((row["bytes"] for row in rows if row["system"] == "FSDP2"), 0)
     lossless = [row for row in rows if "@int" not in row["system"]]
     found = []
     for cap in (*CAPS, math.inf) if unit else ():
         fitting = [row for row in lossless if row["bytes"] <= cap * unit]
-        best = [
-            min((r for r in fitting if ("sent_bytes" in r) == own), key=lambda r: r["step_s"], default=None)
-            for own in (True, False)
-        ]
-        if best[0] and best[1]:
+        compared = [_fastest(fitting, masters=masters, bf16=dtype == "bfloat16") for masters in (True, False)]
+        worst = min((pair for pair in compared if pair), key=lambda p: p[1]["step_s"] / p[0]["step_s"], default=None)
+        if worst:
+            ours, peer = worst
             found.append(
                 {
                     "cap": cap if math.isfinite(cap) else None,
-                    "ours": best[0]["system"],
-                    "peer": best[1]["system"],
-                    "speedup": round(best[1]["step_s"] / best[0]["step_s"], 3),
+                    "ours": ours["system"],
+                    "peer": peer["system"],
+                    "speedup": round(peer["step_s"] / ours["step_s"], 3),
                 }
             )
     return found
+
+
+def _fastest(rows: Sequence[dict[str, Any]], *, masters: bool, bf16: bool) -> tuple[dict[str, Any], ...]:
+    """Ours and the peer, of those with fp32 masters or those without; nothing if there is no such pair."""
+    ours = [row for row in rows if "sent_bytes" in row and not (masters and row["system"].endswith(NO_MASTERS))]
+    peers = [row for row in rows if "sent_bytes" not in row]
+    peers = [row for row in peers if masters != (bf16 and row["system"].startswith("DDP"))]
+    return tuple(min(side, key=lambda row: row["step_s"]) for side in (ours, peers)) if ours and peers else ()
 
 
 def main() -> None:
@@ -265,7 +275,7 @@ def _collect(args: argparse.Namespace, rank: int, stream: str, line: str) -> Non
     if rank != 0 or not line.startswith("{"):
         return
     cell = {"tree": args.tree, **json.loads(line)}
-    cell["under_caps"] = compare(cell["rows"])
+    cell["under_caps"] = compare(cell["rows"], cell["dtype"])
     for row in sorted(cell["rows"], key=lambda row: row["step_s"]):
         print(f"{row['step_s']:8.3f} s {row['bytes'] / 1e6:7.1f} MB  {row['system']}")
     for entry in cell["under_caps"]:

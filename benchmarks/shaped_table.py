@@ -23,6 +23,7 @@ NAMES = ("node", "cluster", "region")
 CAPS = (1.3, 1.6, 1.9)
 CURVE = (1.0, 1.3, 1.6, 1.9, 2.5, 3.0, 4.0)
 OURS_REDUCES = " + our reduce-scatter"
+NO_MASTERS = ", bf16 masters"
 
 
 def shape_of(tree: str) -> tuple[int, ...]:
@@ -123,7 +124,9 @@ def fsdp_table(cells: Sequence[Cell]) -> Iterator[str]:
         fitting = [
             r
             for r in rows.values()
-            if "sent_bytes" in r and "@int" not in r["system"] and r["bytes"] <= 1.9 * rows["FSDP2"]["bytes"]
+            if "sent_bytes" in r
+            and not r["system"].endswith(("@int8/int4", NO_MASTERS))
+            and r["bytes"] <= 1.9 * rows["FSDP2"]["bytes"]
         ]
         best = min(fitting, key=lambda row: row["step_s"])
         sharded = [r for n, r in rows.items() if n.startswith("FSDP2") and "2-D" not in n and "whole" not in n]

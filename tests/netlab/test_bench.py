@@ -53,7 +53,7 @@ def measured(tmp_path_factory) -> Callable[[str], Bench]:
         folder = tmp_path_factory.mktemp("bench")
         bench = Bench(folder, steps=1, warmup=1, rounds=1, accept_noise=True, probe_s=1.0, probe_rounds=4)
         if tree != PROBED:
-            bench.records.claim(steps=1, warmup=1)
+            bench.claim()
             bench.records.keep_probe(tree, raw())  # bytes depend on no rate
         bench.run(make_cells([tree], TREES[tree], [BATCH]))
         return bench

@@ -64,6 +64,7 @@ def bench(
     with emulated(""):
         if under_torchrun():
             raise InputError("bench starts the ranks of its topologies itself: leave torchrun out")
+        run.claim()
         _announce(cells, run)
         if estimate:
             return
@@ -94,10 +95,11 @@ def _print(run: Bench, cells: list[Cell]) -> None:
 
     from zeromesh.measure.bench import shown
 
-    result = run.write_result(cells)
+    rows = run.rows(cells)
+    result = run.write_result(rows)
     header = ("topology", "strategy", "micro", "dtype", "step", "spread", "predicted", "error", "waits", "predicted")
     table = Table(*header, "one rank sends", "out of a link (kernel)", box=None)
-    for row in shown(run.rows(cells)):
+    for row in shown(rows):
         table.add_row(*row)
     Console(width=200).print(table)
     summary = result["summary"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 
@@ -35,11 +36,17 @@ def local_device(local_rank: int, local_world: int, *, in_lab: bool = False) -> 
     return torch.device("cuda", local_rank) if visible >= local_world else CPU
 
 
-def agree_on_device(device: torch.device, store: Store, rank: int, world: int) -> torch.device:
+def identity(device: torch.device) -> str:
+    """What no other device has, on any machine; empty for the CPU."""
+    return "" if device == CPU else str(torch.cuda.get_device_properties(device).uuid)
+
+
+def agree_on_device(device: torch.device, name: str, store: Store, rank: int, world: int) -> torch.device:
     """`device` where every rank has one of its own, the CPU where none has; collective.
 
     Args:
         device: that this rank has found.
+        name: its identity.
         store: that all ranks see, of this start alone.
         rank, world: this rank, and how many there are.
 
@@ -47,21 +54,25 @@ def agree_on_device(device: torch.device, store: Store, rank: int, world: int) -
         InputError: on every rank, where some have one and others do not; names those.
     """
     store = PrefixStore("zeromesh/devices", store)
-    store.set(str(rank), "" if device == CPU else str(torch.cuda.get_device_properties(device).uuid))
+    store.set(str(rank), name)
     if rank == 0:  # one reads what all have said, and all read what it has found: few words, where ranks are many
         names = [store.get(str(other)) for other in range(world)]
         users = Counter(names)
-        lacking = (str(other) for other, name in enumerate(names) if not name or users[name] > 1)
-        store.set("without", " ".join(lacking))
-    without = store.get("without").decode().split()
-    if not without:
+        none = [other for other, name in enumerate(names) if not name]
+        shared = [other for other, name in enumerate(names) if name and users[name] > 1]
+        store.set("without", json.dumps([none, shared]))
+    none, shared = json.loads(store.get("without"))
+    if not none and not shared:
         return device
-    if len(without) == world:
+    if len(none) + len(shared) == world:
         return CPU
+    lacking = [
+        f"{', '.join(map(str, some))} {what}" for some, what in ((none, "see none"), (shared, "share one")) if some
+    ]
     raise InputError(
-        f"all ranks must compute on the same type of device; of {world}, these have no CUDA device of their own: "
-        f"{', '.join(without)}. Look for what nvidia-smi says on their machines, or hide the others' devices with "
-        f"CUDA_VISIBLE_DEVICES="
+        f"all ranks must compute on the same type of device, and each CUDA device be one rank's; of {world} ranks, "
+        f"{'; '.join(lacking)}. Look for what nvidia-smi says on their machines and whether LOCAL_RANK is set, or hide "
+        f"all devices with CUDA_VISIBLE_DEVICES="
     )
 
 

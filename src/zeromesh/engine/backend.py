@@ -109,7 +109,8 @@ class UnitShards:
     def in_slot(self) -> nn.Parameter | None:
         """A leaf over the unit's slot, whose version is the slot's; None where no slot is shared with others."""
         leaves = (b.leaves[0] for b in self.buffers if b.leaves and b.full.data_ptr() != b.params.data_ptr())
-        return next(leaves, None)
+        leaf = next(leaves, None)
+        return None if leaf is None or leaf.is_inference() else leaf
 
     def forget(self) -> None:
         """The accumulator is empty."""
@@ -274,7 +275,11 @@ class DeviceBackend:
                 raise _replaced(self.units[unit], param)
         for params, key, leaf, _ in sites:
             params[key] = leaf
-        self._set_version(unit, unit + 1 << _VERSION_BITS)
+        in_slot = self.units[unit].in_slot
+        if (
+            in_slot is not None and in_slot._version >> _VERSION_BITS != unit + 1
+        ):  # else changes since are counted in it
+            self._set_version(unit, unit + 1 << _VERSION_BITS)
 
     def _set_version(self, unit: int, version: int) -> None:
         """[Note: Versions]."""
@@ -288,15 +293,15 @@ class DeviceBackend:
 
     def grads_discarded(self, unit: int) -> bool:
         """Whether no reduced gradient of the unit is alive; zeroes the parts of those that are not, if others are."""
-        params = [param for buffer in self.units[unit].buffers for param in buffer.optimizer_params]
-        alive = [param.grad is not None and not param.grad.zeroed for param in params]  # type: ignore[attr-defined]
+        buffers = [buffer for buffer in self.units[unit].buffers if buffer.spec.trainable]
+        pairs = [pair for b in buffers for pair in zip(b.optimizer_params, b.optimizer_grads, strict=True)]
+        # What the user has put in its place is none of the sums: the engine looks at it before it shows the next.
+        alive = [param.grad is grad and not grad.zeroed for param, grad in pairs]
         if not any(alive):
             self.units[unit].rejected()
             self.units[unit].forget()
             return True
-        grads = [grad for buffer in self.units[unit].buffers for grad in buffer.optimizer_grads]
-        trainable = [(param, live) for param, live in zip(params, alive, strict=True) if param.requires_grad]
-        for (_, live), grad in zip(trainable, grads, strict=True):
+        for (_, grad), live in zip(pairs, alive, strict=True):
             if not live:
                 grad.local.zero_()
         return False
@@ -379,7 +384,7 @@ class DeviceBackend:
         """Of the two lanes."""
         if not reduction.add:
             micro = partial(chain.run_micro, accumulate=reduction.accumulate)
-            return micro, partial(self._finish, buffer, chain, buffer.grads, buffer.reduced)
+            return micro, partial(self._finish, buffer, chain, buffer.grads)
         return self._again_job(buffer, chain) if apart is None else self._apart_job(unit, buffer, apart)
 
     def _again_job(self, buffer: FlatShards, chain: ReduceChain) -> tuple[Job, Job]:
@@ -391,7 +396,7 @@ class DeviceBackend:
             chain.run_micro(accumulate=False)
 
         def add() -> None:
-            self._finish(buffer, chain, buffer.grads, buffer.reduced)
+            self._finish(buffer, chain, buffer.grads)
             buffer.reduced.add_(before)
 
         return micro, add
@@ -402,21 +407,27 @@ class DeviceBackend:
         part = inside(apart, buffer.grad_range, buffer.state_range)
 
         def add() -> None:
-            self._finish(buffer, separate, apart, part)
+            self._finish(buffer, separate, apart)
             buffer.reduced.add_(part)
 
         return partial(separate.run_micro, accumulate=False), add
 
-    def _finish(self, buffer: FlatShards, chain: ReduceChain, source: Tensor | None, target: Tensor) -> None:
-        """From the accumulator, `source`, to its state shard's part, `target`."""
+    def _finish(self, buffer: FlatShards, chain: ReduceChain, source: Tensor | None) -> None:
+        """From the accumulator, `source`, to its state shard's part."""
         assert source is not None
         # What error feedback owes is carried from step to step, and so must not count in this step's weights.
-        scaled = source if buffer.owed is not None else target
-        if self.final_scale is not None and scaled is source:
-            source.mul_(self.final_scale())
+        early = buffer.owed is not None
+        scaled = source if early else inside(source, buffer.grad_range, buffer.state_range)
+        if early:
+            self._scale(scaled)
         chain.run_boundary()
-        if self.final_scale is not None and scaled is target:
-            target.mul_(self.final_scale())
+        if not early:
+            self._scale(scaled)
+
+    def _scale(self, sums: Tensor) -> None:
+        """By the step's weights, in fp32 at least."""
+        if self.final_scale is not None:
+            sums.mul_(self.final_scale().to(torch.promote_types(sums.dtype, torch.float32)))
 
     def _gather(self, lane: LaneKind, chains: Sequence[GatherChain], unit: int, after: Ticket | None) -> Ticket | None:
         if not chains:

@@ -390,7 +390,7 @@ def reduce_chain(
     for step in transfers:
         assert current is not None
         into = accumulator if step is transfers[-1] else None
-        reduction = _reduction(shards, step, current, groups, scratch["reduce"], into, owed.get(step.axis.name))
+        reduction = _reduction(step, current, groups, scratch["reduce"], into, owed.get(step.axis.name), shards.noise)
         micro.append(reduction)
         current = reduction.out
     boundary: list[Reduce] = []
@@ -398,7 +398,7 @@ def reduce_chain(
     for step in transfer.reduce_boundary(shards.layout, shards.spec):
         if step.operation == "all_gather":  # back to the region that was scattered over the same axis
             current = next(before.region for before in boundary if before.group.name == step.axis.name)
-        reduction = _reduction(shards, step, current, groups, scratch["boundary"], None, owed.get(step.axis.name))
+        reduction = _reduction(step, current, groups, scratch["boundary"], None, owed.get(step.axis.name), shards.noise)
         boundary.append(reduction)
         current = reduction.out
     first, steps = _scaled_early([*micro, *boundary])
@@ -427,13 +427,13 @@ def _scaled_early(steps: Sequence[Reduce]) -> tuple[float, list[Reduce]]:
 
 
 def _reduction(
-    shards: FlatShards,
     step: Transfer,
     region: Tensor,
     groups: Groups,
     scratch: Scratch,
     into: Tensor | None,
     owed: Tensor | None,
+    generators: dict[str, torch.Generator],
 ) -> Reduce:
     group = groups[step.axis.name]
     wire = DTYPES.get(step.wire, region.dtype)
@@ -444,6 +444,6 @@ def _reduction(
     noise = None
     if form is not None and form.stochastic:
         # One for all chains of the buffer: begun anew, it would round each backward's gradient the same way.
-        noise = shards.noise.setdefault(group.name, noise_generator(group))
+        noise = generators.setdefault(group.name, noise_generator(group))
     scale = 1.0 if step.operation == "all_gather" else 1 / group.size
     return Reduce(step.operation, group, region, staged, out, into is not None, form, noise, owed, scale)

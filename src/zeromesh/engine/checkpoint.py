@@ -194,10 +194,14 @@ class Checkpoints:
         found: list[bool] = []
         user: list[dict[str, Any]] = []
         loaded: Loaded | None
-        if which == "auto":
-            loaded = load_newest(self._storage, self._peers, restore)
-        else:
-            loaded = load_path(which, self._peers, restore)
+        try:
+            if which == "auto":
+                loaded = load_newest(self._storage, self._peers, restore)
+            else:
+                loaded = load_path(which, self._peers, restore)
+        except CheckpointError:  # on all ranks; parameters may be the checkpoint's though its optimizer does not fit
+            self._engine.changed()
+            raise
         if loaded is None:
             return None
         self._engine.changed()  # not before all ranks have loaded the same

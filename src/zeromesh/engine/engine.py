@@ -332,7 +332,7 @@ class Engine:
             # Chains average over ranks; the mean over weights is ranks / total of that. A step without any weight is 0.
             # Not a number of Python's: whoever issues reductions to a device would wait there.
             summed = total()
-            return torch.where(summed > 0, size / summed, 0.0)[0]
+            return torch.where(summed > 0, size / summed, 0.0)
 
         self.backend.final_scale = final_scale
 
@@ -422,9 +422,8 @@ class Engine:
         self.interpreter.quiesce()
 
     def require_gradients(self, params: Sequence[ShardedParameter]) -> None:
-        """Raises OptimizerError where a step would do nothing, for want of a backward that reached the parameters."""
-        called = any(self.interpreter.states[param.unit].calls for param in params)
-        if called and all(param.grad is None for param in params):
+        """Raises OptimizerError where a step of `params`, which have none, comes between a forward and its backward."""
+        if any(self.interpreter.states[param.unit].calls for param in params):
             raise OptimizerError(
                 f"no parameter of the optimizer has a gradient ({params[0].full_name}, say), though a forward of the "
                 f"model waits for its backward: run that, without inputs=, since autograd does not know the parameters "

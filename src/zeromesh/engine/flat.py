@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
-from zeromesh.engine.units import DTYPES, ParamInfo
+from zeromesh.engine.units import DTYPE_NAMES, DTYPES, ParamInfo
 from zeromesh.schedule import FlatBuffer
 from zeromesh.schedule.memory import (
     FEEDBACK_DTYPE,
@@ -128,8 +128,8 @@ class FlatShards:
         if not self.spec.trainable:
             return False
         steps = (*reduce_micro(self.layout, self.spec), *reduce_boundary(self.layout, self.spec))
-        fp16 = self.waiting_dtype == torch.float16 or any(step.wire == "fp16" for step in steps)
-        return fp16 or self.owed is not None
+        dtypes = {DTYPE_NAMES[self.waiting_dtype], self.spec.grad_dtype, *(step.wire for step in steps)}
+        return "fp16" in dtypes or self.owed is not None
 
     def range_of(self, axes: Sequence[Axis]) -> slice:
         """This rank's range of the flat buffer, sharded over `axes`."""

@@ -80,10 +80,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _checked.get(optimizer) != held:
         _check(optimizer)
         _checked[optimizer] = held
-    has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose forward and backward are still to come
+    without = not has_closure and all(param.grad is None for param in _params(optimizer))
     for engine, params in _by_engine(optimizer).items():
         engine.before_step(params)
-        if not has_closure:  # else the forward and its backward are still to come
+        if without:
             engine.require_gradients(params)
 
 

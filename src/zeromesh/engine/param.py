@@ -46,8 +46,8 @@ _REFUSED = frozenset(
 )
 _PLAIN = frozenset(
     """
-    clone detach to type float double half bfloat16 cpu cuda contiguous zeros_like ones_like empty_like full_like
-    rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
+    clone detach to as_subclass type float double half bfloat16 cpu cuda contiguous
+    zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
     """.split()  # noqa: SIM905  # likewise
 )
 _NORMS = frozenset({"vector_norm", "linalg_vector_norm", "_foreach_norm"})
@@ -170,6 +170,10 @@ class ShardedParameter(_Slice, nn.Parameter):
 
 class ShardedGrad(_Slice):
     """The reduced gradient of one parameter's slice, or what was computed of it element by element."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Saved as what it is: this rank's values.
+        return self.local.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 def make_slice(kind: type[_Slice], local: Tensor, requires_grad: bool, **attributes: Any) -> Any:

@@ -19,7 +19,7 @@ from zeromesh.checkpoint.plain import from_plain, to_plain
 from zeromesh.checkpoint.read import Reader, require_match
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.param import ShardedGrad, ShardedParameter
 from zeromesh.engine.state import persistent_buffers
 from zeromesh.errors import CheckpointError
 from zeromesh.strategy import Axis
@@ -109,7 +109,7 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, Tensor]]:
     states: dict[Tensor, dict[str, Tensor]] = {}
     for optimizer in optimizers:
         for param, values in optimizer.state.items():
-            tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+            tensors = {key: _local(value) for key, value in values.items() if isinstance(value, Tensor)}
             numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
             others = [key for key, value in values.items() if value is not None and key not in {*tensors, *numbers}]
             if others:
@@ -119,6 +119,11 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, Tensor]]:
                 )
             states[param] = tensors | {key: torch.tensor(value) for key, value in numbers.items()}
     return states
+
+
+def _local(state: Tensor) -> Tensor:
+    """Of what an optimizer has computed of slices, this rank's elements."""
+    return state.local if isinstance(state, ShardedGrad) else state
 
 
 def _state_piece(param: str, own: Piece, key: str, value: Tensor) -> Piece:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -202,7 +203,8 @@ class _Recorder:
     """Stands in the engine's way between `install` and `remove`, and keeps what passes."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        # Weakly: the engine holds tickets of what it leaves under way, and these hold the recorder.
+        self._engine = weakref.ref(engine)
         # Not the control's: on one rank that is the host. The root may own nothing.
         buffers = [buffer for unit in engine.backend.units for buffer in unit.buffers]
         device = buffers[0].device if buffers else engine.control.device
@@ -217,6 +219,12 @@ class _Recorder:
         self._between = True
         self._complete = False
         self._starts: list[Any] = [self.clock.mark()]
+
+    @property
+    def engine(self) -> Engine:
+        engine = self._engine()
+        assert engine is not None  # the caller records its model
+        return engine
 
     # ---- standing in the way
 

@@ -65,7 +65,7 @@ class WeightUnit:
         elif self._total is not None:
             new = self._unit * (self._round(self._total) or 1.0)
             mean = sum(self._own) / len(self._own)
-            change = weight / mean if mean else 0.0
+            change = weight / mean if weight and mean else 1.0  # one without a weight says nothing of the others
             comparable = 1 / COMPARABLE <= change <= COMPARABLE
             self._backend.rescale_owed(self._unit / new * (1.0 if comparable else change))
             self._unit, self._total = new, None

@@ -135,6 +135,14 @@ class Bench:
         """Those that have not been measured as often as they should be."""
         return [cell for cell in cells if len(self.records.cell(cell)) < self.rounds]
 
+    def claim(self) -> None:
+        """Makes the directory this bench's.
+
+        Raises:
+            InputError: it holds what another machine, version or number of steps has measured.
+        """
+        self.records.claim(steps=self.steps, warmup=self.warmup)
+
     def run(self, cells: Sequence[Cell]) -> None:
         """Measures those of `cells` that are not done.
 
@@ -142,7 +150,7 @@ class Bench:
             InputError: the directory holds what another machine, version or number of steps has measured, or a probe
                 cannot be trusted.
         """
-        self.records.claim(steps=self.steps, warmup=self.warmup)
+        self.claim()
         by_topology: dict[str, list[Cell]] = defaultdict(list)
         for cell in self.pending(cells):
             by_topology[cell.topology].append(cell)
@@ -162,14 +170,12 @@ class Bench:
         held = self.records.probe(topology.text)
         probed = held is not None and (self.accept_noise or trusted(held, topology))
         probe = None if probed else {"seconds": self.probe_s, "rounds": self.probe_rounds}
-        batches = list(dict.fromkeys(cell.of_compute for cell in cells))
         return {
             "directory": str(self.directory.resolve()),
             "topology": topology.text,
             "probe": probe,
             "accept_noise": self.accept_noise,
             "rounds": self.rounds,
-            "batches": [(cell.to_json(), len(self.records.compute(cell))) for cell in batches],
             "cells": [(cell.to_json(), len(self.records.cell(cell))) for cell in cells],
             "steps": self.steps,
             "warmup": self.warmup,
@@ -215,9 +221,8 @@ class Bench:
             raise InternalError(f"{self.directory} has no probe of {topology}")
         return from_raw(held, Topology(text=topology).mesh, topology)
 
-    def write_result(self, cells: Sequence[Cell]) -> dict[str, Any]:
+    def write_result(self, rows: Sequence[Row]) -> dict[str, Any]:
         """`result.json`: what measured it, rows, summary."""
-        rows = self.rows(cells)
         summary = summarise(rows)
         setting = self.records.setting
         result = {
@@ -341,21 +346,20 @@ def run_cells(
     probe: Mapping[str, Any] | None,
     accept_noise: bool,
     rounds: int,
-    batches: Sequence[tuple[Mapping[str, Any], int]],
     cells: Sequence[tuple[Mapping[str, Any], int]],
     steps: int,
     warmup: int,
     marks: bool,
 ) -> None:
-    """A task of `launch`: probes the topology and measures its batches and cells, round by round.
+    """A task of `launch`: probes the topology, and measures its cells and what their units compute, round by round.
 
     Args:
         ranks: all of them.
         directory, topology: whose records they are.
         probe: seconds and rounds; None: it has been probed.
         accept_noise: keep a probe that cannot be trusted.
-        rounds: of each batch and cell.
-        batches, cells: what to measure, and how many rounds of it there are.
+        rounds: of each cell.
+        cells: what to measure, and how many rounds of it there are.
         steps, warmup: of each round.
         marks: read the lab's counters around the steps of a cell.
     """
@@ -370,11 +374,12 @@ def run_cells(
                 from_raw(found, Topology(text=topology).mesh, topology).require_trust()
             records.keep_probe(topology, found)
     for number in range(rounds):
-        for cell in (Cell.from_json(each) for each, held in batches if held <= number):
+        due = [Cell.from_json(each) for each, held in cells if held <= number]
+        for cell in dict.fromkeys(cell.of_compute for cell in due):
             found = measure_compute(ranks, cell.batch, steps=steps)
             if first:
-                records.compute(cell).keep(found)
-        for cell in (Cell.from_json(each) for each, held in cells if held <= number):
+                records.keep_compute(cell, found)
+        for cell in due:
             marker = _Marker(ranks, cell.key, records.directory) if marks else None
             mark = marker.mark if marker else lambda what: None
             found = measure_steps(ranks, cell.batch, cell.strategy, steps=steps, warmup=warmup, mark=mark)
@@ -382,7 +387,7 @@ def run_cells(
                 if marker is not None:
                     found["link_bytes"] = [sent / steps_between_marks(steps) for sent in marker.link_bytes()]
                 here = read_setting()
-                records.cell(cell).keep(found | {name: here[name] for name in ("at", "load_average")})
+                records.keep_cell(cell, found | {name: here[name] for name in ("at", "load_average")})
 
 
 @dataclass(frozen=True, slots=True)

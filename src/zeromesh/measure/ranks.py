@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from zeromesh.comm.device import CPU, agree_on_device, backend_for, local_device
+from zeromesh.comm.device import CPU, agree_on_device, backend_for, identity, local_device
+from zeromesh.train.meeting import meet
 
 TIMEOUT_S = 120.0
 """Of each collective: long enough for ranks that start late, short enough that a dead one is noticed."""
@@ -69,7 +70,10 @@ def join(mesh: Mapping[str, int], store_file: Path | None) -> Iterator[Ranks]:
         store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
     else:
         store = FileStore(str(store_file), world)
-    device = agree_on_device(local_device(local_rank, local_world), store, rank, world)
+    found = local_device(local_rank, local_world)
+    name = identity(found)
+    store = meet(store, rank, world, wait_s=TIMEOUT_S)
+    device = agree_on_device(found, name, store, rank, world)
     if device != CPU:
         torch.cuda.set_device(device)
     dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world, timeout=timeout)

@@ -15,14 +15,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from zeromesh.errors import InputError
 from zeromesh.measure.matrix import Cell
 from zeromesh.measure.setting import read_setting
 
-SHARED = ("zeromesh", "python", "torch", "platform", "machine", "cores", "steps", "warmup")
+SHARED = ("layout", "zeromesh", "python", "torch", "platform", "machine", "cores", "steps", "warmup")
 """What all measurements of a directory have in common."""
+
+LAYOUT = 2
+"""Of the directory's files; another one cannot be read."""
 
 Found = Mapping[str, Any]
 
@@ -45,7 +48,7 @@ class Records:
         Raises:
             InputError: it holds what another machine, version or number of steps has measured.
         """
-        here = {**read_setting(), "steps": steps, "warmup": warmup}
+        here = {**read_setting(), "layout": LAYOUT, "steps": steps, "warmup": warmup}
         path = self.directory / "setting.json"
         if not path.exists() and not any(self.directory.glob("*/*.json")):
             path.write_text(json.dumps({name: here.get(name) for name in SHARED}, indent=1) + "\n")
@@ -72,12 +75,23 @@ class Records:
     def keep_probe(self, topology: str, found: Found) -> None:
         _write(self._probe(topology), found)
 
-    def compute(self, cell: Cell) -> Rounds:
-        """Of the cell's topology and batch."""
-        return Rounds(self.directory / "compute" / f"{cell.of_compute.key}.json")
+    def cell(self, cell: Cell) -> list[Found]:
+        """Its rounds."""
+        found: list[Found] = _read(self._file("cells", cell)) or []
+        return found
 
-    def cell(self, cell: Cell) -> Rounds:
-        return Rounds(self.directory / "cells" / f"{cell.key}.json")
+    def keep_cell(self, cell: Cell, found: Found) -> None:
+        """Adds a round."""
+        _write(self._file("cells", cell), [*self.cell(cell), found])
+
+    def compute(self, cell: Cell) -> list[Found]:
+        """Rounds of the units of the cell's topology and batch."""
+        found: list[Found] = _read(self._file("compute", cell.of_compute)) or []
+        return found
+
+    def keep_compute(self, cell: Cell, found: Found) -> None:
+        """Adds a round."""
+        _write(self._file("compute", cell.of_compute), [*self.compute(cell), found])
 
     def traces(self, cell: Cell) -> Path:
         """The folder for its timelines."""
@@ -85,22 +99,11 @@ class Records:
         folder.mkdir(exist_ok=True)
         return folder
 
+    def _file(self, kind: str, cell: Cell) -> Path:
+        return self.directory / kind / f"{cell.key}.json"
+
     def _probe(self, topology: str) -> Path:
         return self.directory / "probes" / f"{topology.replace('/', '_')}.json"
-
-
-class Rounds(list[Found]):
-    """What has been found in each round, as it stands in a file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(_read(path) or ())
-        self.path = path
-
-    def keep(self, found: Found) -> Self:
-        """Adds a round, on disk too."""
-        self.append(found)
-        _write(self.path, list(self))
-        return self
 
 
 def _read(path: Path) -> Any:

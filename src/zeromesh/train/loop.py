@@ -30,7 +30,7 @@ from zeromesh.train.nonfinite import NonFinite, Remedy, describe
 from zeromesh.train.planning import choose_strategy
 from zeromesh.train.preemption import end_at_once, was_asked
 from zeromesh.train.progress import Progress, show_progress
-from zeromesh.train.ranks import Ranks, collective, from_first
+from zeromesh.train.ranks import Ranks, collective, first_at_work, from_first
 from zeromesh.train.sampler import Sampler
 from zeromesh.train.summary import Row, fault_lines, gather_rows, header, table
 
@@ -76,7 +76,7 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     if config.strategy == AUTO:
         config = choose_strategy(config, model)
     model = _sharded(config, ranks, model)
-    torch.manual_seed(_seed_of(config.run.seed, ranks.rank))
+    torch.manual_seed(_seed_of(config.run.seed, ranks.rank, model))
     optimizer = make_optimizer(model, config.optimizer)
     trainer = Trainer(config, ranks, corpus, model, optimizer)
     checkpointer = make_checkpointer(config, ranks, model, optimizer, trainer.counts)
@@ -103,16 +103,19 @@ def _make_directory(directory: Path, corpus: Corpus) -> None:
 def _build(config: TrainConfig, ranks: Ranks, vocab_size: int) -> nn.Module:
     """The model in the first rank's host memory, without values on the others: `shard` takes them from the first."""
     torch.manual_seed(config.run.seed)
-    with torch.device("meta" if ranks.rank else "cpu"):
+    with first_at_work("waiting for rank 0 to draw the model"), torch.device("meta" if ranks.rank else "cpu"):
         return build_language_model(config.model, vocab_size)
 
 
-def _seed_of(seed: int, rank: int) -> int:
+def _seed_of(seed: int, rank: int, model: nn.Module) -> int:
     """Of what a rank draws while it trains: ranks see other samples, and drop other activations.
 
-    It is another one than the weights', also on the first rank.
+    It is another one than the weights', also on the first rank. Models that skip layers at random are to skip the same
+    ones on all ranks, since those gather a layer's parameters together.
     """
-    return Random(f"{seed} {rank}").getrandbits(63)
+    options = vars(getattr(model, "config", None) or model)
+    skips = any(name.endswith("layerdrop") and value for name, value in options.items())
+    return Random(f"{seed} {0 if skips else rank}").getrandbits(63)
 
 
 def _sharded(config: TrainConfig, ranks: Ranks, model: nn.Module) -> nn.Module:

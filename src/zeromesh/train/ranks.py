@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from zeromesh.comm.device import CPU, agree_on_device, backend_for, local_device, visible_devices
+from zeromesh.comm.device import CPU, agree_on_device, backend_for, identity, local_device, visible_devices
 from zeromesh.errors import CommunicationError, ConfigError, InputError, ZeromeshError
 from zeromesh.train.config import RunConfig
 from zeromesh.train.environment import Launched
@@ -24,6 +24,9 @@ from zeromesh.train.meeting import meet
 from zeromesh.train.roll_call import RollCall, is_communication
 
 T = TypeVar("T")
+
+WORK_S = 2 * 3600.0
+"""What rank 0 gets for work of its own: drawing 70 billion parameters on a host takes half an hour."""
 
 START_S = 120.0
 """What ranks get to start in, at least: interpreters and imports take long where many share a disk."""
@@ -76,10 +79,11 @@ def join_ranks(
     rank, world = launched.rank, launched.world
     _set_threads(run, launched.local_world)
     found = _device(run, launched)
+    name = identity(found)  # before the others wait: a device that does not answer is no failure to meet
     with _reaching_all(launched, store_file):
         store = _meet(run, store_file, launched)
-        device = agree_on_device(found, store, rank, world)
-    _require_device(run, device, launched)
+        device = agree_on_device(found, name, store, rank, world)
+    _require_device(run, found, device, launched)
     if device != CPU:
         torch.cuda.set_device(device)
     with _reaching_all(launched, store_file):
@@ -140,6 +144,23 @@ def _reaching_all(launched: Launched, store_file: Path | None) -> Iterator[None]
 
 
 @contextmanager
+def first_at_work(operation: str) -> Iterator[None]:
+    """Rank 0 may take longer over what is inside than a collective may take: the others wait for it at the end.
+
+    Raises:
+        CommunicationError: it has not come to the end within `WORK_S`.
+    """
+    store = PrefixStore("zeromesh/first", dist.distributed_c10d._get_default_store())  # torch has no public way to it
+    try:
+        yield
+    finally:
+        if dist.get_rank() == 0:  # also where it failed: its error is told by what comes next
+            store.set(operation, "")
+    with collective(operation):
+        store.wait([operation], timedelta(seconds=WORK_S))
+
+
+@contextmanager
 def collective(operation: str) -> Iterator[None]:
     """Names the operation where ranks cannot be reached.
 
@@ -180,21 +201,22 @@ def _device(run: RunConfig, launched: Launched) -> torch.device:
     """What this rank finds for itself."""
     if run.device == "cpu":
         return CPU
-    visible = visible_devices()
-    if visible > 1 and launched.world > 1 and "LOCAL_RANK" not in os.environ:
-        raise ConfigError(
-            f"the environment has RANK and WORLD_SIZE but not LOCAL_RANK, and this machine has {visible} devices: all "
-            f"its ranks would take the first. Set LOCAL_RANK and LOCAL_WORLD_SIZE (under srun to SLURM_LOCALID and "
-            f"SLURM_NTASKS_PER_NODE), or start with torchrun, which does"
-        )
     return local_device(launched.local_rank, launched.local_world, in_lab=run.device == "cuda")
 
 
-def _require_device(run: RunConfig, device: torch.device, launched: Launched) -> None:
+def _require_device(run: RunConfig, found: torch.device, device: torch.device, launched: Launched) -> None:
+    """After ranks that have taken the same device have gone back to the CPU."""
+    visible = visible_devices()
+    if device == CPU != found and visible > 1 and "LOCAL_RANK" not in os.environ:
+        raise ConfigError(
+            f"the environment has RANK and WORLD_SIZE but not LOCAL_RANK, and this machine has {visible} devices: all "
+            f"its ranks have taken the first. Set LOCAL_RANK and LOCAL_WORLD_SIZE (under srun to SLURM_LOCALID and "
+            f"SLURM_NTASKS_PER_NODE), or start with torchrun, which does"
+        )
     if run.device == "cuda" and device == CPU:
         raise ConfigError(
-            f'run.device = "cuda" needs a device for each of the {launched.local_world} ranks of this machine; found '
-            f"{visible_devices()}"
+            f'run.device = "cuda" needs a device of its own for each rank; this machine shows {visible} to its '
+            f"{launched.local_world} ranks{', and other ranks take the same' if found != CPU else ''}"
         )
 
 

@@ -249,6 +249,10 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
         optimizer.step()
         optimizer.zero_grad()
     engine = engine_of(model)
+    with zm.record_trace(model) as recording:
+        backward(model, case, 0)
+        optimizer.step()  # what it leaves under way was recorded
+    assert recording.steps
     engine.interpreter.quiesce()
     held = [tensor for unit in engine.units for buffer in unit.buffers for tensor in buffer.tensors().values()]
     watched = [weakref.ref(tensor) for tensor in (*held, *engine.working_buffers(), *engine.optimizer_params())]
@@ -257,7 +261,7 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
     gc.collect()
     gc.disable()  # what only the collector can free is held until it happens to run
     try:
-        del engine, held, model, optimizer
+        del engine, held, model, optimizer, recording
         alive = [tensor for ref in watched if (tensor := ref()) is not None]
         assert not alive, [tensor.shape for tensor in alive]
     finally:

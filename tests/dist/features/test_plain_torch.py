@@ -1,6 +1,7 @@
 """What plain torch lets users do with parameters and gradients: here it does the same, or says that it cannot."""
 
 import copy
+import io
 import math
 from types import SimpleNamespace
 
@@ -95,6 +96,15 @@ def test_a_step_without_gradients_is_one_where_nothing_waits_for_them():
     assert all(param.grad is not None for param in model.parameters())
 
 
+@on_ranks(2)
+def test_an_optimizer_of_two_models_steps_where_one_has_gradients():
+    first, second = sharded(chain(), "node=3"), sharded(chain(), "node=1")
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    second(first(inputs()).detach()).sum().backward()
+    optimizer.step()
+    assert all(param.grad is None for param in first.parameters())
+
+
 @STAGES
 @on_ranks(2)
 def test_a_gradient_that_was_set_by_hand_is_not_replaced(strategy):
@@ -106,11 +116,16 @@ def test_a_gradient_that_was_set_by_hand_is_not_replaced(strategy):
         param.grad = grad
     with pytest.raises(ModelError, match=r"0\.0\.weight\.grad was set by hand before this backward"):
         backward(model, 1)
-    model.zero_grad(set_to_none=False)
-    backward(model, 1)
     plain = chain()
     backward(plain, 1)
+    model.zero_grad(set_to_none=False)
+    backward(model, 1)
     same_grads(model, plain)
+    for zeros in (torch.zeros_like, lambda grad: grad * 0):
+        for param in model.parameters():
+            param.grad = zeros(param.grad)
+        backward(model, 1)
+        same_grads(model, plain)
 
 
 # ---- what takes the place of parameters
@@ -216,6 +231,18 @@ def test_states_of_optimizers_are_plain_tensors():
         optimizer.step()
         states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
         assert states and all(type(value) is torch.Tensor for value in states)
+
+
+@on_ranks(2)
+def test_what_is_computed_of_slices_is_saved_as_this_ranks_values():
+    model = sharded(chain(), "node=3")
+    backward(model)
+    held = {name: 0.5 * param.grad for name, param in model.named_parameters()}
+    file = io.BytesIO()
+    torch.save(held, file)
+    file.seek(0)
+    for name, value in torch.load(file).items():
+        assert type(value) is torch.Tensor and torch.equal(value, held[name].local)
 
 
 @on_ranks(2)
@@ -376,6 +403,37 @@ def test_a_penalty_inside_the_forward_is_right_where_it_is_returned(prefetch):
         else:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss_of(model).backward()
+
+
+@STAGES
+@on_ranks(2)
+def test_rows_that_a_forward_renormalises_in_place(strategy):
+    """Gathered parameters that are changed in the forward and not gathered again before the backward."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(8, WIDTH, max_norm=0.5), nn.Linear(WIDTH, 2)).double()
+    model = zm.shard(copy.deepcopy(plain), mesh(), strategy)
+    rows = torch.arange(8)
+    for module in (model, plain):
+        module(rows).pow(2).mean().backward()
+    same_grads(model, plain)
+
+
+@on_ranks(2)
+def test_autograd_still_sees_what_a_forward_changes_in_place():
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            out = torch.tanh(self.lin(x))
+            with torch.no_grad():
+                self.lin.weight.clamp_(-0.1, 0.1)
+            return out
+
+    model = zm.shard(nn.Sequential(Changing(), Changing()).double(), mesh(), "node=3", units=[Changing])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(inputs().requires_grad_()).sum().backward()
 
 
 class Wrapped(nn.Module):

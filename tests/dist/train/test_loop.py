@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -159,6 +160,15 @@ def test_only_the_first_rank_holds_a_whole_model_and_each_draws_its_own(pool: Po
     assert homes == ("cpu", "meta", "meta", "meta")
     assert len({made.run.seed, *seeds}) == 5
     assert [seed for _, seed in pool.run(4, starting, made, timeout_s=START_S)] == list(seeds)
+
+
+def test_ranks_skip_the_same_layers() -> None:
+    """Else they would gather different ones at once."""
+    for name, value, alike in (("layerdrop", 0.1, True), ("decoder_layerdrop", 0.0, False), ("dropout", 0.1, False)):
+        model = torch.nn.Module()
+        model.config = SimpleNamespace(**{name: value})  # type: ignore[assignment]  # as Hugging Face's
+        assert (loop._seed_of(1, 0, model) == loop._seed_of(1, 3, model)) == alike
+
 
 
 def starting(config: TrainConfig) -> tuple[str, int]:

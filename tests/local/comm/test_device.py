@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from zeromesh.comm.device import CPU, agree_on_device, local_device
+from zeromesh.comm.device import CPU, agree_on_device, identity, local_device
 from zeromesh.errors import InputError
 
 FIRST, SECOND, THIRD = (torch.device("cuda", index) for index in range(3))
@@ -53,13 +53,14 @@ def test_leaves_of_an_emulated_cluster_share_devices(
 def agreed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.device | str]]:
     """What ranks with the given devices agree on, or their errors; the index of a device stands for its identity."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    assert identity(CPU) == ""
 
     def agree(*devices: torch.device) -> list[torch.device | str]:
         store, world = HashStore(), len(devices)
 
         def on_rank(rank: int) -> torch.device | str:
             try:
-                return agree_on_device(devices[rank], store, rank, world)
+                return agree_on_device(devices[rank], identity(devices[rank]), store, rank, world)
             except InputError as error:
                 return str(error)
 
@@ -80,6 +81,9 @@ def test_one_that_all_share_is_as_good_as_none(agreed: Callable[..., list[torch.
 
 
 def test_a_mix_is_an_error_on_every_rank(agreed: Callable[..., list[torch.device | str]]) -> None:
-    for devices, without in (((FIRST, CPU, SECOND), "1"), ((THIRD, THIRD, FIRST, CPU), "0, 1, 3")):
-        message = f"of {len(devices)}, these have no CUDA device of their own: {without}. Look for what nvidia-smi says"
+    for devices, lacking in (
+        ((FIRST, CPU, SECOND), "1 see none"),
+        ((THIRD, THIRD, FIRST, CPU), "3 see none; 0, 1 share one"),
+    ):
+        message = f"of {len(devices)} ranks, {lacking}. Look for what nvidia-smi says"
         assert all(message in str(said) for said in agreed(*devices))

@@ -39,17 +39,22 @@ def test_who_asks_for_a_device_gets_it_in_an_emulated_cluster_too(monkeypatch):
     assert found == {"auto": "cpu", "cpu": "cpu", "cuda": "cuda"}
 
 
-def test_devices_that_are_not_there():
-    with pytest.raises(ConfigError, match="for each of the 3 ranks of this machine; found 2"):
-        ranks._require_device(config("cuda"), CPU, launched(3, 3))
-    ranks._require_device(config("cuda"), GPU, launched(2, 2))
-    ranks._require_device(config("auto"), CPU, launched(3, 3))
+def test_devices_that_are_not_there(monkeypatch):
+    with pytest.raises(ConfigError, match=r"own for each rank; this machine shows 2 to its 3 ranks$"):
+        ranks._require_device(config("cuda"), CPU, CPU, launched(3, 3))
+    ranks._require_device(config("cuda"), GPU, GPU, launched(2, 2))
+    ranks._require_device(config("auto"), CPU, CPU, launched(3, 3))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    ranks._require_device(config("auto"), GPU, CPU, launched(4, 4))
+    with pytest.raises(ConfigError, match="and other ranks take the same"):
+        ranks._require_device(config("cuda"), GPU, CPU, launched(4, 4))
 
 
 def test_of_several_devices_a_rank_must_know_its_own(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(ConfigError, match=r"not LOCAL_RANK, and this machine has 2 devices: .* SLURM_LOCALID"):
-        ranks._device(config("auto"), launched(4, 1))
+        ranks._require_device(config("auto"), GPU, CPU, launched(4, 1))  # all have taken the first
+    ranks._require_device(config("auto"), GPU, GPU, launched(4, 1))  # a rank on each machine
     assert ranks._device(config("cpu"), launched(4, 1)) == CPU
     assert ranks._device(config("auto"), launched(1, 1)) == GPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # srun --gpus-per-task=1
