@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 
 from zeromesh.errors import CommunicationError, ModelError
 
 if TYPE_CHECKING:
     from zeromesh.engine.engine import Engine
+
+_AS_PYTHON = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+"""A function's, and that of whatever it calls."""
 
 
 def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch.dtype | None) -> None:
@@ -53,9 +57,12 @@ def _on_module(
             with suppress(*([CommunicationError] if result is None else [])):
                 engine.post_forward(unit, tensors_of(result) if outputs else None)
 
-    # What a compiled caller traces must not enter the engine: the hooks run as Python, between graphs.
+    # What a compiled caller traces must not enter the engine: the hooks run as Python, between graphs. Nor are they and
+    # what they call compiled by themselves, which torch would try with any function that runs between graphs;
+    # `torch.compiler.disable` says the same and costs each call two microseconds, and seconds of imports.
     for hook in (pre_forward, post_forward):
         setattr(hook, "_torchdynamo_disable", True)  # noqa: B010  # functions have no such attribute for mypy
+        eval_frame.set_code_exec_strategy(hook.__code__, _AS_PYTHON)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     # always_call: after a forward that raised, nothing may count as in use.
     module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
