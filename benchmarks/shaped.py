@@ -224,7 +224,7 @@ def compare(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
     found = []
     for cap in (*CAPS, math.inf) if unit else ():
         fitting = [row for row in lossless if row["bytes"] <= cap * unit]
-        compared = [_fastest(fitting, masters=masters, bf16=dtype == "bfloat16") for masters in (True, False)]
+        compared = [_fastest_pair(fitting, masters=masters, bf16=dtype == "bfloat16") for masters in (True, False)]
         worst = min((pair for pair in compared if pair), key=lambda p: p[1]["step_s"] / p[0]["step_s"], default=None)
         if worst:
             ours, peer = worst
@@ -239,7 +239,7 @@ def compare(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
     return found
 
 
-def _fastest(rows: Sequence[dict[str, Any]], *, masters: bool, bf16: bool) -> tuple[dict[str, Any], ...]:
+def _fastest_pair(rows: Sequence[dict[str, Any]], *, masters: bool, bf16: bool) -> tuple[dict[str, Any], ...]:
     """Ours and the peer, of those with fp32 masters or those without; nothing if there is no such pair."""
     ours = [row for row in rows if "sent_bytes" in row and not (masters and row["system"].endswith(NO_MASTERS))]
     peers = [row for row in rows if "sent_bytes" not in row]

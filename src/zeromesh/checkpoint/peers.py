@@ -143,11 +143,7 @@ class Peers:
             if progress is not None:
                 progress.arrive(what)
             collective()
-        except BaseException as error:
-            if not isinstance(error, RuntimeError):
-                if progress is not None:
-                    progress.failure = f"{what} was interrupted ({type(error).__name__})"
-                raise
+        except RuntimeError as error:
             missing = progress.missing() if progress is not None else []
             failure = (
                 f"rank {self.rank} waited in vain for {what}, of {self.size} ranks. "
@@ -157,3 +153,7 @@ class Peers:
             if progress is not None:
                 progress.failure = failure
             raise CommunicationError(failure) from error
+        except BaseException as error:
+            if progress is not None:
+                progress.failure = f"{what} was interrupted ({type(error).__name__})"
+            raise

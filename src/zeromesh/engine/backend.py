@@ -235,7 +235,7 @@ class DeviceBackend:
 
     def unshard(self, unit: int, *, from_kept: bool, after: Ticket | None) -> Ticket | None:
         chains = self.chains[unit]
-        self._set_version(unit, _NOBODY)
+        _set_version(self.units[unit].in_slot, _NOBODY)
         return self._gather("unshard", chains.unshard_kept if from_kept else chains.unshard, unit, after)
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[Ticket]:
@@ -276,16 +276,9 @@ class DeviceBackend:
         for params, key, leaf, _ in sites:
             params[key] = leaf
         in_slot = self.units[unit].in_slot
-        if (
-            in_slot is not None and in_slot._version >> _VERSION_BITS != unit + 1
-        ):  # else changes since are counted in it
-            self._set_version(unit, unit + 1 << _VERSION_BITS)
-
-    def _set_version(self, unit: int, version: int) -> None:
-        """[Note: Versions]."""
-        leaf = self.units[unit].in_slot
-        if leaf is not None:
-            torch._C._autograd._unsafe_set_version_counter((leaf,), (version,))
+        # Not again where nothing has been gathered since: it counts changes in place.
+        if in_slot is not None and in_slot._version >> _VERSION_BITS != unit + 1:
+            _set_version(in_slot, unit + 1 << _VERSION_BITS)
 
     def unuse(self, unit: int) -> None:
         for params, key, _, param in self.units[unit].sites:
@@ -434,6 +427,12 @@ class DeviceBackend:
             return None
         label = f"{lane} {self.units[unit].name}"
         return self.lanes[lane].submit(partial(_run, [chain.run for chain in chains]), label, after=after)
+
+
+def _set_version(in_slot: nn.Parameter | None, version: int) -> None:
+    """[Note: Versions]."""
+    if in_slot is not None:
+        torch._C._autograd._unsafe_set_version_counter((in_slot,), (version,))
 
 
 def _replaced(unit: UnitShards, param: nn.Parameter) -> ModelError:

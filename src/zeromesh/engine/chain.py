@@ -382,11 +382,7 @@ def reduce_chain(
     micro: list[Reduce] = []
     transfers = transfer.reduce_micro(shards.layout, shards.spec)
     current = shards.waiting
-    owed = {
-        step.axis.name: shards.owed[part]
-        for step, part in transfer.feedback(shards.layout, shards.spec)
-        if shards.owed is not None
-    }
+    owed = _owed(shards)
     for step in transfers:
         assert current is not None
         into = accumulator if step is transfers[-1] else None
@@ -412,8 +408,14 @@ def reduce_chain(
 def owed_early(shards: FlatShards) -> list[Tensor]:
     """What is owed on axes that are reduced with each micro-batch."""
     early = {step.axis.name for step in transfer.reduce_micro(shards.layout, shards.spec)}
-    parts = transfer.feedback(shards.layout, shards.spec) if shards.owed is not None else []
-    return [shards.owed[part] for step, part in parts if step.axis.name in early and shards.owed is not None]
+    return [owed for axis, owed in _owed(shards).items() if axis in early]
+
+
+def _owed(shards: FlatShards) -> dict[str, Tensor]:
+    """What error feedback owes, by axis."""
+    if shards.owed is None:
+        return {}
+    return {step.axis.name: shards.owed[part] for step, part in transfer.feedback(shards.layout, shards.spec)}
 
 
 def _scaled_early(steps: Sequence[Reduce]) -> tuple[float, list[Reduce]]:

@@ -186,10 +186,9 @@ class Bench:
 
     def rows(self, cells: Sequence[Cell]) -> list[Row]:
         """Those that have been measured, with predictions."""
-        return [self._row(cell) for cell in cells if self.records.cell(cell)]
+        return [self._row(cell, rounds) for cell in cells if (rounds := self.records.cell(cell))]
 
-    def _row(self, cell: Cell) -> Row:
-        rounds = self.records.cell(cell)
+    def _row(self, cell: Cell, rounds: Sequence[Found]) -> Row:
         topology, last = Topology(text=cell.topology), rounds[-1]
         layout = Layout.of(cell.strategy, topology.axes)
         cluster = self.probe_of(cell.topology).cluster

@@ -13,6 +13,7 @@ import pytest
 from tests.dist.engine.reference import TIMEOUT_S, Case, Unequal, check
 from tests.dist.pool import on_ranks
 from zeromesh.comm import Lane
+from zeromesh.engine import backend
 from zeromesh.engine.backend import DeviceBackend
 from zeromesh.engine.chain import Reduce, ReduceChain
 from zeromesh.engine.flat import FlatShards
@@ -184,7 +185,7 @@ def replica_off() -> Patch:
 @contextmanager
 def slot_reused_unseen() -> Iterator[None]:
     """Without the versions by which autograd sees it: [Note: Versions] of the backend."""
-    with slot_reused_too_early(), mock.patch.object(DeviceBackend, "_set_version", lambda *_: None):
+    with slot_reused_too_early(), mock.patch.object(backend, "_set_version", lambda *_: None):
         yield
 
 
