@@ -10,6 +10,7 @@ its cache, as collectives use them. Bytes are what each must read and write at l
     quantise      tensor -> message
     dequantise    message -> tensor
     reduce        messages of all other ranks, own tensor -> sum
+    requantise    the same -> the sum's message, and what that holds
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ RANKS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A tensor of values and the messages of all ranks, on one device; `target` takes what is read back or summed."""
+    """A tensor of values and the messages of all ranks, on one device; `target` takes what is read back or summed, and
+    `message` a sum."""
 
     form: QuantFormat
     values: Tensor
     target: Tensor
     messages: Tensor
+    message: Tensor
 
     @classmethod
     def make(cls, form: QuantFormat, numel: int, dtype: torch.dtype, device: str) -> Case:
@@ -55,6 +58,7 @@ class Case:
             values=values,
             target=torch.empty_like(values),
             messages=message.repeat(RANKS, 1),
+            message=message,
         )
 
     @property
@@ -69,6 +73,7 @@ class Case:
             "quantise": tensor + message,
             "dequantise": message + tensor,
             "reduce": (RANKS - 1) * message + 2 * tensor,
+            "requantise": RANKS * message + 2 * tensor,
         }
 
     def on_gpu(self) -> dict[str, Callable[[], object]]:
@@ -81,6 +86,7 @@ class Case:
             "quantise": lambda: quantiser.quantise(self.values, self.messages[0]),
             "dequantise": lambda: quantiser.dequantise(self.messages[0], self.target),
             "reduce": lambda: quantiser.reduce(self.messages, self.values, 0, self.mean, whole),
+            "requantise": lambda: quantiser.requantise(self.messages, self.values, 0, self.mean, whole, self.message),
         }
 
     def on_cpu(self) -> dict[str, Callable[[], object]]:
@@ -103,8 +109,19 @@ class Case:
             for part, room in pieces():
                 quantiser.reduce(self.messages[:, room], self.values[part], 0, self.mean, part)
 
+        def requantise() -> None:
+            for part, room in pieces():
+                values, message = self.values[part], self.message[room]
+                quantiser.requantise(self.messages[:, room], values, 0, self.mean, part, message)
+
         copy = lambda: self.target.copy_(self.values)  # noqa: E731
-        return {"copy": copy, "quantise": quantise, "dequantise": dequantise, "reduce": reduce}
+        return {
+            "copy": copy,
+            "quantise": quantise,
+            "dequantise": dequantise,
+            "reduce": reduce,
+            "requantise": requantise,
+        }
 
 
 def seconds(call: Callable[[], object], device: str, repeats: int) -> float:

@@ -55,6 +55,9 @@ OURS = {
 QUANTISED = {2: "2,2 3,3", 3: "2,2,2 3,3,3"}
 """Of these also with int8 parameters and int4 gradients on the outermost axis, to be compared with themselves."""
 
+OVERLAPPED = {2: "0,0 1,1 2,2 3,3", 3: "0,0,0 1,1,1 2,2,1 3,3,1"}
+"""Of these also with levels at work at once: those that go over several levels one after the other."""
+
 AS_DDP = {2: "0,0 1,0 1,1 2,2 3,0 3,1", 3: "0,0,0 1,1,1 2,2,2 3,1,1 3,3,0 3,3,1"}
 """Of these in bf16 also without fp32 masters: what DDP and ZeroRedundancyOptimizer take part with."""
 
@@ -75,7 +78,8 @@ def ours(depth: int, dtype: torch.dtype) -> list[str]:
     return [
         *map(spelt, OURS[depth].split()),
         *(spelt(stages, "@int8/int4") for stages in QUANTISED[depth].split()),
-        *([f"{spelt('0,0')};collective=hierarchical"] if depth == 2 else []),
+        *([spelt("0,0", ";collective=hierarchical")] if depth == 2 else []),
+        *(spelt(stages, ";collective=ho_ring") for stages in OVERLAPPED[depth].split()),
         *(spelt(stages, NO_MASTERS) for stages in AS_DDP[depth].split() if dtype is torch.bfloat16),
     ]
 

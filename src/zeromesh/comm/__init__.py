@@ -20,7 +20,6 @@ from zeromesh.comm.quantised import (
     restore_kept,
 )
 from zeromesh.comm.two_level import (
-    check_ho_ring,
     hierarchical_all_gather,
     hierarchical_reduce_scatter,
     ho_ring_all_gather,
@@ -36,7 +35,6 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_max",
-    "check_ho_ring",
     "check_quantisable",
     "hierarchical_all_gather",
     "hierarchical_reduce_scatter",

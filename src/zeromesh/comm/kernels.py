@@ -104,6 +104,15 @@ def _load_message(codes, scales, rows, columns, blocks, HALF: tl.constexpr, BITS
 
 
 @triton.jit
+def _store_lost(residual, low, high, first, second, numel):
+    """Stores what a message lost; after an overflow nothing is owed: a nan would stay for ever."""
+    first = tl.where(tl.abs(first) < float("inf"), first, 0.0)
+    second = tl.where(tl.abs(second) < float("inf"), second, 0.0)
+    tl.store(residual + low, first.to(residual.dtype.element_ty), mask=low < numel)
+    tl.store(residual + high, second.to(residual.dtype.element_ty), mask=high < numel)
+
+
+@triton.jit
 def _quantise_kernel(
     source, codes, scales, residual, source_stride, codes_stride, scales_stride, residual_stride, skipped, numel,
     blocks, seed,
@@ -132,13 +141,7 @@ def _quantise_kernel(
         HALF, BITS, LARGEST, BF16, STOCHASTIC, SMALLEST_,
     )  # fmt: skip
     if FEEDBACK:
-        first -= first_sent
-        second -= second_sent
-        # After an overflow nothing is owed: a nan would stay for ever.
-        first = tl.where(tl.abs(first) < float("inf"), first, 0.0)
-        second = tl.where(tl.abs(second) < float("inf"), second, 0.0)
-        tl.store(residual + low, first.to(residual.dtype.element_ty), mask=low < numel)
-        tl.store(residual + high, second.to(residual.dtype.element_ty), mask=high < numel)
+        _store_lost(residual, low, high, first - first_sent, second - second_sent, numel)
 
 
 @triton.jit
@@ -163,15 +166,11 @@ def _dequantise_kernel(
 
 
 @triton.jit
-def _reduce_kernel(
-    codes, scales, codes_stride, scales_stride, own, own_index, out, numel, blocks, factor,
-    TERMS: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    ROWS_: tl.constexpr, COLUMNS: tl.constexpr,
+def _add_up(
+    codes, scales, codes_stride, scales_stride, own_first, own_second, own_index, rows, columns, blocks, factor,
+    TERMS: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
-    columns = tl.arange(0, COLUMNS)
-    bounded = tl.where(columns < HALF, columns, numel)
-    low, high, own_first, own_second = _two_halves(own, rows, bounded, numel, HALF)
+    """The sum of all ranks' terms in their order, the own one as it is, times a factor."""
     first = tl.zeros_like(own_first)
     second = tl.zeros_like(own_second)
     for term in range(TERMS):
@@ -184,8 +183,23 @@ def _reduce_kernel(
             )
             first += received_first
             second += received_second
-    first *= factor
-    second *= factor
+    return first * factor, second * factor
+
+
+@triton.jit
+def _reduce_kernel(
+    codes, scales, codes_stride, scales_stride, own, own_index, out, numel, blocks, factor,
+    TERMS: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    ROWS_: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    bounded = tl.where(columns < HALF, columns, numel)
+    low, high, own_first, own_second = _two_halves(own, rows, bounded, numel, HALF)
+    first, second = _add_up(
+        codes, scales, codes_stride, scales_stride, own_first, own_second, own_index, rows, columns, blocks, factor,
+        TERMS, HALF, BITS,
+    )  # fmt: skip
     if ACCUMULATE:
         _, _, out_first, out_second = _two_halves(out, rows, bounded, numel, HALF)
         first += out_first
@@ -193,6 +207,36 @@ def _reduce_kernel(
     # `out` may be `own`: whatever is stored here was loaded above by the same program, and by no other.
     tl.store(out + low, first.to(out.dtype.element_ty), mask=low < numel)
     tl.store(out + high, second.to(out.dtype.element_ty), mask=high < numel)
+
+
+@triton.jit
+def _requantise_kernel(
+    codes, scales, codes_stride, scales_stride, own, own_index, out, sum_codes, sum_scales, residual, numel, blocks,
+    factor, seed,
+    TERMS: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr, FEEDBACK: tl.constexpr, ROWS_: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    bounded = tl.where(columns < HALF, columns, numel)
+    low, high, own_first, own_second = _two_halves(own, rows, bounded, numel, HALF)
+    first, second = _add_up(
+        codes, scales, codes_stride, scales_stride, own_first, own_second, own_index, rows, columns, blocks, factor,
+        TERMS, HALF, BITS,
+    )  # fmt: skip
+    if FEEDBACK:
+        _, _, first_lost, second_lost = _two_halves(residual, rows, bounded, numel, HALF)
+        first += first_lost
+        second += second_lost
+    first_sent, second_sent = _store_message(
+        sum_codes, sum_scales, rows, columns, blocks, low, high, first, second, seed,
+        HALF, BITS, LARGEST, BF16, STOCHASTIC, SMALLEST_,
+    )  # fmt: skip
+    if FEEDBACK:
+        _store_lost(residual, low, high, first - first_sent, second - second_sent, numel)
+    tl.store(out + low, first_sent.to(out.dtype.element_ty), mask=low < numel)
+    tl.store(out + high, second_sent.to(out.dtype.element_ty), mask=high < numel)
 
 
 class TritonQuantiser:
@@ -259,6 +303,28 @@ class TritonQuantiser:
                 codes, scales, messages.stride(0), messages.stride(0) // scales.element_size(), own, own_index,
                 target.out[part], own.numel(), blocks, float(target.scale),
                 TERMS=len(messages), **self._shape, ACCUMULATE=target.accumulate, **LAUNCH,
+            )  # fmt: skip
+
+    def requantise(
+        self,
+        messages: Tensor,
+        own: Tensor,
+        own_index: int,
+        target: Target,
+        part: slice,
+        message: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        """See `Quantiser.requantise`."""
+        codes, scales = self.form.split(messages[0], own.numel())
+        sum_codes, sum_scales = self.form.split(message, own.numel())
+        blocks = len(codes)
+        if blocks:
+            _requantise_kernel[self._programs(blocks)](
+                codes, scales, messages.stride(0), messages.stride(0) // scales.element_size(), own, own_index,
+                target.out[part], sum_codes, sum_scales, own if residual is None else residual, own.numel(), blocks,
+                float(target.scale), self._seed(),
+                TERMS=len(messages), **self._shape, **self._rounding, FEEDBACK=residual is not None, **LAUNCH,
             )  # fmt: skip
 
     @staticmethod

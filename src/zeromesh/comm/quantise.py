@@ -185,13 +185,36 @@ class Quantiser:
             target: of the sum.
             part: of the target, as long as `own`.
         """
+        target.store(self._sum(messages, own, own_index), part, self._values[: own.numel()])
+
+    def requantise(
+        self,
+        messages: Tensor,
+        own: Tensor,
+        own_index: int,
+        target: Target,
+        part: slice,
+        message: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        """`reduce`, times the target's scale, to a message; what that holds goes to `target.out[part]`.
+
+        Args:
+            messages, own, own_index, part: as for `reduce`.
+            target: of what the message holds; nothing is added to it.
+            message, residual: as for `quantise`.
+        """
+        self.quantise(self._sum(messages, own, own_index).mul_(target.scale), message, residual)
+        self.dequantise(message, target.out[part])
+
+    def _sum(self, messages: Tensor, own: Tensor, own_index: int) -> Tensor:
         total, widened = self._total[: own.numel()].zero_(), self._values[: own.numel()]
         for rank, message in enumerate(messages):
             if rank != own_index:
                 total.add_(self._unpacked(message, own.numel()))
             else:
                 total.add_(own if own.dtype == total.dtype else widened.copy_(own))
-        target.store(total, part, widened)
+        return total
 
     def _load(self, source: Tensor, residual: Tensor | None) -> Tensor:
         """The source in fp32, filled up with zeros to whole blocks."""

@@ -6,7 +6,7 @@ is within `QuantFormat.error_bound(k)` of the largest value::
     all_gather       own chunk -> message -> all ranks dequantise it, the sender too: replicas are equal to the bit
     reduce_scatter   chunk i -> message to rank i, which adds up what it got in fp32, in the order of the ranks, and its
                      own chunk as it is; a ring would quantise n-1 times
-    all_reduce       both, so two quantisations
+    all_reduce       both, so two quantisations; the sum of a piece is quantised in the pass that adds it up
 
 Chunks travel in pieces. On gloo one is on the wire while the next is quantised and the one before dequantised, each in
 cache. On a device a piece's kernels and its exchange follow one another on the lane's stream, and the next piece them:
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,7 +31,7 @@ from zeromesh.comm.groups import AxisGroup, Channel
 from zeromesh.comm.host import hosted
 from zeromesh.comm.quantise import QuantFormat, Quantiser
 from zeromesh.comm.summing import Target, parts
-from zeromesh.comm.transport import Exchange, bytes_of
+from zeromesh.comm.transport import Exchange, Wait, bytes_of
 from zeromesh.errors import InputError, InternalError
 
 if TYPE_CHECKING:
@@ -183,9 +182,7 @@ def quantised_all_reduce(
     residuals = None if residual is None else uneven_chunks(residual, group.size)
     target = Target(out=chunks[group.rank], scale=scale, accumulate=False)
     wire = _Wire.cut(form, group, workspace, generator)
-    _reduce_scatter(chunks, residuals, target, wire, "all_reduce")
-    owed = None if residuals is None else wire.cut_up(residuals)
-    _all_gather(chunks, wire, group.reduce, "all_reduce", owed=owed)
+    _all_reduce(chunks, residuals, target, wire)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +266,10 @@ class _Wire:
         """The part of a slot that the message of a piece takes."""
         return slot[: self.form.message_bytes(piece.numel())]
 
+    def part(self, index: int, piece: Tensor) -> slice:
+        """Where a round's piece lies in its chunk."""
+        return slice(index * self.numel, index * self.numel + piece.numel())
+
     def cut_up(self, chunks: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
         """The pieces of all chunks, round by round; a chunk that ends early has empty ones."""
         rounds = parts(max(chunk.numel() for chunk in chunks), self.numel)
@@ -300,9 +301,8 @@ def _all_gather(
     operation: str,
     *,
     kept: Sequence[Sequence[Tensor]] | None = None,
-    owed: Sequence[Sequence[Tensor]] | None = None,
 ) -> None:
-    """`kept`: where messages are received and left, by round and rank; `owed`: error feedback, by round and rank."""
+    """`kept`: where messages are received and left, by round and rank."""
     rank = wire.group.rank
     exchange = wire.exchange(channel, operation, chunks)
     rounds = wire.cut_up(chunks)
@@ -318,7 +318,7 @@ def _all_gather(
         message = wire.room(wire.outgoing[index % wire.window][0], own) if kept is None else incoming[rank]
 
         def fill() -> Sequence[Tensor]:
-            wire.quantiser.quantise(own, message, None if owed is None else owed[index][rank])
+            wire.quantiser.quantise(own, message)
             wire.quantiser.dequantise(message, own)
             return [message] * len(incoming)
 
@@ -339,38 +339,75 @@ def _reduce_scatter(
     lost = None if residuals is None else wire.cut_up(residuals)
 
     def start(index: int) -> Wait:
-        pieces, slots = rounds[index], index % wire.window
-        incoming = [wire.room(slot, pieces[rank]) for slot in wire.incoming[slots]]
-        outgoing = [wire.room(slot, piece) for slot, piece in zip(wire.outgoing[slots], pieces, strict=True)]
-        residuals = None if lost is None else lost[index]
-        return _swap_messages(exchange, incoming, lambda: wire.quantise_others(pieces, outgoing, residuals))
+        return _swap_terms(exchange, wire, index, rounds[index], None if lost is None else lost[index])
 
     def end(index: int) -> None:
         own = rounds[index][rank]
-        part = slice(index * wire.numel, index * wire.numel + own.numel())
-        wire.quantiser.reduce(wire.incoming[index % wire.window], own, rank, target, part)
+        wire.quantiser.reduce(wire.incoming[index % wire.window], own, rank, target, wire.part(index, own))
 
     _run(exchange, len(rounds), wire.window, start, end)
 
 
-Wait = Callable[[], None]
+def _all_reduce(chunks: Sequence[Tensor], residuals: Sequence[Tensor] | None, target: Target, wire: _Wire) -> None:
+    """A round's sums leave before the next round's terms are waited for."""
+    rank = wire.group.rank
+    exchange = wire.exchange(wire.group.reduce, "all_reduce", chunks)
+    rounds = wire.cut_up(chunks)
+    lost = None if residuals is None else wire.cut_up(residuals)
+
+    def start(index: int) -> Wait:
+        return _swap_terms(exchange, wire, index, rounds[index], None if lost is None else lost[index])
+
+    def sums(index: int) -> Sequence[Tensor]:
+        """Room for those of a round, where its terms were."""
+        slots = wire.incoming[index % wire.window]
+        return [wire.room(slot, piece) for slot, piece in zip(slots, rounds[index], strict=True)]
+
+    def turn(index: int) -> Wait:
+        own, slots = rounds[index][rank], index % wire.window
+        message = wire.room(wire.outgoing[slots][rank], own)  # which no term has left from
+        residual = None if lost is None else lost[index][rank]
+        part = wire.part(index, own)
+        wire.quantiser.requantise(wire.incoming[slots], own, rank, target, part, message, residual)
+        return _swap_messages(exchange, sums(index), lambda: [message] * len(chunks))
+
+    def end(index: int) -> None:
+        wire.dequantise_all(sums(index), rounds[index], skipped=rank)
+
+    _run(exchange, len(rounds), wire.window, start, end, turn)
 
 
-def _run(exchange: Exchange, count: int, window: int, start: Callable[[int], Wait], end: Callable[[int], None]) -> None:
-    """Keeps `window` rounds under way; a round's slots are free again when it has ended."""
-    running: deque[tuple[int, Wait]] = deque()
+def _swap_terms(
+    exchange: Exchange, wire: _Wire, index: int, pieces: Sequence[Tensor], residuals: Sequence[Tensor] | None
+) -> Wait:
+    """Sends a round's pieces, quantised, each to its rank, and receives the terms of the own one."""
+    slots, own = index % wire.window, pieces[wire.group.rank]
+    incoming = [wire.room(slot, own) for slot in wire.incoming[slots]]
+    outgoing = [wire.room(slot, piece) for slot, piece in zip(wire.outgoing[slots], pieces, strict=True)]
+    return _swap_messages(exchange, incoming, lambda: wire.quantise_others(pieces, outgoing, residuals))
 
-    def finish_oldest() -> None:
-        index, wait = running.popleft()
-        wait()
-        end(index)
 
-    for index in range(count):
-        if len(running) == window:
-            finish_oldest()
-        running.append((index, start(index)))
-    while running:
-        finish_oldest()
+def _run(
+    exchange: Exchange,
+    count: int,
+    window: int,
+    start: Callable[[int], Wait],
+    end: Callable[[int], None],
+    turn: Callable[[int], Wait] | None = None,
+) -> None:
+    """Takes rounds through `start`, `turn` and `end`, each after what the one before waits for, and keeps `window` of
+    them under way; a round's slots are free again when it has ended."""
+    waits: dict[int, Wait] = {}
+    for index in range(count + window):
+        oldest, turning = index - window, index - window + 1
+        if oldest >= 0 and oldest in waits:
+            waits.pop(oldest)()
+            end(oldest)
+        if index < count:
+            waits[index] = start(index)
+        if turn is not None and turning in waits:
+            waits.pop(turning)()
+            waits[turning] = turn(turning)
     exchange.finish()
 
 

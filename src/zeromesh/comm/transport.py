@@ -42,6 +42,11 @@ from zeromesh.errors import CommunicationError
 PIECE_BYTES = 1 << 20
 """[Note: Gloo]."""
 
+Wait = Callable[[], None]
+
+Message = tuple[Tensor, int]
+"""A tensor, and the index on the axis of the rank that it comes from or goes to."""
+
 
 class Exchange:
     """One collective on one channel of a group: its messages, its observer, its errors.
@@ -59,7 +64,7 @@ class Exchange:
         self._channel = channel
         self._tag = zlib.crc32(repr((channel.started, operation, shape)).encode()) & 0x7FFFFFFF
         channel.started += 1
-        self._sends: list[Callable[[], None]] = []
+        self._sends: list[Wait] = []
         self._sent_bytes = self._messages = 0
 
     @property
@@ -67,17 +72,48 @@ class Exchange:
         """The other indices on the axis, each rank beginning with its next one, so that not all send to the same."""
         return [(self.group.rank + step) % self.group.size for step in range(1, self.group.size)]
 
-    def post_recv(self, tensor: Tensor, source: int) -> Callable[[], None]:
+    def post_recv(self, tensor: Tensor, source: int) -> Wait:
         """Begins to receive `tensor`; the returned function waits for it."""
         return self._waiter(self._guard(lambda: self.process_group.recv([tensor], source, self._tag), source), source)
 
-    def post_send(self, tensor: Tensor, target: int) -> Callable[[], None]:
+    def post_send(self, tensor: Tensor, target: int) -> Wait:
         """Begins to send `tensor`, which must not change before the returned function has waited for it."""
         work = self._guard(lambda: self.process_group.send([tensor], target, self._tag), target)
         self.count(bytes_of(tensor))
         return self._waiter(work, target)
 
-    def before_finish(self, wait: Callable[[], None]) -> None:
+    def post(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
+        """Begins to receive and to send to several ranks, which post what answers it in the same order.
+
+        On a device all of it is one kernel of the backend, which no other of this channel overtakes.
+
+        Args:
+            arriving, leaving: each a tensor and the rank that it comes from or goes to. What leaves must not change
+                before `finish`.
+
+        Returns:
+            What waits for what arrives; on a CUDA stream without blocking the host.
+        """
+        if self.group.backend == "gloo":
+            waits = [self.post_recv(tensor, source) for tensor, source in arriving]
+            for tensor, target in leaving:
+                self.before_finish(self.post_send(tensor, target))
+            return lambda: _wait_for_all(waits)
+        return self._launch(arriving, leaving)
+
+    def _launch(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
+        operations = [
+            dist.P2POp(call, tensor, group=self.process_group, group_peer=peer, tag=self._tag)
+            for call, messages in ((dist.irecv, arriving), (dist.isend, leaving))
+            for tensor, peer in messages
+            if tensor.numel()
+        ]
+        works = self._guard(lambda: dist.batch_isend_irecv(operations), None) if operations else []
+        self.count(sum(bytes_of(tensor) for tensor, _ in leaving))
+        waits = [self._waiter(work, None) for work in works]
+        return lambda: _wait_for_all(waits)
+
+    def before_finish(self, wait: Wait) -> None:
         """Leaves a wait to `finish`."""
         self._sends.append(wait)
 
@@ -93,13 +129,12 @@ class Exchange:
     def finish(self) -> None:
         """Waits until all that was sent has left, and tells the observer."""
         sends, self._sends = self._sends, []  # which refer to this
-        for wait in sends:
-            wait()
+        _wait_for_all(sends)
         self.group.record(
             Sent(operation=self.operation, axis=self.group.name, sent_bytes=self._sent_bytes, messages=self._messages)
         )
 
-    def _waiter(self, work: Any, peer: int) -> Callable[[], None]:
+    def _waiter(self, work: Any, peer: int | None) -> Wait:
         return lambda: self._guard(work.wait, peer)
 
     def _guard(self, call: Callable[[], Any], peer: int | None) -> Any:
@@ -119,6 +154,11 @@ class Exchange:
             f"(ranks {', '.join(map(str, group.ranks))}, timeout {group.timeout_s:g} s): "
             f"a rank has died or stalled, or ranks issued different collectives. {error}"
         )
+
+
+def _wait_for_all(waits: Sequence[Wait]) -> None:
+    for wait in waits:
+        wait()
 
 
 def pieces(tensor: Tensor, numel: int) -> Sequence[Tensor]:
@@ -145,8 +185,7 @@ def swap(exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor
         exchange.post_recv(piece, peer) for peer in reversed(exchange.peers) for piece in pieces(targets[peer], numel)
     ]
     send_all(exchange, sources, numel)
-    for wait in waits:
-        wait()
+    _wait_for_all(waits)
 
 
 def native_all_gather(region: Tensor, chunks: Sequence[Tensor], own: Tensor, process_group: dist.ProcessGroup) -> None:

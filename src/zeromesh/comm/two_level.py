@@ -10,15 +10,20 @@ instead of (mg-1)/(mg) of the region::
     shards a b | c d      then major: (0,0)-(1,0), ...        then minor
 
 `hierarchical_*` does these as two collectives. `ho_ring_*` (PaRO, arXiv 2310.06003) overlaps them: in a gather, as soon
-as the ring over minor delivers a piece, it is sent on along that ring and to all ranks of major; in a reduction, as
-soon as a piece is summed over major, it is on its way over minor. Both ways give the same bits. Its time is that of
-the slower level plus one piece of the other, instead of the sum of both.
+as minor delivers a slice, it is sent on to all ranks of major; in a reduction, as soon as a slice is summed over major,
+it is on its way over minor. Both ways give the same bits. Its time is that of the slower level plus one slice of the
+other, instead of the sum of both.
+
+[Note: Slices on a device] On gloo a slice is a message from one rank to one other. Elsewhere all messages of a slice on
+one axis are one operation of that axis's communicator, which runs on a stream of its own: the lane's stream waits for a
+slice of one level before it starts the same slice of the other, and the next slice of the first is under way by then.
+The host waits for nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,8 +32,7 @@ from zeromesh.comm.collectives import all_gather, even_chunks, reduce_scatter
 from zeromesh.comm.groups import AxisGroup, Channel
 from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import SumScratch, Target, parts, sum_dtype
-from zeromesh.comm.transport import Exchange, bytes_of, pieces
-from zeromesh.errors import InputError
+from zeromesh.comm.transport import Exchange, Wait, bytes_of, pieces
 from zeromesh.schedule.transfer import slice_bytes
 
 WINDOW = 4
@@ -36,19 +40,6 @@ WINDOW = 4
 
 LAG = 2
 """Rounds by which the sums over minor follow those over major: their messages have that long to arrive."""
-
-
-def check_ho_ring(group: AxisGroup) -> None:
-    """Says at construction where the overlapped form does not exist.
-
-    Raises:
-        InputError: the backend is not gloo.
-    """
-    if group.backend != "gloo":
-        raise InputError(
-            f"collective=ho_ring is built on gloo's sends and receives; axis {group.name} runs on {group.backend}: "
-            f"use collective=hierarchical"
-        )
 
 
 def hierarchical_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup) -> None:
@@ -101,11 +92,20 @@ def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup, *, re
 
     Raises:
         CommunicationError: a peer died or stalled, or issued something else.
-        InputError: the backend is not gloo.
     """
     channels = (major.reduce, minor.reduce) if reduced else (major.gather, minor.gather)
     grid = _Grid.of(region, major, minor, "all_gather", channels)
     numel = slice_bytes(bytes_of(grid.shards[0][0])) // region.element_size()
+    if major.backend == minor.backend == "gloo":
+        _gather_along_ring(grid, numel)
+    else:
+        _gather_in_slices(grid, numel)
+    grid.finish()
+
+
+def _gather_along_ring(grid: _Grid, numel: int) -> None:
+    """Each piece goes along the ring over minor, and from every rank there to all of major."""
+    major, minor = grid.major.group, grid.minor.group
     size, own = minor.size, minor.rank
     # Shards reach this rank along the ring in this order, its own first; the same on all ranks of its major axis.
     order = [grid.shards[major.rank][(own - step) % size] for step in range(size)]
@@ -126,7 +126,6 @@ def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup, *, re
         pass_on(piece, along_ring=index < last)
     for wait in spread:
         wait()
-    grid.finish()
 
 
 def _from_major(grid: _Grid, numel: int) -> Iterator[tuple[int, Tensor]]:
@@ -135,6 +134,31 @@ def _from_major(grid: _Grid, numel: int) -> Iterator[tuple[int, Tensor]]:
         columns = [pieces(row[(own - step) % size], numel) for row in grid.shards]
         for index in range(len(columns[0])):
             yield from ((peer, columns[peer][index]) for peer in grid.major.peers)
+
+
+def _gather_in_slices(grid: _Grid, numel: int) -> None:
+    """Each slice goes to all of minor, and what has arrived there to all of major: [Note: Slices on a device]."""
+    own = grid.minor.group.rank
+    rows = [[pieces(shard, numel) for shard in row] for row in grid.shards]
+    mine, columns = rows[grid.major.group.rank], [own, *grid.minor.peers]
+
+    def over_minor(index: int) -> Wait:
+        arriving = [(mine[t][index], t) for t in grid.minor.peers]
+        return grid.minor.post(arriving, [(mine[own][index], t) for t in grid.minor.peers])
+
+    def over_major(index: int, owners: Sequence[int]) -> Wait:
+        """Slices of the shards that these ranks of minor own, seen from each rank in its own order of them."""
+        arriving = [(rows[peer][t][index], peer) for peer in grid.major.peers for t in owners]
+        return grid.major.post(arriving, [(mine[t][index], peer) for peer in grid.major.peers for t in owners])
+
+    slices = range(len(mine[own]))
+    delivered = [over_minor(index) for index in slices]
+    waits = [over_major(index, columns[:1]) for index in slices]  # what is here needs to wait for nothing
+    for index in slices:
+        delivered[index]()
+        waits.append(over_major(index, columns[1:]))
+    for wait in waits:
+        wait()
 
 
 @hosted
@@ -152,7 +176,6 @@ def ho_ring_reduce_scatter(
 
     Raises:
         CommunicationError: a peer died or stalled, or issued something else.
-        InputError: the backend is not gloo.
     """
     grid = _Grid.of(region, major, minor, "reduce_scatter", (major.reduce, minor.reduce))
     terms = WINDOW * (minor.size * (major.size - 1) + minor.size - 1)
@@ -184,7 +207,6 @@ class _Grid:
         cls, region: Tensor, major: AxisGroup, minor: AxisGroup, operation: str, channels: tuple[Channel, Channel]
     ) -> _Grid:
         def exchange(group: AxisGroup, channel: Channel) -> Exchange:
-            check_ho_ring(group)
             return Exchange(group, channel, operation, region.numel(), region.element_size(), major.size, minor.size)
 
         flat = even_chunks(region, major.size * minor.size)
@@ -194,9 +216,6 @@ class _Grid:
     def finish(self) -> None:
         self.major.finish()
         self.minor.finish()
-
-
-Wait = Callable[[], None]
 
 
 class _Rounds:
@@ -209,64 +228,53 @@ class _Rounds:
         self.sums = sums
         self.parts = parts(sums[0].numel(), scratch.numel)
         own, size = grid.minor.group.rank, len(sums)
-        # This rank's own shard last: what others wait for leaves first.
+        # This rank's own shard last: what others wait for leaves first. The same on all ranks of its major axis.
         self._order = [(own + step) % size for step in range(1, size + 1)]
         over_major = WINDOW * size * len(grid.major.peers)
         self._slots_major, self._slots_minor = scratch.terms[:over_major], scratch.terms[over_major:]
-        self._from_major: deque[dict[tuple[int, int], tuple[Tensor, Wait]]] = deque()
-        self._from_minor: deque[dict[int, tuple[Tensor, Wait]]] = deque()
+        self._from_major: deque[tuple[Mapping[tuple[int, int], Tensor], Wait]] = deque()
+        self._from_minor: deque[tuple[Mapping[int, Tensor], Wait]] = deque()
 
     def start(self) -> None:
-        """Posts the first rounds' receives and sends everything that goes over major."""
-        for index in range(WINDOW):
+        """Posts the first rounds over major."""
+        for index in range(min(WINDOW, len(self.parts))):
             self._post_major(index)
-            self._post_minor(index)
-        for part in self.parts:
-            for t in self._order:
-                for peer in self.grid.major.peers:
-                    shard = self.grid.shards[peer][t][part]
-                    self.grid.major.before_finish(self.grid.major.post_send(shard, peer))
 
     def _post_major(self, index: int) -> None:
-        if index < len(self.parts):
-            senders = [(peer, t) for t in self._order for peer in self.grid.major.peers]
-            slots = self._slots(self._slots_major, index, len(senders))
-            self._from_major.append(
-                {key: (slot, self.grid.major.post_recv(slot, key[0])) for key, slot in zip(senders, slots, strict=True)}
-            )
+        part = self.parts[index]
+        pairs = [(peer, t) for t in self._order for peer in self.grid.major.peers]
+        terms = dict(zip(pairs, self._slots(self._slots_major, index, len(pairs)), strict=True))
+        arriving = [(slot, peer) for (peer, _), slot in terms.items()]
+        leaving = [(self.grid.shards[peer][t][part], peer) for peer, t in pairs]
+        self._from_major.append((terms, self.grid.major.post(arriving, leaving)))
 
     def _post_minor(self, index: int) -> None:
-        if index < len(self.parts):
-            peers = self.grid.minor.peers
-            slots = self._slots(self._slots_minor, index, len(peers))
-            self._from_minor.append(
-                {peer: (slot, self.grid.minor.post_recv(slot, peer)) for peer, slot in zip(peers, slots, strict=True)}
-            )
+        peers = self.grid.minor.peers
+        terms = dict(zip(peers, self._slots(self._slots_minor, index, len(peers)), strict=True))
+        leaving = [(self.sums[t][self.parts[index]], t) for t in peers]
+        self._from_minor.append((terms, self.grid.minor.post([(slot, t) for t, slot in terms.items()], leaving)))
 
     def _slots(self, slots: Sequence[Tensor], index: int, count: int) -> Sequence[Tensor]:
         part = self.parts[index]
         return [slot[: part.stop - part.start] for slot in slots[index % WINDOW * count :][:count]]
 
     def sum_over_major(self, index: int) -> None:
-        """Sums a round over major, shard by shard, and sends each sum on over minor."""
-        part, received = self.parts[index], self._from_major.popleft()
-        own, size = self.grid.major.group.rank, self.grid.major.group.size
+        """Sums a round over major, shard by shard, and sends the sums on over minor."""
+        part, own = self.parts[index], self.grid.major.group.rank
+        received, wait = self._from_major.popleft()
+        wait()
         for t in self._order:
-            for peer in self.grid.major.peers:
-                received[peer, t][1]()
             mine = self.sums[t]
-            terms = [mine[part] if peer == own else received[peer, t][0] for peer in range(size)]
+            terms = [mine[part] if peer == own else received[peer, t] for peer in range(len(self.grid.shards))]
             Target(out=mine, scale=self.scale, accumulate=False).add_up(terms, part, self.scratch)
-            if t != self.grid.minor.group.rank:
-                self.grid.minor.before_finish(self.grid.minor.post_send(mine[part], t))
-        self._post_major(index + WINDOW)
+        self._post_minor(index)
+        if index + WINDOW < len(self.parts):
+            self._post_major(index + WINDOW)  # into the slots whose terms have been summed by now
 
     def sum_over_minor(self, index: int, target: Target) -> None:
         """Sums a round over minor, into its part of the result."""
-        part, received = self.parts[index], self._from_minor.popleft()
-        own = self.grid.minor.group.rank
-        for _, wait in received.values():
-            wait()
-        terms = [self.sums[t][part] if t == own else received[t][0] for t in range(len(self.sums))]
+        part, own = self.parts[index], self.grid.minor.group.rank
+        received, wait = self._from_minor.popleft()
+        wait()
+        terms = [self.sums[t][part] if t == own else received[t] for t in range(len(self.sums))]
         target.add_up(terms, part, self.scratch)
-        self._post_minor(index + WINDOW)

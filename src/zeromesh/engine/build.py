@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.comm import Lane, check_ho_ring, make_groups, mesh_group
+from zeromesh.comm import Lane, make_groups, mesh_group
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.clip import slice_norms
@@ -84,9 +84,6 @@ def build_engine(
     control.require_same("strategy", f"{layout.strategy} on {layout.mesh}")
     control.require_same("model", _digest(model, modules, precision))
     groups = {} if mesh is None else make_groups(mesh, layout.axes)
-    if layout.strategy.collective == "ho_ring":
-        for group in groups.values():
-            check_ho_ring(group)
     workspace = workspace_by_lane(layout, next((group.backend for group in groups.values()), ""))
     schedule = Schedule.of(layout, units, workspace_bytes=sum(workspace.values()))
     coordinates = layout.coordinates(control.rank)

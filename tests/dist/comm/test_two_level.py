@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -13,14 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, RanksFailed, kept
 from zeromesh.comm import AxisGroup, Sent, make_groups, workspace_bytes
+from zeromesh.comm.transport import Exchange
 from zeromesh.comm.two_level import (
-    check_ho_ring,
     hierarchical_all_gather,
     hierarchical_reduce_scatter,
     ho_ring_all_gather,
     ho_ring_reduce_scatter,
 )
-from zeromesh.errors import InputError
 from zeromesh.strategy import Layout
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2), (2, 3, "cluster"), (3, 2, "cluster")]
@@ -47,6 +47,24 @@ def shard_of(rank: int, nodes: int, clusters: int, first: str = "node") -> int:
     return node * clusters + cluster if first == "node" else cluster * nodes + node
 
 
+def in_slices(collective):
+    """The form for backends that send a slice's messages at once: gloo's groups, told that they are another's."""
+
+    def run(region, *args, **kwargs):
+        groups = [value for value in args if isinstance(value, AxisGroup)]
+        for group in groups:
+            group.backend = "nccl"
+        try:
+            with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as launched:
+                collective(region, *args, **kwargs)
+            assert bool(launched.call_count) == bool(len(region))
+        finally:
+            for group in groups:
+                group.backend = "gloo"
+
+    return run
+
+
 def gather(shape, shard, dtype, seed):
     major, minor = kept(levels, *shape)
     seen: list[Sent] = []
@@ -56,7 +74,7 @@ def gather(shape, shard, dtype, seed):
     for rank in range(world):
         index = shard_of(rank, *shape)
         exact[index * shard : (index + 1) * shard] = values(rank, shard, DTYPES[dtype], seed)
-    for collective in (hierarchical_all_gather, ho_ring_all_gather):
+    for collective in (hierarchical_all_gather, ho_ring_all_gather, in_slices(ho_ring_all_gather)):
         region = torch.full_like(exact, float("nan"))
         region[own * shard : (own + 1) * shard] = exact[own * shard : (own + 1) * shard]
         seen.clear()
@@ -78,7 +96,11 @@ def scatter(shape, shard, wire, out, seed, scales, accumulate, workspace_share=1
     world, own = dist.get_world_size(), shard_of(dist.get_rank(), *shape)
     workspace = torch.empty(workspace_bytes(major) // workspace_share, dtype=torch.uint8)
     results = []
-    for collective in (hierarchical_reduce_scatter, ho_ring_reduce_scatter):
+    for collective in (
+        hierarchical_reduce_scatter,
+        ho_ring_reduce_scatter,
+        in_slices(ho_ring_reduce_scatter),
+    ):
         region = values(dist.get_rank(), world * shard, DTYPES[wire], seed)
         result = torch.ones(shard, dtype=DTYPES[out])
         seen.clear()
@@ -90,7 +112,7 @@ def scatter(shape, shard, wire, out, seed, scales, accumulate, workspace_share=1
             minor.name: (minor.size - 1) * shard * item,
         }
         assert {sent.axis: sent.sent_bytes for sent in seen} == expected
-    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     exact = torch.stack([values(rank, world * shard, DTYPES[wire], seed).double() for rank in range(world)]).sum(0)
     exact = exact[own * shard : (own + 1) * shard] * scales[0] * scales[1] + (1.0 if accumulate else 0.0)
     # Sums of up to 8 terms of size 4, rounded to the wire between the levels and to the result after them.
@@ -147,15 +169,41 @@ def test_a_peer_that_dies_in_the_ring_is_named(pool: Pool):
         pool.run(4, die_in_the_ring)
 
 
-def refuse():
-    major, _ = kept(levels, 2, 1) if dist.get_world_size() == 2 else kept(levels, 2, 2)
-    major.backend = "nccl"
-    try:
-        with pytest.raises(InputError, match="axis node runs on nccl: use collective=hierarchical"):
-            check_ho_ring(major)
-    finally:
-        major.backend = "gloo"
+def levels_in_turns(slices: int) -> None:
+    """On one axis the next slice is under way before the other axis waits for this one."""
+    major, minor = kept(levels, 2, 2)
+    events: list[tuple[str, str]] = []
+    post = Exchange.post
+
+    def posted(exchange, arriving, leaving):
+        wait, axis = post(exchange, arriving, leaving), exchange.group.name
+        events.append(("starts", axis))
+
+        def waited() -> None:
+            events.append(("waits", axis))
+            wait()
+
+        return waited
+
+    with mock.patch.object(Exchange, "post", posted):
+        in_slices(ho_ring_all_gather)(torch.zeros(4 * slices << 16), major, minor)
+    own, forwarded = [("starts", "node")] * slices, [("waits", "cluster"), ("starts", "node")] * slices
+    assert events == [("starts", "cluster")] * slices + own + forwarded + [("waits", "node")] * 2 * slices
 
 
-def test_other_backends_are_refused(pool: Pool):
-    pool.run(4, refuse)
+def test_a_level_does_not_wait_for_the_other_slices(pool: Pool):
+    pool.run(4, levels_in_turns, 4)
+
+
+def die_between_slices():
+    major, minor = levels(2, 2, timeout_s=2.0)
+    collective = in_slices(ho_ring_all_gather)
+    collective(torch.zeros(400), major, minor)
+    if dist.get_rank() == 3:
+        os._exit(1)
+    collective(torch.zeros(4_000_000), major, minor)
+
+
+def test_a_peer_that_dies_between_slices_is_no_hang(pool: Pool):
+    with pytest.raises(RanksFailed, match=r"all_gather over axis (node|cluster) failed on rank \d "):
+        pool.run(4, die_between_slices)

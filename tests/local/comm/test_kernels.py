@@ -19,18 +19,18 @@ from zeromesh.schedule.workspace import DEVICE_BYTES
 INSTALLED = importlib.util.find_spec("triton") is not None
 TYPES = {
     "source": "*bf16", "own": "*bf16", "target": "*fp32", "out": "*fp32", "residual": "*fp32", "codes": "*i8",
-    "scales": "*fp32", "factor": "fp32",
+    "scales": "*fp32", "sum_codes": "*i8", "sum_scales": "*fp32", "factor": "fp32",
 }  # fmt: skip
 """Of the kernels' arguments, as Triton spells them; the others are `i32`."""
 
 
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 def test_kernels_in_the_interpreter():
-    tests = Path(__file__).with_name("kernels_in_interpreter.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_kernels.py"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
@@ -46,6 +46,7 @@ def test_kernels_compile_for_a_gpu_and_round_as_torch_does(bits):
         (kernels._quantise_kernel, {**quantiser._rounding, "FEEDBACK": True}),
         (kernels._dequantise_kernel, {}),
         (kernels._reduce_kernel, {"TERMS": 4, "ACCUMULATE": True}),
+        (kernels._requantise_kernel, {**quantiser._rounding, "TERMS": 4, "FEEDBACK": True}),
     ):
         fixed = quantiser._shape | options
         types = {name: "constexpr" if name in fixed else TYPES.get(name, "i32") for name in kernel.arg_names}
