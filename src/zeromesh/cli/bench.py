@@ -64,7 +64,6 @@ def bench(
     with emulated(""):
         if under_torchrun():
             raise InputError("bench starts the ranks of its topologies itself: leave torchrun out")
-        run.claim()
         _announce(cells, run)
         if estimate:
             return

@@ -56,4 +56,12 @@ def mesh_of(text: str, ranks: int, lab: Lab | None) -> dict[str, int]:
         raise InputError(f"--ranks must be at least 1, got {ranks}")
     if text:
         return parse_mesh(text)
-    return mesh_of_tree(lab.tree) if lab is not None else default_mesh(ranks or max(2, os.cpu_count() or 2))
+    return mesh_of_tree(lab.tree) if lab is not None else default_mesh(ranks or _ranks_here())
+
+
+def _ranks_here() -> int:
+    """One for each device, or for each processor core where there are not two devices."""
+    from zeromesh.comm.device import visible_devices
+
+    devices = visible_devices()
+    return devices if devices > 1 else max(2, os.cpu_count() or 2)

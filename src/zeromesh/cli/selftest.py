@@ -37,8 +37,8 @@ def selftest(
         result = run(mesh_of(mesh, ranks, cluster), steps=steps, lab=cluster)
     if result is None:
         return
-    write(output, json.dumps(result.to_json(), indent=1) + "\n")
     _print(result, output)
+    write(output, json.dumps(result.to_json(), indent=1) + "\n")
     if not result.passed:
         raise typer.Exit(1)
 

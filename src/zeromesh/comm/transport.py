@@ -103,7 +103,7 @@ class Exchange:
 
     def _launch(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
         operations = [
-            dist.P2POp(call, tensor, group=self.process_group, group_peer=peer, tag=self._tag)
+            dist.P2POp(call, tensor, self.group.ranks[peer], self.process_group, self._tag)
             for call, messages in ((dist.irecv, arriving), (dist.isend, leaving))
             for tensor, peer in messages
             if tensor.numel()

@@ -8,7 +8,6 @@ that gets SIGKILL. Nothing here knows about namespaces.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import selectors
 import signal
@@ -25,6 +24,7 @@ from zeromesh.errors import RanksFailedError
 OnLine = Callable[[int, str, str], None]
 
 _CHUNK_BYTES = 1 << 16
+_LONGEST_WAIT_S = 3600.0  # of one wait: the system's takes a number of milliseconds of 31 bits
 _SHOWN_LINES = 20
 
 
@@ -208,7 +208,7 @@ class _Job:
     def turn(self) -> None:
         """Wait for the next event or deadline, and handle it."""
         left_s = max(0.0, self._deadline_s - time.monotonic())
-        for key, _ in self._selector.select(None if math.isinf(left_s) else left_s):
+        for key, _ in self._selector.select(min(left_s, _LONGEST_WAIT_S)):
             key.data()
         if self.running and time.monotonic() >= self._deadline_s:
             if self._stopping:

@@ -150,7 +150,7 @@ def _calls(group: AxisGroup, size: int, workspace: torch.Tensor, device: torch.d
             lambda: reduce_scatter(region, out, group, workspace=workspace, scale=1 / group.size),
             sent,
         ),
-        "all_reduce": (lambda: all_reduce(region, group, workspace=workspace, scale=1 / group.size), 2 * sent),
+        "all_reduce": (lambda: all_reduce(region, group, workspace=workspace), 2 * sent),
     }
 
 

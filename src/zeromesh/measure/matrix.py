@@ -134,7 +134,7 @@ def make_cells(
         for strategy in _strategies(topology, strategies, overlap)
         for batch in batches
     ]
-    chosen = [cell for cell in cells if only in cell.name]
+    chosen = [cell for cell in dict.fromkeys(cells) if only in cell.name]
     if not chosen:
         examples = "; ".join(cell.name for cell in cells[:3]) or "none: no strategy has the levels of a topology"
         raise InputError(f"nothing is left to run. Cells are called as these: {examples}")
@@ -144,7 +144,7 @@ def make_cells(
 def _strategies(topology: Topology, texts: Sequence[str], overlap: str) -> list[str]:
     names = [name for name, _ in topology.axes]
     found = []
-    for text in texts or STRATEGIES[len(names)]:
+    for text in texts or STRATEGIES.get(len(names), ()):
         try:
             parsed = Strategy.parse(text, names)
             Layout.of(parsed, topology.axes)

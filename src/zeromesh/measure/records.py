@@ -35,12 +35,20 @@ class Records:
 
     Args:
         directory: made if it is not there.
+
+    Raises:
+        InputError: it cannot be made.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         for name in ("cells", "compute", "probes", "traces"):
-            (directory / name).mkdir(parents=True, exist_ok=True)
+            try:
+                (directory / name).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(
+                    f"results need a directory that can be written to; got {directory}: {error.strerror}"
+                ) from None
 
     def claim(self, *, steps: int, warmup: int) -> None:
         """Writes what the directory is of, or holds it against that.

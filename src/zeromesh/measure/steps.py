@@ -224,7 +224,8 @@ def measure_compute(ranks: Ranks, batch: Batch, *, steps: int) -> dict[str, Any]
     dist.all_reduce(found)
     shares = found.mean(dim=0)
     times = torch.tensor([1.0 if name in ("optimizer", "wait") else batch.micro_batches for name, _ in keys])
-    seconds = dict(zip(keys, (shares * slowest.median() / (shares * times).sum()).tolist(), strict=True))
+    step_s = statistics.median(slowest.tolist())
+    seconds = dict(zip(keys, (shares * step_s / (shares * times).sum()).tolist(), strict=True))
     return {
         "forward": {unit: seconds["forward", unit] for unit in units},
         "backward": {unit: seconds["backward", unit] for unit in units},

@@ -25,7 +25,9 @@ def main(directory: Path) -> int:
     except Exception as error:
         traceback.print_exc()
         failure = {"at_s": time.monotonic(), "is_input": isinstance(error, InputError), "message": str(error)}
-        (directory / f"failure-{rank}.json").write_text(json.dumps(failure))
+        unfinished = directory / f"{rank}.unfinished"
+        unfinished.write_text(json.dumps(failure))
+        unfinished.rename(directory / f"failure-{rank}.json")  # whole: who started this may end it at any moment
         return 1
     return 0
 

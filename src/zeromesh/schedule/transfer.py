@@ -72,8 +72,8 @@ class Transfer:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one rank sends: [Note: Bytes]. The chunks of an all-reduce may differ by an element, and with them
-        what the ranks of a longer axis send: this is their mean, rounded up, and exact for two."""
+        """Bytes that one rank sends: [Note: Bytes]. The last chunks of an all-reduce may be shorter, and with them what
+        the ranks of a longer axis send: this is their mean, rounded up, and exact for two."""
         others = self.axis.size - 1
         if self.operation == "all_reduce" and self.wire in ITEM_BYTES:
             return -(-2 * others * wire_bytes(self.numel, self.wire) // self.axis.size)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import on_ranks
 from tests.pure.measure.test_bench import raw
@@ -148,6 +150,18 @@ def test_wrong_accounts_fail_the_self_test():
         patch.setattr("zeromesh.engine.report.sent_bytes_per_axis", lambda *_, **__: {"node": 1000})
         good, detail = selftest._accounts(training)
     assert not good and group.size == 2, detail
+
+
+@on_ranks(5, timeout_s=TIMEOUT_S)
+def test_ranks_whose_chunks_are_shorter_send_less_and_that_is_right():
+    training = Training(ranks_of(5), replace(BATCH, dtype="bf16"), "node=0")  # whose sums are ours, by chunks
+    training.step()
+    with zm.traffic_report(training.model, micro_batches=len(training.data)) as traffic:
+        training.step()
+    (line,) = traffic.lines()
+    assert line.sent_bytes != line.predicted_bytes
+    good, detail = selftest._accounts(training)
+    assert good and "0.00% off" in detail, detail
 
 
 def test_layouts_of_a_mesh():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from math import prod
+from pathlib import Path
 
 import pytest
 
 from zeromesh.cli.app import main
+from zeromesh.cli.measuring import mesh_of
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +97,20 @@ def test_a_failed_check_is_an_exit_code(monkeypatch, capsys, tmp_path, status, c
 def test_an_estimate_starts_nothing(monkeypatch, capsys):
     assert run(monkeypatch, "bench", "cluster=2,node=2", "--estimate") == 0
     assert capsys.readouterr().out.startswith("36 of 36 cells to measure, about ")
+    assert not Path("zeromesh-bench/setting.json").exists()  # so that steps of another number can follow
+
+
+def test_a_bench_needs_a_directory(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert run(monkeypatch, "bench", "cluster=2,node=2", "--estimate", "-d", str(tmp_path / "file")) == 2
+    assert "results need a directory that can be written to" in capsys.readouterr().err
+
+
+def test_ranks_that_are_started_here_are_one_for_each_device(monkeypatch):
+    for devices, ranks in ((8, 8), (1, 6), (0, 6)):
+        monkeypatch.setattr("zeromesh.comm.device.visible_devices", lambda devices=devices: devices)
+        monkeypatch.setattr("os.cpu_count", lambda: 6)
+        assert prod(mesh_of("", 0, None).values()) == ranks
 
 
 def test_overlap_of_the_ablation(monkeypatch, capsys):

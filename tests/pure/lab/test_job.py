@@ -72,6 +72,11 @@ def test_the_others_run_on_where_that_is_asked_for():
     assert [r.ended_because for r in results] == [None, "it ran past the timeout of 0.5 s"]
 
 
+def test_a_timeout_may_be_longer_than_one_wait():
+    (result,) = run("exit 0", timeout_s=1e7)
+    assert result.ended_because is None
+
+
 def test_the_timeout_kills_what_ignores_a_request_to_end():
     start = time.monotonic()
     (result,) = run("trap '' TERM; while :; do sleep 60; done", timeout_s=0.2, grace_s=0.3)

@@ -274,6 +274,17 @@ def test_the_best_predicted_is_held_against_the_best_measured(bench):
     assert (bench.directory / "traces" / best.key / "predicted.json").exists()
 
 
+def test_a_cell_that_is_named_twice_is_one():
+    cells = make_cells([TREE, TREE], ["zero3", "node=3,cluster=3"], [BATCH, BATCH])
+    assert [cell.strategy for cell in cells] == ["node=3,cluster=3"]
+
+
+def test_meshes_without_common_strategies_need_some():
+    with pytest.raises(InputError, match="no strategy has the levels of a topology"):
+        make_cells(["a=2,b=2,c=2,d=2"], (), [BATCH])
+    assert make_cells(["a=2,b=2,c=2,d=2"], ["zero3"], [BATCH])
+
+
 def test_an_estimate_grows_with_what_is_to_do():
     few = make_cells([TREE], ["node=3,cluster=3"], [BATCH])
     many = make_cells([TREE, "2@1gbit,2"], ["node=3,cluster=3", "node=0,cluster=0"], [BATCH])
