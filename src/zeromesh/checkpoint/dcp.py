@@ -125,6 +125,15 @@ class SlicedTensor(torch.Tensor):
         piece = self.piece
         return SlicedTensor(Piece(name=piece.name, shape=piece.shape, start=piece.start, local=piece.local.clone()))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.piece.is_whole:
+            raise CheckpointError(
+                f"{self!r} is one rank's part of a state dict, and pickled alone (torch.save) the others' would be lost: "
+                f"save with zm.Checkpoints or torch.distributed.checkpoint, or zm.full_state_dict(model) on one rank"
+            )
+        whole = self.piece.local.view(self.piece.shape)
+        return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it so
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without cls
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -133,6 +142,10 @@ class SlicedTensor(torch.Tensor):
             return SlicedTensor(args[0].piece)
         if func is torch.ops.aten.clone.default:
             return args[0].__deepcopy__({})
+        if func is torch.ops.aten._to_copy.default:  # an optimizer that loads its states gives them its dtype
+            piece = args[0].piece
+            local = piece.local.to(dtype=kwargs.get("dtype"), device=kwargs.get("device"), copy=True)
+            return SlicedTensor(Piece(name=piece.name, shape=piece.shape, start=piece.start, local=local))
         held = next((arg for arg in args if isinstance(arg, SlicedTensor)), "a sliced tensor")
         raise CheckpointError(
             f"{func} on {held}: this rank holds a slice of it only; save it with torch.distributed.checkpoint, give it "

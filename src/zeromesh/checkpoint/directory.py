@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeromesh.checkpoint.manifest import MANIFEST, MAX_INDEX_BYTES, DamagedError, read_head
-from zeromesh.checkpoint.storage import Storage
+from zeromesh.checkpoint.storage import Storage, reason
 from zeromesh.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -42,10 +42,12 @@ class Listing:
     Args:
         complete: newest first.
         refused: why other directories that are named like checkpoints are not, one line each.
+        unfinished: names of those that a save has begun to fill, where there are no renames: without a manifest.
     """
 
     complete: tuple[Found, ...]
     refused: tuple[str, ...]
+    unfinished: tuple[str, ...]
 
     @property
     def next_serial(self) -> int:
@@ -58,7 +60,7 @@ def list_checkpoints(storage: Storage) -> Listing:
     Raises:
         OSError: the directory cannot be read.
     """
-    complete, refused = [], []
+    complete, refused, unfinished = [], [], []
     for name in storage.names():
         if not _NAME.fullmatch(name):
             continue
@@ -70,8 +72,12 @@ def list_checkpoints(storage: Storage) -> Listing:
         except CheckpointError as error:
             refused.append(str(error))
         except OSError as error:
-            refused.append(f"{where} cannot be read: {error.strerror or error}")
-    return Listing(complete=tuple(sorted(complete, key=lambda f: (-f.serial, f.name))), refused=tuple(refused))
+            if isinstance(error, FileNotFoundError) and not storage.renames:
+                unfinished.append(name)
+            else:
+                refused.append(f"{where} cannot be read: {reason(error)}")
+    ordered = sorted(complete, key=lambda f: (-f.serial, f.name))
+    return Listing(complete=tuple(ordered), refused=tuple(refused), unfinished=tuple(unfinished))
 
 
 def require_named(name: str, step: int, where: str) -> None:

@@ -14,7 +14,7 @@ from zeromesh.checkpoint.foreign import is_foreign, read_foreign
 from zeromesh.checkpoint.manifest import MANIFEST, DamagedError
 from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.read import Reader, read_manifest
-from zeromesh.checkpoint.storage import Storage, open_storage
+from zeromesh.checkpoint.storage import Storage, open_storage, reason
 from zeromesh.errors import CheckpointError, MismatchError
 
 Restore = Callable[[Reader], Any]
@@ -36,17 +36,23 @@ class Loaded:
     state: dict[str, Any]
 
 
-def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Loaded | None:
+def load_newest(storage: Storage, peers: Peers, restore: Restore, *, since: int = 0) -> Loaded | None:
     """Loads the newest complete checkpoint whose content is what was written; warns of those that it passes over.
 
+    Args:
+        storage: the directory.
+        peers: all ranks.
+        restore: what each does with it.
+        since: only checkpoints of a higher serial: those that were made after that one.
+
     Returns:
-        None where there has never been one.
+        None where none has ever been made.
 
     Raises:
         CheckpointError: there are checkpoints, but none can be loaded; or one is of another model.
         CommunicationError: a rank did not take part.
     """
-    names, refused = _candidates(storage, peers)
+    names, refused = _candidates(storage, peers, since)
     for problem in refused:
         _warn(peers, problem)
     for name in names:
@@ -87,16 +93,17 @@ def _kind(storage: Storage, name: str) -> str:
     return "checkpoint" if _has(storage, name, MANIFEST) or is_foreign(storage, name) else "directory"
 
 
-def _candidates(storage: Storage, peers: Peers) -> tuple[list[str], list[str]]:
+def _candidates(storage: Storage, peers: Peers, since: int) -> tuple[list[str], list[str]]:
     names: list[str] = []
     refused: list[str] = []
     problem = ""
     if peers.rank == 0:
         try:
             listing = list_checkpoints(storage)
-            names, refused = [found.name for found in listing.complete], list(listing.refused)
-        except OSError as error:
-            problem = f"cannot read {storage.where()}: {error.strerror or error}"
+            names = [found.name for found in listing.complete if found.serial > since]
+            refused = list(listing.refused)
+        except Exception as error:  # the others wait
+            problem = f"cannot read {storage.where()}: {reason(error)}"
     names, refused, problem = peers.broadcast((names, refused, problem), "the list of checkpoints")
     if problem:
         raise CheckpointError(problem)
@@ -119,8 +126,8 @@ def _attempt(storage: Storage, name: str, peers: Peers, restore: Restore) -> Loa
         loaded = Loaded(where=storage.where(name), step=manifest.step, state=dict(manifest.state))
     except CheckpointError as error:
         problem, damaged = str(error), isinstance(error, DamagedError)
-    except OSError as error:
-        problem, damaged = f"{storage.where(name)} cannot be read: {error.strerror or error}", True
+    except Exception as error:  # the others wait
+        problem, damaged = f"{storage.where(name)} cannot be read: {reason(error)}", isinstance(error, OSError)
     found = peers.all_gather(
         (problem, damaged, None if loaded is None else loaded.step), f"whether all have loaded {name}"
     )

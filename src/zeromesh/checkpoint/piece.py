@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,11 @@ class Piece:
     @property
     def stop(self) -> int:
         return self.start + self.local.numel()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the tensor lies elsewhere."""
+        return self.local.numel() == math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:

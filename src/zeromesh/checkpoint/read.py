@@ -154,7 +154,7 @@ def require_match(where: str, entries: Mapping[str, TensorEntry], wanted: Sequen
     lines += [
         f"{p.name.removeprefix(prefix)}: {p.local.dtype} in the model, {entries[p.name].dtype} in the checkpoint"
         for p in wanted
-        if p.name in found and not _same_kind(p.local.dtype, DTYPES.get(entries[p.name].dtype))
+        if p.name in found and not same_kind(p.local.dtype, DTYPES.get(entries[p.name].dtype))
     ]
     if lines:
         more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
@@ -165,7 +165,8 @@ def require_match(where: str, entries: Mapping[str, TensorEntry], wanted: Sequen
         )
 
 
-def _same_kind(one: torch.dtype, other: torch.dtype | None) -> bool:
+def same_kind(one: torch.dtype, other: torch.dtype | None) -> bool:
+    """Whether both are of numbers, of integers or of truth values: what may be converted; None is not known."""
     return other is None or (one.is_floating_point, one is torch.bool) == (other.is_floating_point, other is torch.bool)
 
 

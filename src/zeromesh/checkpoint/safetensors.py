@@ -159,7 +159,8 @@ def _fill(directory: Path, files: Sequence[_File], pieces: Sequence[Piece], dtyp
 
 
 def _publish(directory: Path, files: Sequence[_File]) -> None:
-    """Files, then the index; what an earlier export left beyond that goes."""
+    """Files, then the index; an earlier export's goes before: it would name the new files as well as the old."""
+    (directory / INDEX).unlink(missing_ok=True)
     for file in files:
         os.replace(_temporary(directory, file), directory / file.name)
     if len(files) > 1:
@@ -170,8 +171,6 @@ def _publish(directory: Path, files: Sequence[_File]) -> None:
         temporary.write_text(json.dumps(index, indent=2))
         os.replace(temporary, directory / INDEX)
         (directory / SINGLE).unlink(missing_ok=True)
-    else:
-        (directory / INDEX).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

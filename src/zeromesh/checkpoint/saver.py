@@ -10,15 +10,16 @@
     rank 0       rename to step-00000020
     rank 0       delete what retention does not keep
 
-A rank that fails tells the others; then rank 0 deletes what was written, and all of them raise the same error. A rank
-that dies or stops is named by the others when the group's timeout is over: what was being written stays invisible.
+A rank that fails, whatever its error is, tells the others; then rank 0 deletes what was written, and all of them raise
+the same error. A rank that dies or stops is named by the others when the group's timeout is over: what was being
+written stays invisible.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,9 +31,9 @@ from zeromesh.checkpoint.directory import SAVING, clear_leftovers, free_name, li
 from zeromesh.checkpoint.manifest import MANIFEST, Manifest
 from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.piece import Piece, Staging
-from zeromesh.checkpoint.storage import Storage
+from zeromesh.checkpoint.storage import Storage, reason
 from zeromesh.checkpoint.write import Written, entries_of, files_of, write_file
-from zeromesh.errors import CheckpointError, CommunicationError
+from zeromesh.errors import CheckpointError
 
 LOCK_WAIT_S = 10.0
 """A job that is restarted may find its predecessor still ending."""
@@ -110,15 +111,15 @@ class Saver:
                 clear_leftovers(storage)
             except CheckpointError as error:
                 problem = str(error)
-            except OSError as error:
+            except Exception as error:
                 problem = _cannot(storage.where(), error)
         try:
             problem = peers.broadcast(problem, "the lock of the checkpoints' directory")
-        except CommunicationError:
+            if problem:
+                raise CheckpointError(problem)
+        except BaseException:
             storage.unlock()
             raise
-        if problem:
-            raise CheckpointError(problem)
 
     @property
     def staging_bytes(self) -> int:
@@ -147,8 +148,11 @@ class Saver:
             CheckpointError: it failed, on all ranks.
             CommunicationError: a rank did not take part.
         """
+        if self._pending is None:
+            return None
+        wait([self._pending])  # interrupted here, it is still under way
         pending, self._pending = self._pending, None
-        return None if pending is None else pending.result()
+        return pending.result()
 
     def close(self) -> None:
         """Waits, and leaves the directory to others."""
@@ -164,8 +168,7 @@ class Saver:
         problem = begun.problem
         if not problem:
             manifest = None
-            pieces = [replace(piece, local=local) for piece, local in zip(snapshot.pieces, copies, strict=True)]
-            written, problem = self._write_own(begun.directory, pieces)
+            written, problem = self._write_own(begun.directory, snapshot.pieces, copies)
             gathered = peers.gather((written, problem), f"what each rank has written of {what}")
             if gathered is not None:
                 manifest, problem = self._describe(snapshot, begun, gathered)
@@ -191,16 +194,19 @@ class Saver:
             self.storage.make(directory)
             serial = list_checkpoints(self.storage).next_serial
             return _Begun(name=name, directory=directory, serial=serial)
-        except OSError as error:
+        except Exception as error:
             return _Begun(problem=_cannot(self.storage.where(), error))
 
-    def _write_own(self, directory: str, pieces: Sequence[Piece]) -> tuple[list[Written], str]:
+    def _write_own(
+        self, directory: str, pieces: Sequence[Piece], copies: Sequence[Tensor]
+    ) -> tuple[list[Written], str]:
         file = f"__{self.peers.rank}_0.distcp"
         if not pieces:
             return [], ""
         try:
-            return write_file(self.storage, directory, file, pieces), ""
-        except OSError as error:
+            copied = [replace(piece, local=local) for piece, local in zip(pieces, copies, strict=True)]
+            return write_file(self.storage, directory, file, copied), ""
+        except Exception as error:
             return [], _cannot(self.storage.where(directory, file), error)
 
     def _describe(
@@ -210,19 +216,19 @@ class Saver:
         problem = next((problem for _, problem in gathered if problem), "")
         if problem:
             return None, problem
-        rows = [row for written, _ in gathered for row in written]
-        manifest = Manifest(
-            step=snapshot.step,
-            serial=begun.serial,
-            tensors=entries_of(rows, snapshot.empty),
-            files=files_of(rows),
-            state=snapshot.state,
-            about=snapshot.about,
-        )
-        described = [*rows, *_aliased(rows, snapshot.aliases)]
         try:
+            rows = [row for written, _ in gathered for row in written]
+            manifest = Manifest(
+                step=snapshot.step,
+                serial=begun.serial,
+                tensors=entries_of(rows, snapshot.empty),
+                files=files_of(rows),
+                state=snapshot.state,
+                about=snapshot.about,
+            )
+            described = [*rows, *_aliased(rows, snapshot.aliases)]
             write_metadata(self.storage, begun.directory, described, snapshot.empty, snapshot.objects)
-        except OSError as error:
+        except Exception as error:
             return None, _cannot(self.storage.where(begun.directory, METADATA), error)
         # Where nobody looks at this directory yet, the manifest need not wait for the data.
         return manifest, self._write_manifest(begun.directory, manifest) if self.storage.renames else ""
@@ -231,15 +237,15 @@ class Saver:
         try:
             with self.storage.create(directory, MANIFEST) as stream:
                 stream.write(manifest.to_bytes())
-        except OSError as error:
+        except Exception as error:
             return _cannot(self.storage.where(directory, MANIFEST), error)
         return ""
 
     def _settle(self, directory: str) -> str:
         try:
             self.storage.settle()
-        except OSError as error:
-            return _cannot(error.filename or self.storage.where(directory), error)
+        except Exception as error:
+            return _cannot(getattr(error, "filename", None) or self.storage.where(directory), error)
         return ""
 
     def _publish(self, begun: _Begun, manifest: Manifest | None) -> str:
@@ -249,24 +255,25 @@ class Saver:
             return self._write_manifest(begun.directory, manifest)
         try:
             self.storage.publish(begun.directory, begun.name)
-        except OSError as error:
+        except Exception as error:
             return _cannot(self.storage.where(begun.directory), error)
         return ""
 
     def _discard(self, directory: str) -> None:
         # Where the disk is gone too, the next job deletes it.
         if self.peers.rank == 0 and directory:
-            with suppress(OSError):
+            with suppress(Exception):
                 self.storage.remove(directory)
 
     def _retire(self) -> None:
         # The checkpoint itself is complete; what cannot be deleted now is tried again with the next one.
         if self.peers.rank != 0:
             return
-        with suppress(OSError):
-            complete = list_checkpoints(self.storage).complete
-            for found in superfluous(complete, keep=self._keep, keep_every=self._keep_every):
-                self.storage.remove(found.name)
+        with suppress(Exception):
+            listing = list_checkpoints(self.storage)
+            old = superfluous(listing.complete, keep=self._keep, keep_every=self._keep_every)
+            for name in (*(found.name for found in old), *listing.unfinished):
+                self.storage.remove(name)
 
 
 def _aliased(rows: Sequence[Written], aliases: Mapping[str, str]) -> list[Written]:
@@ -274,5 +281,5 @@ def _aliased(rows: Sequence[Written], aliases: Mapping[str, str]) -> list[Writte
     return [replace(row, name=alias) for alias, name in aliases.items() for row in rows if row.name == name]
 
 
-def _cannot(where: str, error: OSError) -> str:
-    return f"cannot write {where}: {error.strerror or error}"
+def _cannot(where: str, error: Exception) -> str:
+    return f"cannot write {where}: {reason(error)}"

@@ -94,6 +94,11 @@ class Storage(Protocol):
         ...
 
 
+def reason(error: Exception) -> str:
+    """What went wrong, for a message: the system's words, or the kind of error and its own."""
+    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
 def open_storage(location: str | os.PathLike[str]) -> Storage:
     """A local directory, or any URL that fsspec knows (``s3://bucket/run``)."""
     text = os.fspath(location)
@@ -191,11 +196,30 @@ class LocalStorage:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         self._lock = lock
+        _LOCKED.add(self)
 
     def unlock(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also where a forked process has not closed it yet
+            self._leave()
+
+    def _leave(self) -> None:
+        assert self._lock is not None
+        os.close(self._lock)
+        self._lock = None
+        _LOCKED.discard(self)
+
+
+_LOCKED: set[LocalStorage] = set()
+
+
+def _leave_all() -> None:
+    """A lock is the open file's, which a fork shares: the child of a killed job would hold it as long as it lives."""
+    for storage in tuple(_LOCKED):
+        storage._leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
 
 
 class _Whole:

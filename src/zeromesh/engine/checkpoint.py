@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -67,11 +68,12 @@ class Checkpoints:
         directory: where they lie: a path that all ranks see, or a URL that fsspec knows.
         model: sharded.
         optimizers: one or several, made from the model's parameters.
-        keep: newest checkpoints to keep.
+        keep: newest checkpoints to keep, at least 1.
         keep_every: checkpoints of steps that this divides are kept for good; 0 keeps none.
         lock_wait_s: how long to wait for another job that saves to the same directory.
 
     Raises:
+        CheckpointError: `keep` or `keep_every` is too low.
         ModelError: the model is not sharded.
 
     Example:
@@ -90,6 +92,11 @@ class Checkpoints:
         keep_every: int = 0,
         lock_wait_s: float = LOCK_WAIT_S,
     ) -> None:
+        if keep < 1 or keep_every < 0:
+            raise CheckpointError(
+                f"keep must be 1 or more and keep_every 0 or more; got keep={keep}, keep_every={keep_every}: a "
+                f"checkpoint would be deleted as soon as it is complete"
+            )
         self._engine: Engine = engine_of(model)
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
@@ -129,8 +136,9 @@ class Checkpoints:
                 a GradScaler. Rank 0's is taken.
 
         Raises:
-            CheckpointError: the save before failed, or something cannot be saved.
+            CheckpointError: `step` is none, the save before failed, or something cannot be saved.
         """
+        step = _require_step(step)
         self.open()
         assert self._saver is not None
         engine = self._engine
@@ -160,13 +168,19 @@ class Checkpoints:
         return self._saver.wait() if self._saver else None
 
     def load(
-        self, which: str | os.PathLike[str] = "auto", *, optimizer_options: bool = True, random_states: bool = True
+        self,
+        which: str | os.PathLike[str] = "auto",
+        *,
+        since: int = 0,
+        optimizer_options: bool = True,
+        random_states: bool = True,
     ) -> Restored | None:
         """Fills model and optimizers from a checkpoint.
 
         Args:
             which: "auto" is the newest complete one in the directory; else the path of a checkpoint, of zeromesh's or
                 of torch.distributed.checkpoint's, or of a directory of zeromesh's.
+            since: for "auto", only checkpoints that were made after that of this serial (in the manifest's first line).
             optimizer_options: also take learning rates and the like from it, as torch's `load_state_dict` does.
             random_states: also set the random number generators, where the number of ranks is the same.
 
@@ -175,7 +189,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on all ranks, the checkpoint is damaged (with "auto": all of them are), or of another
-                model. Where it is damaged, a part of this one may have been filled: load another before going on.
+                model, or another optimizer. Of another model, nothing is changed. Otherwise a part of this one may have
+                been filled: load another before going on.
             CommunicationError: a rank did not take part.
         """
         self.wait()
@@ -196,7 +211,7 @@ class Checkpoints:
         loaded: Loaded | None
         try:
             if which == "auto":
-                loaded = load_newest(self._storage, self._peers, restore)
+                loaded = load_newest(self._storage, self._peers, restore, since=since)
             else:
                 loaded = load_path(which, self._peers, restore)
         except CheckpointError:  # on all ranks; parameters may be the checkpoint's though its optimizer does not fit
@@ -220,6 +235,19 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _require_step(step: int) -> int:
+    """As an int of Python's, whose text is the checkpoint's name and is in its manifest."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError(
+            f"step must be a whole number of steps done, 0 or more, since it names the checkpoint; got {step!r}"
+        )
+    return number
 
 
 def make_peers(control: Control) -> Peers:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeromesh.checkpoint.piece import Piece, share, whole
+from zeromesh.checkpoint.read import same_kind
 from zeromesh.checkpoint.safetensors import Spec, fill_from, read_headers, write_safetensors
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.checkpoint import make_peers
@@ -73,7 +74,8 @@ def load_safetensors(model: nn.Module, location: str | os.PathLike[str]) -> None
     """Fills a sharded model from a safetensors file or a Hugging Face model's directory; each rank reads its shard.
 
     Raises:
-        ModelError: on all ranks, if names are missing or unknown, or a shape differs; nothing is changed then.
+        ModelError: on all ranks, if names are missing or unknown, or a shape or a kind of number differs;
+            nothing is changed then.
         CheckpointError: on all ranks, if a file is missing or damaged.
     """
     engine = engine_of(model)
@@ -113,6 +115,11 @@ def _load(model: nn.Module, location: Path) -> None:
         if stored[piece.name].shape != piece.shape:
             raise ModelError(
                 f"{piece.name} must have shape {piece.shape}; in {location} it has {stored[piece.name].shape}"
+            )
+        if not same_kind(piece.local.dtype, stored[piece.name].dtype):
+            raise ModelError(
+                f"{piece.name} must be of the same kind as the model's {piece.local.dtype}; in {location} it is "
+                f"{stored[piece.name].dtype}, which is not converted: the file is of a quantised or of another model"
             )
     engine.interpreter.quiesce()
     fill_from(stored, [piece for piece in pieces if piece.local.numel()])

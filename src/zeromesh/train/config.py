@@ -26,9 +26,9 @@ DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
 class Section(BaseModel):
-    """A table of the file: no unknown keys, no changes after validation."""
+    """A table of the file: no unknown keys, no changes after validation. It goes to local processes as JSON."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
 class RunConfig(Section):
@@ -45,7 +45,7 @@ class RunConfig(Section):
 
     directory: Path
     steps: int = Field(gt=0)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = Field(default=None, gt=0)
     timeout_s: float = Field(default=600.0, gt=0)
@@ -102,7 +102,7 @@ class OptimizerConfig(Section):
         betas, eps, weight_decay: AdamW's; parameters of fewer than two dimensions are not decayed.
         schedule: "cosine" falls to `final_lr_ratio` times lr at the last step, "constant" stays.
         warmup_steps: steps over which the learning rate rises linearly from 0.
-        clip_norm: longest gradient; 0 does not clip.
+        clip_norm: longest gradient; 0 and inf do not clip.
     """
 
     lr: float = Field(gt=0)
@@ -112,7 +112,7 @@ class OptimizerConfig(Section):
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
     final_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    clip_norm: float = Field(default=1.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0, allow_inf_nan=True)
 
 
 class EvalConfig(Section):

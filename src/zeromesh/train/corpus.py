@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,9 @@ from torch import Tensor
 from zeromesh.errors import ConfigError
 from zeromesh.train.config import DataConfig
 from zeromesh.train.ranks import collective, from_first
-from zeromesh.train.text import TrainedTokenizer, find_files, make_tokenizer
+from zeromesh.train.text import TrainedTokenizer, digest, find_files, make_tokenizer
+
+TOKENIZER = "digest of the tokenizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,7 @@ class Corpus:
         vocab_size: of the tokenizer.
         num_files: trained on.
         tokenizer: the text of its tokenizer.json; None for bytes.
+        digest: of the training tokens.
     """
 
     training: Sequences
@@ -53,6 +57,15 @@ class Corpus:
     vocab_size: int
     num_files: int
     tokenizer: str | None
+    digest: str
+
+    def identity(self) -> dict[str, Any]:
+        """What tells it from another corpus, for a checkpoint."""
+        return {
+            TOKENIZER: digest((self.tokenizer or "bytes").encode()),
+            "number of training tokens": self.training.tokens.numel(),
+            "digest of the training tokens": self.digest,
+        }
 
 
 def load_corpus(config: DataConfig) -> Corpus:
@@ -63,11 +76,11 @@ def load_corpus(config: DataConfig) -> Corpus:
     """
     tokens: list[Tensor] = []
 
-    def read() -> tuple[list[int], int, int, str | None]:
+    def read() -> tuple[list[int], dict[str, Any]]:
         tokens[:], facts = _read(config)
-        return facts
+        return [stream.numel() for stream in tokens], facts
 
-    lengths, vocab_size, num_files, definition = from_first(read, "waiting for rank 0 to read the corpus")
+    lengths, facts = from_first(read, "waiting for rank 0 to read the corpus", at_work=True)
     if dist.get_rank() != 0:
         tokens = [torch.empty(length, dtype=torch.int32) for length in lengths]
     for stream in tokens:
@@ -75,12 +88,11 @@ def load_corpus(config: DataConfig) -> Corpus:
             with collective("sharing the corpus"):
                 dist.broadcast(stream, src=0)
     training, held_out = (Sequences(tokens=stream, seq_len=config.seq_len) for stream in tokens)
-    return Corpus(
-        training=training, held_out=held_out, vocab_size=vocab_size, num_files=num_files, tokenizer=definition
-    )
+    return Corpus(training=training, held_out=held_out, **facts)
 
 
-def _read(config: DataConfig) -> tuple[list[Tensor], tuple[list[int], int, int, str | None]]:
+def _read(config: DataConfig) -> tuple[list[Tensor], dict[str, Any]]:
+    """Training and held-out tokens, and what else a `Corpus` is made of."""
     files = find_files(config)
     texts = [path.read_bytes() for path in files.training]
     tokenizer = make_tokenizer(config.tokenizer, texts)
@@ -94,4 +106,9 @@ def _read(config: DataConfig) -> tuple[list[Tensor], tuple[list[int], int, int, 
                 f"the {key} files must hold at least data.seq_len + 1 = {config.seq_len + 1} tokens;"
                 f" got {stream.numel()}"
             )
-    return tokens, ([stream.numel() for stream in tokens], tokenizer.vocab_size, len(files.training), definition)
+    return tokens, {
+        "vocab_size": tokenizer.vocab_size,
+        "num_files": len(files.training),
+        "tokenizer": definition,
+        "digest": digest(tokens[0].numpy().data),
+    }

@@ -10,6 +10,9 @@ from zeromesh.errors import ConfigError
 
 MAX_PORT = 65535
 
+NO_NAME = "none"
+"""What torchrun calls a run that was given no name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
@@ -18,7 +21,8 @@ class Launched:
     Args:
         rank, world: over the whole run.
         local_rank, local_world: on this machine.
-        restarts: how often the launcher has started the run anew after a failure.
+        again: whether the run may have been started before: the launcher has counted a restart, or it is torchrun with
+            a name for the run, which does not count where nodes have come or gone.
         job: the launcher's name of the run, the same after a restart; empty where it has none.
     """
 
@@ -26,7 +30,7 @@ class Launched:
     world: int
     local_rank: int
     local_world: int
-    restarts: int = 0
+    again: bool = False
     job: str = ""
 
     @classmethod
@@ -49,15 +53,23 @@ class Launched:
         rank = _number(environ, "RANK", 0, world, "WORLD_SIZE")
         local_world = _number(environ, "LOCAL_WORLD_SIZE", 1, world + 1, "WORLD_SIZE + 1", default=1)
         local_rank = _number(environ, "LOCAL_RANK", 0, local_world, "LOCAL_WORLD_SIZE", default=0)
-        run_id = environ.get("TORCHELASTIC_RUN_ID", "")
-        return cls(
-            rank=rank,
-            world=world,
-            local_rank=local_rank,
-            local_world=local_world,
-            restarts=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
-            job="" if run_id == "none" else run_id,  # torchrun's, where it was given none
-        )
+        again, job = _start(environ)
+        return cls(rank=rank, world=world, local_rank=local_rank, local_world=local_world, again=again, job=job)
+
+    @classmethod
+    def alone(cls, environ: Mapping[str, str]) -> Self:
+        """A process started by hand, which meets no others; SLURM may have put its job back in the queue."""
+        again, job = _start(environ)
+        return cls(rank=0, world=1, local_rank=0, local_world=1, again=again, job=job)
+
+
+def _start(environ: Mapping[str, str]) -> tuple[bool, str]:
+    """Whether the run may have been started before, and its name: torchrun's, or else SLURM's."""
+    run_id = environ.get("TORCHELASTIC_RUN_ID", NO_NAME)
+    named = run_id not in ("", NO_NAME)
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    restarts = sum(_number(environ, name, 0, default=0) for name in counts)
+    return named or restarts > 0, run_id if named else environ.get("SLURM_JOB_ID", "")
 
 
 def check_address(environ: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from zeromesh.errors import InputError, InternalError, ZeromeshError
 from zeromesh.train.config import TrainConfig, load_config
-from zeromesh.train.environment import Launched, check_address
+from zeromesh.train.environment import NO_NAME, Launched, check_address
 from zeromesh.train.preemption import noticing_sigterm
 from zeromesh.train.processes import EXIT_INPUT, EXIT_PREEMPTED, Ending, Failure, Forwarder, LocalProcesses, verdict
 
@@ -68,7 +68,8 @@ def _run_here(config: TrainConfig, launched: Launched | None) -> int:
 
 def _run_local(config: TrainConfig) -> int:
     """Start local processes, and start them again where that may help, `faults.restarts` times."""
-    job = uuid.uuid4().hex
+    # SLURM has a name that outlives this process, and is the same when the job comes back from the queue.
+    job = NO_NAME if "SLURM_JOB_ID" in os.environ else uuid.uuid4().hex
     with Forwarder() as sigterm:
         for restarts in range(config.faults.restarts + 1):
             ending = _attempt(config, sigterm, restarts, job)

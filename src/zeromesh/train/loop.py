@@ -30,7 +30,7 @@ from zeromesh.train.nonfinite import NonFinite, Remedy, describe
 from zeromesh.train.planning import choose_strategy
 from zeromesh.train.preemption import end_at_once, was_asked
 from zeromesh.train.progress import Progress, show_progress
-from zeromesh.train.ranks import Ranks, collective, first_at_work, from_first
+from zeromesh.train.ranks import Ranks, collective, first_at_work, from_first, on_any
 from zeromesh.train.sampler import Sampler
 from zeromesh.train.summary import Row, fault_lines, gather_rows, header, table
 
@@ -79,7 +79,7 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     torch.manual_seed(_seed_of(config.run.seed, ranks.rank, model))
     optimizer = make_optimizer(model, config.optimizer)
     trainer = Trainer(config, ranks, corpus, model, optimizer)
-    checkpointer = make_checkpointer(config, ranks, model, optimizer, trainer.counts)
+    checkpointer = make_checkpointer(config, ranks, corpus, model, optimizer, trainer.counts)
     return trainer.run(checkpointer)
 
 
@@ -229,7 +229,7 @@ class Trainer:
             raise
         if checkpointer:
             checkpointer.close()
-        return done == steps
+        return done >= steps
 
     def _after_nonfinite(
         self, step: int, outcome: StepOutcome, checkpointer: Checkpointer | None, progress: Progress
@@ -260,8 +260,7 @@ class Trainer:
 
     def _stops_before_a_step(self) -> bool:
         """Whether SIGTERM came during set-up, on any rank: what is on disk is what there is to save."""
-        (stops,) = self._sum_over_ranks("agreeing to start", float(self._asked_to_stop()))
-        return stops > 0
+        return on_any(self._asked_to_stop(), "agreeing to start")
 
     def _asked_to_stop(self) -> bool:
         return self._stop_asked or was_asked()
@@ -298,7 +297,8 @@ class Trainer:
         loss_sum, tokens = 0.0, 0
         for indices in sampler.rank_batches(0, self.ranks.rank):
             loss, weight = self._loss(self.corpus.held_out, indices)
-            loss_sum += float(loss) * weight
+            if weight:  # 0 times a loss that is not finite would not be 0
+                loss_sum += float(loss) * weight
             tokens += weight
         loss_total, token_total = self._sum_over_ranks("adding up the held-out loss", loss_sum, tokens)
         return loss_total / token_total
@@ -341,7 +341,7 @@ class Trainer:
             with accumulate(self.model, last=position == len(batches) - 1, weight=self._weight(indices)):
                 loss, weight = self._loss(self.corpus.training, indices)
                 loss.backward()  # type: ignore[no-untyped-call]
-            if weight:  # 0 times a loss that is not finite would not be 0
+            if weight:  # as in `evaluate`
                 loss_sum += loss.detach().double() * weight
             tokens += weight
         return loss_sum, tokens

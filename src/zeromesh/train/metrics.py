@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +45,8 @@ class StepMetrics:
 class MetricsFile:
     """Appends steps to `metrics.jsonl`, each line flushed, so that a killed run keeps what it did.
 
+    Training is worth more than its metrics: where the disk is full, there is one warning, and the run goes on.
+
     Args:
         path: the file; its directory exists.
         steps_done: lines of later steps are dropped: a resumed run repeats them, a new one starts with none.
@@ -49,19 +54,22 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, steps_done: int) -> None:
         self._path = path
+        self._warned = False
         self._file: TextIO = _open(path, steps_done)
 
     def append(self, metrics: StepMetrics) -> None:
         fields = {name: value for name, value in asdict(metrics).items() if value is not None}
         # JSON has no NaN and no infinity.
         finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in fields.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        with self._going_on():
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
 
     def rewind(self, steps_done: int) -> None:
         """Drops the lines of later steps: the run has gone back."""
-        self._file.close()
-        self._file = _open(self._path, steps_done)
+        with self._going_on():
+            before, self._file = self._file, _open(self._path, steps_done)
+            before.close()
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +77,21 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with self._going_on():
+            self._file.close()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"cannot write {self._path}: {error.strerror or error}; training goes on, and steps are missing "
+                    f"there until it can be written again",
+                    stacklevel=4,
+                )
 
 
 def _open(path: Path, steps_done: int) -> TextIO:

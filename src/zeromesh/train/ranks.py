@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,8 +41,7 @@ class Ranks:
         local_rank, local_world: on this machine.
         device: where this rank computes.
         mesh: of all ranks, outermost axis first.
-        restarts: how often the launcher has started the run anew after a failure.
-        job: the launcher's name of the run, the same after a restart; may be empty.
+        again, job: as `Launched` has them.
     """
 
     rank: int
@@ -51,7 +50,7 @@ class Ranks:
     local_world: int
     device: torch.device
     mesh: DeviceMesh
-    restarts: int = 0
+    again: bool = False
     job: str = ""
 
 
@@ -75,7 +74,7 @@ def join_ranks(
         InputError: some ranks have a device and others have none.
         CommunicationError: the ranks do not meet within the timeout.
     """
-    launched = launched or Launched(rank=0, world=1, local_rank=0, local_world=1)
+    launched = launched or Launched.alone(os.environ)
     rank, world = launched.rank, launched.world
     _set_threads(run, launched.local_world)
     found = _device(run, launched)
@@ -100,7 +99,7 @@ def join_ranks(
                     local_world=launched.local_world,
                     device=device,
                     mesh=device_mesh,
-                    restarts=launched.restarts,
+                    again=launched.again,
                     job=launched.job,
                 )
             except Exception as error:
@@ -178,23 +177,37 @@ def collective(operation: str) -> Iterator[None]:
         ) from error
 
 
-def from_first(make: Callable[[], T], operation: str) -> T:
+def from_first(make: Callable[[], T], operation: str, *, at_work: bool = False) -> T:
     """What `make` returns on rank 0, on every rank; collective.
+
+    Args:
+        make: called on rank 0.
+        operation: for messages.
+        at_work: `make` may take longer than a collective: see `first_at_work`.
 
     Raises:
         InputError: on every rank, where `make` raises it or an OSError.
     """
     answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = make()
-        except (InputError, OSError) as error:
-            answer[1] = f"{error}"
+    with first_at_work(operation) if at_work else nullcontext():
+        if dist.get_rank() == 0:
+            try:
+                answer[0] = make()
+            except (InputError, OSError) as error:
+                answer[1] = f"{error}"
     with collective(operation):
         dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
         raise ConfigError(answer[1])
     return answer[0]  # type: ignore[no-any-return]  # make's
+
+
+def on_any(here: bool, operation: str) -> bool:
+    """Whether it is so on any rank; collective."""
+    flag = torch.tensor(float(here))
+    with collective(operation):
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def _device(run: RunConfig, launched: Launched) -> torch.device:

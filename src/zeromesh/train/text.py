@@ -66,6 +66,11 @@ def _fraction(name: str) -> float:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") / 2**64
 
 
+def digest(data: bytes | memoryview) -> str:
+    """A short name of these bytes, which no others have."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 class Tokenizer(Protocol):
     """Turns text into numbers below `vocab_size`."""
 

@@ -96,6 +96,8 @@ def test_other_files_are_refused_with_the_reason(pool: Pool, tmp_path: Path) -> 
     assert "has no 'frozen', which the model has" in message()
     save_file(state | {"frozen": torch.zeros(4)}, path)
     assert "frozen must have shape (5,)" in message()
+    save_file(state | {"frozen": torch.zeros(5, dtype=torch.int8)}, path)
+    assert "frozen must be of the same kind as the model's torch.float32; in " in message()
     save_file(state, path)
     path.write_bytes(path.read_bytes()[:-10])
     assert "is damaged" in message()

@@ -95,7 +95,7 @@ class Meddling:
         left_out: steps, counted from 0, that are not run at all.
         batches: by step, the batch it takes; others take their own.
         stop_after: steps after which the last rank is asked to end.
-        restarts, job: as a launcher says them.
+        again, job: as a launcher says them; `again` on the last rank, as where the others' nodes came later.
     """
 
     poisoned: Sequence[int] = ()
@@ -103,7 +103,7 @@ class Meddling:
     left_out: Sequence[int] = ()
     batches: dict[int, int] = field(default_factory=dict)
     stop_after: int | None = None
-    restarts: int = 0
+    again: bool = False
     job: str = ""
 
 
@@ -146,7 +146,7 @@ def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
         local_world=world,
         device=device,
         mesh=mesh,
-        restarts=meddling.restarts,
+        again=meddling.again and rank == world - 1,
         job=meddling.job,
     )
     trainers: list[Any] = []

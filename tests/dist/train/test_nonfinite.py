@@ -81,6 +81,11 @@ def test_a_sequence_that_counts_nothing_breaks_nothing(pool: Pool, directory: Pa
     outcomes = run(pool, made, poisoned=[0])
     assert not any(0 in indices for outcome in outcomes for indices in outcome.samples)
     assert [outcome.error for outcome in outcomes] == ["", ""]
+    # Nor where it is evaluated: of the held-out text 0 is none of the five.
+    evaluated = {"run__steps": 1, "data__holdout": 0.5, "eval": {"every": 1, "sequences": 5}}
+    made = config(directory, TWO, "node=3,cluster=0", checkpoint__resume="never", **evaluated)
+    run(pool, made, poisoned=[0])
+    assert lines(made)[0]["eval_loss"] > 0
 
 
 def test_skipping_has_a_bound(pool: Pool, directory: Path) -> None:

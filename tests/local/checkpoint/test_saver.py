@@ -6,13 +6,16 @@ import io
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +35,7 @@ from zeromesh.checkpoint.randomness import empty_pieces, random_pieces, restore_
 from zeromesh.checkpoint.read import Reader, require_match
 from zeromesh.checkpoint.saver import Saver, Snapshot
 from zeromesh.checkpoint.storage import LocalStorage, open_storage
+from zeromesh.checkpoint.write import write_file
 from zeromesh.errors import CheckpointError, CommunicationError
 
 BIG = BLOCK_BYTES // 4 * 2 + 1000
@@ -95,6 +99,32 @@ def test_newest_comes_back_and_old_ones_go(tmp_path: Path, remote: bool) -> None
     save(root, 4)  # a run that went back: newest is what was made last, beside the older one of that name
     loaded, found = load(root)
     assert loaded is not None and loaded.where.endswith("step-00000004.1")
+
+
+def test_what_a_kill_leaves_on_an_object_store_is_passed_over_and_goes(tmp_path: Path) -> None:
+    root = f"file://{tmp_path}/run"
+    unfinished = tmp_path / "run" / "step-00000001"
+    unfinished.mkdir(parents=True)
+    (unfinished / "__0_0.distcp").write_bytes(b"half")
+    assert load(root) == (None, {})
+    save(root, 1)
+    assert names(tmp_path / "run") == ["step-00000001.1"]
+    loaded, _ = load(root)
+    assert loaded is not None and loaded.step == 1
+
+
+def test_only_what_was_made_since_is_loaded_where_that_is_asked(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+
+    def load_since(serial: int) -> Loaded | None:
+        return load_newest(LocalStorage(tmp_path), Peers(), restore, since=serial)
+
+    newest = load_since(1)
+    assert newest is not None and newest.step == 2
+    assert load_since(2) is None
+    damage(tmp_path / "step-00000002" / "__0_0.distcp", "remove")
+    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="none that can be loaded"):
+        load_since(1)
 
 
 def test_nothing_there_is_no_checkpoint(tmp_path: Path) -> None:
@@ -271,6 +301,68 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Pat
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        "storage.LocalStorage.make",
+        "saver.write_file",
+        "saver.write_metadata",
+        "storage.LocalStorage.settle",
+        "storage.LocalStorage.publish",
+    ],
+)
+def test_an_error_that_is_none_of_the_disks_is_told_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """The other ranks wait for the one that has it."""
+
+    def fails(*_: object) -> None:
+        raise ValueError("as nobody had thought of")
+
+    saver = Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
+    small = [whole("model.a", torch.ones(3))]
+    with monkeypatch.context() as patched:
+        patched.setattr(f"zeromesh.checkpoint.{target}", fails)
+        saver.save(Snapshot(step=1, pieces=small))
+        with pytest.raises(CheckpointError, match=r"1 was not saved: cannot write .*: ValueError: as nobody had"):
+            saver.wait()
+    saver.save(Snapshot(step=2, pieces=small))
+    saver.close()
+    assert names(tmp_path) == ["step-00000002"]
+
+    def restores(_: Reader) -> None:
+        fails()
+
+    with pytest.raises(CheckpointError, match="step-00000002 cannot be read: ValueError: as nobody had"):
+        load_newest(LocalStorage(tmp_path), Peers(), restores)
+
+
+def test_a_wait_that_is_interrupted_leaves_the_save_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, goes_on = threading.Event(), threading.Event()
+    main = threading.get_ident()
+
+    def write_later(*args: Any) -> Any:
+        waits.wait(10)
+        signal.pthread_kill(main, signal.SIGUSR1)
+        goes_on.wait(10)
+        return write_file(*args)
+
+    monkeypatch.setattr("zeromesh.checkpoint.saver.write_file", write_later)
+    saver = Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
+    saver.save(snapshot(1))
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)  # as Ctrl-C
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            waits.set()
+            saver.wait()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert saver.busy
+    goes_on.set()
+    assert saver.wait() == str(tmp_path / "step-00000001")
+    saver.close()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="root sheds its rights for this")
 def test_a_read_only_directory_is_refused_before_training(tmp_path: Path) -> None:
     root = tmp_path / "run"
@@ -290,6 +382,42 @@ def test_two_jobs_cannot_save_to_one_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"written by another job \(process \d+ on .*give each its own"):
         Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
     first.close()
+    Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0).close()
+
+
+FORKED = """
+import os, signal, sys
+from pathlib import Path
+from zeromesh.checkpoint.storage import LocalStorage
+LocalStorage(Path(sys.argv[1])).lock(0.0)
+if os.fork():
+    os.kill(os.getpid(), signal.SIGKILL)
+print("forked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """A data loader's worker may outlive its job, or be there still when the job has closed its checkpoints."""
+    command = [sys.executable, "-c", FORKED, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"forked\n"
+        assert process.wait() == -9
+        storage = LocalStorage(tmp_path)
+        storage.lock(0.0)
+    assert storage._lock is not None
+    child = os.dup(storage._lock)
+    storage.unlock()
+    storage.lock(0.0)
+    storage.unlock()
+    os.close(child)
+
+
+def test_a_directory_that_cannot_be_cleared_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("zeromesh.checkpoint.saver.clear_leftovers", lambda storage: os.listdir(tmp_path / "none"))
+        with pytest.raises(CheckpointError, match=r"cannot write .*: No such file"):
+            Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
     Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0).close()
 
 

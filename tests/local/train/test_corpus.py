@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zeromesh.errors import ConfigError
 from zeromesh.train.config import DataConfig
@@ -37,6 +38,9 @@ def test_corpus_holds_all_text_and_keeps_its_tokenizer(tmp_path: Path) -> None:
     assert len(read) == size + 40  # an end-of-text token a file
     assert corpus.vocab_size == 257
     assert corpus.tokenizer is None
+    # The other ranks wait for it as they do while the model is drawn, which may take longer than a collective.
+    store = dist.distributed_c10d._get_default_store()
+    assert store.check(["zeromesh/first/waiting for rank 0 to read the corpus"])
 
     trained = load_corpus(config.model_copy(update={"tokenizer": "bpe:300"}))
     assert len(trained.training.tokens) < len(corpus.training.tokens) / 2

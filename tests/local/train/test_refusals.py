@@ -280,3 +280,22 @@ def test_a_checkpoint_of_another_model(
         said = refused(directory, monkeypatch, capsys, "run.steps=3", "model.config.layers=1", *overrides)
         assert "is a checkpoint of another model" in said
         assert "blocks.1.weight: in the checkpoint, not in the model" in said
+
+
+def test_a_tokenizer_that_was_trained_on_other_text(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(monkeypatch, "checkpoint.every=2", "data.tokenizer=bpe:265") == 0
+    (directory / "text" / "4.txt").write_text("words that were not there before\n" * 10)
+    elsewhere = ["run.directory=elsewhere", "checkpoint.resume=out/checkpoints", "run.steps=3"]
+    for overrides in (["run.steps=3"], elsewhere):
+        said = refused(directory, monkeypatch, capsys, "data.tokenizer=bpe:265", *overrides)
+        assert "step-00000002 needs the tokenizer of digest" in said
+        assert "set data.tokenizer to the tokenizer.json in that run's directory" in said
+    with pytest.warns(UserWarning, match="with other data, so samples .* number of training tokens was"):
+        assert train(monkeypatch, "data.tokenizer=out/tokenizer.json", *elsewhere) == 0
+
+
+def test_a_run_that_is_past_its_last_step_is_done(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for steps in (2, 1):
+        assert train(monkeypatch, "checkpoint.every=1", f"run.steps={steps}") == 0

@@ -48,7 +48,7 @@ def test_minimal_file_has_defaults_and_absolute_paths(file: Path) -> None:
 
 
 def test_configuration_survives_json(file: Path) -> None:
-    config = load_config(file, ["data.tokenizer=bpe:512", "optimizer.betas=[0.8, 0.9]"])
+    config = load_config(file, ["data.tokenizer=bpe:512", "optimizer.betas=[0.8, 0.9]", "optimizer.clip_norm=inf"])
     assert TrainConfig.model_validate_json(config.model_dump_json()) == config
 
 
@@ -97,6 +97,10 @@ def test_unknown_key_names_the_nearest_valid_one(file: Path, override: str, mess
     [
         ("run.steps=0", "run.steps: input should be greater than 0; got 0"),
         ("run.steps=many", "run.steps: input should be a valid integer"),
+        (f"run.seed={2**63}", f"run.seed: input should be less than {2**63}"),
+        ("run.timeout_s=inf", "run.timeout_s: input should be a finite number; got inf"),
+        ("optimizer.lr=inf", "optimizer.lr: input should be a finite number; got inf"),
+        ("optimizer.clip_norm=nan", "optimizer.clip_norm: input should be greater than or equal to 0; got nan"),
         ("batch.micro=-1", "batch.micro: input should be greater than 0; got -1"),
         ("data.tokenizer=words", "data.tokenizer: "),
         ("dtypes.param=fp8", "dtypes.param: input should be 'fp64', 'fp32', 'bf16' or 'fp16'; got 'fp8'"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,46 @@ def test_resumed_run_drops_steps_it_will_repeat_and_a_line_cut_short(tmp_path: P
     with MetricsFile(path, steps_done=0):
         pass
     assert path.read_text() == ""
+
+
+@contextmanager
+def file_size_limit(limit_bytes: int) -> Iterator[None]:
+    """The kernel refuses longer files, as a full disk does: with an error in the middle of a write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_one_warning_and_loses_no_line_that_can_be_written_later(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with (
+        pytest.warns(UserWarning, match=r"cannot write .*metrics\.jsonl: File too large; training goes on") as caught,
+        MetricsFile(path, steps_done=0) as file,
+    ):
+        file.append(metrics(1))
+        with file_size_limit(path.stat().st_size + 20):
+            file.append(metrics(2))
+            file.append(metrics(3))
+        file.append(metrics(4))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("rewinds", [False, True])
+def test_a_disk_that_stays_full_ends_nothing(tmp_path: Path, rewinds: bool) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with (
+        pytest.warns(UserWarning, match="cannot write") as caught,
+        file_size_limit(20),
+        MetricsFile(path, steps_done=0) as file,
+    ):
+        file.append(metrics(1))
+        if rewinds:
+            file.rewind(0)
+    assert len(caught) == 1
 
 
 def test_time_left_ignores_one_slow_step() -> None:
