@@ -5,6 +5,8 @@ The engine runs whatever strategy it is given and never asks the planner; here, 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -81,8 +83,10 @@ def shard(
     Args:
         model, mesh, strategy: as there.
         cluster: with "auto": what the mesh's devices and links are. Its levels are the mesh's axes, by name and size.
-        workload: with "auto": sequence length, batch and micro-batch. Recomputation is what the model is set to.
-        options: dtypes, units, init, as there.
+        workload: with "auto": sequence length, batch and micro-batch, and dtypes for which there is no option. What is
+            computed in is the option `param_dtype`, else the model's own dtype, and never the workload's. Recomputation
+            is what the model is set to.
+        options: dtypes, units, init, as there; the plan is made for them.
 
     Raises:
         InputError: "auto" without cluster and workload, or either of them without "auto".
@@ -98,8 +102,32 @@ def shard(
     if cluster is None or workload is None or mesh is None:
         raise InputError('strategy "auto" needs a mesh, cluster=... and workload=zm.Workload(...) to choose by')
     devices, described, asked = mesh, cluster, workload  # not None from here on
-    chosen = make_control(mesh).together(lambda: auto_strategy(model, devices, described, asked))
-    return api.shard(model, mesh, chosen, **options)
+    chosen = make_control(mesh).together(
+        lambda: auto_strategy(model, devices, described, with_dtypes(asked, model, options))
+    )
+    # Planned for one dtype; without the option each parameter computes in its own.
+    return api.shard(model, mesh, replace(chosen, param_dtype=None), **options)
+
+
+def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]) -> Workload:
+    """`workload` in the dtypes that `shard` takes: the options', else the model's own and the workload's others."""
+    from zeromesh.engine.api import precision_of
+    from zeromesh.engine.units import DTYPE_NAMES, DTYPES
+
+    sizes: Counter[Any] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    own = next((dtype for dtype, _ in sizes.most_common() if dtype in DTYPE_NAMES), DTYPES["fp32"])
+    precision = replace(precision_of(options, workload), param=options.get("param_dtype"))
+    buffer = precision.buffer(own, 1, trainable=True)
+    assert buffer.master_dtype is not None  # it is trained
+    return replace(
+        workload,
+        param_dtype=buffer.param_dtype,
+        reduce_dtype=buffer.reduce_dtype if precision.reduce else None,
+        grad_dtype=buffer.grad_dtype,
+        master_dtype=buffer.master_dtype,
+    )
 
 
 def auto_strategy(model: nn.Module, mesh: DeviceMesh, cluster: Cluster | str, workload: Workload) -> Plan:

@@ -11,8 +11,23 @@ import typer
 from zeromesh.cli import workload as shared
 from zeromesh.errors import InputError
 
+_OF_OUR_SPACE = (
+    "grad_dtype",
+    "wire",
+    "collective",
+    "memory_margin",
+    "engine",
+    "splits",
+    "exact",
+    "report",
+    "output",
+    "emit",
+)
+"""Options that a paper's own space does not take."""
+
 
 def plan(
+    context: typer.Context,
     model: shared.Model,
     cluster: shared.ClusterName,
     seq_len: shared.SeqLen,
@@ -24,7 +39,7 @@ def plan(
     activation_checkpointing: shared.Checkpointing = "auto",
     wire: Annotated[str, typer.Option(help="lossless, or any: quantised wires too.")] = "lossless",
     collective: Annotated[
-        str, typer.Option(help="Over several levels: hierarchical, ho_ring too, or auto: what the engine can do there.")
+        str, typer.Option(help="Over several levels: hierarchical, ho_ring too, or auto: what was measured there.")
     ] = "auto",
     memory_margin: shared.Margin = 0.08,
     engine: shared.Engine = "zeromesh",
@@ -34,7 +49,7 @@ def plan(
     top: Annotated[int, typer.Option(help="Candidates to list.")] = 5,
     as_json: shared.Json = False,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan, for train and shard.")] = None,
+    output: shared.Output = None,
     emit: Annotated[str, typer.Option(help="Print a configuration: fsdp2, deepspeed or megatron-fsdp.")] = "",
 ) -> None:
     """Find the fastest layout of a model on a cluster that fits in memory, and explain it."""
@@ -50,19 +65,12 @@ def plan(
     shared.check_margin(memory_margin)
     if emit:
         shared.check_choice("--emit", emit, tuple(EMITTERS))
-    if top < 1:
-        raise InputError(f"--top must be at least 1, got {top}")
+    shared.check_top(top)
     find_engine(engine)
     spec, hardware = shared.load(model, cluster, world, seq_len, trainable)
     work = shared.workload(hardware, seq_len, global_batch_tokens, micro_batch, grad_dtype, activation_checkpointing)
-    options = planner.Options(
-        splits=splits,  # type: ignore[arg-type]  # checked above
-        wires=wire,  # type: ignore[arg-type]  # checked above
-        collective=collective,  # type: ignore[arg-type]  # checked above
-        max_simulations=None if exact else planner.Options().max_simulations,
-        memory_margin=memory_margin,
-    )
     if space != "zeromesh":
+        _refuse_given(context, space)
         ranking = search_published(space, spec, hardware, work)
         if as_json:
             print(json.dumps(ranking.to_json(), indent=2))
@@ -71,6 +79,13 @@ def plan(
 
             print_published(ranking, top)
         return
+    options = planner.Options(
+        splits=splits,  # type: ignore[arg-type]  # checked above
+        wires=wire,  # type: ignore[arg-type]  # checked above
+        collective=collective,  # type: ignore[arg-type]  # checked above
+        max_simulations=None if exact else planner.Options().max_simulations,
+        memory_margin=memory_margin,
+    )
     planned = planner.plan(spec, hardware, work, options=options, engine=engine, top=top, trace=report is not None)
     if output is not None:
         shared.write(output, planned.plan.to_json())
@@ -86,3 +101,15 @@ def plan(
         from zeromesh.report import print_plan
 
         print_plan(planned)
+
+
+def _refuse_given(context: typer.Context, space: str) -> None:
+    """Raises InputError for options on the command line that the space does not take."""
+    flags = {parameter.name: parameter.opts[-1] for parameter in context.command.params}
+    sources = {name: context.get_parameter_source(name) for name in _OF_OUR_SPACE}
+    given = [flags[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise InputError(
+            f"--space {space} answers by its paper's own memory formula and objective, which know nothing of "
+            f"{', '.join(given)}: leave that out, or give the strategy that it prints to `zeromesh simulate`"
+        )

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from zeromesh.cli import workload as shared
+from zeromesh.errors import InputError
 
 
 def simulate(
@@ -23,11 +24,14 @@ def simulate(
     trainable: shared.Trainable = "all",
     grad_dtype: shared.GradDtype = "fp32",
     activation_checkpointing: shared.Checkpointing = "auto",
+    wire: Annotated[str, typer.Option(help="any, or lossless: refuse a strategy with quantised wires.")] = "any",
     memory_margin: shared.Margin = 0.08,
     engine: shared.Engine = "zeromesh",
     overlap: Annotated[str, typer.Option(help="Replaces the strategy's: none, gather or all.")] = "",
+    top: Annotated[int, typer.Option(help="Micro-batches and recomputations to list, of those left open.")] = 1,
     as_json: shared.Json = False,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
+    output: shared.Output = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline, for Perfetto.")] = None,
     emit: Annotated[str, typer.Option(help="Print a configuration: fsdp2, deepspeed or megatron-fsdp.")] = "",
 ) -> None:
@@ -38,7 +42,9 @@ def simulate(
     from zeromesh.strategy import Layout, Strategy
     from zeromesh.strategy.strategy import OVERLAPS
 
+    shared.check_choice("--wire", wire, ("lossless", "any"))
     shared.check_margin(memory_margin)
+    shared.check_top(top)
     if emit:
         shared.check_choice("--emit", emit, tuple(EMITTERS))
     find_engine(engine)
@@ -48,21 +54,30 @@ def simulate(
     if overlap:
         shared.check_choice("--overlap", overlap, OVERLAPS)
         parsed = replace(parsed, overlap=overlap)  # type: ignore[arg-type]  # checked
+    if wire == "lossless" and parsed.quantised:
+        raise InputError(
+            f"--wire lossless takes no strategy with quantised wires, got {parsed}: leave int8 and int4 out of it, or "
+            "give --wire any"
+        )
     Layout.of(parsed, hardware.axes)
-    chosen = planner.simulate_strategy(
-        spec, hardware, work, parsed, engine=engine, memory_margin=memory_margin, trace=bool(report or trace)
+    choices = planner.simulate_choices(
+        spec, hardware, work, parsed, engine=engine, memory_margin=memory_margin, top=top, trace=bool(report or trace)
     )
+    chosen = choices[0]
+    plan = planner.as_plan(chosen, hardware, work)
+    if output is not None:
+        shared.write(output, plan.to_json())
     if trace is not None and chosen.simulation.trace is not None:
         shared.write(trace, chosen.simulation.trace.to_json())
     if report is not None:
         from zeromesh.report import simulation_page
 
-        shared.write(report, simulation_page(chosen, hardware))
+        shared.write(report, simulation_page(choices, hardware))
     if emit:
-        print(EMITTERS[emit](planner.as_plan(chosen, hardware, work), spec))
+        print(EMITTERS[emit](plan, spec))
     elif as_json:
-        print(json.dumps(chosen.to_json(), indent=2))
+        print(json.dumps(chosen.to_json() | {"candidates": [choice.to_json() for choice in choices]}, indent=2))
     else:
         from zeromesh.report import print_simulation
 
-        print_simulation(chosen, hardware)
+        print_simulation(choices, hardware)

@@ -28,6 +28,7 @@ Checkpointing = Annotated[str, typer.Option(help="none, selective, full or auto.
 Margin = Annotated[float, typer.Option(help="Share of the device's memory to leave free.")]
 Engine = Annotated[str, typer.Option(help="Whose mechanics: zeromesh, fsdp, deepspeed or amsp.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan, for train and shard.")]
 
 
 def load(
@@ -69,6 +70,12 @@ def check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
     """Raises InputError unless `value` is one of `known`."""
     if value not in known:
         raise InputError(f"{option} must be one of {', '.join(known)}, got {value!r}: {nearest(value, known)}")
+
+
+def check_top(top: int) -> None:
+    """Raises InputError unless there is something to list."""
+    if top < 1:
+        raise InputError(f"--top must be at least 1, got {top}")
 
 
 def check_margin(margin: float) -> None:

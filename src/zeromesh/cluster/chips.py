@@ -18,7 +18,8 @@ from zeromesh.cluster.device import Device
 def complete(cluster: Cluster) -> Cluster:
     """`cluster` with the memory bandwidth and achievable rate of its device, where its file states none.
 
-    What is stated is never changed. A device that is not known stays as it is.
+    What is stated is never changed. A device that is not known stays as it is. A stated peak that is not above the
+    chip's achievable rate is a slower version's: what that one achieves is not known.
     """
     device = cluster.device
     chip = _chip(device)
@@ -30,8 +31,10 @@ def complete(cluster: Cluster) -> Cluster:
         filled = replace(filled, memory_bytes_per_s=units.parse_bytes_per_s(chip["memory_bandwidth"]))
         sources.setdefault("device.memory_bandwidth", chip["source"])
     if not device.achievable_flops and "achievable" in chip and device.matrix_dtype == "bf16":
-        filled = replace(filled, achievable_flops={"bf16": units.parse_flop_per_s(chip["achievable"])})
-        sources.setdefault("device.achievable", chip["source"])
+        achievable = units.parse_flop_per_s(chip["achievable"])
+        if achievable < device.peak("bf16"):
+            filled = replace(filled, achievable_flops={"bf16": achievable})
+            sources.setdefault("device.achievable", chip["source"])
     return replace(cluster, device=filled, sources=tuple(sorted(sources.items())))
 
 

@@ -52,6 +52,10 @@ class Device:
         known = dict(self.peak_flops)
         return next(dtype for dtype in MATRIX_DTYPES if dtype in known)
 
+    def compute_dtype(self, wanted: str) -> str:
+        """The dtype whose rates hold where parameters are in `wanted`: that one, where a peak is stated for it."""
+        return wanted if wanted in dict(self.peak_flops) else self.matrix_dtype
+
     def peak(self, dtype: str | None = None) -> float:
         """Dense peak in FLOP/s for `dtype` (default: `matrix_dtype`).
 

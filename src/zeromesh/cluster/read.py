@@ -29,6 +29,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -235,8 +236,8 @@ def _latency(value: Any) -> float:
 
 
 def _positive(number: float, value: Any) -> float:
-    if number <= 0:
-        raise InputError(f"expected a value above zero, got {value!r}")
+    if not 0 < number < math.inf:
+        raise InputError(f"expected a finite value above zero, got {value!r}")
     return number
 
 

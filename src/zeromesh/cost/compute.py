@@ -4,7 +4,8 @@
 
 - matrix products: achievable rate * share / (1 + d0 * (1/rows + 1/inner + 1/outer) / 3), since a product's arithmetic
   intensity falls with the reciprocals of its dimensions; d0 is `matmul_scale`.
-- fused attention: achievable rate * share, on the half of the scores that a causal kernel computes.
+- fused attention: achievable rate * share, on the scores that a causal kernel computes: of those that every token
+  would have with `context` tokens, the sequence or the window, the share 1 - context / (2 * seq_len).
 - everything else: bytes over the device's memory bandwidth * share.
 
 Backward: a product computes the input's gradient and, where the weight is trainable, the weight's: the same three
@@ -107,18 +108,19 @@ class ComputeModel:
         if attention is None:
             return 0.0
         rate = self.matrix_flops * self.constants.attention_forward_share
-        return _causal_flops(attention.forward_flops(seq_len), attention) * tokens / rate
+        return attention.forward_flops(seq_len) * _causal_share(attention, seq_len) * tokens / rate
 
     def _attention_backward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
         if attention is None:
             return 0.0
         rate = self.matrix_flops * self.constants.attention_backward_share
-        return _causal_flops(attention.backward_flops(seq_len), attention) * tokens / rate
+        return attention.backward_flops(seq_len) * _causal_share(attention, seq_len) * tokens / rate
 
     def _traffic(self, unit: UnitSpec, tokens: float, seq_len: int) -> float:
         return self.memory(unit.activations.elementwise.at(seq_len) * self.constants.traffic * tokens)
 
 
-def _causal_flops(flops: float, attention: AttentionSpec) -> float:
-    # A fused causal kernel skips the masked half; an unfused one computes all of it.
-    return flops / 2 if attention.fused else flops
+def _causal_share(attention: AttentionSpec, seq_len: int) -> float:
+    # A fused causal kernel skips what is masked; an unfused one computes all of it. The first tokens of a sequence see
+    # 1, 2, 3 ... tokens, half a context on average; those behind them the whole context.
+    return 1 - attention.context(seq_len) / (2 * seq_len) if attention.fused else 1.0

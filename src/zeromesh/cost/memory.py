@@ -16,18 +16,21 @@ class Overhead:
     allocator_bytes: float
 
     @classmethod
-    def of(cls, constants: Constants, *, communicators: int, dynamic_bytes: float) -> Overhead:
+    def of(cls, constants: Constants, *, backend: str, communicators: int, dynamic_bytes: float) -> Overhead:
         """The overhead of a process.
 
         Args:
-            constants: of the cost model.
+            constants: of the cost model, which know devices with a driver: on gloo there is neither a context, nor do
+                communicators hold buffers.
+            backend: of torch.distributed.
             communicators: process groups that have been used on the device.
             dynamic_bytes: allocated and freed in the course of a step (activations). What is allocated once and kept
                 loses nothing to fragmentation.
         """
+        contexts = 0 if backend == "gloo" else 1
         return cls(
-            context_bytes=constants.context_bytes,
-            communicator_bytes=communicators * constants.communicator_bytes,
+            context_bytes=contexts * constants.context_bytes,
+            communicator_bytes=contexts * communicators * constants.communicator_bytes,
             allocator_bytes=dynamic_bytes * constants.allocator_share,
         )
 

@@ -48,7 +48,7 @@ def from_factory(text: str, *, seq_len: int, dtype: str = "bf16") -> ModelSpec:
         dtype: of compute and activations.
 
     Raises:
-        ModelError: it cannot be imported, called, or run.
+        ModelError: it cannot be imported, called, or run, or its inputs have another length.
     """
     function = _find(text)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -56,9 +56,11 @@ def from_factory(text: str, *, seq_len: int, dtype: str = "bf16") -> ModelSpec:
             built = function()
         except Exception as error:
             raise ModelError(f"{text} raised {type(error).__name__}: {error}") from error
+        if isinstance(built, tuple) and len(built) != 2:
+            raise ModelError(f"{text} must return an nn.Module or (module, inputs), got a tuple of {len(built)}")
         module, inputs = built if isinstance(built, tuple) else (built, None)
         if not isinstance(module, nn.Module):
-            raise ModelError(f"{text} must return an nn.Module, got {type(module).__name__}")
+            raise ModelError(f"{text} must return an nn.Module or (module, inputs), got {type(module).__name__}")
         return _read(_fake_copy(module, _DTYPES[dtype]), name=text, inputs=inputs, seq_len=seq_len, dtype=dtype)
 
 
@@ -106,7 +108,7 @@ def _read(module: nn.Module, *, name: str, inputs: Any, seq_len: int, dtype: str
         lengths = [_prime(seq_len), _prime(max(2, seq_len // 2))]
         runs = [(length, trace(module, units, _token_inputs(module, length))) for length in lengths]
     else:
-        runs = [(seq_len, trace(module, units, _given_inputs(inputs)))]
+        runs = [(seq_len, trace(module, units, _given_inputs(inputs, name, seq_len)))]
     specs = [_unit(unit, runs) for unit in units]
     blocks = [spec for spec in specs if spec.kind is UnitKind.BLOCK]
     return ModelSpec(
@@ -133,10 +135,18 @@ def _prime(limit: int) -> int:
     return next((n for n in range(limit, 1, -1) if all(n % d for d in range(2, math.isqrt(n) + 1))), 1)
 
 
-def _given_inputs(inputs: Any) -> Mapping[str, Any]:
+def _given_inputs(inputs: Any, name: str, seq_len: int) -> Mapping[str, Any]:
+    values = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
+    values = values if isinstance(values, tuple | list) else (values,)
+    shape = next((tuple(value.shape) for value in values if isinstance(value, Tensor)), None)
+    if shape is None or shape[:2] != (1, seq_len):
+        raise ModelError(
+            f"{name}: the first tensor of its inputs must be of shape (1, {seq_len}, ...), one sequence as long as "
+            f"--seq-len, since FLOPs and bytes are counted for each token of it; got {shape or 'no tensor'}: return "
+            "inputs of that length, or give theirs as --seq-len"
+        )
     if isinstance(inputs, Mapping):
         return {key: _fake(value) for key, value in inputs.items()}
-    values = inputs if isinstance(inputs, tuple | list) else (inputs,)
     return {"*": tuple(_fake(value) for value in values)}
 
 

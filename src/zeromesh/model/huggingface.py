@@ -25,11 +25,11 @@ def read_config(path: Path, *, dtype: str = "bf16", kernels: Kernels = EAGER) ->
         ModelError: no such file, not JSON, a missing or invalid key, or a `model_type` that is not read here.
     """
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path}: not JSON: {error}") from error
+    except ValueError as error:  # of the encoding, or of JSON
+        raise ModelError(f"{path}: not JSON: {error}; a model is given by its config.json") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path}: a table of keys is required, got {type(config).__name__}")
     return from_config(config, name=_name(config, path), where=str(path), dtype=dtype, kernels=kernels)
@@ -47,7 +47,7 @@ def shape_from_config(config: Config, *, name: str, where: str = "config") -> Tr
     model_type = config.get("model_type")
     if model_type is None:
         raise ModelError(f"{where}: key model_type is required; known: {', '.join(_READERS)}")
-    if model_type not in _READERS:
+    if not isinstance(model_type, str) or model_type not in _READERS:
         raise ModelError(
             f"{where}: model_type {model_type!r} has no reader: {nearest(str(model_type), _READERS)} "
             "Pass package.module:function returning the nn.Module instead."

@@ -23,9 +23,9 @@ def with_trainable(model: ModelSpec, choice: str) -> ModelSpec:
     """`model` with another choice of what trains.
 
     Args:
-        choice: `all`; a fraction in (0, 1], of every tensor's rows, which is how PaRO's partial-parameter training
-            enters its formulas (arXiv 2310.06003); or `lora:RANK`, adapters of that rank on every linear layer of the
-            blocks, all else frozen (arXiv 2106.09685).
+        choice: `all`; a fraction in (0, 1], of the rows of every tensor, in a stack of experts of each, which is how
+            PaRO's partial-parameter training enters its formulas (arXiv 2310.06003); or `lora:RANK`, adapters of that
+            rank on every linear layer of the blocks, all else frozen (arXiv 2106.09685).
 
     Raises:
         ModelError: `choice` is none of these.
@@ -68,10 +68,12 @@ def _with_fraction(unit: UnitSpec, fraction: float) -> UnitSpec:
 
 def _split_rows(tensor: TensorSpec, fraction: float) -> Iterable[TensorSpec]:
     """The leading rows train, at least one; the rest is a frozen tensor of its own."""
-    rows = max(1, round(fraction * tensor.shape[0]))
-    yield replace(tensor, shape=(rows, *tensor.shape[1:]))
-    if rows < tensor.shape[0]:
-        rest = (tensor.shape[0] - rows, *tensor.shape[1:])
+    dim = 1 if len(tensor.shape) == 3 else 0  # of a stack the first is the number of experts
+    before, count, after = tensor.shape[:dim], tensor.shape[dim], tensor.shape[dim + 1 :]
+    rows = max(1, round(fraction * count))
+    yield replace(tensor, shape=(*before, rows, *after))
+    if rows < count:
+        rest = (*before, count - rows, *after)
         yield replace(tensor, name=f"{tensor.name}[frozen]", shape=rest, trainable=False)
 
 

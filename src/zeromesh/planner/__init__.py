@@ -2,7 +2,7 @@
 
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate
 from zeromesh.planner.explain import Reason
-from zeromesh.planner.fixed import simulate_strategy
+from zeromesh.planner.fixed import simulate_choices, simulate_strategy
 from zeromesh.planner.memory import ModelState, model_state
 from zeromesh.planner.plan import Planned, as_plan, plan
 from zeromesh.planner.search import NothingFitsError, Options, search
@@ -22,5 +22,6 @@ __all__ = [
     "model_state",
     "plan",
     "search",
+    "simulate_choices",
     "simulate_strategy",
 ]

@@ -49,7 +49,7 @@ from zeromesh.cost.collective import HOST
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
 from zeromesh.model.spec import DTYPE_BYTES
-from zeromesh.planner.memory import ADAM_MOMENT_BYTES, bytes_each
+from zeromesh.planner.memory import bytes_each, moment_bytes
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule import BUCKET_BYTES
@@ -155,6 +155,7 @@ class Bounds:
         cluster: cut to the world in use.
         wires: by level, as after `@`; "" for the default.
         collective: of the strategies; "ho_ring" where levels overlap.
+        planned: the engine allocates reduce slots once, as ours does.
     """
 
     model: ModelSpec
@@ -163,6 +164,7 @@ class Bounds:
     constants: Constants
     wires: tuple[str, ...] = ()
     collective: Collective = "auto"
+    planned: bool = True
 
     @cached_property
     def joins(self) -> bool:
@@ -174,7 +176,9 @@ class Bounds:
 
     @cached_property
     def compute(self) -> ComputeModel:
-        return ComputeModel(device=self.cluster.device, constants=self.constants)
+        device = self.cluster.device
+        dtype = device.compute_dtype(self.workload.param_dtype)
+        return ComputeModel(device=device, constants=self.constants, dtype=dtype)
 
     @cached_property
     def transfers(self) -> TransferModel:
@@ -379,7 +383,7 @@ class Bounds:
         return np.asarray(
             width * model.num_params / by_param
             + DTYPE_BYTES[work.grad_dtype] * model.num_trainable / by_grad
-            + (master + ADAM_MOMENT_BYTES) * model.num_trainable / by_state
+            + (master + moment_bytes(work.master_dtype)) * model.num_trainable / by_state
             + kept
             + np.where(by_param > 1, np.where(dropped > 1, self._gather_slots, width * model.num_params), 0.0)
             + np.where((by_grad > 1) & ((by_param > 1) | (not self.joins)), self._reduce_slots, 0.0)
@@ -399,6 +403,8 @@ class Bounds:
 
     @cached_property
     def _reduce_slots(self) -> float:
+        if not self.planned:
+            return 0.0
         numels = [unit.num_trainable for unit in self.model.units]
         return self._slots(DTYPE_BYTES[self.workload.wire_dtype], numels, REDUCE_SLOTS)
 

@@ -5,14 +5,18 @@ whose parts are (stage, ranks), innermost first:
 
 - FSDP2 (torch.distributed.fsdp.fully_shard): one sharding of P, G and OS alike over an inner group, replicas outside;
   `reshard_after_forward` says what is kept: `False` everything (3k), a number the part inside that many ranks.
+  Gradients are accumulated in the dtype of its parameters.
 - DeepSpeed: one stage for all ranks; ZeRO++'s hpZ (3 inside, 3k outside), qwZ and qgZ.
 - Megatron-FSDP: one stage inside; outside it replicas or the optimizer's states alone.
+
+All have fp32 masters, send parameters in the dtype that they compute in, and gradients in one dtype on all levels.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import groupby
 
@@ -34,7 +38,9 @@ def emit_fsdp2(plan: Plan, model: ModelSpec) -> str:
         InputError: FSDP2 cannot express the strategy; names the part.
     """
     layout = Layout.of(plan.strategy, plan.mesh)
-    _lossless(plan, "FSDP2")
+    plan = _in_one_dtype("FSDP2", plan, layout)
+    if plan.grad_dtype not in (None, "fp32"):
+        _refuse("FSDP2", plan, f"{plan.grad_dtype} gradient shards: it accumulates in its parameters' dtype, fp32")
     parts = _parts(layout)
     inner, rest = parts[0], parts[1:]
     sharded = inner[0].removesuffix("k")
@@ -71,6 +77,7 @@ def emit_deepspeed(plan: Plan, model: ModelSpec) -> str:
     layout = Layout.of(plan.strategy, plan.mesh)
     parts = _parts(layout)
     zero = _deepspeed_zero(plan, parts) | _deepspeed_wires(plan, layout)
+    plan = _reduced_in(_fp32_masters("DeepSpeed", plan), _sent(plan, layout)[1])
     config = {
         "train_batch_size": plan.micro_batch * plan.micro_batches * layout.world,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -106,7 +113,7 @@ def _deepspeed_precision(plan: Plan, replicated: bool) -> dict[str, object]:
     0.19 refuses fp32 gradients beside `bf16` there, and with bf16 ones it starts Adam with an empty step, whose count
     makes the first steps shorter.
     """
-    param, reduce = plan.param_dtype or "fp32", plan.reduce_dtype or plan.param_dtype
+    param, reduce = _computed_in(plan), plan.reduce_dtype or plan.param_dtype
     known: dict[str, object] = {"communication_data_type": reduce} if reduce else {}
     if replicated and param == "fp32" and plan.grad_dtype not in (None, "fp32"):
         _refuse("DeepSpeed", plan, f"{plan.grad_dtype} gradients beside fp32 parameters where nothing is sharded")
@@ -120,18 +127,17 @@ def _deepspeed_precision(plan: Plan, replicated: bool) -> dict[str, object]:
 
 
 def _deepspeed_wires(plan: Plan, layout: Layout) -> dict[str, object]:
-    wires = [axis.wire for axis in layout.axes if axis.size > 1]
-    params, grads = {wire.param for wire in wires}, {wire.grad for wire in wires}
+    params, grads = _sent(plan, layout)
     known: dict[str, object] = {}
-    if any(wire.feedback for wire in wires):
+    if any(axis.wire.feedback for axis in layout.axes if axis.size > 1):
         _refuse("DeepSpeed", plan, "error feedback (+ef): its quantised gradients have none")
     if params == {"int8"} and layout.param_axes:
         known["zero_quantized_weights"] = True
-    elif params - {None, plan.param_dtype}:
+    elif params - {_computed_in(plan)}:
         _refuse("DeepSpeed", plan, f"parameter wires {_names(params)}: it quantises to int8 on all levels of stage 3")
     if grads == {"int4"} and layout.param_axes:
         known["zero_quantized_gradients"] = True
-    elif grads - {None, plan.reduce_dtype, plan.param_dtype}:
+    elif not _one_lossless(grads):
         _refuse("DeepSpeed", plan, f"gradient wires {_names(grads)}: it quantises to int4 on all levels of stage 3")
     return known
 
@@ -143,7 +149,7 @@ def emit_megatron_fsdp(plan: Plan, model: ModelSpec) -> str:
         InputError: Megatron-FSDP cannot express the strategy; names the part.
     """
     layout = Layout.of(plan.strategy, plan.mesh)
-    _lossless(plan, "Megatron-FSDP")
+    plan = _in_one_dtype("Megatron-FSDP", plan, layout)
     parts = _parts(layout)
     (stage, shards), rest = parts[0], parts[1:]
     if stage not in ("0", "1", "2", "3"):
@@ -178,18 +184,48 @@ def _parts(layout: Layout) -> Parts:
     return parts or [("0", 1)]
 
 
-def _lossless(plan: Plan, engine: str) -> None:
-    for axis in plan.strategy.axes:
-        if axis.wire.quantised:
-            _refuse(engine, plan, f"the quantised wire of {axis}")
+def _in_one_dtype(engine: str, plan: Plan, layout: Layout) -> Plan:
+    """The plan with the dtype of all its gradients' wires as `reduce_dtype`; refuses other wires."""
+    params, grads = _sent(plan, layout)
+    if params - {_computed_in(plan)}:
+        _refuse(engine, plan, f"parameter wires {_names(params)}: it sends them in the dtype that it computes in")
+    if not _one_lossless(grads):
+        _refuse(engine, plan, f"gradient wires {_names(grads)}: it reduces in one lossless dtype on all levels")
+    return _reduced_in(_fp32_masters(engine, plan), grads)
+
+
+def _sent(plan: Plan, layout: Layout) -> tuple[set[str], set[str]]:
+    """Dtypes of parameters and of gradients on the wires between several ranks."""
+    param = _computed_in(plan)
+    axes = [axis for axis in layout.axes if axis.size > 1]
+    params = {axis.wire.param or param for axis in axes if axis.stage.shards_states}
+    return params, {axis.wire.grad or plan.reduce_dtype or param for axis in axes}
+
+
+def _computed_in(plan: Plan) -> str:
+    return plan.param_dtype or "fp32"
+
+
+def _one_lossless(grads: set[str]) -> bool:
+    return len(grads) <= 1 and grads <= set(_TORCH)
+
+
+def _reduced_in(plan: Plan, grads: set[str]) -> Plan:
+    return replace(plan, reduce_dtype=next(iter(grads & set(_TORCH)), plan.reduce_dtype))
+
+
+def _fp32_masters(engine: str, plan: Plan) -> Plan:
+    if plan.master_dtype not in (None, "fp32"):
+        _refuse(engine, plan, f"{plan.master_dtype} masters: its optimizer has fp32 ones")
+    return plan
 
 
 def _refuse(engine: str, plan: Plan, part: str) -> None:
     raise InputError(f"{engine} cannot express {part} (strategy {plan.strategy}); zeromesh.shard runs it as it is")
 
 
-def _names(dtypes: set[str | None]) -> str:
-    return ", ".join(sorted(dtype or "default" for dtype in dtypes))
+def _names(dtypes: set[str]) -> str:
+    return ", ".join(sorted(dtypes))
 
 
 @cache
@@ -213,8 +249,8 @@ def _render(template: str, plan: Plan, model: ModelSpec, **values: object) -> st
             model=model.name,
             blocks=_block_lists(model),
             single=[unit.name for unit in model.units if unit.kind in (UnitKind.EMBEDDING, UnitKind.HEAD)],
-            param_dtype=_TORCH[plan.param_dtype or "fp32"],
-            reduce_dtype=_TORCH[plan.reduce_dtype or plan.param_dtype or "fp32"],
+            param_dtype=_TORCH[_computed_in(plan)],
+            reduce_dtype=_TORCH[plan.reduce_dtype or _computed_in(plan)],
             grad_dtype=_TORCH[plan.grad_dtype or "fp32"],
             **values,
         )

@@ -16,7 +16,7 @@ from zeromesh.cost import Constants
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.workload import Workload
-from zeromesh.simulator import Mechanics, Simulation, simulate
+from zeromesh.simulator import Mechanics, Simulation, find_engine, simulate, static_memory
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.strategy import Collective
 
@@ -85,6 +85,10 @@ class Evaluator:
     _simulations: dict[Candidate, Simulation] = field(default_factory=dict, init=False)
 
     @property
+    def mechanics(self) -> Mechanics:
+        return find_engine(self.engine)
+
+    @property
     def limit_bytes(self) -> float:
         """Of a device, the margin off."""
         return self.cluster.device.memory_bytes * (1 - self.memory_margin)
@@ -97,8 +101,16 @@ class Evaluator:
         """The bounds for wires by level, lossless ones if none are given, and a strategy's collectives."""
         key = (wires or ("",) * len(self.cluster.levels), collective)
         if key not in self._bounds:
-            self._bounds[key] = Bounds(self.model, self.cluster, self.workload, self.constants, *key)
+            planned = self.mechanics.planned
+            self._bounds[key] = Bounds(self.model, self.cluster, self.workload, self.constants, *key, planned)
         return self._bounds[key]
+
+    def static_bytes(self, strategy: Strategy) -> float:
+        """What every choice with `strategy` needs beside activations."""
+        work = self.workload.fixed(1, Recomputation.NONE)
+        return static_memory(
+            self.model, self.cluster, strategy, work, engine=self.engine, constants=self.constants
+        ).total
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Step time and memory of `candidate`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zeromesh.planner.evaluate import Candidate, Evaluator
-from zeromesh.planner.fixed import choices
+from zeromesh.planner.fixed import fastest
 from zeromesh.planner.known import Known, known_strategies
 from zeromesh.simulator import Simulation
 from zeromesh.units import format_seconds
@@ -78,12 +78,10 @@ def explain(evaluator: Evaluator, best: Candidate, runner_up: Candidate | None) 
 
 
 def _explain_known(evaluator: Evaluator, best: Candidate, known: Known) -> Reason:
-    every = choices(evaluator, known.strategy)
-    for choice, memory in every:  # by rising bound: the first that fits is as good as the fastest
-        if memory <= evaluator.limit_bytes and evaluator.simulation(choice).fits:
-            return _compare(evaluator, best, choice, known.name)
-    least = min(every, key=lambda pair: pair[1])[0]
-    return _excluded(evaluator, least, known.name)
+    (choice,) = fastest(evaluator, known.strategy)
+    if evaluator.simulation(choice).fits:
+        return _compare(evaluator, best, choice, known.name)
+    return _excluded(evaluator, choice, known.name)
 
 
 def _compare(evaluator: Evaluator, best: Candidate, other: Candidate, name: str) -> Reason:

@@ -1,4 +1,4 @@
-"""One given strategy: its best micro-batch and recomputation."""
+"""One given strategy: its best micro-batches and recomputations."""
 
 from __future__ import annotations
 
@@ -31,19 +31,65 @@ def simulate_strategy(
         MeshError: the strategy does not fit the cluster's levels.
         InputError: the batch does not divide.
     """
-    constants = constants or default_constants()
-    evaluator = Evaluator(model, cluster, workload, engine, constants, memory_margin)
+    return simulate_choices(
+        model,
+        cluster,
+        workload,
+        strategy,
+        engine=engine,
+        constants=constants,
+        memory_margin=memory_margin,
+        trace=trace,
+    )[0]
+
+
+def simulate_choices(
+    model: ModelSpec,
+    cluster: Cluster,
+    workload: Workload,
+    strategy: Strategy,
+    *,
+    engine: str | Mechanics = "zeromesh",
+    constants: Constants | None = None,
+    memory_margin: float = DEFAULT_MARGIN,
+    top: int = 1,
+    trace: bool = False,
+) -> tuple[Choice, ...]:
+    """`simulate_strategy` and what comes next: the `top` fastest choices that fit, fastest first, else the smallest.
+
+    Args:
+        trace: of the first.
+    """
+    evaluator = Evaluator(model, cluster, workload, engine, constants or default_constants(), memory_margin)
+    best, *others = fastest(evaluator, strategy, top)
+    return (
+        Choice(candidate=best, simulation=evaluator.simulation(best, record=trace)),
+        *(Choice(candidate=other, simulation=evaluator.simulation(other)) for other in others),
+    )
+
+
+def fastest(evaluator: Evaluator, strategy: Strategy, top: int = 1) -> list[Candidate]:
+    """The `top` fastest choices that fit, fastest first; where none fits the smallest."""
     every = choices(evaluator, strategy)
-    fitting = (c for c, memory in every if memory <= evaluator.limit_bytes and evaluator.simulation(c).fits)
-    best = next(fitting, None) or min(every, key=lambda pair: pair[1])[0]
-    return Choice(candidate=best, simulation=evaluator.simulation(best, record=trace))
+    found: list[Candidate] = []
+    for candidate, memory in every:  # by rising bound: from some on, none can be faster than what has been found
+        if len(found) == top and candidate.bound_s >= evaluator.simulation(found[-1]).step_s:
+            break
+        if memory <= evaluator.limit_bytes and evaluator.simulation(candidate).fits:
+            found = sorted([*found, candidate], key=lambda one: evaluator.simulation(one).step_s)[:top]
+    return found or [min(every, key=lambda pair: pair[1])[0]]
 
 
 def choices(evaluator: Evaluator, strategy: Strategy) -> list[tuple[Candidate, float]]:
-    """Every micro-batch and recomputation of a strategy by rising bound, each with its memory's bound."""
-    bounds = evaluator.bounds()  # of lossless wires: for quantised ones still the order of the choices
-    block = _one_row(Layout.of(strategy, evaluator.cluster.axes))
-    state, time, optimizer_s = bounds.state_bytes(block), bounds.time(block), bounds.optimizer_s(block)
+    """Every micro-batch and recomputation of a strategy by rising bound, each with what it needs at least.
+
+    With several wires on one level, a prefetch other than 1 or another engine, what is called a bound is only near one:
+    still the order of the choices.
+    """
+    layout = Layout.of(strategy, evaluator.cluster.axes)
+    bounds, block = evaluator.bounds(_wires(layout), strategy.collective), _one_row(layout)
+    time, optimizer_s = bounds.time(block), bounds.optimizer_s(block)
+    static, of_activations = evaluator.static_bytes(strategy), 1 + evaluator.constants.allocator_share
     choices = []
     for recomputation in evaluator.workload.recomputations():
         for micro_batch, micro_batches in evaluator.workload.splits(evaluator.cluster.world):
@@ -55,8 +101,15 @@ def choices(evaluator: Evaluator, strategy: Strategy) -> list[tuple[Candidate, f
                 recomputation=recomputation,
                 bound_s=float(time.at(micro_batches, compute, optimizer_s)[0]),
             )
-            choices.append((candidate, float(state[0]) + bounds.activation_bytes(micro_batch, recomputation)))
+            activations = bounds.activation_bytes(micro_batch, recomputation)
+            choices.append((candidate, static + of_activations * activations))
     return sorted(choices, key=lambda pair: pair[0].bound_s)
+
+
+def _wires(layout: Layout) -> tuple[str, ...]:
+    """By level, as after `@`; where its parts differ, the default."""
+    found = [{str(axis.wire) for axis in layout.axes if axis.mesh_axis == name} for name, _ in layout.mesh]
+    return tuple(wires.pop().removeprefix("@") if len(wires) == 1 else "" for wires in found)
 
 
 def _one_row(layout: Layout) -> Block:

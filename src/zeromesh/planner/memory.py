@@ -19,10 +19,8 @@ from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.schedule import FlatBuffer
 from zeromesh.schedule.memory import master_in_params
 from zeromesh.schedule.transfer import QUANTISED_BLOCK, kept_axis, wire_bytes
+from zeromesh.simulator.memory import MOMENTS
 from zeromesh.strategy import Layout
-
-ADAM_MOMENT_BYTES = 8
-"""Two moments in fp32 (arXiv 1412.6980; torch.optim.AdamW keeps them in the dtype of the fp32 master)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +42,11 @@ def bytes_each(wire: str) -> float:
     return wire_bytes(QUANTISED_BLOCK, wire) / QUANTISED_BLOCK
 
 
+def moment_bytes(master_dtype: str) -> float:
+    """Of the optimizer's states beside the master, for each of its elements."""
+    return MOMENTS * DTYPE_BYTES[master_dtype]
+
+
 def model_state(
     layout: Layout,
     num_params: int,
@@ -52,7 +55,6 @@ def model_state(
     param_dtype: str = "bf16",
     grad_dtype: str = "fp32",
     master_dtype: str = "fp32",
-    moment_bytes: float = ADAM_MOMENT_BYTES,
 ) -> ModelState:
     """Model-state bytes per device of a layout.
 
@@ -60,7 +62,6 @@ def model_state(
         layout: the strategy on its mesh.
         num_params: Psi.
         num_trainable: Psi'; None for all.
-        moment_bytes: of the optimizer's states per trainable parameter.
 
     >>> layout = Layout.of("node=3,cluster[4]=1,cluster[*]=0", [("node", 8), ("cluster", 128)])
     >>> round(model_state(layout, 27_573_049_344, grad_dtype="bf16").total / 1e9, 2)
@@ -78,6 +79,6 @@ def model_state(
     return ModelState(
         params=DTYPE_BYTES[param_dtype] * num_params / by_param,
         grads=DTYPE_BYTES[grad_dtype] * trainable / by_grad,
-        optimizer=(master + moment_bytes) * trainable / by_state,
+        optimizer=(master + moment_bytes(master_dtype)) * trainable / by_state,
         kept=kept_width * num_params / dropped if has_kept_copy else 0.0,
     )

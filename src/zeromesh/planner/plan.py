@@ -90,6 +90,7 @@ def as_plan(choice: Choice, cluster: Cluster, workload: Workload) -> Plan:
         param_dtype=workload.param_dtype,
         reduce_dtype=workload.reduce_dtype,
         grad_dtype=workload.grad_dtype,
+        master_dtype=workload.master_dtype,
         predicted=choice.to_json(),
     )
 

@@ -165,13 +165,12 @@ def search_published(
         assumptions: None for those of the space.
 
     Raises:
-        InputError: the cluster has not the two levels that the papers know.
+        InputError: the cluster has not the two levels that the papers know, or the batch does not divide.
     """
     if len(cluster.levels) != 2:
         raise InputError(f"the space {space} has two levels, and {cluster.name} has {len(cluster.levels)}")
     assumptions = assumptions or (STATES_ALONE if space == "paro" else Assumptions())
-    micro_batch = workload.micro_batch or 1
-    share = workload.sequences_per_device(cluster.world)
+    micro_batch, micro_batches = next(workload.splits(cluster.world))
     setup = _Setup(
         model=model,
         cluster=cluster,
@@ -179,7 +178,7 @@ def search_published(
         constants=constants or default_constants(),
         assumptions=assumptions,
         micro_batch=micro_batch,
-        micro_batches=max(1, share // micro_batch),
+        micro_batches=micro_batches,
     )
     names, objective, text = _SPACES[space](setup)
     limit = cluster.device.memory_bytes * assumptions.usable_share - assumptions.reserved_bytes
@@ -190,7 +189,7 @@ def search_published(
         objective=text,
         assumptions=assumptions,
         micro_batch=micro_batch,
-        micro_batches=setup.micro_batches,
+        micro_batches=micro_batches,
         recomputation=setup.recomputation.value,
         limit_bytes=limit,
         rows=tuple(rows),

@@ -49,7 +49,7 @@ class Options:
         wires: `any` also tries quantised wires, which change the numbers that are trained; on more than two levels
             with unsplit levels alone.
         collective: over several levels. `hierarchical`: one level after the other. `ho_ring`: that, and all levels at
-            work at once. `auto`: as `ho_ring` where the engine can do it, which is on gloo.
+            work at once. `auto`: as `ho_ring` where that has been measured, which is on gloo.
         max_simulations: candidates estimated at most for each kind of collective; None: simulate whole as many as it
             takes to prove the optimum.
         tolerance: stop once the gap is at most this.
@@ -184,7 +184,7 @@ def search(
     """
     options = options or Options()
     constants = constants or default_constants()
-    mechanics = find_engine(engine) if isinstance(engine, str) else engine
+    mechanics = find_engine(engine)
     if options.max_simulations is None and not _bounded(mechanics):
         raise InputError(
             f"an optimum can be proven for the engine zeromesh alone: the bounds do not hold for {mechanics.name}; "
@@ -334,7 +334,9 @@ def _settings(bounds: Bounds) -> Iterator[_Setting]:
     for recomputation in workload.recomputations():
         for micro_batch, micro_batches in workload.splits(bounds.cluster.world):
             activations = bounds.activation_bytes(micro_batch, recomputation)
-            overhead = Overhead.of(bounds.constants, communicators=0, dynamic_bytes=activations)
+            overhead = Overhead.of(
+                bounds.constants, backend=bounds.cluster.backend, communicators=0, dynamic_bytes=activations
+            )
             yield _Setting(
                 micro_batch=micro_batch,
                 micro_batches=micro_batches,

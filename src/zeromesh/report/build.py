@@ -8,7 +8,6 @@ from itertools import pairwise
 
 from zeromesh.cluster import Cluster
 from zeromesh.planner import Choice, Estimate, Planned
-from zeromesh.planner.plan import TRACED_MICRO_BATCHES
 from zeromesh.report.page import (
     Bar,
     Fact,
@@ -52,16 +51,16 @@ def plan_page(planned: Planned) -> str:
     ).to_html()
 
 
-def simulation_page(choice: Choice, cluster: Cluster) -> str:
-    """The page of one simulated strategy, as HTML."""
-    simulation = choice.simulation
+def simulation_page(choices: Sequence[Choice], cluster: Cluster) -> str:
+    """The page of one simulated strategy, as HTML: of its first choice, with the others in a table."""
+    choice, simulation = choices[0], choices[0].simulation
     return Page(
         title=f"{simulation.strategy} on {cluster.world} x {cluster.device.name}",
         subtitle=f"engine {simulation.engine}, cluster {cluster.name}: {_levels(cluster)}",
         facts=_facts(choice),
-        memory=_memory([choice], simulation.memory_limit_bytes, cluster),
+        memory=_memory(choices, simulation.memory_limit_bytes, cluster),
         timeline=_timeline(simulation.trace, simulation.micro_batches) if simulation.trace else None,
-        candidates=candidates_table([choice]),
+        candidates=candidates_table(choices),
         traffic=traffic_table(choice),
     ).to_html()
 
@@ -69,10 +68,12 @@ def simulation_page(choice: Choice, cluster: Cluster) -> str:
 def search_note(planned: Planned) -> str:
     """What was searched, and how far the best may be from the optimum."""
     found = planned.found
-    proof = "proven optimal" if found.gap == 0 else f"at most {found.gap:.1%} above the optimum"
+    proof = (
+        "the best is proven optimal" if found.gap == 0 else f"none is more than {found.gap:.1%} faster than the best"
+    )
     return (
         f"{found.searched:,} candidates, {found.pruned_memory:,} cannot fit, {found.simulated} simulated in "
-        f"{planned.seconds:.2f} s; the best is {proof}."
+        f"{planned.seconds:.2f} s; {proof}."
     )
 
 
@@ -215,8 +216,9 @@ def _timeline(trace: Trace, micro_batches: int) -> Timeline:
     whole = trace.step_s
     resources = sorted({event.resource for event in trace.events}, key=lambda name: (name != "compute", name))
     caption = f"{format_seconds(whole, digits=4)}: {trace.label}"
-    if micro_batches > TRACED_MICRO_BATCHES:
-        caption += f"; {TRACED_MICRO_BATCHES} of {micro_batches} micro-batches, the others are alike"
+    traced = len({event.micro_batch for event in trace.events if event.micro_batch >= 0})
+    if traced < micro_batches:
+        caption += f"; {traced} of {micro_batches} micro-batches, the others are alike"
     return Timeline(
         rows=tuple(_row(name, [e for e in trace.events if e.resource == name], whole) for name in resources),
         ticks=tuple(Tick(at=100 * value / whole, label=format_seconds(value)) for value in _round_values(0, whole)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -36,12 +38,13 @@ def print_plan(planned: Planned, console: Console | None = None) -> None:
     console.print(Text(search_note(planned), style="dim"))
 
 
-def print_simulation(choice: Choice, cluster: Cluster, console: Console | None = None) -> None:
-    """One strategy: time, memory and traffic."""
+def print_simulation(choices: Sequence[Choice], cluster: Cluster, console: Console | None = None) -> None:
+    """One strategy: time, memory and traffic of its first choice, beside the others."""
     console = console or Console()
+    choice = choices[0]
     console.print(Text(choice.simulation.strategy, style="bold"))
     console.print(f"{choice.simulation.engine} on {cluster.world} x {cluster.device.name} of {cluster.name}")
-    console.print(_rich(candidates_table([choice])))
+    console.print(_rich(candidates_table(choices)))
     _details(console, choice)
 
 

@@ -3,7 +3,7 @@
 from zeromesh.simulator.mechanics import ENGINES, Mechanics, find_engine
 from zeromesh.simulator.memory import MemoryBytes
 from zeromesh.simulator.result import AxisTraffic, Simulation
-from zeromesh.simulator.run import DEFAULT_MARGIN, simulate
+from zeromesh.simulator.run import DEFAULT_MARGIN, simulate, static_memory
 from zeromesh.simulator.workload import Workload
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "Workload",
     "find_engine",
     "simulate",
+    "static_memory",
 ]

@@ -91,12 +91,14 @@ ENGINES: dict[str, Mechanics] = {
 }
 
 
-def find_engine(name: str) -> Mechanics:
-    """The engine that `--engine` names.
+def find_engine(name: str | Mechanics) -> Mechanics:
+    """The engine that `--engine` names; mechanics of one's own as they are.
 
     Raises:
         ConfigError: there is none; the message names the nearest.
     """
+    if isinstance(name, Mechanics):
+        return name
     if name not in ENGINES:
         raise ConfigError(f"unknown engine {name!r}; {nearest(name, ENGINES)}")
     return ENGINES[name]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zeromesh.cost.constants import Constants
 from zeromesh.cost.memory import Overhead
-from zeromesh.model import Recomputation, UnitSpec
+from zeromesh.model import Recomputation, UnitKind, UnitSpec
 from zeromesh.schedule import ITEM_BYTES, Schedule
 
-_MOMENTS = 2  # AdamW
+MOMENTS = 2
+"""Of AdamW (arXiv 1412.6980), for each element of the master and in its dtype, as torch.optim.AdamW keeps them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def optimizer_bytes(schedule: Schedule) -> float:
         for buffer in unit.buffers:
             if buffer.master_dtype is not None:
                 shard = layout.padded(buffer.numel) // layout.degree(layout.significant)
-                states += _MOMENTS * shard * ITEM_BYTES[buffer.master_dtype]
+                states += MOMENTS * shard * ITEM_BYTES[buffer.master_dtype]
     return schedule.memory.master_bytes + states
 
 
@@ -60,17 +60,14 @@ def reduce_transients(schedule: Schedule) -> tuple[float, ...]:
     return tuple(size if schedule.resident(i) else size + block for i, size in enumerate(own))
 
 
-def memory_bytes(
-    schedule: Schedule, constants: Constants, activations: float, communicators: int, *, planned: bool
-) -> MemoryBytes:
+def memory_bytes(schedule: Schedule, activations: float, overhead: Overhead, *, planned: bool) -> MemoryBytes:
     """Everything on one device at the peak.
 
     Args:
         activations: what comes and goes, at its most.
-        communicators: in use.
+        overhead: of the process.
         planned: reduce buffers are allocated once, so they are part of `buffers`, not of `activations`.
     """
-    overhead = Overhead.of(constants, communicators=communicators, dynamic_bytes=activations)
     return MemoryBytes(
         params=float(schedule.memory.params_bytes),
         grads=float(schedule.memory.grads_bytes),
@@ -87,7 +84,8 @@ class Activations:
 
     A unit's forward leaves what it saves. Its backward holds that, what was recomputed, its working memory and the
     gradient of its largest weight, which autograd makes before it is added to where gradients are collected; then all
-    of it goes.
+    of it goes. The root's last norm has run between blocks and head: what it has saved goes when the head's backward
+    ends, although the schedule, in which the root encloses all others, opens it first.
     """
 
     specs: tuple[UnitSpec, ...]
@@ -100,6 +98,15 @@ class Activations:
     peak: float = 0.0
     record: bool = False
     changes: list[tuple[float, float]] = field(default_factory=list)
+    _freed: list[float] = field(init=False)  # by unit, when its backward has ended
+
+    def __post_init__(self) -> None:
+        self._freed = [self._saved(unit) for unit in range(len(self.specs))]
+        kinds = [spec.kind for spec in self.specs]
+        if UnitKind.ROOT in kinds and UnitKind.HEAD in kinds:
+            root, head = kinds.index(UnitKind.ROOT), kinds.index(UnitKind.HEAD)
+            self._freed[head] += self._freed[root]
+            self._freed[root] = 0.0
 
     def forward(self, unit: int, at_s: float) -> None:
         """The unit's forward has ended."""
@@ -115,7 +122,7 @@ class Activations:
 
     def leave_backward(self, unit: int, before: float, at_s: float) -> None:
         """The unit's backward has ended; `before` is what `now` was when it was entered."""
-        self._set(before - self._saved(unit), at_s)
+        self._set(before - self._freed[unit], at_s)
 
     def _saved(self, unit: int) -> float:
         return self.tokens * self.specs[unit].saved_bytes(self.seq_len, self.recomputation)

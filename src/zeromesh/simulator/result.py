@@ -30,7 +30,7 @@ class Simulation:
         micro_batches: of one step on one device.
         step_s: from one optimizer step to the next.
         tokens_per_s_per_device: throughput.
-        mfu: model FLOPs over the peak.
+        mfu: model FLOPs over the peak in the dtype of the parameters.
         compute_s: of the step, its slow-down under communication included.
         exposed_comm_s: that the device stands still for communication.
         exposed: (axes, collective, seconds), longest first.

@@ -14,6 +14,7 @@ from itertools import accumulate
 from zeromesh.cluster import Cluster
 from zeromesh.cost.compute import ComputeModel, UnitSeconds
 from zeromesh.cost.constants import Constants, default_constants
+from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, UnitSpec
 from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule, workspace_by_lane
@@ -21,7 +22,7 @@ from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
 from zeromesh.simulator.mechanics import Mechanics, find_engine
-from zeromesh.simulator.memory import Activations, memory_bytes, reduce_transients, step_bytes
+from zeromesh.simulator.memory import Activations, MemoryBytes, memory_bytes, reduce_transients, step_bytes
 from zeromesh.simulator.network import Job
 from zeromesh.simulator.result import AxisTraffic, Simulation
 from zeromesh.simulator.units import schedule_units
@@ -68,6 +69,19 @@ def simulate(
     return _result(setup, step, totals, memory_margin)
 
 
+def static_memory(
+    model: ModelSpec,
+    cluster: Cluster,
+    strategy: Strategy | str,
+    workload: Workload,
+    *,
+    engine: str | Mechanics = "zeromesh",
+    constants: Constants | None = None,
+) -> MemoryBytes:
+    """What `simulate` finds beside activations; micro-batch and recomputation do not change it."""
+    return _Setup.of(model, cluster, strategy, workload, engine, constants or default_constants()).memory(0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setup:
     model: ModelSpec
@@ -91,11 +105,10 @@ class _Setup:
         constants: Constants,
     ) -> _Setup:
         layout = Layout.of(strategy, cluster.axes)
-        mechanics = find_engine(engine) if isinstance(engine, str) else engine
+        mechanics = find_engine(engine)
         whole = layout.degree(layout.param_axes) == 1
         units, specs = schedule_units(model, workload, mechanics.bucket_bytes if whole else 0)
-        stated = workload.param_dtype in dict(cluster.device.peak_flops)
-        dtype = workload.param_dtype if stated else None
+        dtype = cluster.device.compute_dtype(workload.param_dtype)
         compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
         return cls(
             model=model,
@@ -116,6 +129,17 @@ class _Setup:
     @property
     def micro_batches(self) -> int:
         return self.workload.micro_batches(self.cluster.world)
+
+    def memory(self, dynamic_bytes: float) -> MemoryBytes:
+        """Of one device, where so much comes and goes at the most."""
+        axes = sum(axis.size > 1 for axis in self.schedule.layout.axes)
+        overhead = Overhead.of(
+            self.constants,
+            backend=self.cluster.backend,
+            communicators=self.mechanics.communicators * axes,
+            dynamic_bytes=dynamic_bytes,
+        )
+        return memory_bytes(self.schedule, dynamic_bytes, overhead, planned=self.mechanics.planned)
 
     def parts(self) -> tuple[UnitSpec, ...]:
         """What computes, in order; several may be one unit of the schedule."""
@@ -247,9 +271,7 @@ class _Step:
 def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) -> Simulation:
     workload, cluster, layout = setup.workload, setup.cluster, setup.schedule.layout
     tokens_per_s = workload.global_batch_tokens / step.step_s / cluster.world
-    communicators = setup.mechanics.communicators * sum(axis.size > 1 for axis in layout.axes)
-    dynamic = max(step.activations.peak, step_bytes(setup.schedule, setup.mechanics.step_bytes))
-    memory = memory_bytes(setup.schedule, setup.constants, dynamic, communicators, planned=setup.mechanics.planned)
+    memory = setup.memory(max(step.activations.peak, step_bytes(setup.schedule, setup.mechanics.step_bytes)))
     exposed = sorted(((axes, name, s) for (axes, name), s in totals.exposed_s.items()), key=lambda item: -item[2])
     return Simulation(
         strategy=str(layout.strategy),
@@ -258,7 +280,9 @@ def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) ->
         micro_batches=setup.micro_batches,
         step_s=step.step_s,
         tokens_per_s_per_device=tokens_per_s,
-        mfu=tokens_per_s * setup.model.model_flops_per_token(workload.seq_len) / cluster.device.peak(),
+        mfu=tokens_per_s
+        * setup.model.model_flops_per_token(workload.seq_len)
+        / cluster.device.peak(setup.compute.dtype),
         compute_s=totals.compute_s,
         exposed_comm_s=sum(s for _, _, s in exposed),
         exposed=tuple(exposed),

@@ -23,7 +23,7 @@ class Plan:
         micro_batch: sequences per device and micro-batch.
         micro_batches: micro-batches per step.
         recompute: activation checkpointing of the blocks.
-        param_dtype, reduce_dtype, grad_dtype: names as on a wire; None for the engine's defaults.
+        param_dtype, reduce_dtype, grad_dtype, master_dtype: names as on a wire; None for the engine's defaults.
         predicted: the planner's figures for this plan, as `zeromesh simulate --json` prints them.
     """
 
@@ -35,6 +35,7 @@ class Plan:
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     grad_dtype: str | None = None
+    master_dtype: str | None = None
     predicted: dict[str, Any] | None = None
 
     def to_json(self) -> str:

@@ -149,6 +149,14 @@ def make_number() -> int:
     return 3
 
 
+def make_three() -> tuple[nn.Module, Tensor, int]:
+    return nn.Linear(8, 8), torch.zeros(1, 64, 8), 64
+
+
+def make_others() -> tuple[nn.Module, dict[str, Any]]:
+    return nn.Linear(8, 8), {"scale": 2.0}
+
+
 def make_wrong_shape() -> nn.Module:
     return nn.Linear(8, 8)
 
@@ -162,7 +170,10 @@ def test_factories_are_called() -> None:
     ("function", "message"),
     [
         ("make_nothing", "has no attribute 'make_nothing'"),
-        ("make_number", "must return an nn.Module, got int"),
+        ("make_number", r"must return an nn\.Module or \(module, inputs\), got int"),
+        ("make_three", r"must return an nn\.Module or \(module, inputs\), got a tuple of 3"),
+        ("make_with_inputs", r"must be of shape \(1, 64, \.\.\.\), .* --seq-len, .*; got \(1, 31, 8\)"),
+        ("make_others", r"must be of shape \(1, 64, \.\.\.\), .*; got no tensor"),
         ("make_wrong_shape", r"Linear does not run on fake tensors .* return \(module, inputs\)"),
     ],
 )

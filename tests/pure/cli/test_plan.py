@@ -148,6 +148,53 @@ def test_published_spaces_are_selectable(zeromesh: Any) -> None:
         assert name in out
 
 
+def test_published_spaces_refuse_what_they_do_not_take(zeromesh: Any, tmp_path: Path) -> None:
+    given = {
+        "--output": str(tmp_path / "plan.json"),
+        "--report": str(tmp_path / "out.html"),
+        "--emit": "fsdp2",
+        "--engine": "zeromesh",
+        "--memory-margin": "0.1",
+        "--wire": "any",
+        "--collective": "hierarchical",
+        "--splits": "all",
+        "--grad-dtype": "fp32",
+    }
+    for option, value in given.items():
+        code, out, err = zeromesh("plan", *BASE, "--space", "amsp", option, value)
+        assert (code, out) == (2, ""), option
+        assert (
+            f"--space amsp answers by its paper's own memory formula and objective, which know nothing of {option}:"
+            in err
+        )
+    assert not list(tmp_path.iterdir())
+    assert "nothing of --exact, --emit:" in zeromesh("plan", *BASE, "--space", "mics", "--exact", "--emit", "fsdp2")[2]
+
+
+def test_simulate_writes_a_plan_and_lists_choices(zeromesh: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    code, out, _ = zeromesh(
+        "simulate", *BASE, "--strategy", "node=3,cluster=1", "--top", "3", "--json", "-o", str(path)
+    )
+    step = json.loads(out)
+    assert code == 0
+    check_step(step)
+    chosen = Plan.load(path)
+    assert str(chosen.strategy) == step["strategy"]
+    assert (chosen.micro_batch, chosen.recompute) == (step["micro_batch"], step["recomputation"])
+    seconds = [candidate["step_s"] for candidate in step["candidates"]]
+    assert seconds == sorted(seconds) and len(seconds) == 3 and seconds[0] == step["step_s"]
+
+
+def test_simulate_refuses_quantised_wires_where_asked_to(zeromesh: Any) -> None:
+    base = ["simulate", *BASE, "--micro-batch", "1", "--strategy"]
+    code, _, err = zeromesh(*base, "node=3@int8/,cluster=1", "--wire", "lossless")
+    assert code == 2
+    assert "--wire lossless takes no strategy with quantised wires, got node=3@int8/,cluster=1" in err
+    assert zeromesh(*base, "node=3@int8/,cluster=1")[0] == 0
+    assert zeromesh(*base, "node=3@fp32/,cluster=1", "--wire", "lossless")[0] == 0
+
+
 WRONG = {
     "model": (["--model", "llama-8b"], "nn.Module; did you mean"),
     "cluster": (["--cluster", "a800-8x"], "a800-8x-hdr"),
@@ -163,6 +210,8 @@ WRONG = {
     "seq-len": (["--seq-len", "0"], "seq_len must be at least 1"),
     "engine": (["--engine", "megatron"], "unknown engine 'megatron'"),
     "emit": (["--emit", "fsdp"], "did you mean fsdp2"),
+    "wire": (["--wire", "lossles"], "did you mean lossless"),
+    "top": (["--top", "0"], "--top must be at least 1, got 0"),
     "file": (["--model", "missing/config.json"], "cannot be read"),
 }
 
@@ -197,11 +246,9 @@ def test_wrong_strategies(zeromesh: Any, strategy: str, message: str) -> None:
 
 def test_options_of_plan_alone_name_what_they_take(zeromesh: Any) -> None:
     for option, value, message in (
-        ("--wire", "lossles", "did you mean lossless"),
         ("--splits", "one", "--splits must be one of none, once, all, got 'one'"),
         ("--space", "ampo", "did you mean amsp"),
         ("--collective", "ring", "--collective must be one of auto, hierarchical, ho_ring, got 'ring'"),
-        ("--top", "0", "--top must be at least 1, got 0"),
     ):
         code, out, err = zeromesh("plan", *BASE, option, value)
         assert (code, out) == (2, "")

@@ -53,7 +53,14 @@ def test_the_documented_file_reads():
         ('memory = "80 GB"', "", r"device\.memory: is missing; expected bytes with a unit"),
         ('memory = "80 GB"', 'memory = "80"', r"device\.memory: .*the unit is missing"),
         ('memory = "80 GB"', "memory = 80", r"device\.memory: .*write the unit, as a string"),
-        ('memory = "80 GB"', 'memory = "-80 GB"', r"device\.memory: expected a value above zero"),
+        ('memory = "80 GB"', 'memory = "-80 GB"', r"device\.memory: expected a finite value above zero"),
+        ('memory = "80 GB"', 'memory = "80 GB"\ncores = nan', r"device\.cores: expected a finite value above zero"),
+        ('memory = "80 GB"', 'memory = "80 GB"\ncores = inf', r"device\.cores: expected a finite value above zero"),
+        (
+            "size = 128",
+            "size = 128\nshares = { all_reduce = nan }",
+            r"level\[1\]\.shares\.all_reduce: expected a finite value above zero",
+        ),
         ('memory = "80 GB"', 'memroy = "80 GB"', r"device\.memroy: unknown key; did you mean memory"),
         ('bf16 = "312 TFLOP/s"', 'bf17 = "312 TFLOP/s"', r"device\.peak\.bf17: unknown key; did you mean bf16"),
         ('bf16 = "312 TFLOP/s"', "", r"device\.peak: expected a rate by dtype"),
@@ -154,6 +161,8 @@ def test_what_a_file_leaves_out_of_a_known_device_is_filled_in(tmp_path):
     assert read_cluster(path).device.memory_bytes_per_s == 1e9
     path.write_text(GOOD.replace('memory = "80 GB"', 'memory = "40 GB"'))
     assert read_cluster(path).device.memory_bytes_per_s == 1555e9
+    path.write_text(GOOD.replace("312 TFLOP/s", "250 TFLOP/s"))
+    assert read_cluster(path).device.achievable() is None  # 271.2 of 250 is no rate of this version
     path.write_text(GOOD.replace("A800-SXM4-80GB", "Abacus 9"))
     assert read_cluster(path).device.memory_bytes_per_s is None
 

@@ -69,6 +69,26 @@ def test_a_units_seconds_are_positive_and_grow_with_tokens_and_sequence(tokens, 
     assert total(tokens, seq_len + 100) >= total(tokens, seq_len)
 
 
+@pytest.mark.parametrize("window", [None, 8192, 4096, 1024, 1])
+def test_attention_computes_the_scores_that_a_token_sees(window):
+    """Token t sees the last `window` of t + 1 tokens: counted one by one, and in the share of an unmasked kernel."""
+    seq_len = 4096
+    assert BLOCK.attention is not None
+    block = replace(BLOCK, attention=replace(BLOCK.attention, window=window))
+    bare = replace(block, attention=None)
+    seen = sum(min(t + 1, window or seq_len) for t in range(seq_len)) / seq_len
+    attention = block.attention
+    kwargs = {"tokens": seq_len, "seq_len": seq_len, "recomputation": Recomputation.NONE}
+    with_it, without = (A100.unit(unit, **kwargs) for unit in (block, bare))
+    flops = 4 * attention.heads * attention.head_dim * seen * seq_len
+    rate = A100.matrix_flops * CONSTANTS.attention_forward_share
+    # Of its own token each sees a whole score, where the formula has half of one: at most half of what it sees.
+    slack = 0.5 / seen
+    assert with_it.forward - without.forward == pytest.approx(flops / rate, rel=1.01 * slack)
+    backward = 2.5 * flops / (A100.matrix_flops * CONSTANTS.attention_backward_share)
+    assert with_it.backward - without.backward == pytest.approx(backward, rel=1.01 * slack)
+
+
 def test_frozen_weights_save_their_gradient():
     frozen = replace(BLOCK, matmuls=tuple(replace(m, trainable_share=0.0) for m in BLOCK.matmuls))
     both = [A100.unit(u, tokens=4096, seq_len=512, recomputation=Recomputation.NONE).backward for u in (BLOCK, frozen)]
@@ -85,9 +105,14 @@ def test_a_device_without_memory_bandwidth_has_the_usual_one():
 
 
 def test_overhead_counts_each_communicator():
-    one, two = (Overhead.of(CONSTANTS, communicators=n, dynamic_bytes=1e9) for n in (1, 2))
+    one, two = (Overhead.of(CONSTANTS, backend="nccl", communicators=n, dynamic_bytes=1e9) for n in (1, 2))
     assert two.total_bytes - one.total_bytes == CONSTANTS.communicator_bytes
     assert one.allocator_bytes == pytest.approx(1e9 * CONSTANTS.allocator_share)
+
+
+def test_processors_have_no_driver_and_no_buffers_of_communicators():
+    found = Overhead.of(CONSTANTS, backend="gloo", communicators=4, dynamic_bytes=1e9)
+    assert found.total_bytes == found.allocator_bytes == pytest.approx(1e9 * CONSTANTS.allocator_share)
 
 
 def test_constants_out_of_range_are_refused():

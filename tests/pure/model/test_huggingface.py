@@ -43,6 +43,7 @@ def test_a_directory_with_a_config_is_read(tmp_path: Path) -> None:
         ("[]", "a table of keys is required, got list"),
         ({}, "model_type is required"),
         ({"model_type": "lama"}, "did you mean llama"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\] has no reader"),
         (LLAMA_7B | {"hidden_size": None}, "hidden_size is required"),
         (LLAMA_7B | {"hidden_size": "4096"}, "hidden_size must be a whole number of at least 1, got '4096'"),
         (LLAMA_7B | {"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1, got 0"),
@@ -58,6 +59,13 @@ def test_a_directory_with_a_config_is_read(tmp_path: Path) -> None:
 def test_wrong_configs_name_the_key(tmp_path: Path, config: object, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(write(tmp_path, config))
+
+
+def test_weights_are_no_config(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(bytes([8, 0, 0, 0, 0, 0, 0, 0]) + b"{}      " + bytes([0x80, 0x3F]))
+    with pytest.raises(ModelError, match=r"weights\.safetensors: not JSON: .*; a model is given by its config\.json"):
+        load_model(str(path))
 
 
 def test_a_missing_file_says_so() -> None:

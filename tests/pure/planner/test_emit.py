@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from zeromesh.errors import InputError
-from zeromesh.model import preset
-from zeromesh.planner.emit import emit_deepspeed, emit_fsdp2, emit_megatron_fsdp
+from zeromesh.model import ModelSpec, preset
+from zeromesh.planner.emit import EMITTERS, emit_deepspeed, emit_fsdp2, emit_megatron_fsdp
 from zeromesh.strategy import Plan, Strategy
 
 MESH = (("node", 8), ("cluster", 4))
@@ -74,6 +75,11 @@ def test_deepspeed_configurations(strategy: str, zero: dict[str, object]) -> Non
             {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "communication_data_type": "bf16"},
         ),
         (
+            "node=1@/fp32,cluster=1@/fp32",
+            {},
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
+        ),
+        (
             "node=0,cluster=0",
             {"param_dtype": "fp32"},
             {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
@@ -100,7 +106,8 @@ def test_deepspeed_has_no_bf16_gradients_beside_fp32_parameters_at_stage_0() -> 
         ("node[4]=3,node[2]=1,cluster=0", "stage 0 over 4 ranks beside other stages"),
         ("node=3@int4/,cluster=3@int4/", "parameter wires int4"),
         ("node=3@/int8,cluster=3@/int8", "gradient wires int8"),
-        ("node=3@int8/,cluster=3", "parameter wires default, int8"),
+        ("node=3@int8/,cluster=3", "parameter wires bf16, int8"),
+        ("node=2,cluster=2@/fp32", "gradient wires bf16, fp32"),
         ("node=3@int8/int4+ef,cluster=3@int8/int4+ef", "error feedback"),
     ],
 )
@@ -117,7 +124,10 @@ def test_deepspeed_says_what_it_cannot_express(strategy: str, message: str) -> N
         ("node=2,cluster=2", "stage 2 on the innermost part"),
         ("node=3,cluster=1", "stage 1 over 4 ranks outside a group of stage 3"),
         ("node=3d,cluster=1", "stage 1 over 4 ranks outside a group of stage 3d"),
-        ("node=3@int8/,cluster=3", "quantised wire of node=3@int8/"),
+        ("node=3@int8/,cluster=3", "parameter wires bf16, int8: it sends them in the dtype that it computes in"),
+        ("node=3@/int4,cluster=3@/int4", "gradient wires int4: it reduces in one lossless dtype on all levels"),
+        ("node=3@fp32/,cluster=3", "parameter wires bf16, fp32"),
+        ("node=3,cluster=0@/fp32", "gradient wires bf16, fp32"),
         ("node=3,cluster[2]=3k,cluster[2]=0", "stage 3k over 2 ranks outside a group of stage 3"),
     ],
 )
@@ -152,8 +162,30 @@ def test_megatron_fsdp_configurations(strategy: str, stage: int, outer: int, mes
         ("node=3k,cluster=3k", "stage 3k: it neither keeps"),
         ("node=2,cluster=1", "stage 1 outside a group of stage 2"),
         ("node[4]=3,node[2]=1,cluster=0", "3 different parts"),
+        ("node=3,cluster=1@fp32/", "parameter wires bf16, fp32"),
+        ("node=3,cluster=0@/fp32", "gradient wires bf16, fp32"),
     ],
 )
 def test_megatron_fsdp_says_what_it_cannot_express(strategy: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         emit_megatron_fsdp(a_plan(strategy), preset("llama-7b"))
+
+
+@pytest.mark.parametrize("emit", [emit_fsdp2, emit_megatron_fsdp])
+def test_one_wire_of_all_gradients_is_taken_over(emit: Callable[[Plan, ModelSpec], str]) -> None:
+    names = {"bf16": "torch.bfloat16", "fp32": "torch.float32"}
+    for wire, other in (("bf16", "fp32"), ("fp32", "bf16")):
+        text = emit(a_plan(f"node=3@/{wire},cluster=0@/{wire}", reduce_dtype=other), preset("llama-7b"))
+        option = "reduce_dtype" if emit is emit_fsdp2 else "grad_comm_dtype"
+        assert f"{option}={names[wire]}" in text
+
+
+def test_fsdp2_accumulates_in_fp32() -> None:
+    with pytest.raises(InputError, match="FSDP2 cannot express bf16 gradient shards: it accumulates in its param"):
+        emit_fsdp2(a_plan("node=3,cluster=3", grad_dtype="bf16"), preset("llama-7b"))
+
+
+@pytest.mark.parametrize("emit", EMITTERS.values())
+def test_masters_are_fp32(emit: Callable[[Plan, ModelSpec], str]) -> None:
+    with pytest.raises(InputError, match="cannot express bf16 masters: its optimizer has fp32 ones"):
+        emit(a_plan("node=3,cluster=3", master_dtype="bf16"), preset("llama-7b"))

@@ -144,6 +144,14 @@ def test_paros_orderings() -> None:
     assert times["NIG"] < times["NGG"]
 
 
+def test_a_micro_batch_must_divide() -> None:
+    """Of 4 sequences a device: 3 at once would leave one over."""
+    cluster = find_cluster("a100-8x-100g").take(128)
+    workload = Workload(seq_len=512, global_batch_tokens=512 * 4 * 128, micro_batch=3)
+    with pytest.raises(InputError, match="4 sequences a step, which micro-batches of 3 do not divide"):
+        search_published("paro", preset("llama-7b"), cluster, workload)
+
+
 def test_published_spaces_have_two_levels() -> None:
     cluster = find_cluster("frontier-mi250x")
     workload = Workload(seq_len=2048, global_batch_tokens=2048 * cluster.world)

@@ -11,10 +11,10 @@ from tests.pure.planner.setups import small_cluster, small_model
 from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation, preset
-from zeromesh.planner import NothingFitsError, Options, Workload, plan, search
+from zeromesh.planner import NothingFitsError, Options, Workload, plan, search, simulate_choices
 from zeromesh.planner.space import Space
 from zeromesh.simulator import simulate
-from zeromesh.strategy import Plan
+from zeromesh.strategy import Plan, Strategy
 
 WORKLOAD = Workload(seq_len=256, global_batch_tokens=256 * 16 * 2)
 
@@ -173,8 +173,29 @@ def test_a_plan_is_a_value_that_reads_itself() -> None:
     again = Plan.from_json(planned.plan.to_json())
     assert again == planned.plan
     assert again.micro_batch * again.micro_batches == 2
+    assert again.master_dtype == "fp32"
     assert planned.plan.predicted is not None
     assert planned.plan.predicted["step_s"] == planned.best.simulation.step_s
+
+
+@pytest.mark.parametrize("memory_bytes", [8e9, 2.05e9])
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=3k@int8/"])
+def test_the_fastest_choices_of_a_strategy_come_first(strategy: str, memory_bytes: float) -> None:
+    """Where the wire is the bound, the choice of the lowest bound is not always the fastest."""
+    cluster = small_cluster(4, 4, memory_bytes=memory_bytes, outer_bytes_per_s=0.2e9)
+    workload = replace(WORKLOAD, global_batch_tokens=256 * 16 * 8)
+    every = [
+        simulate(small_model(), cluster, strategy, workload.fixed(size, recomputation))
+        for size, recomputation in product((1, 2, 4, 8), Recomputation)
+    ]
+    fitting = sorted(one.step_s for one in every if one.fits)
+    assert (3 < len(fitting) < len(every)) == (memory_bytes < 8e9)
+    for top in (1, 3):
+        found = simulate_choices(small_model(), cluster, workload, Strategy.parse(strategy), top=top)
+        assert [choice.simulation.step_s for choice in found] == fitting[:top]
+    tight = replace(cluster, device=replace(cluster.device, memory_bytes=1e9))
+    (smallest,) = simulate_choices(small_model(), tight, workload, Strategy.parse(strategy), top=3)
+    assert smallest.simulation.memory.total == min(one.memory.total for one in every)
 
 
 def test_the_why_agrees_with_the_numbers() -> None:

@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ import pytest
 from tests.pure.planner.setups import small_cluster, small_model
 from zeromesh.cluster import find_cluster
 from zeromesh.model import Recomputation, preset
-from zeromesh.planner import Planned, Workload, plan, simulate_strategy
-from zeromesh.report import plan_page
-from zeromesh.report.build import traffic_table
+from zeromesh.planner import Planned, Workload, plan, simulate_choices, simulate_strategy
+from zeromesh.report import plan_page, simulation_page
+from zeromesh.report.build import search_note, traffic_table
 from zeromesh.report.page import (
     Bar,
     Fact,
@@ -238,6 +239,22 @@ def test_numbers_of_the_json_are_those_of_the_page(planned: Planned) -> None:
     assert {"best", "candidates", "searched", "seconds", "why"} <= set(answer)
     assert answer["candidates"][0] == answer["best"]
     assert set(answer["best"]["memory_bytes"]) >= {"params", "grads", "optimizer", "buffers", "activations", "total"}
+
+
+def test_the_caption_says_how_many_micro_batches_are_shown(planned: Planned) -> None:
+    """A plan's trace is cut to four of them, a simulation's holds all."""
+    workload = Workload(seq_len=256, global_batch_tokens=256 * 16 * 8, micro_batch=1)
+    cluster, strategy = small_cluster(4, 4), Strategy.parse("node=3,cluster=1")
+    choices = simulate_choices(small_model(), cluster, workload, strategy, top=2, trace=True)
+    assert "micro-batches, the others are alike" not in simulation_page(choices, cluster)
+    cut = plan(small_model(), cluster, workload, trace=True)
+    assert "; 4 of 8 micro-batches, the others are alike" in plan_page(cut)
+
+
+def test_the_gap_is_of_the_bests_step(planned: Planned) -> None:
+    for bound, proof in ((0.9, "none is more than 10.0% faster than the best."), (1.0, "the best is proven optimal.")):
+        found = replace(planned.found, bound_s=bound * planned.found.best.step_s)
+        assert search_note(replace(planned, found=found)).endswith(proof)
 
 
 def test_traffic_says_what_is_waited_for_over_several_axes() -> None:

@@ -180,7 +180,7 @@ def test_the_keys_of_the_file():
     assert found.levels[0].share("all_reduce") == 1.5 and found.levels[0].share("all_gather") == 1.0
     with pytest.raises(ClusterError, match=r"level\[0\]\.shares\.all_reduc: unknown key; did you mean all_reduce"):
         parse_cluster(text.replace("all_reduce", "all_reduc"))
-    with pytest.raises(ClusterError, match=r"device\.cores: expected a value above zero"):
+    with pytest.raises(ClusterError, match=r"device\.cores: expected a finite value above zero"):
         parse_cluster(text.replace("0.5", "0"))
     with pytest.raises(ClusterError, match=r"level\[0\]\.host_rate: expected a rate"):
         parse_cluster(text.replace('"2 GB/s"', "2"))

@@ -153,6 +153,30 @@ def test_recomputation_trades_memory_for_time():
     assert none.mfu > full.mfu
 
 
+def test_the_last_norm_is_kept_until_the_head_is_done():
+    """Where the head's backward is the peak: all that was saved, its own working set, and its weight's gradient."""
+    workload = work(1, 16, 2048, recomputation=Recomputation.FULL)
+    found = simulate(LLAMA, A800.take(16), "node=3,cluster=1", workload).memory.activations
+    *_, head = LLAMA.units
+    saved = LLAMA.saved_activation_bytes(2048, Recomputation.FULL) + head.activations.working.at(2048)
+    assert found == pytest.approx(2048 * saved + 2 * head.num_params)
+    assert 2048 * LLAMA.peak_activation_bytes(2048, Recomputation.FULL) == pytest.approx(2048 * saved)
+
+
+def test_mfu_is_of_the_dtype_that_is_computed_in():
+    cluster = A800.take(16)
+    peak = dict(cluster.device.peak_flops)["fp32"]
+    result = simulate(LLAMA, cluster, "node=3,cluster=1", work(1, 16, 2048, param_dtype="fp32"))
+    flops = result.tokens_per_s_per_device * LLAMA.model_flops_per_token(2048)
+    assert result.mfu == pytest.approx(flops / peak)
+
+
+def test_processors_are_charged_no_driver():
+    cluster = preset("gloo-laptop")
+    memory = simulate(GPT2, cluster, "node=3", work(1, 4)).memory
+    assert memory.overhead == pytest.approx(0.03 * memory.activations)
+
+
 def test_what_fits_depends_on_the_margin():
     workload = work(1, 16, 2048)
     memory = simulate(LLAMA, A800.take(16), "node=3,cluster=1", workload).memory

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -196,6 +198,7 @@ def test_a_plan_survives_json(text, micro_batch, micro_batches, recompute, dtype
         param_dtype=dtype,
         reduce_dtype=dtype,
         grad_dtype=dtype,
+        master_dtype=dtype,
         predicted={"step_s": 1.5, "axes": [{"axis": "node"}]},
     )
     assert Plan.from_json(plan.to_json()) == plan
@@ -205,6 +208,13 @@ def test_a_plan_in_a_file(tmp_path):
     plan = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 4),))
     (tmp_path / "plan.json").write_text(plan.to_json())
     assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_plan_from_before_masters_had_a_dtype_is_read():
+    plan = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 4),), master_dtype="bf16")
+    fields = json.loads(plan.to_json())
+    del fields["master_dtype"]
+    assert Plan.from_json(json.dumps(fields)) == replace(plan, master_dtype=None)
 
 
 GOOD = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 4),)).to_json()

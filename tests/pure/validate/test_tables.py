@@ -7,13 +7,18 @@ import pytest
 from typer.testing import CliRunner
 
 from zeromesh.cli.app import app
+from zeromesh.cluster import preset
+from zeromesh.cost import default_constants
 from zeromesh.errors import InputError
+from zeromesh.model import preset as model_preset
+from zeromesh.simulator import Workload, simulate
 from zeromesh.validate.assumptions import assumed, assumptions
 from zeromesh.validate.claims import Claim
 from zeromesh.validate.page import page, remarks
 from zeromesh.validate.row import Row, published
 from zeromesh.validate.score import GOALS, score
 from zeromesh.validate.tables import SOURCES
+from zeromesh.validate.tables.fsdp import _reserved_gib
 
 #: Of which source each table comes. Two whose ranges take long are left out.
 SOURCE_OF = {
@@ -95,6 +100,16 @@ def test_model_state_of_the_memory_profile_is_within_three_percent(tables):
     states = [r for r in tables["Galvatron memory"] if r.label.startswith("model state") and r.in_scope]
     assert len(states) == 8
     assert all(abs(row.error) < 0.03 for row in states)
+
+
+def test_reserved_memory_leaves_out_what_is_no_tensors():
+    """Also on one node, whose outer axis has no communicator."""
+    cluster, workload = preset("a100-8x-hdr").take(8), Workload(seq_len=2048, global_batch_tokens=2048 * 8)
+    step = simulate(model_preset("llama2-7b"), cluster, "zero3", workload, engine="fsdp")
+    tensors = step.memory.total - step.memory.overhead
+    expected = tensors + default_constants().allocator_share * step.memory.activations
+    assert _reserved_gib(step) == pytest.approx(expected / 2**30)
+    assert len(step.axes) == 2
 
 
 def test_every_published_row_appears_once(tables):

@@ -96,9 +96,9 @@ def _tokens_per_s(steps: list[Simulation]) -> float:
 
 def _reserved_gib(step: Simulation) -> float:
     """What torch's allocator has reserved, which is what torchtitan prints: no context, no communicators."""
-    constants, memory = default_constants(), step.memory
-    allocator = memory.overhead - constants.context_bytes - len(step.axes) * constants.communicator_bytes
-    return (memory.total - memory.overhead + max(0.0, allocator)) / 2**30
+    memory = step.memory
+    allocator = memory.activations * default_constants().allocator_share
+    return (memory.total - memory.overhead + allocator) / 2**30
 
 
 def _titan_excluded(entry: dict[str, str]) -> str:
