@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ __all__ = [
     "clip_grad_norm_",
     "elementwise",
     "engine_of",
+    "precision_of",
     "refresh",
     "resolve",
     "shard",
@@ -37,6 +38,9 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 ENGINE = "_zeromesh_engine"
 
+DTYPE_OPTIONS = ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype")
+"""Of `shard`, and by name of plans and workloads."""
+
 
 def shard(
     model: ModelT,
@@ -46,7 +50,7 @@ def shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
-    master_dtype: torch.dtype = torch.float32,
+    master_dtype: torch.dtype | None = None,
     units: UnitClasses | None = None,
     resident: Sequence[str] = (),
     init: Callable[[nn.Module], None] | None = None,
@@ -61,11 +65,12 @@ def shard(
     Args:
         model: any module; its parameters are freed as they are sharded.
         mesh: torch's mesh with named dimensions, outermost first; None on a single process.
-        strategy: ``"node=3,cluster=1"`` (innermost axis first), a preset's name, or a plan of the planner's.
+        strategy: ``"node=3,cluster=1"`` (innermost axis first), a preset's name, or a plan of the planner's, whose
+            dtypes count where none is given here.
         param_dtype: of compute, and of parameters on the wire. Default: each parameter's own.
         reduce_dtype: of gradients on the wire. Default: `param_dtype`.
         grad_dtype: of the accumulated gradient shard. Default: fp32 (fp64 for fp64 parameters).
-        master_dtype: of the optimizer's copy. fp64 parameters have an fp64 master.
+        master_dtype: of the optimizer's copy. Default: fp32 (fp64 for fp64 parameters).
         units: classes, or their names, of the modules that are gathered as one. Default: the model's repeated blocks,
             its input embedding and its output head.
         resident: names of units that are to have a gather slot of their own.
@@ -91,9 +96,13 @@ def shard(
     """
 
     def prepare() -> tuple[Precision, Layout, list[ModuleUnit]]:
-        if hasattr(model, ENGINE):
-            raise ModelError("this model is sharded already; zm.shard is called once, on the whole model")
-        precision = _precision(strategy, param_dtype, reduce_dtype, grad_dtype, master_dtype)
+        if any(hasattr(module, ENGINE) for module in model.modules()):
+            raise ModelError(
+                "this model, or a part of it, is sharded already; zm.shard is called once, on the whole model: units= "
+                "names the classes that are gathered as one"
+            )
+        given = dict(zip(DTYPE_OPTIONS, (param_dtype, reduce_dtype, grad_dtype, master_dtype), strict=True))
+        precision = precision_of(given, strategy)
         layout = resolve(mesh, strategy)
         found = find_units(model, units, resident)
         if layout.degree(layout.param_axes) == 1:
@@ -109,7 +118,18 @@ def shard(
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)
     object.__setattr__(model, "zero_grad", _zero_grad_of(weakref.ref(model)))
+    _keep_others_out(model)
     return model
+
+
+def _keep_others_out(model: nn.Module) -> None:
+    """Of what would move or reduce parameters by itself."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):  # cuDNN's would move the weights out of the memory that is gathered into
+            object.__setattr__(module, "flatten_parameters", lambda: None)
+    # DistributedDataParallel, which launchers wrap models in by themselves, then says that there is nothing to do.
+    names = [name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named]
+    object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", names)
 
 
 def _zero_grad_of(reference: weakref.ref[nn.Module]) -> Callable[..., None]:
@@ -143,21 +163,18 @@ def _names(strategy: str | Strategy) -> Sequence[str]:
         return Strategy.parse(strategy, ("node", "cluster")).names
 
 
-def _precision(
-    strategy: str | Strategy | Plan,
-    param: torch.dtype | None,
-    reduce: torch.dtype | None,
-    grad: torch.dtype | None,
-    master: torch.dtype,
-) -> Precision:
-    if isinstance(strategy, Plan):
-        param = param or DTYPES.get(strategy.param_dtype or "")
-        reduce = reduce or DTYPES.get(strategy.reduce_dtype or "")
-        grad = grad or DTYPES.get(strategy.grad_dtype or "")
-    for name, dtype in {"param": param, "reduce": reduce, "grad": grad, "master": master}.items():
+def precision_of(given: Mapping[str, torch.dtype | None], named: object) -> Precision:
+    """The dtypes that are given, else those that `named`, a plan or a workload, has by name, else the defaults.
+
+    Args:
+        given: by `DTYPE_OPTIONS`; other keys are ignored.
+    """
+    found = [given.get(name) or DTYPES.get(getattr(named, name, None) or "") for name in DTYPE_OPTIONS]
+    for name, dtype in zip(DTYPE_OPTIONS, found, strict=True):
         if dtype is not None and dtype not in DTYPES.values():
-            raise ModelError(f"{name}_dtype must be float64, float32, bfloat16 or float16; got {dtype}")
-    return Precision(param=param, reduce=reduce, grad=grad or torch.float32, master=master)
+            raise ModelError(f"{name} must be float64, float32, bfloat16 or float16; got {dtype}")
+    param, reduce, grad, master = found
+    return Precision(param=param, reduce=reduce, grad=grad or torch.float32, master=master or torch.float32)
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -51,8 +51,9 @@ _VERSION_BITS = 16
 REDUCTIONS: tuple[LaneKind, ...] = ("reduce", "boundary")
 """The lanes that gradients pass, in their order."""
 
-Site = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
-"""The `_parameters` of a module, a key, and what stands there: the compute leaf, or else the optimizer's parameter."""
+Site = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter, int]
+"""The `_parameters` of a module, a key, and what stands there: the compute leaf, or else the optimizer's parameter. And
+the leaf's address, where gathers and refreshes write."""
 
 
 @dataclass
@@ -99,7 +100,7 @@ class UnitShards:
     def sites(self) -> list[Site]:
         """Every place in the model that holds one of its parameters."""
         return [
-            (params, key, leaf, param)
+            (params, key, leaf, param, leaf.data_ptr())
             for buffer in self.buffers
             for place, leaf, param in zip(buffer.places, buffer.leaves, buffer.optimizer_params, strict=True)
             for params, key in place.info.sites
@@ -269,34 +270,46 @@ class DeviceBackend:
 
     def use(self, unit: int) -> None:
         sites = self.units[unit].sites
-        for params, key, leaf, param in sites:
+        for params, key, leaf, param, _ in sites:
             held = params.get(key)
             if held is not param and held is not leaf:
                 raise _replaced(self.units[unit], param)
-        for params, key, leaf, _ in sites:
+        for params, key, leaf, _, _ in sites:
             params[key] = leaf
         in_slot = self.units[unit].in_slot
         # Not again where nothing has been gathered since: it counts changes in place.
         if in_slot is not None and in_slot._version >> _VERSION_BITS != unit + 1:
             _set_version(in_slot, unit + 1 << _VERSION_BITS)
 
+    def require_in_place(self, unit: int) -> None:
+        """Raises ModelError where a forward of the unit has put other parameters, or other memory, in their place."""
+        for params, key, leaf, param, address in self.units[unit].sites:
+            held = params.get(key)
+            if held is not param and (held is not leaf or leaf.data_ptr() != address):
+                raise _replaced(self.units[unit], param)
+
     def unuse(self, unit: int) -> None:
-        for params, key, _, param in self.units[unit].sites:
+        for params, key, _, param, _ in self.units[unit].sites:
             params[key] = param
 
     def grads_discarded(self, unit: int) -> bool:
         """Whether no reduced gradient of the unit is alive; zeroes the parts of those that are not, if others are."""
-        buffers = [buffer for buffer in self.units[unit].buffers if buffer.spec.trainable]
-        pairs = [pair for b in buffers for pair in zip(b.optimizer_params, b.optimizer_grads, strict=True)]
+        shards = self.units[unit]
+        found = [
+            (used, position, param, grad)
+            for buffer, used in zip(shards.buffers, shards.used, strict=True)
+            if buffer.spec.trainable
+            for position, (param, grad) in enumerate(zip(buffer.optimizer_params, buffer.optimizer_grads, strict=True))
+        ]
         # What the user has put in its place is none of the sums: the engine looks at it before it shows the next.
-        alive = [param.grad is grad and not grad.zeroed for param, grad in pairs]
-        if not any(alive):
-            self.units[unit].rejected()
-            self.units[unit].forget()
+        dead = [each for each in found if each[2].grad is not each[3] or each[3].zeroed]
+        if len(dead) == len(found):
+            shards.rejected()
+            shards.forget()
             return True
-        for (_, grad), live in zip(pairs, alive, strict=True):
-            if not live:
-                grad.local.zero_()
+        for used, position, param, grad in dead:
+            grad.local.zero_()
+            used[position] = param.grad is not None
         return False
 
     def agree(self, words: Tensor) -> Ticket:
@@ -438,9 +451,9 @@ def _set_version(in_slot: nn.Parameter | None, version: int) -> None:
 def _replaced(unit: UnitShards, param: nn.Parameter) -> ModelError:
     name = next(p.full_name for buffer in unit.buffers for p in buffer.optimizer_params if p is param)
     return ModelError(
-        f"the model has something else where zm.shard has put {name}, by torch.func.functional_call or an assignment: "
-        f"a sharded model computes with its own parameters. Change their values (`.local.copy_` and zm.refresh, or "
-        f"zm.load_full_state_dict), or replace parameters before zm.shard"
+        f"the model has something else where zm.shard has put {name}, by torch.func.functional_call or an assignment "
+        f"(of `.data` too): a sharded model computes with its own parameters. Change their values (`.local.copy_` and "
+        f"zm.refresh, or zm.load_full_state_dict), or replace parameters before zm.shard"
     )
 
 

@@ -6,6 +6,7 @@ model frees everything at once.
 
 from __future__ import annotations
 
+import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,7 +124,7 @@ class Engine:
     def pre_forward(self, unit: int) -> None:
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
-        elif unit == 0:
+        elif unit == 0 and self._running and not self._calls_itself():
             self._end_interrupted()
         self.recover()
         self._depth[unit] += 1
@@ -143,6 +144,11 @@ class Engine:
         if outputs is None:
             self.interpreter.post_forward(unit, backward=torch.is_grad_enabled())
             return
+        outputs = list(outputs)
+        if outputs:  # else it may have raised, and that error is the one to be seen
+            self.backend.require_in_place(unit)
+        if self._shares_slot[unit]:
+            self._require_outside(unit, outputs)
         # Of a recomputation too: reentrant checkpointing runs a backward of its own from there, and a segment longer
         # than the slots then has to gather its first units again. (Otherwise these hooks are never reached.)
         tensors = [t for t in outputs if t.requires_grad] if torch.is_grad_enabled() else []
@@ -155,6 +161,15 @@ class Engine:
         self.interpreter.post_forward(unit, backward=bool(tensors))
         if unit == 0:
             self.interpreter.end_forward(backward=bool(tensors))
+
+    def _require_outside(self, unit: int, outputs: Iterable[Tensor]) -> None:
+        """What is returned outlives the unit's turn in its slot."""
+        slots = {buffer.full.untyped_storage().data_ptr() for buffer in self.backend.units[unit].buffers}
+        if any(_storage(tensor) in slots for tensor in outputs):
+            raise ModelError(
+                f"unit {self.backend.units[unit].name!r} returns a parameter of its own, or a view of one, in memory that "
+                f"other units' parameters will use: return a clone, or name the unit in zm.shard(..., resident=[...])"
+            )
 
     def _replace_hook(self, key: tuple[int, int], handle: RemovableHandle) -> None:
         before = self._on_leaves.pop(key, None)
@@ -241,6 +256,15 @@ class Engine:
             self._abort()
             # A part of the micro-batch that raised is in sums that hold others.
             self._torn = any(state.grad is GradState.PARTIAL for state in self.interpreter.states)
+
+    def _calls_itself(self) -> bool:
+        """Whether a forward of the model is on the stack beside the one that begins."""
+        model, calls = self.model(), 0
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
+        return calls > 1
 
     def _end_interrupted(self) -> None:
         """Where a forward was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions."""
@@ -438,14 +462,26 @@ class Engine:
         for param in params:
             param.changed = self.interpreter.states[param.unit].generation
 
-    def changed(self) -> None:
-        """Masters were changed by hand or by a load."""
+    def settle(self) -> None:
+        """Ends what was interrupted, and waits for what is under way: every module then shows this rank's slices."""
         self._end_interrupted()
         self.recover()
         self.interpreter.quiesce()
+
+    def changed(self) -> None:
+        """Masters were changed by hand or by a load."""
+        self.settle()
         for unit in self.backend.units:
             unit.forget_owed()
         self.stepped(list(self.optimizer_params()))
+
+
+def _storage(tensor: Tensor) -> int:
+    """The address of what a tensor is a view of; 0 of one that has no memory of its own kind."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse ones, subclasses, those of torch.func
+        return 0
 
 
 def _require_own(param: ShardedParameter, grad: Tensor) -> None:

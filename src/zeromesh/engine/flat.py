@@ -168,12 +168,14 @@ class FlatShards:
         """Makes the leaves, and the optimizer's parameters, over the given parts of the slots (None: needs none).
 
         Writes to `full` go through an alias with a version counter of its own: autograd's saved tensors point into the
-        slot, and a gather before the backward restores just what they saw.
+        slot, and a gather before the backward restores just what they saw. Leaves over a slot share its version; those
+        over `params` have one each, so that a step of some parameters is no change of the others.
         """
         seen = self.params if full is None else full
         self.full, self.waiting = seen.data, waiting
         for place in self.places:
-            view = seen[place.start : place.stop].view(place.shape)
+            whole = self.params.data if full is None else full
+            view = whole[place.start : place.stop].view(place.shape)
             leaf = nn.Parameter(view, requires_grad=self.spec.trainable)
             leaf._zeromesh_leaf = place.info.name  # type: ignore[attr-defined]  # for messages
             _carry_attributes(place.info.param, leaf)
@@ -193,12 +195,17 @@ class FlatShards:
     def make_optimizer_params(self, **attributes: object) -> None:
         """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard)."""
         home, held = (self.params, self.param_range) if self.master is None else (self.master, self.state_range)
-        for place in self.places:
+        in_params = self.master is None or self.master_in_params
+        in_leaves = bool(self.leaves) and in_params and self.full.data_ptr() == self.params.data_ptr()
+        for index, place in enumerate(self.places):
             start, stop = overlap(place, held)
             common = {"full_name": place.info.name, "global_shape": place.shape, **attributes}
+            own = home[start - held.start : stop - held.start]
+            if in_leaves:  # with the leaf's version, which autograd looks at
+                own = self.leaves[index].detach().view(-1)[start - place.start : stop - place.start]
             param = make_slice(
                 ShardedParameter,
-                home[start - held.start : stop - held.start],
+                own,
                 self.spec.trainable,
                 flat_start=start - place.start,
                 **common,

@@ -48,7 +48,7 @@ def _on_module(
 
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         _alive(reference).pre_forward(unit)
-        return None if cast is None else (_cast(args, cast), _cast(kwargs, cast))
+        return None if cast is None else (_cast(args, cast), {key: _cast(value, cast) for key, value in kwargs.items()})
 
     def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         engine = reference()
@@ -100,12 +100,9 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Tensors, and those in tuples. Lists and dicts stay as they are: the forward may put something into them."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(_cast(item, dtype) for item in value)
-    if isinstance(value, list):
-        return [_cast(item, dtype) for item in value]
-    if type(value) is dict:
-        return {key: _cast(item, dtype) for key, item in value.items()}
     return value

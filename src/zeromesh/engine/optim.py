@@ -1,5 +1,8 @@
 """Watches torch's optimizers through their global step hooks.
 
+An optimizer's `state_dict()` holds, from its first step on, slices of whole tensors as the model's does: what saves
+states for all ranks then sees what this one has of them, and what would save this rank's for all raises.
+
 An optimizer that steps on slices must work element by element. Torch's that do are listed; any other is refused at its
 first step, unless the user has vouched for it with `zm.elementwise(optimizer)`.
 """
@@ -19,6 +22,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from zeromesh.checkpoint.dcp import SlicedTensor
+from zeromesh.checkpoint.piece import Piece
 from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
 from zeromesh.errors import OptimizerError
 
@@ -36,6 +41,9 @@ _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKe
 """By optimizer: the parameters that it had when it was looked at."""
 
 _vouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_shown: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Whose state dicts hold slices."""
+
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _installed: list[Any] = []
 
@@ -79,6 +87,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held = tuple(map(id, _params(optimizer)))
     if _checked.get(optimizer) != held:
         _check(optimizer)
+        take_slices(optimizer)
+        _show_slices(optimizer)
         _checked[optimizer] = held
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose forward and backward are still to come
     without = not has_closure and all(param.grad is None for param in _params(optimizer))
@@ -86,6 +96,51 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine.before_step(params)
         if without:
             engine.require_gradients(params)
+
+
+def _show_slices(optimizer: Optimizer) -> None:
+    if optimizer not in _shown and any(isinstance(param, ShardedParameter) for param in _params(optimizer)):
+        _shown.add(optimizer)
+        optimizer.register_state_dict_post_hook(_as_slices)
+        optimizer.register_load_state_dict_post_hook(take_slices)
+
+
+def _as_slices(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with this rank's states as slices; the optimizer's own, which `found` refers to, stay."""
+    indices = [index for group in found["param_groups"] for index in group["params"]]
+    states = dict(found["state"])
+    for index, param in zip(indices, _params(optimizer), strict=True):
+        if isinstance(param, ShardedParameter) and index in states:
+            states[index] = {key: _as_slice(param, key, value) for key, value in states[index].items()}
+    return {**found, "state": states}
+
+
+def _as_slice(param: ShardedParameter, key: str, value: Any) -> Any:
+    value = value.local if isinstance(value, ShardedGrad) else value
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != param.local.numel():
+        return value
+    name, shape = f"{param.full_name}.{key}", tuple(param.global_shape)
+    return SlicedTensor(Piece(name=name, shape=shape, start=param.flat_start, local=value))
+
+
+def take_slices(optimizer: Optimizer) -> None:
+    """States that came from such a state dict, as the optimizer steps on them."""
+    for param in _params(optimizer):
+        if isinstance(param, ShardedParameter):
+            state: dict[str, Any] = optimizer.state.get(param, {})
+            for key, value in state.items():
+                if isinstance(value, SlicedTensor):
+                    state[key] = _part_of(value, param)
+
+
+def _part_of(value: SlicedTensor, param: ShardedParameter) -> torch.Tensor:
+    start, stop, piece = param.flat_start, param.flat_start + param.local.numel(), value.piece
+    if start < stop and not piece.start <= start <= stop <= piece.stop:
+        raise OptimizerError(
+            f"{piece.name}: this rank needs elements {start} to {stop}, and load_state_dict was given slice "
+            f"{piece.start} to {piece.stop} of another layout: use zm.Checkpoints or torch.distributed.checkpoint"
+        )
+    return piece.part(start, stop).local if start < stop else piece.local[:0]
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

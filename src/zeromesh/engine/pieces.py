@@ -19,6 +19,7 @@ from zeromesh.checkpoint.plain import from_plain, to_plain
 from zeromesh.checkpoint.read import Reader, require_match
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.optim import take_slices
 from zeromesh.engine.param import ShardedGrad, ShardedParameter
 from zeromesh.engine.state import persistent_buffers
 from zeromesh.errors import CheckpointError
@@ -108,6 +109,7 @@ def collect(model: nn.Module, engine: Engine, optimizers: Sequence[Optimizer]) -
 def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, Tensor]]:
     states: dict[Tensor, dict[str, Tensor]] = {}
     for optimizer in optimizers:
+        take_slices(optimizer)
         for param, values in optimizer.state.items():
             tensors = {key: _local(value) for key, value in values.items() if isinstance(value, Tensor)}
             numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}

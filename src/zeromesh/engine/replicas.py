@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.optim import take_slices
 from zeromesh.errors import MismatchError
 from zeromesh.strategy import Axis, Layout
 
@@ -158,6 +159,8 @@ def _master_of(buffer: FlatShards) -> Callable[[], Iterator[Named]]:
 
 def _states_of(buffer: FlatShards, optimizers: Sequence[Optimizer]) -> Callable[[], Iterator[Named]]:
     def parts() -> Iterator[Named]:
+        for optimizer in optimizers:
+            take_slices(optimizer)
         for param in buffer.optimizer_params:
             for optimizer in optimizers:
                 # `get`: to ask `state` for a parameter that it does not have would add it.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zeromesh.comm import Sent
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.optim import element_states, state_bytes
+from zeromesh.engine.optim import element_states, state_bytes, take_slices
 from zeromesh.engine.units import DTYPES
 from zeromesh.schedule import sent_bytes_per_axis
 
@@ -70,6 +70,7 @@ def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> tuple
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     grad_dtypes = {param: DTYPES[b.spec.grad_dtype] for b in buffers for param in b.optimizer_params}
     predicted = held = 0
+    take_slices(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         rates: dict[object, int] = {}
         for param in (param for param in group["params"] if param in grad_dtypes):

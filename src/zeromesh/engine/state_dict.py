@@ -41,7 +41,7 @@ def install_state_dict(model: nn.Module, engine: Engine) -> None:
                 raise ModelError(
                     "load_state_dict(assign=True) would replace the shards of a sharded model; leave it out"
                 )
-            found.interpreter.quiesce()
+            found.settle()
             _take(module, state, prefix, _by_name(found))
 
     def changed(module: nn.Module, _: Any) -> None:

@@ -251,6 +251,7 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit]) -> None:
         for key, param in owner._parameters.items():
             full_name = clean_name(f"{name}.{key}" if name else key)
             if param is not None and _can_shard(param, full_name):
+                _require_rows_kept(owner, param, full_name)
                 homes.setdefault(param, []).append((owner, key, home, full_name))
     for param, places in homes.items():
         home = places[0][2] if len({place[2] for place in places}) == 1 else model
@@ -262,6 +263,15 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit]) -> None:
         for infos in unit.groups.values():
             # Odd sizes last, so that all others stay aligned for vector loads and matrix units.
             infos.sort(key=lambda info: info.param.numel() * info.param.element_size() % 16 != 0)
+
+
+def _require_rows_kept(owner: nn.Module, param: nn.Parameter, name: str) -> None:
+    """Raises ModelError for rows that each forward would change in a gathered copy, and the master never see."""
+    if param.requires_grad and getattr(owner, "max_norm", None) is not None:
+        raise ModelError(
+            f"{name} is renormalised in place by each forward ({type(owner).__name__} with max_norm={owner.max_norm}), "
+            f"on the rows that a rank looks up: ranks would hold different rows. Drop max_norm, or freeze the weight"
+        )
 
 
 def _can_shard(param: nn.Parameter, name: str) -> bool:

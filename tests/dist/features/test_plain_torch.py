@@ -3,19 +3,22 @@
 import copy
 import io
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zeromesh as zm
 from tests.dist.features.parity import close, local_part
 from tests.dist.features.test_misuse import STAGES, WIDTH, chain, inputs, mesh, same_grads, sgd, sharded
-from tests.dist.pool import on_ranks
+from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.api import engine_of
-from zeromesh.errors import ModelError, OptimizerError
+from zeromesh.errors import CheckpointError, ModelError, OptimizerError
 
 
 def backward(model: nn.Module, seed: int = 0) -> None:
@@ -405,17 +408,13 @@ def test_a_penalty_inside_the_forward_is_right_where_it_is_returned(prefetch):
                 loss_of(model).backward()
 
 
-@STAGES
 @on_ranks(2)
-def test_rows_that_a_forward_renormalises_in_place(strategy):
-    """Gathered parameters that are changed in the forward and not gathered again before the backward."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Embedding(8, WIDTH, max_norm=0.5), nn.Linear(WIDTH, 2)).double()
-    model = zm.shard(copy.deepcopy(plain), mesh(), strategy)
-    rows = torch.arange(8)
-    for module in (model, plain):
-        module(rows).pow(2).mean().backward()
-    same_grads(model, plain)
+def test_rows_that_a_forward_renormalises_in_place():
+    model = nn.Sequential(nn.Embedding(8, WIDTH, max_norm=0.5), nn.Linear(WIDTH, 2))
+    with pytest.raises(ModelError, match=r"0\.weight is renormalised in place by each forward .*max_norm=0\.5"):
+        zm.shard(model, mesh(), "node=0")
+    model[0].requires_grad_(False)
+    zm.shard(model, mesh(), "node=3")(torch.arange(8)).sum().backward()
 
 
 @on_ranks(2)
@@ -452,3 +451,308 @@ def test_frozen_blocks_whose_outputs_no_hook_can_see_are_not_used_unseen():
     x = inputs().requires_grad_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(SimpleNamespace(x=x)).x.sum().backward()
+
+
+# ---- what a forward does with the parameters themselves
+
+
+class Codebook(nn.Module):
+    """Puts something else in the place of its weight, as codebooks of moving averages do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.way = way
+
+    def forward(self, x):
+        out = self.lin(x)
+        if self.way == "assigned":
+            self.lin.weight = nn.Parameter(torch.zeros_like(self.lin.weight))
+        elif self.way == "data":
+            self.lin.weight.data = torch.zeros(WIDTH, WIDTH).double()
+        return out
+
+
+@STAGES
+@on_ranks(2)
+def test_parameters_that_a_forward_replaces_are_refused(strategy):
+    for way in ("assigned", "data"):
+        model = zm.shard(nn.Sequential(Codebook(way), Codebook("")).double(), mesh(), strategy, units=[Codebook])
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(ModelError, match=r"where zm.shard has put 0\.lin\.weight"):
+                model(inputs())
+
+
+class Position(nn.Module):
+    def __init__(self, part: slice) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.part = part
+
+    def forward(self):
+        return self.weight[self.part] if self.part.stop else self.weight
+
+
+class Positions(nn.Module):
+    def __init__(self, stop: int | None) -> None:
+        super().__init__()
+        self.positions = nn.ModuleList(Position(slice(0, stop)) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        for found in [position() for position in self.positions]:
+            x = x + found
+        return self.head(x)
+
+
+@pytest.mark.parametrize("stop", [None, WIDTH])
+@on_ranks(2)
+def test_a_unit_that_returns_its_parameter_needs_a_place_of_its_own(stop):
+    torch.manual_seed(0)
+    plain = Positions(stop).double()
+    names = [f"positions.{index}" for index in range(4)]
+    model = zm.shard(copy.deepcopy(plain), mesh(), "node=3", units=[Position], bucket_bytes=0)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(ModelError, match=r"returns a parameter of its own.*resident"):
+            model(inputs())
+    for strategy in ("node=3", "node=1"):
+        model = zm.shard(copy.deepcopy(plain), mesh(), strategy, units=[Position], resident=names)
+        plain.zero_grad()
+        for each in (model, plain):
+            backward(each)
+        same_grads(model, plain)
+
+
+class Collecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, losses, cache):
+        x = torch.tanh(self.lin(x))
+        losses.append(x.float().pow(2).mean())
+        cache[len(losses)] = x
+        return x
+
+
+@STAGES
+@on_ranks(2)
+def test_what_units_put_into_lists_and_dicts_is_there(strategy):
+    blocks = nn.ModuleList(Collecting() for _ in range(3))
+    model = zm.shard(nn.Sequential(blocks), mesh(), strategy, units=[Collecting], param_dtype=torch.bfloat16)
+    x, losses, cache = inputs().float(), [], {}
+    for block in model[0]:
+        x = block(x, losses, cache=cache)
+    assert len(losses) == len(cache) == 3 and x.dtype == torch.bfloat16
+
+
+class Refining(nn.Module):
+    """Calls itself for a first guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, guess=None):
+        if guess is None:
+            with torch.no_grad():
+                guess = self(x, torch.zeros_like(x))
+        return self.second(torch.tanh(self.first(torch.cat([x, guess], -1))))
+
+
+@STAGES
+@on_ranks(2)
+def test_a_model_that_calls_itself(strategy):
+    torch.manual_seed(0)
+    plain = Refining().double()
+    model = zm.shard(copy.deepcopy(plain), mesh(), strategy, units=[nn.Linear], bucket_bytes=0)
+    for _ in range(2):
+        for each in (model, plain):
+            backward(each)
+    same_grads(model, plain)
+
+
+@STAGES
+@on_ranks(2)
+def test_recurrent_layers(strategy):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.LSTM(WIDTH, WIDTH)).double()
+    model = zm.shard(copy.deepcopy(plain), mesh(), strategy)
+    assert "flatten_parameters" in vars(model[0])  # cuDNN's would take the weights out of the gathered memory
+    ours, theirs = sgd(model), sgd(plain)
+    for step in range(3):
+        for each, optimizer in ((model, ours), (plain, theirs)):
+            optimizer.zero_grad()
+            each(inputs(step))[0].pow(2).mean().backward()
+            optimizer.step()
+    for param, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        close(param.local, local_part(param, whole.detach()), param.full_name, 1e-12)
+
+
+# ---- two optimizers of one unit
+
+
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.actor(x), self.critic(x)
+
+
+@STAGES
+@on_ranks(2)
+def test_a_gradient_that_was_dropped_stays_away_while_others_gather(strategy):
+    model = zm.shard(ActorCritic().double(), mesh(), strategy)
+    pi, v = model(inputs())
+    (pi.sum() + v.sum()).backward()
+    model.actor.weight.grad = model.actor.bias.grad = None
+    model(inputs())[1].sum().backward()
+    assert model.actor.weight.grad is None and model.actor.bias.grad is None
+    plain = 2 * inputs().sum(0)
+    close(model.critic.weight.grad.local, local_part(model.critic.weight, plain[None]), "critic", 1e-12)
+
+
+@STAGES
+@on_ranks(2)
+def test_a_step_of_one_optimizer_between_the_backwards_of_two(strategy):
+    """Weights that autograd has saved for one of them lie beside those that the other's optimizer changes."""
+    torch.manual_seed(0)
+    plain = ActorCritic().double()
+    plain.critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+    model = zm.shard(copy.deepcopy(plain), mesh(), strategy)
+    for each in (model, plain):
+        actor, critic = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (each.actor, each.critic))
+        for step in range(2):
+            pi, v = each(inputs(step))
+            pi.sum().backward()
+            actor.step()
+            actor.zero_grad()
+            v.sum().backward()
+            critic.step()
+            critic.zero_grad()
+    for param, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        close(param.local, local_part(param, whole.detach()), param.full_name, 1e-12)
+    pi, v = model(inputs())
+    v.sum().backward(retain_graph=True)
+    critic = torch.optim.SGD(model.critic.parameters(), lr=0.1)
+    critic.step()
+    with pytest.raises((RuntimeError, ModelError), match="changed since the forward|modified by an inplace operation"):
+        v.sum().backward()
+
+
+# ---- what is saved by others
+
+
+@on_ranks(2)
+def test_a_rank_does_not_save_its_slices_as_the_whole():
+    model = sharded(chain(), "node=3")
+    with pytest.raises(CheckpointError, match=r"one rank's part of a state dict.*zm.Checkpoints"):
+        torch.save(model.state_dict(), io.BytesIO())
+    model, stream = sharded(chain(), "node=0"), io.BytesIO()
+    torch.save(model.state_dict(), stream)
+    stream.seek(0)
+    chain().load_state_dict(torch.load(stream))
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> nn.Module:
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, 10 * step + dist.get_rank())
+        optimizer.step()
+    return model
+
+
+@STAGES
+@on_ranks(2)
+def test_states_of_optimizers_are_saved_as_slices(strategy):
+    model = sharded(chain(), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    trained(model, optimizer)
+    state = optimizer.state_dict()
+    if strategy != "node=0":
+        with pytest.raises(CheckpointError, match=r"one rank's part of a state dict"):
+            torch.save(state, io.BytesIO())
+    other = sharded(chain(), strategy)
+    other.load_state_dict(model.state_dict())
+    again = torch.optim.AdamW(other.parameters(), lr=0.1)
+    again.load_state_dict(copy.deepcopy(state))
+    trained(model, optimizer), trained(other, again)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.local, two.local)
+        assert all(type(value) is torch.Tensor for value in again.state[two].values())
+
+
+@on_ranks(2)
+def test_a_state_of_another_layout_is_refused():
+    model, other = sharded(chain(), "node=1"), sharded(chain(), "node=0")
+    optimizer, again = (torch.optim.AdamW(each.parameters()) for each in (model, other))
+    trained(model, optimizer)
+    again.load_state_dict(optimizer.state_dict())
+    with pytest.raises(OptimizerError, match=r"load_state_dict was given slice .* of another layout"):
+        trained(other, again, 1)
+
+
+# ---- others' wrappers, and what went wrong before
+
+
+@on_ranks(2)
+def test_wrappers_and_parts_are_refused():
+    model = sharded(chain(), "node=1")
+    with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):
+        nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ModelError, match="this model, or a part of it, is sharded already"):
+        zm.shard(nn.Sequential(model), mesh(), "node=1")
+
+
+@STAGES
+@on_ranks(2)
+def test_loading_after_a_backward_that_raised(strategy):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("out of memory, say")
+
+    model = sharded(chain(), strategy)
+    state = zm.full_state_dict(model)
+    x = inputs().requires_grad_()
+    with pytest.raises(ValueError, match="out of memory, say"):
+        model(Failing.apply(x)).sum().backward()
+    whole = {name: value.double() for name, value in chain().state_dict().items()}
+    model.load_state_dict(state or whole)
+    backward(model)
+
+
+def save_by_torch(path: Path, strategy: str) -> dict[str, torch.Tensor]:
+    model = sharded(chain(), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    trained(model, optimizer)
+    dcp.save(dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=path)
+    trained(model, optimizer)
+    return {param.full_name: param.local.clone() for param in model.parameters()}
+
+
+def load_by_torch(path: Path, strategy: str) -> dict[str, torch.Tensor]:
+    model = sharded(chain(), strategy)
+    for param in model.parameters():
+        param.local.zero_()
+    zm.refresh(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(found, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
+    trained(model, optimizer)
+    return {param.full_name: param.local.clone() for param in model.parameters()}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, about its own storage
+def test_torch_saves_the_states_of_all_ranks(pool: Pool, tmp_path: Path):
+    expected = pool.run(2, save_by_torch, tmp_path, "node=1")
+    for strategy in ("node=1", "node=3"):
+        for got, wanted in zip(pool.run(2, load_by_torch, tmp_path, strategy), expected, strict=True):
+            assert all(torch.equal(got[name], wanted[name]) for name in wanted)
