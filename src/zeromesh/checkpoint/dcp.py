@@ -128,8 +128,8 @@ class SlicedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.piece.is_whole:
             raise CheckpointError(
-                f"{self!r} is one rank's part of a state dict, and pickled alone (torch.save) the others' would be lost: "
-                f"save with zm.Checkpoints or torch.distributed.checkpoint, or zm.full_state_dict(model) on one rank"
+                f"{self!r} is one rank's part of a state dict, and pickled alone (torch.save) the others' would be "
+                f"lost: save with zm.Checkpoints or torch.distributed.checkpoint, or zm.full_state_dict(model)"
             )
         whole = self.piece.local.view(self.piece.shape)
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it so
