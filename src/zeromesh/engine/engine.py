@@ -168,7 +168,7 @@ class Engine:
         if any(_storage(tensor) in slots for tensor in outputs):
             raise ModelError(
                 f"unit {self.backend.units[unit].name!r} returns a parameter of its own, or a view of one, in memory "
-                f"that other units' parameters will use: return a clone, or name the unit in zm.shard(..., resident=[...])"
+                f"that other units' parameters will use: return a clone, or name the unit in zm.shard(resident=[...])"
             )
 
     def _replace_hook(self, key: tuple[int, int], handle: RemovableHandle) -> None:
