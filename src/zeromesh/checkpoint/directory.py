@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zeromesh.checkpoint.dcp import METADATA, OBJECTS
 from zeromesh.checkpoint.manifest import MANIFEST, MAX_INDEX_BYTES, DamagedError, read_head
 from zeromesh.checkpoint.storage import Storage, reason
 from zeromesh.errors import CheckpointError
@@ -72,12 +73,26 @@ def list_checkpoints(storage: Storage) -> Listing:
         except CheckpointError as error:
             refused.append(str(error))
         except OSError as error:
-            if isinstance(error, FileNotFoundError) and not storage.renames:
+            if isinstance(error, FileNotFoundError) and not storage.renames and not _is_torchs(storage, name):
                 unfinished.append(name)
             else:
                 refused.append(f"{where} cannot be read: {reason(error)}")
     ordered = sorted(complete, key=lambda f: (-f.serial, f.name))
     return Listing(complete=tuple(ordered), refused=tuple(refused), unfinished=tuple(unfinished))
+
+
+def _is_torchs(storage: Storage, name: str) -> bool:
+    """Whether it has an index of torch.distributed.checkpoint, and nothing that our own checkpoints have beside it."""
+    return has_file(storage, name, METADATA) and not has_file(storage, name, OBJECTS)
+
+
+def has_file(storage: Storage, name: str, file: str) -> bool:
+    """Whether the directory `name` has a file that can be read."""
+    try:
+        storage.read(name, file, 1)
+    except OSError:
+        return False
+    return True
 
 
 def require_named(name: str, step: int, where: str) -> None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeromesh.checkpoint.dcp import OBJECTS
-from zeromesh.checkpoint.directory import list_checkpoints
+from zeromesh.checkpoint.directory import has_file, list_checkpoints
 from zeromesh.checkpoint.foreign import is_foreign, read_foreign
 from zeromesh.checkpoint.manifest import MANIFEST, DamagedError
 from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.read import Reader, read_manifest
 from zeromesh.checkpoint.storage import Storage, open_storage, reason
-from zeromesh.errors import CheckpointError, MismatchError
+from zeromesh.errors import CheckpointError, MismatchError, ZeromeshError
 
 Restore = Callable[[Reader], Any]
 """Takes what a rank needs out of a checkpoint; raises CheckpointError (DamagedError where another may serve)."""
@@ -90,7 +90,7 @@ def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) 
 
 
 def _kind(storage: Storage, name: str) -> str:
-    return "checkpoint" if _has(storage, name, MANIFEST) or is_foreign(storage, name) else "directory"
+    return "checkpoint" if has_file(storage, name, MANIFEST) or is_foreign(storage, name) else "directory"
 
 
 def _candidates(storage: Storage, peers: Peers, since: int) -> tuple[list[str], list[str]]:
@@ -110,12 +110,18 @@ def _candidates(storage: Storage, peers: Peers, since: int) -> tuple[list[str], 
     return names, refused
 
 
+_WORST = (MismatchError, DamagedError, CheckpointError)
+"""What a rank raises of all that ranks say: what else one says may follow from the first."""
+
+
 def _attempt(storage: Storage, name: str, peers: Peers, restore: Restore) -> Loaded:
     """Loads one; what one rank finds wrong, all ranks raise."""
-    loaded, problem, damaged = None, "", False
+    loaded: Loaded | None = None
+    kind: type[ZeromeshError] = DamagedError
+    problem, other = "", None
     try:
-        foreign = not _has(storage, name, MANIFEST) and is_foreign(storage, name)
-        if foreign and _has(storage, name, OBJECTS):
+        foreign = not has_file(storage, name, MANIFEST) and is_foreign(storage, name)
+        if foreign and has_file(storage, name, OBJECTS):
             raise DamagedError(
                 f"{storage.where(name, MANIFEST)} is missing or no file: a checkpoint of zeromesh's is not complete "
                 f"without it"
@@ -125,28 +131,23 @@ def _attempt(storage: Storage, name: str, peers: Peers, restore: Restore) -> Loa
             restore(reader)
         loaded = Loaded(where=storage.where(name), step=manifest.step, state=dict(manifest.state))
     except CheckpointError as error:
-        problem, damaged = str(error), isinstance(error, DamagedError)
-    except Exception as error:  # the others wait
-        problem, damaged = f"{storage.where(name)} cannot be read: {reason(error)}", isinstance(error, OSError)
-    found = peers.all_gather(
-        (problem, damaged, None if loaded is None else loaded.step), f"whether all have loaded {name}"
-    )
-    # Damage first: what else a rank says may follow from it.
-    for problem, damaged, _ in sorted((f for f in found if f[0]), key=lambda f: not f[1]):
-        raise (DamagedError if damaged else CheckpointError)(problem)
+        problem, kind = str(error), DamagedError if isinstance(error, DamagedError) else CheckpointError
+    except OSError as error:
+        problem = f"{storage.where(name)} cannot be read: {reason(error)}"
+    except Exception as error:  # the others wait; it is no fault of the checkpoint's: out of memory, say
+        problem = f"rank {peers.rank} has not loaded {storage.where(name)}: {reason(error)}"
+        kind, other = MismatchError, error
+    step = None if loaded is None else loaded.step
+    found = peers.all_gather((problem, _WORST.index(kind), step), f"whether all have loaded {name}")
+    if other is not None:
+        raise other
+    for problem, index, _ in sorted((f for f in found if f[0]), key=lambda f: f[1]):
+        raise _WORST[index](problem)
     if loaded is None or any(step != loaded.step for _, _, step in found):
         raise MismatchError(
             f"ranks do not see the same checkpoint {storage.where(name)}: steps {[f[2] for f in found]}"
         )
     return loaded
-
-
-def _has(storage: Storage, name: str, file: str) -> bool:
-    try:
-        storage.read(name, file, 1)
-    except OSError:
-        return False
-    return True
 
 
 def _warn(peers: Peers, problem: str) -> None:

@@ -135,20 +135,28 @@ class Engine:
         """After a unit's forward; makes its outputs' gradients call `pre_backward`. None: not those of this module."""
         self._depth[unit] -= 1
         self._running -= 1
-        if self._depth[unit] == 0:  # else it was a module of the unit that another one of it calls
-            self._post_forward(unit, outputs)
-        if self._running == 0:
-            self.interpreter.leave()
+        try:
+            if self._depth[unit] == 0:  # else it was a module of the unit that another one of it calls
+                self._post_forward(unit, outputs)
+        finally:
+            if self._running == 0:
+                self.interpreter.leave()
 
     def _post_forward(self, unit: int, outputs: Iterable[Tensor] | None) -> None:
         if outputs is None:
             self.interpreter.post_forward(unit, backward=torch.is_grad_enabled())
             return
         outputs = list(outputs)
-        if outputs:  # else it may have raised, and that error is the one to be seen
-            self.backend.require_in_place(unit)
-        if self._shares_slot[unit]:
-            self._require_outside(unit, outputs)
+        try:
+            if outputs:  # else it may have raised, and that error is the one to be seen
+                self.backend.require_in_place(unit)
+            if self._shares_slot[unit]:
+                self._require_outside(unit, outputs)
+        except ModelError:
+            self.interpreter.post_forward(unit, backward=False)
+            if unit == 0:
+                self.interpreter.end_forward(backward=False)
+            raise
         # Of a recomputation too: reentrant checkpointing runs a backward of its own from there, and a segment longer
         # than the slots then has to gather its first units again. (Otherwise these hooks are never reached.)
         tensors = [t for t in outputs if t.requires_grad] if torch.is_grad_enabled() else []

@@ -48,7 +48,10 @@ def _on_module(
 
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         _alive(reference).pre_forward(unit)
-        return None if cast is None else (_cast(args, cast), {key: _cast(value, cast) for key, value in kwargs.items()})
+        if cast is None:
+            return None
+        inside = unit == 0
+        return _cast(args, cast, inside), {key: _cast(value, cast, inside) for key, value in kwargs.items()}
 
     def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         engine = reference()
@@ -99,10 +102,17 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(getattr(value, field.name))
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Tensors, and those in tuples. Lists and dicts stay as they are: the forward may put something into them."""
+def _cast(value: Any, dtype: torch.dtype, inside: bool) -> Any:
+    """Floating tensors, and those in tuples; in lists and dicts only `inside`, of what the whole model is given: what
+    units hand each other they may also fill."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(_cast(item, dtype) for item in value)
+    if type(value) is tuple:
+        return tuple(_cast(item, dtype, inside) for item in value)
+    if inside and isinstance(value, list):
+        items = [_cast(item, dtype, inside) for item in value]
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    if inside and type(value) is dict:
+        cast = {key: _cast(item, dtype, inside) for key, item in value.items()}
+        return cast if any(cast[key] is not item for key, item in value.items()) else value
     return value

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 from zeromesh.checkpoint.dcp import SlicedTensor
 from zeromesh.checkpoint.piece import Piece
 from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
+from zeromesh.engine.units import DTYPE_NAMES
 from zeromesh.errors import OptimizerError
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ ELEMENTWISE = frozenset(
 
 _TRIAL_NUMEL = 16
 """Elements of what `state_bytes` steps on: one vector of any machine's fused implementation."""
+
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""States of torch's optimizers that are one number, whatever the parameter."""
 
 _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 """By optimizer: the parameters that it had when it was looked at."""
@@ -117,20 +121,28 @@ def _as_slices(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
 
 def _as_slice(param: ShardedParameter, key: str, value: Any) -> Any:
     value = value.local if isinstance(value, ShardedGrad) else value
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != param.local.numel():
-        return value
+    if not isinstance(value, torch.Tensor) or value.shape != param.local.shape or value.dtype not in DTYPE_NAMES:
+        return value  # not of its elements, or of a dtype that no checkpoint holds
     name, shape = f"{param.full_name}.{key}", tuple(param.global_shape)
     return SlicedTensor(Piece(name=name, shape=shape, start=param.flat_start, local=value))
 
 
 def take_slices(optimizer: Optimizer) -> None:
-    """States that came from such a state dict, as the optimizer steps on them."""
+    """States that came from such a state dict, or from one of whole tensors, as the optimizer steps on them."""
     for param in _params(optimizer):
         if isinstance(param, ShardedParameter):
             state: dict[str, Any] = optimizer.state.get(param, {})
             for key, value in state.items():
                 if isinstance(value, SlicedTensor):
                     state[key] = _part_of(value, param)
+                elif _is_whole(key, value, param):
+                    state[key] = value.reshape(-1)[param.flat_start :][: param.local.numel()]
+
+
+def _is_whole(key: str, value: Any, param: ShardedParameter) -> bool:
+    if not isinstance(value, torch.Tensor) or key in _NUMBERS:
+        return False
+    return value.shape == param.global_shape != param.local.shape
 
 
 def _part_of(value: SlicedTensor, param: ShardedParameter) -> torch.Tensor:
@@ -189,9 +201,7 @@ def state_bytes(optimizer: Optimizer, group: int, like: ShardedParameter, grad_d
     stepping = object.__new__(type(optimizer))
     own = {"state": defaultdict(dict), "param_groups": [{**optimizer.param_groups[group], "params": [trial]}]}
     # A scheduler puts a `step` of its own on the object, which would step the original.
-    hooks: dict[str, Any] = {
-        name: OrderedDict() for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    }
+    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
     stepping.__dict__ = {name: value for name, value in vars(optimizer).items() if name != "step"} | hooks | own
     if optimizer in _vouched:
         elementwise(stepping)

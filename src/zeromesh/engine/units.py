@@ -267,7 +267,7 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit]) -> None:
 
 def _require_rows_kept(owner: nn.Module, param: nn.Parameter, name: str) -> None:
     """Raises ModelError for rows that each forward would change in a gathered copy, and the master never see."""
-    if param.requires_grad and getattr(owner, "max_norm", None) is not None:
+    if param.requires_grad and isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.max_norm is not None:
         raise ModelError(
             f"{name} is renormalised in place by each forward ({type(owner).__name__} with max_norm={owner.max_norm}), "
             f"on the rows that a rank looks up: ranks would hold different rows. Drop max_norm, or freeze the weight"

@@ -71,13 +71,10 @@ def simulate_choices(
 def fastest(evaluator: Evaluator, strategy: Strategy, top: int = 1) -> list[Candidate]:
     """The `top` fastest choices that fit, fastest first; where none fits the smallest."""
     every = choices(evaluator, strategy)
-    found: list[Candidate] = []
-    for candidate, memory in every:  # by rising bound: from some on, none can be faster than what has been found
-        if len(found) == top and candidate.bound_s >= evaluator.simulation(found[-1]).step_s:
-            break
-        if memory <= evaluator.limit_bytes and evaluator.simulation(candidate).fits:
-            found = sorted([*found, candidate], key=lambda one: evaluator.simulation(one).step_s)[:top]
-    return found or [min(every, key=lambda pair: pair[1])[0]]
+    # All of them, since for some strategies and engines `bound_s` is none; there are few.
+    fitting = [c for c, memory in every if memory <= evaluator.limit_bytes and evaluator.simulation(c).fits]
+    fitting.sort(key=lambda candidate: evaluator.simulation(candidate).step_s)
+    return fitting[:top] or [min(every, key=lambda pair: pair[1])[0]]
 
 
 def choices(evaluator: Evaluator, strategy: Strategy) -> list[tuple[Candidate, float]]:

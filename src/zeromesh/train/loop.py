@@ -95,9 +95,17 @@ def _make_directory(directory: Path, corpus: Corpus) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if corpus.tokenizer is not None:
-            (directory / "tokenizer.json").write_text(corpus.tokenizer)
+            _keep_text(directory / "tokenizer.json", corpus.tokenizer)
     except OSError as error:
         raise ConfigError(f"run.directory: cannot write {directory}: {error.strerror or error}") from error
+
+
+def _keep_text(path: Path, text: str) -> None:
+    """Leaves a file alone that holds it, and never half of it."""
+    if not path.exists() or path.read_text() != text:
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(text)
+        partial.replace(path)
 
 
 def _build(config: TrainConfig, ranks: Ranks, vocab_size: int) -> nn.Module:

@@ -55,7 +55,11 @@ class MetricsFile:
     def __init__(self, path: Path, *, steps_done: int) -> None:
         self._path = path
         self._warned = False
-        self._file: TextIO = _open(path, steps_done)
+        try:
+            self._file: TextIO = _open(path, steps_done)
+        except OSError as error:
+            self._warn(error)
+            self._file = path.open("a")
 
     def append(self, metrics: StepMetrics) -> None:
         fields = {name: value for name, value in asdict(metrics).items() if value is not None}
@@ -85,13 +89,16 @@ class MetricsFile:
         try:
             yield
         except OSError as error:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"cannot write {self._path}: {error.strerror or error}; training goes on, and steps are missing "
-                    f"there until it can be written again",
-                    stacklevel=4,
-                )
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"cannot write {self._path}: {error.strerror or error}; training goes on, and steps are missing or "
+                f"repeated there until it can be written again",
+                stacklevel=5,
+            )
 
 
 def _open(path: Path, steps_done: int) -> TextIO:

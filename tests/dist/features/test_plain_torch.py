@@ -477,10 +477,15 @@ class Codebook(nn.Module):
 @on_ranks(2)
 def test_parameters_that_a_forward_replaces_are_refused(strategy):
     for way in ("assigned", "data"):
-        model = zm.shard(nn.Sequential(Codebook(way), Codebook("")).double(), mesh(), strategy, units=[Codebook])
+        blocks = nn.Sequential(*(Codebook("") for _ in range(4)))
+        model = zm.shard(blocks.double(), mesh(), strategy, units=[Codebook], bucket_bytes=0)
+        blocks[2].way = way
         for grad in (True, False):
-            with torch.set_grad_enabled(grad), pytest.raises(ModelError, match=r"where zm.shard has put 0\.lin\.weight"):
+            with torch.set_grad_enabled(grad), pytest.raises(ModelError, match=r"where zm.shard has put 2\.lin\.weight"):
                 model(inputs())
+        blocks[2].way = ""
+        if way == "assigned":  # else the layer's memory is another for good
+            model(inputs()).sum().backward()
 
 
 class Position(nn.Module):
@@ -535,6 +540,14 @@ class Collecting(nn.Module):
         return x
 
 
+class Batched(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, batch):
+        return super().forward(batch["x"])
+
+
 @STAGES
 @on_ranks(2)
 def test_what_units_put_into_lists_and_dicts_is_there(strategy):
@@ -544,6 +557,8 @@ def test_what_units_put_into_lists_and_dicts_is_there(strategy):
     for block in model[0]:
         x = block(x, losses, cache=cache)
     assert len(losses) == len(cache) == 3 and x.dtype == torch.bfloat16
+    whole = zm.shard(Batched(), mesh(), strategy, param_dtype=torch.bfloat16)
+    assert whole({"x": inputs().float()}).dtype == torch.bfloat16
 
 
 class Refining(nn.Module):
@@ -669,11 +684,18 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) 
 def test_states_of_optimizers_are_saved_as_slices(strategy):
     model = sharded(chain(), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zm.memory_report(model, optimizer)
     trained(model, optimizer)
-    state = optimizer.state_dict()
+    zm.memory_report(model, optimizer)
+    state, stream = optimizer.state_dict(), io.BytesIO()
     if strategy != "node=0":
         with pytest.raises(CheckpointError, match=r"one rank's part of a state dict"):
-            torch.save(state, io.BytesIO())
+            torch.save(state, stream)
+    else:
+        torch.save(state, stream)
+        stream.seek(0)
+        optimizer.load_state_dict(torch.load(stream))  # of whole tensors
+        assert all(value.dim() < 2 for param in model.parameters() for value in optimizer.state[param].values())
     other = sharded(chain(), strategy)
     other.load_state_dict(model.state_dict())
     again = torch.optim.AdamW(other.parameters(), lr=0.1)

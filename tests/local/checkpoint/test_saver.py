@@ -107,9 +107,13 @@ def test_what_a_kill_leaves_on_an_object_store_is_passed_over_and_goes(tmp_path:
     unfinished.mkdir(parents=True)
     (unfinished / "__0_0.distcp").write_bytes(b"half")
     assert load(root) == (None, {})
+    of_torch = tmp_path / "run" / "step-00001000"
+    of_torch.mkdir()
+    (of_torch / ".metadata").write_bytes(b"torch's")
     save(root, 1)
-    assert names(tmp_path / "run") == ["step-00000001.1"]
-    loaded, _ = load(root)
+    assert names(tmp_path / "run") == ["step-00000001.1", "step-00001000"]
+    with pytest.warns(UserWarning, match="step-00001000/manifest.json cannot be read"):
+        loaded, _ = load(root)
     assert loaded is not None and loaded.step == 1
 
 
@@ -333,7 +337,7 @@ def test_an_error_that_is_none_of_the_disks_is_told_as_well(
     def restores(_: Reader) -> None:
         fails()
 
-    with pytest.raises(CheckpointError, match="step-00000002 cannot be read: ValueError: as nobody had"):
+    with pytest.raises(ValueError, match="as nobody had"):
         load_newest(LocalStorage(tmp_path), Peers(), restores)
 
 
