@@ -400,7 +400,7 @@ def _run(
     waits: dict[int, Wait] = {}
     for index in range(count + window):
         oldest, turning = index - window, index - window + 1
-        if oldest >= 0 and oldest in waits:
+        if oldest in waits:
             waits.pop(oldest)()
             end(oldest)
         if index < count:

@@ -136,7 +136,8 @@ def take_slices(optimizer: Optimizer) -> None:
                 if isinstance(value, SlicedTensor):
                     state[key] = _part_of(value, param)
                 elif _is_whole(key, value, param):
-                    state[key] = value.reshape(-1)[param.flat_start :][: param.local.numel()]
+                    own = value.reshape(-1)[param.flat_start :][: param.local.numel()]
+                    state[key] = own.clone()  # or the whole of it would stay in memory
 
 
 def _is_whole(key: str, value: Any, param: ShardedParameter) -> bool:

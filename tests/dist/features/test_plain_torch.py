@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import zeromesh as zm
 from tests.dist.features.parity import close, local_part
-from tests.dist.features.test_misuse import STAGES, WIDTH, chain, inputs, mesh, same_grads, sgd, sharded
+from tests.dist.features.test_misuse import ActorCritic, STAGES, WIDTH, chain, inputs, mesh, same_grads, sgd, sharded
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import CheckpointError, ModelError, OptimizerError
@@ -607,15 +607,6 @@ def test_recurrent_layers(strategy):
 # ---- two optimizers of one unit
 
 
-class ActorCritic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.actor, self.critic = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
-
-    def forward(self, x):
-        return self.actor(x), self.critic(x)
-
-
 @STAGES
 @on_ranks(2)
 def test_a_gradient_that_was_dropped_stays_away_while_others_gather(strategy):
@@ -704,6 +695,23 @@ def test_states_of_optimizers_are_saved_as_slices(strategy):
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one.local, two.local)
         assert all(type(value) is torch.Tensor for value in again.state[two].values())
+
+
+@on_ranks(2)
+def test_whole_states_are_taken_by_slices():
+    stages, stream = ("node=0", "node=1"), io.BytesIO()
+    models = [sharded(chain(), stage) for stage in stages]
+    optimizer, other = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in models)
+    trained(models[0], optimizer)
+    models[1].load_state_dict(models[0].state_dict())
+    torch.save(optimizer.state_dict(), stream)
+    stream.seek(0)
+    other.load_state_dict(torch.load(stream))
+    trained(models[0], optimizer), trained(models[1], other)
+    for whole, own in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        close(own.local, local_part(own, whole.local.view(whole.shape)), own.full_name, 1e-12)
+        moments = [value for value in other.state[own].values() if value.dim()]
+        assert all(value.untyped_storage().nbytes() == own.local.nbytes for value in moments)
 
 
 @on_ranks(2)
