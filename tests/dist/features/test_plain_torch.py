@@ -18,6 +18,7 @@ from tests.dist.features.parity import close, local_part
 from tests.dist.features.test_misuse import ActorCritic, STAGES, WIDTH, chain, inputs, mesh, same_grads, sgd, sharded
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError, ModelError, OptimizerError
 
 
@@ -462,6 +463,7 @@ class Codebook(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.lin = nn.Linear(WIDTH, WIDTH)
+        self.tanh = nn.Tanh()
         self.way = way
 
     def forward(self, x):
@@ -486,6 +488,10 @@ def test_parameters_that_a_forward_replaces_are_refused(strategy):
         blocks[2].way = ""
         if way == "assigned":  # else the layer's memory is another for good
             model(inputs()).sum().backward()
+        root = zm.shard(Codebook(way).double(), mesh(), strategy, units=[nn.Tanh])
+        with pytest.raises(ModelError, match=r"where zm.shard has put lin\.weight"):
+            root(inputs())
+        assert all(isinstance(param, ShardedParameter) for param in root.parameters())
 
 
 class Position(nn.Module):
@@ -567,12 +573,13 @@ class Refining(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.tanh = nn.Tanh()
 
     def forward(self, x, guess=None):
         if guess is None:
             with torch.no_grad():
                 guess = self(x, torch.zeros_like(x))
-        return self.second(torch.tanh(self.first(torch.cat([x, guess], -1))))
+        return self.second(self.tanh(self.first(torch.cat([x, guess], -1))))
 
 
 @STAGES
@@ -580,11 +587,13 @@ class Refining(nn.Module):
 def test_a_model_that_calls_itself(strategy):
     torch.manual_seed(0)
     plain = Refining().double()
-    model = zm.shard(copy.deepcopy(plain), mesh(), strategy, units=[nn.Linear], bucket_bytes=0)
-    for _ in range(2):
-        for each in (model, plain):
-            backward(each)
-    same_grads(model, plain)
+    for units in ([nn.Linear], [nn.Tanh]):  # apart, and in the root
+        plain.zero_grad()
+        model = zm.shard(copy.deepcopy(plain), mesh(), strategy, units=units, bucket_bytes=0)
+        for _ in range(2):
+            for each in (model, plain):
+                backward(each)
+        same_grads(model, plain)
 
 
 @STAGES
@@ -750,9 +759,10 @@ def test_loading_after_a_backward_that_raised(strategy):
 
     model = sharded(chain(), strategy)
     state = zm.full_state_dict(model)
-    x = inputs().requires_grad_()
+    handle = model[1].register_forward_hook(lambda module, args, result: Failing.apply(result))
     with pytest.raises(ValueError, match="out of memory, say"):
-        model(Failing.apply(x)).sum().backward()
+        model(inputs()).sum().backward()
+    handle.remove()
     whole = {name: value.double() for name, value in chain().state_dict().items()}
     model.load_state_dict(state or whole)
     backward(model)
