@@ -759,7 +759,7 @@ def test_loading_after_a_backward_that_raised(strategy):
 
     model = sharded(chain(), strategy)
     state = zm.full_state_dict(model)
-    handle = model[1].register_forward_hook(lambda module, args, result: Failing.apply(result))
+    handle = model.get_submodule("1").register_forward_hook(lambda module, args, result: Failing.apply(result))
     with pytest.raises(ValueError, match="out of memory, say"):
         model(inputs()).sum().backward()
     handle.remove()
