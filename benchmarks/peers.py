@@ -3,7 +3,7 @@
     python benchmarks/peers.py --pairs 30 --out benchmarks/results/peers.json
 
 Both sides of a pair live in the same processes and take turns, two steps each of which the second is timed, in
-alternating order; the figure is the ratio of the medians, with the spread of the ratio over blocks of steps. Wire
+alternating order; the figure is the ratio of the medians, with the quartiles of the ratios of single pairs. Wire
 dtypes are the same on both sides: parameters and gradients in the compute dtype. One thread per rank. The pairs called
 floor have plain PyTorch in our place, every rank for itself and nothing sent: no system gets below their ratio.
 """
@@ -194,7 +194,7 @@ def timed(step: Step) -> float:
 
 
 def compare(ours: Step, peer: Step, count: int) -> dict[str, Any]:
-    """Ratio of medians over `count` interleaved pairs, and its spread: the quartiles of blocks of pairs."""
+    """Ratio of medians over `count` interleaved pairs, and its spread: the quartiles of single pairs' ratios."""
     for step in (ours, peer, ours, peer):
         step()
     times: tuple[list[float], list[float]] = ([], [])

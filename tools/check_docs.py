@@ -1,6 +1,6 @@
 """Run what the documentation shows: Python blocks, console blocks, doctests; follow every relative link.
 
-In README.md, CONTRIBUTING.md and docs/**/*.md:
+In README.md, CONTRIBUTING.md, CHANGELOG.md, docs/**/*.md and benchmarks/results/README.md:
 
 - the ```python blocks of one file run in order in one fresh interpreter, in an empty directory;
 - in a ```console block each line after ``$ `` that starts with ``zeromesh`` runs there as well and must exit with 0;
@@ -128,7 +128,8 @@ def doctests() -> int:
 
 def main() -> int:
     """Check every page; print what is wrong; 1 if anything is."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    named = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/results/README.md")
+    pages = [*(ROOT / name for name in named), *sorted(ROOT.glob("docs/**/*.md"))]
     wrong = [failure for page in pages for failure in failures(page)]
     for failure in wrong:
         print(failure, file=sys.stderr)

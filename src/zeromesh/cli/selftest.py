@@ -21,7 +21,7 @@ def selftest(
     steps: Annotated[int, typer.Option(help="Timed steps of each strategy.")] = 6,
     output: Annotated[Path, typer.Option("-o", "--output", help="The result file.")] = Path("zeromesh-selftest.json"),
 ) -> None:
-    """Check numbers, bytes, memory, links and predicted times on these machines, in a few minutes.
+    """Check numbers, bytes, memory, links and predicted times on these machines, in a minute or two.
 
     Alone it starts processes on this machine; under torchrun it checks all of its ranks. The exit code is 0 if nothing
     has failed, 1 otherwise. Send the result file along with a bug report.
