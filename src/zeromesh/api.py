@@ -6,20 +6,23 @@ The engine runs whatever strategy it is given and never asks the planner; here, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zeromesh.errors import InputError, MeshError
 from zeromesh.planner import Choice, Planned, Workload, simulate_strategy
 from zeromesh.planner import plan as search_plan
+from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Plan, Strategy
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from zeromesh.cluster import Cluster
+    from zeromesh.engine.units import UnitClasses
     from zeromesh.model import ModelSpec
 
 ModelT = TypeVar("ModelT", bound="nn.Module")
@@ -28,7 +31,10 @@ ModelT = TypeVar("ModelT", bound="nn.Module")
 def plan(
     model: nn.Module | str, cluster: Cluster | str, workload: Workload, *, world: int = 0, trainable: str = "all"
 ) -> Plan:
-    """The fastest layout of `model` on `cluster` that fits in memory; `zeromesh plan` prints the same.
+    """The fastest layout of `model` on `cluster` that fits in memory.
+
+    `zeromesh plan` prints the same in its default options, where `workload.param_dtype` is what the device multiplies
+    matrices in, as the command has it.
 
     Args:
         model: a module (neither read nor changed: it is run on fake tensors), or what `--model` takes.
@@ -37,8 +43,12 @@ def plan(
         world: devices to use, inner levels filled first; 0 for all.
         trainable: of a model given by name: all, a fraction, or lora:RANK.
 
+    Returns:
+        What `zm.shard` takes as its strategy, with the choices that belong to it and the predicted figures.
+
     Raises:
         InputError: nothing fits, or the batch does not divide; says what would.
+        ClusterError, ModelError: there is no such cluster or model, or it cannot be read.
     """
     return _search(model, cluster, workload, world, trainable).plan
 
@@ -74,39 +84,96 @@ def shard(
     mesh: DeviceMesh | None,
     strategy: str | Strategy | Plan,
     *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    master_dtype: torch.dtype | None = None,
+    units: UnitClasses | None = None,
+    resident: Sequence[str] = (),
+    init: Callable[[nn.Module], None] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    debug: bool | None = None,
     cluster: Cluster | str | None = None,
     workload: Workload | None = None,
-    **options: Any,
 ) -> ModelT:
-    """`zeromesh.engine.api.shard`, which see, and a strategy of "auto": the planner's choice for this mesh.
+    """Shards `model` in place over `mesh`, each axis with the ZeRO stage that `strategy` gives it.
+
+    Afterwards make any elementwise torch optimizer from ``model.parameters()`` and train as usual. Values are the first
+    rank's; other ranks may hold anything, the meta device included.
 
     Args:
-        model, mesh, strategy: as there.
+        model: any module; its parameters are freed as they are sharded.
+        mesh: torch's mesh with named dimensions, outermost first, whose device receives the shards; None on a single
+            process, which keeps the model's.
+        strategy: ``"node=3,cluster=1"`` (innermost axis first), a preset's name, a plan of the planner's, whose dtypes
+            count where none is given here, or "auto": the planner's choice for this mesh.
+        param_dtype: of compute, and of parameters on the wire. Default: each parameter's own.
+        reduce_dtype: of gradients on the wire. Default: `param_dtype`.
+        grad_dtype: of the accumulated gradient shard. Default: fp32 (fp64 for fp64 parameters).
+        master_dtype: of the optimizer's copy. Default: fp32 (fp64 for fp64 parameters).
+        units: classes, or their names, of the modules that are gathered as one. Default: the model's repeated blocks,
+            its input embedding and its output head; where classes are given, the rest belongs to the model itself.
+        resident: names of units that are to have a gather slot of their own.
+        init: initialises the parameters and buffers of one module in place; for models on the meta device. Default:
+            Hugging Face's `_init_weights`, else the module's `reset_parameters`.
+        bucket_bytes: where no parameters are sharded, neighbouring units are joined until their parameters, as they
+            compute, take this many bytes, and reduced as one; 0 joins none.
+        debug: compare what each unit computes with before and after every use; slow, for bug reports. Default: whether
+            the environment variable ZEROMESH_DEBUG is set and not 0.
         cluster: with "auto": what the mesh's devices and links are. Its levels are the mesh's axes, by name and size.
         workload: with "auto": sequence length, batch and micro-batch, and dtypes for which there is no option. What is
-            computed in is the option `param_dtype`, else the model's own dtype, and never the workload's. Recomputation
-            is what the model is set to.
-        options: dtypes, units, init, as there; the plan is made for them.
+            computed in is `param_dtype`, else the model's own dtype, and never the workload's. Recomputation is what
+            the model is set to.
+
+    Returns:
+        `model` itself.
 
     Raises:
         InputError: "auto" without cluster and workload, or either of them without "auto".
+        NotationError, MeshError: the strategy does not parse or does not fit the mesh, or the mesh not the cluster.
+        ModelError: a unit's class is not in the model, or the model is sharded already.
+        MismatchError: the ranks have different strategies or models, or one of the errors above was raised on
+            another rank.
+
+    Example:
+        >>> import torch, zeromesh as zm
+        >>> model = zm.shard(torch.nn.Linear(4, 4), None, "node=3")
+        >>> optimizer = torch.optim.AdamW(model.parameters())
     """
     # They import torch: `zm.plan` of a model by name must not.
     from zeromesh.engine import api
     from zeromesh.engine.build import make_control
 
+    dtypes = {
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+        "grad_dtype": grad_dtype,
+        "master_dtype": master_dtype,
+    }
+    chosen: str | Strategy | Plan = strategy
     if strategy != "auto":
         if cluster is not None or workload is not None:
             raise InputError(f'cluster and workload are for the strategy "auto"; the strategy is {str(strategy)!r}')
-        return api.shard(model, mesh, strategy, **options)
-    if cluster is None or workload is None or mesh is None:
-        raise InputError('strategy "auto" needs a mesh, cluster=... and workload=zm.Workload(...) to choose by')
-    devices, described, asked = mesh, cluster, workload  # not None from here on
-    chosen = make_control(mesh).together(
-        lambda: auto_strategy(model, devices, described, with_dtypes(asked, model, options))
+    else:
+        if cluster is None or workload is None or mesh is None:
+            raise InputError('strategy "auto" needs a mesh, cluster=... and workload=zm.Workload(...) to choose by')
+        devices, described, asked = mesh, cluster, workload  # not None from here on
+        planned = make_control(mesh).together(
+            lambda: auto_strategy(model, devices, described, with_dtypes(asked, model, dtypes))
+        )
+        # Planned for one dtype; without the option each parameter computes in its own.
+        chosen = replace(planned, param_dtype=None)
+    return api.shard(
+        model,
+        mesh,
+        chosen,
+        **dtypes,
+        units=units,
+        resident=resident,
+        init=init,
+        bucket_bytes=bucket_bytes,
+        debug=debug,
     )
-    # Planned for one dtype; without the option each parameter computes in its own.
-    return api.shard(model, mesh, replace(chosen, param_dtype=None), **options)
 
 
 def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]) -> Workload:

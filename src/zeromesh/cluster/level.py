@@ -92,8 +92,3 @@ class Level:
     def share(self, operation: str) -> float:
         """What `operation` reaches of the level's rates."""
         return dict(self.shares).get(operation, 1.0)
-
-    @property
-    def bandwidth_per_device_bytes_per_s(self) -> float:
-        """What one device can send over this level while the others are silent."""
-        return self.bandwidth_bytes_per_s / (self.ports or 1)

@@ -17,7 +17,7 @@ from zeromesh.engine.clip import clip_grad_norm
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import elementwise, watch_optimizers
 from zeromesh.engine.state_dict import install_state_dict
-from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_units
+from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_modules
 from zeromesh.errors import ModelError, NotationError
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Strategy
@@ -57,38 +57,7 @@ def shard(
     bucket_bytes: int = BUCKET_BYTES,
     debug: bool | None = None,
 ) -> ModelT:
-    """Shards `model` in place over `mesh`, each axis with the ZeRO stage that `strategy` gives it.
-
-    Afterwards make any elementwise torch optimizer from ``model.parameters()`` and train as usual. Values are the first
-    rank's; other ranks may hold anything, the meta device included.
-
-    Args:
-        model: any module; its parameters are freed as they are sharded.
-        mesh: torch's mesh with named dimensions, outermost first; None on a single process.
-        strategy: ``"node=3,cluster=1"`` (innermost axis first), a preset's name, or a plan of the planner's, whose
-            dtypes count where none is given here.
-        param_dtype: of compute, and of parameters on the wire. Default: each parameter's own.
-        reduce_dtype: of gradients on the wire. Default: `param_dtype`.
-        grad_dtype: of the accumulated gradient shard. Default: fp32 (fp64 for fp64 parameters).
-        master_dtype: of the optimizer's copy. Default: fp32 (fp64 for fp64 parameters).
-        units: classes, or their names, of the modules that are gathered as one. Default: the model's repeated blocks,
-            its input embedding and its output head.
-        resident: names of units that are to have a gather slot of their own.
-        init: initialises the parameters and buffers of one module in place; for models on the meta device. Default:
-            Hugging Face's `_init_weights`, else the module's `reset_parameters`.
-        bucket_bytes: where no parameters are sharded, neighbouring units are joined until their parameters, as they
-            compute, take this many bytes, and reduced as one; 0 joins none.
-        debug: compare what each unit computes with before and after every use; slow, for bug reports. Default: whether
-            the environment variable ZEROMESH_DEBUG is set and not 0.
-
-    Returns:
-        `model` itself.
-
-    Raises:
-        NotationError, MeshError: the strategy does not parse or does not fit the mesh.
-        ModelError: a unit's class is not in the model, or the model is sharded already.
-        MismatchError: the ranks have different strategies or models, or one of the errors above was raised on
-            another rank.
+    """`zeromesh.shard` of a given strategy; that says what the options are, and what is raised.
 
     Example:
         >>> model = shard(nn.Linear(4, 4), None, "node=3")
@@ -106,7 +75,7 @@ def shard(
         layout = resolve(mesh, strategy)
         found = find_units(model, units, resident)
         if layout.degree(layout.param_axes) == 1:
-            found = join_units(found, precision, bucket_bytes)
+            found = join_modules(found, precision, bucket_bytes)
         return precision, layout, found
 
     if debug is None:
@@ -197,6 +166,10 @@ def accumulate(model: nn.Module, *, last: bool, weight: float | None = None) -> 
         model: sharded.
         last: whether the optimizer steps after this one. Its backward reduces over all axes and shows `.grad`.
         weight: of this micro-batch on this rank; may differ between ranks, and be 0.
+
+    Raises:
+        ModelError: `model` is not sharded, the weight is negative or some micro-batches of the step have weights and
+            some none, or a backward raised in an earlier one (`zm.zero_grad` then begins the step anew).
     """
     return engine_of(model).accumulate(last, weight)
 
@@ -206,17 +179,35 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales all gradients so that their joint norm is at most `max_norm`.
 
+    Args:
+        model: sharded.
+        max_norm: of the whole unsharded gradient.
+        norm_type: p of the p-norm; may be inf.
+        error_if_nonfinite: raise where the norm is nan or infinite, before anything is scaled.
+
     Returns:
         The norm before, of the whole unsharded gradient, 0-d, the same on every rank.
+
+    Raises:
+        ModelError: `model` is not sharded.
+        RuntimeError: `error_if_nonfinite`, as torch's own.
     """
     return clip_grad_norm(engine_of(model), max_norm, norm_type, error_if_nonfinite)
 
 
 def refresh(model: nn.Module) -> None:
-    """Call after changing parameters by hand (an average, a load): gathered and cast copies are made anew."""
+    """Call after changing parameters by hand (an average, a load): gathered and cast copies are made anew.
+
+    Raises:
+        ModelError: `model` is not sharded.
+    """
     engine_of(model).changed()
 
 
 def zero_grad(model: nn.Module) -> None:
-    """Forgets all gradients, also the sums of micro-batches that no last one has followed."""
+    """Forgets all gradients, also the sums of micro-batches that no last one has followed.
+
+    Raises:
+        ModelError: `model` is not sharded.
+    """
     engine_of(model).discard_grads()

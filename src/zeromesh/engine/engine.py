@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ from zeromesh.engine.control import Control
 from zeromesh.engine.guard import SlotGuard
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
-from zeromesh.engine.weights import WeightUnit
+from zeromesh.engine.weights import StepWeights
 from zeromesh.errors import MismatchError, ModelError, OptimizerError
 from zeromesh.schedule import GradState, Interpreter, Schedule
 
@@ -60,12 +60,7 @@ class Engine:
         self.interpreter: Interpreter[Ticket] = Interpreter(schedule=schedule, backend=backend)
         if debug:
             self.interpreter.backend = SlotGuard(backend, self.interpreter)
-        self._weights: float | None = None
-        self._weights_before: float | None = None
-        self._weighed_at = -1
-        self._backwards = 0
-        self._total_weight: Callable[[], Tensor] | None = None
-        self._unit = WeightUnit(backend, control)
+        self._weights = StepWeights(backend, control)
         self._task = -1
         self._ordered = False
         self._depth = [0] * len(schedule.units)
@@ -230,11 +225,12 @@ class Engine:
         """Once per backward: autograd tells when it has ended."""
         if self._task == -1:
             self._require_whole_sums()
-            self._require_its_weight()
+            self._weights.require_open()
             self._task = torch._C._current_graph_task_id()
-            self._start_weights()
+            self._weights.begin_backward(last=self.interpreter.last)
             self.interpreter.begin_backward()
-            self._require_weighable()
+            shown = any(state.grad is GradState.REDUCED for state in self.interpreter.states)
+            self._weights.require_weighable(last=self.interpreter.last, shown=shown)
             engine = weakref.ref(self)
 
             def ended() -> None:
@@ -249,12 +245,6 @@ class Engine:
             raise ModelError(
                 "a backward raised and left part of its micro-batch in gradients that are being accumulated: drop them "
                 "with zm.zero_grad(model), and begin the step again"
-            )
-
-    def _require_its_weight(self) -> None:
-        if (self._weights is None) != (self.backend.weight is None):
-            raise ModelError(
-                "the backward of a micro-batch with a weight must run inside its zm.accumulate(model, weight=...)"
             )
 
     def recover(self) -> None:
@@ -290,12 +280,11 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._task = -1
-        self._backwards += 1
+        self._weights.count_backward()
         self._stale.clear()
         self.interpreter.end_backward()
         if self.interpreter.last:
-            if self._total_weight is not None:
-                self._unit.ended(self._total_weight)
+            self._weights.end_step()
             self._show_grads()
 
     # ---- accumulation
@@ -304,69 +293,20 @@ class Engine:
     def accumulate(self, last: bool, weight: float | None) -> Iterator[None]:
         """The micro-batch inside is (not) the last before the step; its gradient counts `weight` times."""
         interpreter, backend = self.interpreter, self.backend
-        if weight is not None and not weight >= 0:
-            raise ModelError(
-                f"the weight of a micro-batch must be zero or more (its number of tokens, say); got {weight}"
-            )
         self.recover()
         self._require_whole_sums()
         partial = any(state.grad is GradState.PARTIAL for state in interpreter.states)
-        if self._backwards == self._weighed_at:  # no backward has followed the weight that was given last
-            self._weights = self._weights_before
-        if (weight is None and self._weights is not None) or (weight is not None and partial and self._weights is None):
-            raise ModelError(
-                "either every micro-batch of a step has a weight or none; this step has some with and some without"
-            )
-        if weight is not None:
-            weight = self._unit.of(weight, begins=self._weights is None)
+        weight = self._weights.open(weight, partial=partial)
         before = interpreter.last, backend.weight
-        self._weights_before, self._weighed_at = self._weights, self._backwards
         interpreter.last, backend.weight = last, weight
-        if weight is not None:
-            self._weights = (self._weights or 0.0) + weight
         try:
             yield
         except BaseException:
-            if self._total_weight is not None:
-                self._forget_weights()
-            elif self._backwards == self._weighed_at:  # nothing of it is in the sums
-                self._weights = self._weights_before
+            self._weights.give_up()
             raise
         finally:
             interpreter.last, backend.weight = before
-        if self._total_weight is not None:  # the step's last backward has run; others in here had its scale
-            self._forget_weights()
-
-    def _forget_weights(self) -> None:
-        self._weights = self._weights_before = self._total_weight = self.backend.final_scale = None
-
-    def _require_weighable(self) -> None:
-        """A micro-batch is divided by the step's weights at the boundary; what joins gradients that have passed it, and
-        is not the last, would never be."""
-        shown = any(state.grad is GradState.REDUCED for state in self.interpreter.states)
-        if self._weights is not None and not self.interpreter.last and shown:
-            raise ModelError(
-                "a micro-batch with a weight that is not the last, zm.accumulate(model, last=False, weight=...), came "
-                "on top of gradients of a step that ended: drop those first (optimizer.zero_grad()), or give no weights"
-            )
-
-    def _start_weights(self) -> None:
-        """When a last backward starts, all ranks' weights are known; the first boundary reduction needs their sum."""
-        if self._weights is None or not self.interpreter.last or self._total_weight is not None:
-            return
-        weights = self.control.words([self._weights], torch.float64)
-        # Begun here, where all ranks come in the program's order: in a lane its place among other collectives of the
-        # same group (the user's, another model's) would depend on timing.
-        self._total_weight = total = self.control.reducing(weights)
-        size = self.control.size
-
-        def final_scale() -> Tensor:
-            # Chains average over ranks; the mean over weights is ranks / total of that. A step without any weight is 0.
-            # Not a number of Python's: whoever issues reductions to a device would wait there.
-            summed = total()
-            return torch.where(summed > 0, size / summed, 0.0)
-
-        self.backend.final_scale = final_scale
+        self._weights.close()
 
     # ---- gradients
 
@@ -427,8 +367,7 @@ class Engine:
         """Forgets all gradients, partial sums included."""
         self.recover()
         self.interpreter.discard_grads()
-        self._forget_weights()
-        self._weights = self.backend.weight  # of a block that is open
+        self._weights.discard()
         self._torn = False
         for unit in self.backend.units:
             unit.rejected()

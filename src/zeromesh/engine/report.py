@@ -95,12 +95,15 @@ class TrafficLine:
 
 
 class traffic_report:  # used as a function that is also a context
-    """Counts what this rank sends while the context is open, beside what the schedule says for as many steps.
+    """Counts what this rank sends while the context is open, beside what the schedule says of a step.
 
     Args:
         model: sharded.
         micro_batches: of each step.
         recompute: whether blocks are checkpointed.
+
+    Raises:
+        ModelError: `model` is not sharded.
 
     Example::
 
@@ -127,7 +130,11 @@ class traffic_report:  # used as a function that is also a context
             self._engine.backend.groups[name].record = record
 
     def lines(self, steps: int = 1) -> list[TrafficLine]:
-        """Bytes per step and axis, innermost first, averaged over `steps`."""
+        """Bytes per step and axis, innermost first.
+
+        Args:
+            steps: that were taken while the context was open; what was sent is divided by them.
+        """
         sent = Counter({axis.name: 0 for axis in self._engine.schedule.layout.axes})
         for call in self.calls:
             sent[call.axis] += call.sent_bytes

@@ -139,8 +139,8 @@ def find_units(model: nn.Module, classes: UnitClasses | None = None, resident: S
     return [unit for unit in units.values() if unit.groups or unit is units[model]]
 
 
-def join_units(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes: int) -> list[ModuleUnit]:
-    """Joins what `zeromesh.schedule.join_units` joins."""
+def join_modules(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes: int) -> list[ModuleUnit]:
+    """The modules of what `zeromesh.schedule.join_units` joins."""
     described = [unit.describe(precision) for unit in units]
     joined: list[ModuleUnit] = []
     groups = neighbours(described, bucket_bytes)

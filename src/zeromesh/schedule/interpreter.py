@@ -118,7 +118,25 @@ class Backend(Protocol[T]):
 
 @dataclass(slots=True)
 class UnitState(Generic[T]):
-    """What is known of one unit; generations count from 1, so 0 is never valid."""
+    """What is known of one unit; generations count from 1, so 0 is never valid.
+
+    Args:
+        generation: of its masters; a step or a load raises it.
+        refreshed: the generation that its compute copy was made of.
+        full: the generation in its gather slot.
+        kept: the generation of its secondary copy.
+        in_use: the model is pointed at what was gathered.
+        ticket: of a gather under way.
+        refreshing: of a refresh under way.
+        visited: called since the last step.
+        calls: forwards whose backward is to come.
+        entered: of these, how many backwards have begun.
+        grad: what its accumulator holds.
+        target: where the running backward puts its gradients; None before the first of them.
+        ready: all gradients are there, and wait for the unit's turn to be reduced.
+        taking: of what still reads the reduce slot.
+        reducing: of a reduction under way.
+    """
 
     generation: int = 1
     refreshed: int = 1
@@ -160,7 +178,12 @@ class Interpreter(Generic[T]):
         schedule: what to do where.
         backend: who does it.
         last: whether the running micro-batch is the last before the optimizer's step; set by the driver.
+        in_backward: from a backward's first gradient to its end.
         watch: is told of every point as it is reached, before its ops; an observer for traces.
+        states: by unit.
+        gather_slots, reduce_slots: which unit has which.
+        seen: units in the order of their first forward.
+        digest: of the gathers since the last step, to be compared between ranks.
     """
 
     schedule: Schedule

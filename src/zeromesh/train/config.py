@@ -180,8 +180,8 @@ class TrainConfig(Section):
     """A whole run.
 
     Args:
-        strategy: in zeromesh's notation, the name of a preset, a plan that `zeromesh plan -o` wrote (FILE.json), of
-            which the strategy alone is taken, or "auto": the planner chooses at every start.
+        strategy: in zeromesh's notation, the name of a preset, a plan that `zeromesh plan -o` wrote (FILE.json), whose
+            other choices the file must repeat, or "auto": the planner chooses at every start.
         mesh: sizes by axis name, outermost axis first, as torch's DeviceMesh has them.
         cluster: what "auto" plans for: a preset, or a file (`zeromesh clusters`); its levels are the mesh's axes, and
             the mesh says their sizes.
@@ -280,7 +280,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     has absolute paths.
 
     Raises:
-        ConfigError: unreadable, not TOML, an unknown key (names the nearest valid one), or an invalid value.
+        ConfigError: unreadable, not TOML, an unknown key (names the nearest valid one), an invalid value, or a plan
+            that was made for other choices than the file's.
         NotationError, MeshError: the strategy does not parse or does not fit the mesh.
         ClusterError: "auto", and the cluster cannot be read or does not fit the mesh.
     """
@@ -289,11 +290,33 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         config = TrainConfig.model_validate(document)
     except ValidationError as error:
         raise ConfigError(_explain(path, error)) from None
+    if document["strategy"].endswith(".json"):
+        _require_as_planned(config, document["strategy"])
     if config.strategy == AUTO:
         config.hardware()
     else:
         config.layout()
     return config
+
+
+def _require_as_planned(config: TrainConfig, path: str) -> None:
+    """A plan's time and memory hold for its own choices alone: raises ConfigError where the run makes others."""
+    plan, dtypes = Plan.load(path), config.dtypes
+    choices: list[tuple[str, object, object]] = [
+        ("mesh", mesh_text(dict(reversed(plan.mesh))), mesh_text(config.mesh)),
+        ("batch.micro", plan.micro_batch, config.batch.micro),
+        ("model.activation_checkpointing", plan.recompute != "none", config.model.activation_checkpointing),
+        ("dtypes.param", plan.param_dtype, dtypes.param),
+        ("dtypes.reduce", plan.reduce_dtype or plan.param_dtype, dtypes.reduce or dtypes.param),
+        ("dtypes.grad", plan.grad_dtype, dtypes.grad),
+        ("dtypes.master", plan.master_dtype, dtypes.master),
+    ]
+    others = [f"{key} = {own} (planned: {planned})" for key, planned, own in choices if planned not in (None, own)]
+    if others:
+        raise ConfigError(
+            f"the plan {path} was made for other choices than this run's: {', '.join(others)}. Set them as planned, "
+            f"plan anew, or give the strategy itself, {plan.strategy}, to which no prediction is tied"
+        )
 
 
 def valid_keys(section: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[str]:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from zeromesh.engine.api import accumulate, clip_grad_norm_, shard, zero_grad
 from zeromesh.engine.replicas import check_replicas
 from zeromesh.engine.report import memory_report, traffic_report
+from zeromesh.engine.units import DTYPES
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
 from zeromesh.train.config import AUTO, OptimizerConfig, TrainConfig
@@ -33,8 +34,6 @@ from zeromesh.train.progress import Progress, show_progress
 from zeromesh.train.ranks import Ranks, collective, first_at_work, from_first, on_any
 from zeromesh.train.sampler import Sampler
 from zeromesh.train.summary import Row, fault_lines, gather_rows, header, table
-
-TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +131,10 @@ def _sharded(config: TrainConfig, ranks: Ranks, model: nn.Module) -> nn.Module:
         model,
         ranks.mesh,
         config.strategy,
-        param_dtype=TORCH_DTYPES[dtypes.param],
-        reduce_dtype=TORCH_DTYPES[dtypes.reduce] if dtypes.reduce else None,
-        grad_dtype=TORCH_DTYPES[dtypes.grad],
-        master_dtype=TORCH_DTYPES[dtypes.master],
+        param_dtype=DTYPES[dtypes.param],
+        reduce_dtype=DTYPES[dtypes.reduce] if dtypes.reduce else None,
+        grad_dtype=DTYPES[dtypes.grad],
+        master_dtype=DTYPES[dtypes.master],
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh.engine.units import Precision, find_units, join_units
+from zeromesh.engine.units import Precision, find_units, join_modules
 from zeromesh.model.from_module import from_module
 from zeromesh.simulator import Workload
 from zeromesh.simulator.units import schedule_units
@@ -28,6 +28,6 @@ def test_the_planners_units_are_the_engines(name: str, bucket_bytes: int) -> Non
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
     precision = Precision(param=torch.bfloat16)
-    engine = [unit.describe(precision) for unit in join_units(find_units(module), precision, bucket_bytes)]
+    engine = [unit.describe(precision) for unit in join_modules(find_units(module), precision, bucket_bytes)]
     workload = Workload(seq_len=128, global_batch_tokens=128)
     assert list(schedule_units(from_module(module, seq_len=128), workload, bucket_bytes)[0]) == engine

@@ -146,11 +146,6 @@ def test_a_device_computes_in_the_best_dtype_it_has():
         preset("dgx2-v100-400g").device.peak("bf16")
 
 
-def test_a_device_alone_drives_one_port():
-    assert preset("a800-8x-hdr").level("cluster").bandwidth_per_device_bytes_per_s == 25e9
-    assert level().bandwidth_per_device_bytes_per_s == 1e9
-
-
 def test_what_a_file_leaves_out_of_a_known_device_is_filled_in(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(GOOD)

@@ -62,7 +62,7 @@ def test_overrides_take_toml_values_and_plain_text(file: Path, monkeypatch: pyte
 
 
 def test_strategy_may_be_a_plan(file: Path) -> None:
-    plan = Plan(strategy=Strategy.parse("node=2,cluster=0"), mesh=(("node", 2), ("cluster", 2)))
+    plan = Plan(strategy=Strategy.parse("node=2,cluster=0"), mesh=(("node", 2), ("cluster", 2)), micro_batch=2)
     (file.parent / "plan.json").write_text(plan.to_json())
     file.write_text(file.read_text().replace("node=3,cluster=1", "plan.json"))
     assert load_config(file).strategy == "node=2,cluster=0"
@@ -72,6 +72,29 @@ def test_strategy_may_be_a_plan(file: Path) -> None:
     (file.parent / "plan.json").unlink()
     with pytest.raises(ConfigError, match=r"strategy: .*cannot read the plan .*plan.json: No such file"):
         load_config(file)
+
+
+def test_a_plan_of_other_choices_is_refused_with_each_of_them(file: Path) -> None:
+    plan = Plan(
+        strategy=Strategy.parse("node=2,cluster=0"),
+        mesh=(("node", 4), ("cluster", 2)),
+        micro_batch=8,
+        recompute="full",
+        param_dtype="bf16",
+        grad_dtype="fp32",
+        master_dtype="bf16",
+    )
+    (file.parent / "plan.json").write_text(plan.to_json())
+    planned = [f"strategy={file.parent}/plan.json", "mesh.node=4", "batch.micro=8", "dtypes.param=bf16"]
+    planned += ["model.activation_checkpointing=true", "dtypes.master=bf16"]
+    assert load_config(file, planned).strategy == "node=2,cluster=0"
+    others = (
+        "mesh = cluster=2 x node=2 (planned: cluster=2 x node=4), batch.micro = 2 (planned: 8), "
+        "model.activation_checkpointing = False (planned: True), dtypes.param = fp32 (planned: bf16), "
+        "dtypes.reduce = fp32 (planned: bf16), dtypes.master = fp32 (planned: bf16). Set them"
+    )
+    with pytest.raises(ConfigError, match=re.escape(others)):
+        load_config(file, planned[:1])
 
 
 def test_stdlib_placeholder_is_left_for_the_run(file: Path) -> None:

@@ -21,8 +21,3 @@ SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "internevo": internevo_rows,
     "galvatron": galvatron_rows,
 }
-
-
-def all_rows() -> list[Row]:
-    """Every row of every table."""
-    return [row for source in SOURCES.values() for row in source()]
