@@ -3,7 +3,6 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.up-to-date
-TESTS ?= tests
 
 .PHONY: help venv demo test test-gpu check check-format check-lint check-types check-layers check-docs format clean FORCE
 
@@ -26,8 +25,14 @@ $(STAMP): pyproject.toml constraints.txt tools/venv.sh
 demo: $(STAMP)
 	@$(BIN)/zeromesh train examples/demo.toml
 
+# Two processes, as most tests wait for ranks now and then; those on emulated clusters are timed, and so run by themselves.
 test: $(STAMP)
+ifdef TESTS
 	@$(BIN)/python -m pytest $(TESTS)
+else
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/netlab tests; others=$$?; \
+	$(BIN)/python -m pytest tests/netlab && exit $$others
+endif
 
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu

@@ -243,8 +243,10 @@ def test_blocks_that_inductor_compiles(tmp_path):
     batches = [tokens(0, 0, rank) for rank in range(2)]
     with (
         pytest.MonkeyPatch.context() as patch,
-        # In this process; a header that is compiled ahead pays only for many kernels.
-        torch._inductor.config.patch(compile_threads=1, cpp_cache_precompile_headers=False),
+        # In this process; a header that is compiled ahead pays only for many kernels, as do vectors.
+        torch._inductor.config.patch(
+            {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+        ),
     ):
         # For these ranks alone: what an earlier session compiled would leave nothing to be tried.
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
