@@ -7,7 +7,8 @@ streams: a gather that is needed now would wait behind a reduction that is not.
 device on NCCL. So when the last user of a communicator is gone it is kept for the next one, whose ranks first agree on
 which of them are free everywhere, and have been through the same collectives everywhere: a message that nobody received
 can then not be waiting in one. One that has failed is not used again. And all ranks of the mesh use as many again, and
-make as many: where the default group is bound to a device, NCCL splits the new ones off it, and all ranks take part.
+make as many: where the default group is bound to a device, NCCL splits the new ones off it, and all ranks take part. A
+mesh that is a part of the ranks cannot have that of the others: its communicators are not split off.
 
 [Note: Names] The ranks of a new group meet in the store under its name. `new_group` makes that of a number which grows
 with the groups that a process has, and ranks that have not the same number (a model on a part of the ranks, a group
@@ -21,7 +22,8 @@ import functools
 import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -123,7 +125,8 @@ def make_groups(
     if not axes:
         return {}
     timeout_s = default_timeout_s(mesh.device_type) if timeout_s is None else timeout_s
-    keys = {axis.name: Key(axis_ranks(mesh, axis), timeout_s, backend) for axis in axes}
+    split = mesh.size() == dist.get_world_size()
+    keys = {axis.name: Key(axis_ranks(mesh, axis), timeout_s, backend, split) for axis in axes}
     pool = _Pool.current()
     free = pool.agree(mesh_group(mesh), keys)
     # Each rank makes only the groups it belongs to, so set-up does not grow with the world.
@@ -144,7 +147,8 @@ def borrow_channel(
     Returns:
         The communicator, whose user keeps `started` and `failed`; and what gives it back: [Note: Reuse].
     """
-    key = Key(tuple(dist.get_process_group_ranks(everyone)), timeout_s, backend)
+    split = everyone.size() == dist.get_world_size()
+    key = Key(tuple(dist.get_process_group_ranks(everyone)), timeout_s, backend, split)
     pool = _Pool.current()
     (channel,) = pool.channels(key, pool.agree(everyone, {description: key})[description], description)
     return channel, functools.partial(pool.put, key, (channel,))
@@ -213,20 +217,32 @@ def _new_group(key: Key, serial: int, description: str) -> dist.ProcessGroup:
     """Group number `serial` between these ranks, in their order, this one among them: [Note: Names]."""
     ranks, c10d = list(key.ranks), dist.distributed_c10d
     name = hashlib.sha256(f"{ranks} {serial}".encode()).hexdigest()
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        dist.Backend(key.backend or dist.get_backend()),
-        c10d._get_default_store(),
-        f"zeromesh-{name}",  # type: ignore[arg-type]  # a NewType of str
-        timeout=timedelta(seconds=key.timeout_s),
-        device_id=_world().bound_device_id,
-        group_desc=description,
-    )
+    with nullcontext() if key.split else _unbound(_world()):
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.Backend(key.backend or dist.get_backend()),
+            c10d._get_default_store(),
+            f"zeromesh-{name}",  # type: ignore[arg-type]  # a NewType of str
+            timeout=timedelta(seconds=key.timeout_s),
+            device_id=_world().bound_device_id,
+            group_desc=description,
+        )
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+@contextmanager
+def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
+    """Torch splits new groups off one that is bound to a device, which needs all of its ranks."""
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _world() -> dist.ProcessGroup:
@@ -236,11 +252,19 @@ def _world() -> dist.ProcessGroup:
 
 
 class Key(NamedTuple):
-    """What a communicator must be like to be used."""
+    """What a communicator must be like to be used.
+
+    Args:
+        ranks: global ones, in the group's order.
+        timeout_s: after which a collective fails.
+        backend: of torch; None for that of the default process group.
+        split: off the default process group, where that is bound to a device: all its ranks make groups now.
+    """
 
     ranks: tuple[int, ...]
     timeout_s: float
     backend: str | None
+    split: bool
 
 
 class _Pool:
@@ -265,7 +289,7 @@ class _Pool:
     def everyone(self, ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
         """All ranks of a mesh, for the words of all models on it. It is never given back: on it they agree."""
         if ranks not in self._everyone:
-            self._everyone[ranks] = self._make(Key(ranks, timeout_s, None), "mesh").process_group
+            self._everyone[ranks] = self._make(Key(ranks, timeout_s, None, split=False), "mesh").process_group
         return self._everyone[ranks]
 
     def agree(self, everyone: dist.ProcessGroup, keys: Mapping[str, Key]) -> dict[str, list[int]]:

@@ -115,6 +115,8 @@ class UnitShards:
 
     def forget(self) -> None:
         """The accumulator is empty."""
+        for buffer in self.buffers:
+            buffer.let_go()
         self.used, self.written = self._flags(), self._flags()
 
     def forget_owed(self) -> None:
@@ -295,6 +297,8 @@ class DeviceBackend:
     def grads_discarded(self, unit: int) -> bool:
         """Whether no reduced gradient of the unit is alive; zeroes the parts of those that are not, if others are."""
         shards = self.units[unit]
+        for buffer in shards.buffers:
+            buffer.let_go()
         found = [
             (used, position, param, grad)
             for buffer, used in zip(shards.buffers, shards.used, strict=True)

@@ -43,7 +43,8 @@ from zeromesh.comm.quantised import (
     restore_kept,
 )
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.units import DTYPES
+from zeromesh.engine.units import DTYPE_NAMES, DTYPES
+from zeromesh.errors import NotationError
 from zeromesh.schedule import LaneKind, Transfer, transfer
 from zeromesh.strategy import Axis
 
@@ -182,6 +183,7 @@ def _gather_chain(
     kept: Tensor | None,
 ) -> GatherChain:
     steps, current = [], source
+    _require_one_width(transfers, destination.dtype)
     for step in transfers:
         region, keep = _region(shards, destination, held, step), None
         if kept is not None and step.axis is transfer.kept_axis(shards.layout):
@@ -201,6 +203,17 @@ def _gather_chain(
     staged = any(DTYPES.get(step.wire) != destination.dtype for step in transfers)
     overlapped = shards.layout.strategy.collective == "ho_ring" and not staged
     return GatherChain(tuple(_overlap_gathers(steps) if overlapped else steps), destination, last, scratch.workspace)
+
+
+def _require_one_width(transfers: Sequence[Transfer], dtype: torch.dtype) -> None:
+    """Staged regions lie in the same memory: a rank's chunk of the next one is where the one before left it, or beside
+    that. Of another width it would overlap. Raises NotationError."""
+    staged = {step.wire: DTYPES[step.wire] for step in transfers if DTYPES.get(step.wire, dtype) != dtype}
+    if len({wire.itemsize for wire in staged.values()}) > 1:
+        raise NotationError(
+            f"parameters in {DTYPE_NAMES[dtype]} cannot be gathered over axes in {' and in '.join(staged)}, of other "
+            f"widths: give these axes one wire dtype, or let one of them have the parameters' own"
+        )
 
 
 def _form(step: Transfer, region: Tensor, *, stochastic: bool) -> QuantFormat | None:

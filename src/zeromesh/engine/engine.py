@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -61,7 +61,8 @@ class Engine:
         if debug:
             self.interpreter.backend = SlotGuard(backend, self.interpreter)
         self._weights = StepWeights(backend, control)
-        self._task = -1
+        self._task = -1  # autograd's number of the backward that runs
+        self._ended: Callable[[], object] = lambda: None  # what it calls at its end, while it lives
         self._ordered = False
         self._depth = [0] * len(schedule.units)
         slots = schedule.memory.gather.slot_of
@@ -223,6 +224,8 @@ class Engine:
 
     def _enter_backward(self) -> None:
         """Once per backward: autograd tells when it has ended."""
+        if self._task not in (-1, torch._C._current_graph_task_id()) and self._ended() is None:
+            self._give_up_backward()  # else this one runs inside it
         if self._task == -1:
             self._require_whole_sums()
             self._weights.require_open()
@@ -238,6 +241,7 @@ class Engine:
                 if self is not None:
                     self._end_backward()
 
+            self._ended = weakref.ref(ended)
             torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def _require_whole_sums(self) -> None:
@@ -250,10 +254,13 @@ class Engine:
     def recover(self) -> None:
         """After a backward that raised, and whose callback therefore never came: nothing is in use any more."""
         if self._task != -1 and torch._C._current_graph_task_id() == -1:
-            self._task = -1
-            self._abort()
-            # A part of the micro-batch that raised is in sums that hold others.
-            self._torn = any(state.grad is GradState.PARTIAL for state in self.interpreter.states)
+            self._give_up_backward()
+
+    def _give_up_backward(self) -> None:
+        self._task = -1
+        self._abort()
+        # A part of the micro-batch that raised is in sums that hold others.
+        self._torn = any(state.grad is GradState.PARTIAL for state in self.interpreter.states)
 
     def _calls_itself(self) -> bool:
         """Whether a forward of the model is on the stack beside the one that begins."""
@@ -369,14 +376,14 @@ class Engine:
         self.interpreter.discard_grads()
         self._weights.discard()
         self._torn = False
-        for unit in self.backend.units:
-            unit.rejected()
-            unit.forget()
         for param in self.optimizer_params():
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.zero_()
+        for unit in self.backend.units:
+            unit.rejected()
+            unit.forget()
 
     # ---- optimizers
 

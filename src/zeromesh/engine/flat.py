@@ -15,13 +15,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
+from zeromesh.engine.param import ShardedGrad, ShardedParameter, leave_memory, make_slice
 from zeromesh.engine.units import DTYPE_NAMES, DTYPES, ParamInfo
 from zeromesh.schedule import FlatBuffer
 from zeromesh.schedule.memory import (
@@ -216,6 +217,13 @@ class FlatShards:
                 local = self.reduced[start - held.start : stop - held.start]
                 self.optimizer_grads.append(make_slice(ShardedGrad, local, False, **common))
 
+    def let_go(self) -> None:
+        """Of gradients that are shown no more: those that somebody else still holds keep their values, as in plain
+        torch, in memory of their own."""
+        for index, param in enumerate(self.optimizer_params if self.spec.trainable else ()):
+            if param.grad is not self.optimizer_grads[index] and _references(self.optimizer_grads, index) > _ALONE:
+                self.optimizer_grads[index] = leave_memory(self.optimizer_grads[index])
+
     def tensors(self) -> dict[str, Tensor]:
         """The persistent tensors, by kind, each storage once."""
         kinds = {
@@ -228,6 +236,13 @@ class FlatShards:
         if self.master_in_params:
             del kinds["master"]
         return {kind: tensor for kind, tensor in kinds.items() if tensor is not None}
+
+
+def _references(items: Sequence[object], index: int) -> int:
+    return sys.getrefcount(items[index])
+
+
+_ALONE = _references([object()], 0)
 
 
 def _carry_attributes(original: nn.Parameter, param: nn.Parameter) -> None:

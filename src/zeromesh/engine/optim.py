@@ -44,6 +44,9 @@ _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 """By optimizer: the parameters that it had when it was looked at."""
 
+_graded: weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+"""By optimizer inside its step: the parameters that had a gradient before it. A hook, or the step, may drop those."""
+
 _vouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _shown: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Whose state dicts hold slices."""
@@ -95,7 +98,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _show_slices(optimizer)
         _checked[optimizer] = held
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose forward and backward are still to come
-    without = not has_closure and all(param.grad is None for param in _params(optimizer))
+    _graded[optimizer] = [param for param in _params(optimizer) if param.grad is not None]
+    without = not has_closure and not _graded[optimizer]
     for engine, params in _by_engine(optimizer).items():
         engine.before_step(params)
         if without:
@@ -157,8 +161,9 @@ def _part_of(value: SlicedTensor, param: ShardedParameter) -> torch.Tensor:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    graded = set(map(id, _graded.pop(optimizer, ())))
     for engine, params in _by_engine(optimizer).items():
-        updated = [param for param in params if param.grad is not None]
+        updated = [param for param in params if id(param) in graded or param.grad is not None]
         if updated:
             engine.stepped(updated)
 

@@ -41,6 +41,8 @@ _REFUSED = frozenset(
     scatter_add_ index_add_ index_copy_ index_fill_ take masked_select nonzero histc bincount trace diag tril triu
     svd qr cholesky matrix_norm cond det inv inverse pinverse cross renorm normalize layer_norm rms_norm group_norm
     batch_norm roll flip rot90 __getitem__ __setitem__ __matmul__ __rmatmul__ tolist item numpy __array__
+    mse_loss l1_loss smooth_l1_loss huber_loss cosine_similarity pairwise_distance vecdot linalg_vecdot linalg_matmul
+    linalg_matrix_norm kthvalue select narrow index_put index_put_ equal allclose
     count_nonzero normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_
     """.split()  # noqa: SIM905  # a page of quotes and commas is harder to read
 )
@@ -50,7 +52,7 @@ _PLAIN = frozenset(
     zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
     """.split()  # noqa: SIM905  # likewise
 )
-_NORMS = frozenset({"vector_norm", "linalg_vector_norm", "_foreach_norm"})
+_NORMS = frozenset({"vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"})
 _UNSCALE = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
 _ZERO = frozenset({"zero_", "_foreach_zero_"})
 
@@ -83,6 +85,8 @@ class _Slice(torch.Tensor):
     def dim(self) -> int:
         return len(self.global_shape)
 
+    ndimension = dim
+
     def size(self, dim: int | None = None) -> Any:
         return self.global_shape if dim is None else self.global_shape[dim]
 
@@ -110,6 +114,8 @@ class _Slice(torch.Tensor):
         if name in ("__get__", "__set__"):  # attributes: most calls of a step by far
             with torch._C.DisableTorchFunctionSubclass():
                 return _plain(func(*args))
+        if func is torch.numel:
+            return args[0].numel()
         if name in _REFUSED and not _sets_by_mask(name, args):
             raise _refusal(name, args)
         kwargs = kwargs or {}
@@ -124,7 +130,7 @@ class _Slice(torch.Tensor):
             if name.endswith("_") and (name.startswith("__i") or not name.endswith("__")):
                 _note_zeroed(args[0], name in _ZERO)
                 return result
-            return _plain(result) if name in _PLAIN else _of_slice(result, args, kwargs)
+            return _plain(result) if name in _PLAIN else _of_slice(name, result, args, kwargs)
 
 
 class ShardedParameter(_Slice, nn.Parameter):
@@ -189,13 +195,15 @@ def _plain(result: Any) -> Any:
     return result.as_subclass(torch.Tensor) if type(result) is ShardedParameter else result
 
 
-def _of_slice(result: Any, args: Any, kwargs: Any) -> Any:
-    """What has an element for each of a slice's is a slice too, of a tensor of the same shape."""
+def _of_slice(name: str, result: Any, args: Any, kwargs: Any) -> Any:
+    """What has an element for each of a slice's is a slice too, of a tensor of the same shape; what has not, raises."""
     if type(result) is not torch.Tensor or kwargs.get("out") is not None:
         return result
     owner = next((arg for arg in _flat([args, [*kwargs.values()]]) if isinstance(arg, _Slice)), None)
-    if owner is None or result.shape != owner.local.shape:
+    if owner is None:
         return result
+    if result.shape != owner.local.shape:
+        raise _refusal(name, [owner])
     # What autograd has made stays as it is: `_watch_gradient` looks at gradients that arrive there.
     return result if result.grad_fn is not None else _slice_like(owner, result)
 
@@ -205,6 +213,14 @@ def _slice_like(owner: _Slice, local: Tensor) -> ShardedGrad:
     common = {name: getattr(owner, name) for name in ("full_name", "global_shape", "norm_of", "agree_max")}
     made: ShardedGrad = make_slice(ShardedGrad, local, False, **common)
     return made
+
+
+def leave_memory(grad: ShardedGrad) -> ShardedGrad:
+    """Gives `grad` a copy of its values; returns another one over the memory that it had."""
+    local = grad.local
+    with torch._C.DisableTorchFunctionSubclass():
+        grad.data = local.clone()
+    return _slice_like(grad, local)
 
 
 def _watch_gradient(name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -254,10 +270,12 @@ def _flat(args: Any) -> Any:
 
 def _norm(name: str, args: Any, kwargs: Any) -> Any:
     tensors = args[0] if name == "_foreach_norm" else [args[0]]
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    order = args[1] if len(args) > 1 else kwargs.get("ord")
     slices = [tensor for tensor in tensors if isinstance(tensor, _Slice)]
     if kwargs.get("dim") is not None or len(args) > 2 or len(slices) != len(tensors):
         raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
+    if name == "linalg_norm" and order is not None and any(tensor.ndim != 1 for tensor in slices):
+        raise _refusal(f"linalg.norm with ord={order!r}, a norm of matrices,", args)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in slices):
         raise _no_gradient(name, slices[0].full_name)
     of_model: dict[NormOf, list[int]] = defaultdict(list)  # one function for each model: layouts differ
@@ -265,7 +283,9 @@ def _norm(name: str, args: Any, kwargs: Any) -> Any:
         of_model[tensor.norm_of].append(index)
     norms: dict[int, Tensor] = {}
     for norm_of, own in of_model.items():
-        norms |= zip(own, norm_of([slices[index].local for index in own], float(order)), strict=True)
+        norms |= zip(
+            own, norm_of([slices[index].local for index in own], 2.0 if order is None else float(order)), strict=True
+        )
     return [norms[index] for index in range(len(slices))] if name == "_foreach_norm" else norms[0]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ def install_state_dict(model: nn.Module, engine: Engine) -> None:
                     "load_state_dict(assign=True) would replace the shards of a sharded model; leave it out"
                 )
             found.settle()
-            _take(module, state, prefix, _by_name(found))
+            _take(module, state, prefix)
 
     def changed(module: nn.Module, _: Any) -> None:
         found = reference()
@@ -105,20 +106,23 @@ def _show(state: dict[str, Any], prefix: str, params: Mapping[str, ShardedParame
     for key in [key for key in state if key.startswith(prefix)]:
         name = clean_name(key.removeprefix(prefix))
         value = state.pop(key)
-        state[prefix + name] = SlicedTensor(_piece(name, params[name])) if name in params else value
+        if isinstance(value, SlicedTensor):  # of the module that holds it, which may have moved since
+            value = SlicedTensor(replace(value.piece, name=name))
+        elif name in params:
+            value = SlicedTensor(_piece(name, params[name]))
+        state[prefix + name] = value
 
 
-def _take(module: nn.Module, state: dict[str, Any], prefix: str, params: Mapping[str, ShardedParameter]) -> None:
+def _take(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Copies what is given for parameters into the shards; torch's own loading then finds them in place."""
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    for actual in names:
+    held: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    held |= module.named_buffers(remove_duplicate=False)
+    for actual, param in held.items():
         name = clean_name(actual)
         if prefix + name not in state:
             continue
         value = state.pop(prefix + name)
-        param = params.get(name)
-        if param is not None and isinstance(value, Tensor) and tuple(value.shape) == tuple(param.global_shape):
+        if isinstance(param, ShardedParameter) and isinstance(value, Tensor) and value.shape == param.global_shape:
             _copy(name, param, value)
             value = param
         state[prefix + actual] = value

@@ -4,9 +4,10 @@ Reading order: `unit` (what is scheduled), `transfer` (its collectives), `memory
 ops), `interpreter` (who carries them out), `step` (the canonical order of points).
 """
 
-from zeromesh.schedule.interpreter import Backend, GradState, Interpreter, Reducing, Reduction, Target
+from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.memory import MemoryPlan, Persistent, SlotPlan
 from zeromesh.schedule.program import Action, Op, PointKind, Schedule
+from zeromesh.schedule.state import Backend, GradState, Reducing, Reduction, Target
 from zeromesh.schedule.step import Counted, run_step, sent_bytes_per_axis, step_transfers
 from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes
 from zeromesh.schedule.unit import (

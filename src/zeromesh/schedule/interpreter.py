@@ -20,150 +20,17 @@ added, so nothing is reduced twice.
 
 from __future__ import annotations
 
-import enum
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from zeromesh.errors import InternalError, ModelError
+from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.program import Action, Op, PointKind, Schedule
+from zeromesh.schedule.state import Backend, GradState, Reduction, Slots, Target, UnitState
 
 T = TypeVar("T")
-
-
-class GradState(enum.Enum):
-    """[Note: Gradient states]."""
-
-    EMPTY = "empty"
-    PARTIAL = "partial"
-    REDUCED = "reduced"
-
-
-class Target(enum.Enum):
-    """Where a unit's gradients of the running backward are collected.
-
-    SLOT: its reduce slot. ACCUMULATOR: added where they stay. APART: a temporary of the accumulator's size, since that
-    one already holds a reduced gradient. WAIT: its slot is another unit's; they stay where autograd left them.
-    """
-
-    SLOT = "slot"
-    ACCUMULATOR = "accumulator"
-    APART = "apart"
-    WAIT = "wait"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
-    """What to do with the gradients a unit has collected in one backward.
-
-    Args:
-        target: where they are; WAIT means nothing was collected before the unit's turn came.
-        accumulate: add to the accumulator (else overwrite it).
-        boundary: go on to the state shard: the gradient the optimizer sees.
-        add: the state shard already holds a reduced gradient; add to it.
-    """
-
-    target: Target
-    accumulate: bool
-    boundary: bool
-    add: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Reducing(Generic[T]):
-    """A reduction that was issued, as tickets; None where there is nothing to wait for.
-
-    Args:
-        taken: what was collected has been read: its slot may be filled again.
-        done: the sums are where they are to be.
-    """
-
-    taken: T | None
-    done: T | None
-
-
-class Backend(Protocol[T]):
-    """What runs the ops: on devices, on a virtual clock, or only counting. Calls return before the work is done; the
-    ticket is for `wait`, None if there was nothing to do."""
-
-    def refresh(self, unit: int) -> T | None:
-        """Bring the parameter shard up to date with the state shards."""
-        ...
-
-    def unshard(self, unit: int, *, from_kept: bool, after: T | None) -> T | None:
-        """Gather the unit's parameters into its slot, from the kept copy if that is valid; `after` their refresh."""
-        ...
-
-    def reduce(self, unit: int, reduction: Reduction) -> Reducing[T]:
-        """Reduce the gradients that the unit has collected."""
-        ...
-
-    def wait(self, ticket: T, op: Op) -> None:
-        """Make the computation wait for the ticket's work, on behalf of `op`."""
-        ...
-
-    def use(self, unit: int) -> None:
-        """The unit's gathered parameters are there: point the model at them."""
-        ...
-
-    def unuse(self, unit: int) -> None:
-        """The unit's gathered parameters may go: point the model away from them."""
-        ...
-
-    def grads_discarded(self, unit: int) -> bool:
-        """Whether the user has dropped or zeroed the reduced gradient since it was reduced."""
-        ...
-
-
-@dataclass(slots=True)
-class UnitState(Generic[T]):
-    """What is known of one unit; generations count from 1, so 0 is never valid.
-
-    Args:
-        generation: of its masters; a step or a load raises it.
-        refreshed: the generation that its compute copy was made of.
-        full: the generation in its gather slot.
-        kept: the generation of its secondary copy.
-        in_use: the model is pointed at what was gathered.
-        ticket: of a gather under way.
-        refreshing: of a refresh under way.
-        visited: called since the last step.
-        calls: forwards whose backward is to come.
-        entered: of these, how many backwards have begun.
-        grad: what its accumulator holds.
-        target: where the running backward puts its gradients; None before the first of them.
-        ready: all gradients are there, and wait for the unit's turn to be reduced.
-        taking: of what still reads the reduce slot.
-        reducing: of a reduction under way.
-    """
-
-    generation: int = 1
-    refreshed: int = 1
-    full: int = 0
-    kept: int = 0
-    in_use: bool = False
-    ticket: T | None = None
-    refreshing: T | None = None
-    visited: bool = False
-    calls: int = 0
-    entered: int = 0
-    grad: GradState = GradState.EMPTY
-    target: Target | None = None
-    ready: bool = False
-    taking: T | None = None
-    reducing: T | None = None
-
-
-@dataclass(slots=True)
-class Slots(Generic[T]):
-    """Owners of a set of slots, by unit index; None is free."""
-
-    owner: list[int | None]
-
-    @classmethod
-    def free(cls, count: int) -> Slots[T]:
-        return cls([None] * count)
 
 
 def _unwatched(point: PointKind, unit: int) -> None:
@@ -197,6 +64,7 @@ class Interpreter(Generic[T]):
     seen: list[int] = field(default_factory=list)
     digest: int = 0
     _turn: int = 0
+    _apart: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.states = [UnitState() for _ in self.schedule.units]
@@ -275,11 +143,15 @@ class Interpreter(Generic[T]):
 
     # ---- for the back end
 
-    def begin_grads(self, unit: int) -> Target:
-        """Where to put the gradients of `unit` that the running backward computes; settled at the first of them."""
+    def begin_grads(self, unit: int, *, in_turn: bool = False) -> Target:
+        """Where to put the gradients of `unit` that the running backward computes; settled at the first of them.
+
+        Args:
+            in_turn: it is reduced now, so no other unit is to have its slot before it.
+        """
         state = self.states[unit]
         if state.target in (None, Target.WAIT):
-            state.target = self._acquire(unit)
+            state.target = self._acquire(unit, in_turn=in_turn)
         assert state.target is not None
         return state.target
 
@@ -415,11 +287,14 @@ class Interpreter(Generic[T]):
 
     # ---- reductions, in an order that all ranks share
 
-    def _acquire(self, unit: int) -> Target:
+    def _acquire(self, unit: int, *, in_turn: bool = False) -> Target:
         slot = self.schedule.memory.reduce.slot_of[unit]
         if slot is None:
-            return Target.APART if self.states[unit].grad is GradState.REDUCED else Target.ACCUMULATOR
-        if not self.schedule.shards_params and not self._is_next(unit, slot):
+            if self.states[unit].grad is not GradState.REDUCED:
+                return Target.ACCUMULATOR
+            self._bound_apart(unit)
+            return Target.APART
+        if not in_turn and not self.schedule.shards_params and not self._is_next(unit, slot):
             return Target.WAIT
         owner = self.reduce_slots.owner[slot]
         if owner is not None:
@@ -429,6 +304,16 @@ class Interpreter(Generic[T]):
             self._settle(holder, "taking", Op(Action.REDUCE, unit))
         self.reduce_slots.owner[slot] = unit
         return Target.SLOT
+
+    def _bound_apart(self, unit: int) -> None:
+        """A gradient that is collected apart takes memory of its own until it is reduced: waits for the oldest of
+        those under way where there are as many as slots would be. They are issued in an order that all ranks share,
+        so whoever waits for one waits for ranks that wait for earlier ones at most."""
+        under_way = [other for other in self._apart if self.states[other].reducing is not None]
+        for other in under_way[: len(under_way) + 1 - REDUCE_SLOTS]:
+            self._settle_reduction(self.states[other], Op(Action.REDUCE, unit))
+            under_way.remove(other)
+        self._apart = under_way
 
     def _is_next(self, unit: int, slot: int) -> bool:
         """Whether no other unit is to reduce from the slot first. Ranks may get there in different orders where no
@@ -495,16 +380,18 @@ class Interpreter(Generic[T]):
         return True
 
     def _reduce(self, unit: int) -> None:
-        target, state = self.begin_grads(unit), self.states[unit]
-        while target is Target.WAIT:
+        target, state = self.begin_grads(unit, in_turn=True), self.states[unit]
+        while target is Target.WAIT:  # for a unit that collects in the slot
             self._reduce(self._slot_owner(unit))
-            target = self.begin_grads(unit)
+            target = self.begin_grads(unit, in_turn=True)
         add = state.grad is GradState.REDUCED
         boundary = self.last or add
         reduction = Reduction(target=target, accumulate=state.grad is GradState.PARTIAL, boundary=boundary, add=add)
         self._settle_reduction(state, Op(Action.REDUCE, unit))
         issued = self.backend.reduce(unit, reduction)
         state.taking, state.reducing = issued.taken, issued.done
+        if target is Target.APART:
+            self._apart.append(unit)
         state.grad = GradState.REDUCED if boundary else GradState.PARTIAL
         state.target = None
 

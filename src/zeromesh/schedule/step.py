@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from zeromesh.schedule import transfer
-from zeromesh.schedule.interpreter import Interpreter, Reducing, Reduction
+from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.program import Op, Schedule
+from zeromesh.schedule.state import Reducing, Reduction
 from zeromesh.schedule.transfer import Transfer
 
 T = TypeVar("T")

@@ -209,6 +209,14 @@ def test_a_cluster_that_one_rank_does_not_know():
         zm.shard(plain_net(), mesh_of(4), "auto", cluster=name, workload=workload)
 
 
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_wires_whose_regions_would_overlap():
+    message = r"parameters in fp64 cannot be gathered over axes in fp32 and in bf16, of other widths"
+    with pytest.raises(NotationError, match=message):
+        shard(CASE.build().double(), "node=3@bf16/,cluster=3@fp32/", mesh_of(2, 2))
+    shard(CASE.build().double(), "node=3@bf16/,cluster=3@fp16/", mesh_of(2, 2))
+
+
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_optimizer_built_before_sharding():
     net = CASE.build()

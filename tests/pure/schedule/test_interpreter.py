@@ -218,7 +218,7 @@ def never_raising_the_generation(self, unit):
     pass
 
 
-def taking_any_reduce_slot(self, unit):
+def taking_any_reduce_slot(self, unit, **_):
     slot = self.schedule.memory.reduce.slot_of[unit]
     self.reduce_slots.owner[slot] = unit
     return Target.SLOT

@@ -1,0 +1,148 @@
+"""What the interpreter knows of units, and what it asks of a back end.
+
+The notes that are referred to are `zeromesh.schedule.interpreter`'s.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from zeromesh.schedule.program import Op
+
+T = TypeVar("T")
+
+
+class GradState(enum.Enum):
+    """[Note: Gradient states]."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    REDUCED = "reduced"
+
+
+class Target(enum.Enum):
+    """Where a unit's gradients of the running backward are collected.
+
+    SLOT: its reduce slot. ACCUMULATOR: added where they stay. APART: a temporary of the accumulator's size, since that
+    one already holds a reduced gradient. WAIT: its slot is another unit's; they stay where autograd left them.
+    """
+
+    SLOT = "slot"
+    ACCUMULATOR = "accumulator"
+    APART = "apart"
+    WAIT = "wait"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """What to do with the gradients a unit has collected in one backward.
+
+    Args:
+        target: where they are; WAIT means nothing was collected before the unit's turn came.
+        accumulate: add to the accumulator (else overwrite it).
+        boundary: go on to the state shard: the gradient the optimizer sees.
+        add: the state shard already holds a reduced gradient; add to it.
+    """
+
+    target: Target
+    accumulate: bool
+    boundary: bool
+    add: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reducing(Generic[T]):
+    """A reduction that was issued, as tickets; None where there is nothing to wait for.
+
+    Args:
+        taken: what was collected has been read: its slot may be filled again.
+        done: the sums are where they are to be.
+    """
+
+    taken: T | None
+    done: T | None
+
+
+class Backend(Protocol[T]):
+    """What runs the ops: on devices, on a virtual clock, or only counting. Calls return before the work is done; the
+    ticket is for `wait`, None if there was nothing to do."""
+
+    def refresh(self, unit: int) -> T | None:
+        """Bring the parameter shard up to date with the state shards."""
+        ...
+
+    def unshard(self, unit: int, *, from_kept: bool, after: T | None) -> T | None:
+        """Gather the unit's parameters into its slot, from the kept copy if that is valid; `after` their refresh."""
+        ...
+
+    def reduce(self, unit: int, reduction: Reduction) -> Reducing[T]:
+        """Reduce the gradients that the unit has collected."""
+        ...
+
+    def wait(self, ticket: T, op: Op) -> None:
+        """Make the computation wait for the ticket's work, on behalf of `op`."""
+        ...
+
+    def use(self, unit: int) -> None:
+        """The unit's gathered parameters are there: point the model at them."""
+        ...
+
+    def unuse(self, unit: int) -> None:
+        """The unit's gathered parameters may go: point the model away from them."""
+        ...
+
+    def grads_discarded(self, unit: int) -> bool:
+        """Whether the user has dropped or zeroed the reduced gradient since it was reduced."""
+        ...
+
+
+@dataclass(slots=True)
+class UnitState(Generic[T]):
+    """What is known of one unit; generations count from 1, so 0 is never valid.
+
+    Args:
+        generation: of its masters; a step or a load raises it.
+        refreshed: the generation that its compute copy was made of.
+        full: the generation in its gather slot.
+        kept: the generation of its secondary copy.
+        in_use: the model is pointed at what was gathered.
+        ticket: of a gather under way.
+        refreshing: of a refresh under way.
+        visited: called since the last step.
+        calls: forwards whose backward is to come.
+        entered: of these, how many backwards have begun.
+        grad: what its accumulator holds.
+        target: where the running backward puts its gradients; None before the first of them.
+        ready: all gradients are there, and wait for the unit's turn to be reduced.
+        taking: of what still reads the reduce slot.
+        reducing: of a reduction under way.
+    """
+
+    generation: int = 1
+    refreshed: int = 1
+    full: int = 0
+    kept: int = 0
+    in_use: bool = False
+    ticket: T | None = None
+    refreshing: T | None = None
+    visited: bool = False
+    calls: int = 0
+    entered: int = 0
+    grad: GradState = GradState.EMPTY
+    target: Target | None = None
+    ready: bool = False
+    taking: T | None = None
+    reducing: T | None = None
+
+
+@dataclass(slots=True)
+class Slots(Generic[T]):
+    """Owners of a set of slots, by unit index; None is free."""
+
+    owner: list[int | None]
+
+    @classmethod
+    def free(cls, count: int) -> Slots[T]:
+        return cls([None] * count)

@@ -1,0 +1,200 @@
+"""What users hold on to, clear early, or call in an order of their own."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import zeromesh as zm
+from tests.dist.features.parity import local_part
+from tests.dist.features.test_misuse import STAGES, booming, chain, fragile, inputs, same_grads, sgd, sharded
+from tests.dist.pool import on_ranks
+from zeromesh.checkpoint.dcp import SlicedTensor
+from zeromesh.engine.api import engine_of
+from zeromesh.errors import OptimizerError
+
+
+def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+    result: torch.Tensor = model(inputs(10 * seed + dist.get_rank())).square().sum()
+    return result
+
+
+@pytest.mark.parametrize("drop", ["optimizer", "model", "by hand"])
+@STAGES
+@on_ranks(2)
+def test_gradients_that_are_still_held_keep_their_values(strategy, drop):
+    """As plain torch's do once `.grad` is None: what was kept of one loss is combined with that of another."""
+    plain = chain()
+    model = sharded(plain, strategy)
+    optimizer = sgd(model)
+    held: list[list[Any]] = []
+    for seed in range(2):
+        loss_of(model, seed).backward()
+        held.append([param.grad for param in model.parameters()])
+        if drop == "optimizer":
+            optimizer.zero_grad()
+        elif drop == "model":
+            zm.zero_grad(model)
+        else:
+            for param in model.parameters():
+                param.grad = None
+    for seed in range(2):
+        loss_of(plain, seed).backward()
+    for param, first, second in zip(model.parameters(), *held, strict=True):
+        param.grad = first + second
+    same_grads(model, plain)
+    # Nobody holds these: they cost no copy, and are the same memory as ever.
+    held.clear()
+    zm.zero_grad(model)
+    loss_of(model, 0).backward()
+    for unit in engine_of(model).units:
+        for buffer in unit.buffers:
+            start = buffer.reduced.untyped_storage().data_ptr()
+            assert {grad.local.untyped_storage().data_ptr() for grad in buffer.optimizer_grads} == {start}
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@STAGES
+@on_ranks(2)
+def test_gradients_that_are_dropped_inside_the_step(strategy, param_dtype):
+    """By a hook of the optimizer's own, which runs before those for all optimizers."""
+    base = chain().float()
+    models = [sharded(base, strategy, param_dtype=param_dtype) for _ in range(2)]
+    optimizers = [sgd(model) for model in models]
+    optimizers[0].register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+    outputs = []
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for seed in range(3):
+            model(inputs(seed).float()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            outputs.append(model(inputs().float()))
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], base(inputs().float()))
+
+
+@on_ranks(2)
+def test_norms_and_counts_by_any_name_are_of_the_whole():
+    plain = chain()
+    model = sharded(plain, "node=3")
+    loss_of(model, 0).backward()
+    loss_of(plain, 0).backward()
+    means = [param.grad.clone() for param in plain.parameters()]
+    for mean in means:
+        dist.all_reduce(mean)
+    for param, mean in zip(model.parameters(), means, strict=True):
+        torch.testing.assert_close(torch.linalg.norm(param.grad), torch.linalg.norm(mean / 2))
+        assert param.ndimension() == mean.ndim and torch.numel(param) == mean.numel()
+    weight, bias = list(model.parameters())[:2]
+    torch.testing.assert_close(torch.linalg.norm(bias.grad, 1), torch.linalg.norm(means[1] / 2, 1))
+    with pytest.raises(OptimizerError, match="a norm of matrices"):
+        torch.linalg.norm(weight.grad, 2)
+
+
+@on_ranks(2)
+def test_what_mixes_elements_is_refused():
+    param = next(sharded(chain(), "node=3").parameters())
+    for mix in (
+        lambda: functional.mse_loss(param, torch.zeros_like(param)),
+        lambda: functional.cosine_similarity(param, param, dim=0),
+        lambda: torch.equal(param, param),
+        lambda: torch.allclose(param, param),
+        lambda: param.narrow(0, 0, 1),
+        lambda: param.select(0, 0),
+        lambda: param * torch.ones(3, 1, dtype=param.dtype),
+        lambda: torch.kthvalue(param, 1),
+    ):
+        with torch.no_grad(), pytest.raises(OptimizerError, match=r"needs all of 0\.0\.weight"):
+            mix()
+
+
+@STAGES
+@on_ranks(2)
+def test_state_dicts_after_a_layer_was_taken_out(strategy):
+    """Names are those of now, and each has the values of the layer that stands there."""
+    plain = chain()
+    model = sharded(plain, strategy)
+    del model[0]
+    del plain[0]
+    wanted = plain.state_dict()
+    shown = model.state_dict()
+    assert [*shown] == [*wanted]
+    for (name, value), param in zip(shown.items(), model.parameters(), strict=True):
+        assert isinstance(value, SlicedTensor) and value.piece.name == name
+        assert torch.equal(value.piece.local, local_part(param, wanted[name]).view(-1))
+    doubled = {name: 2 * value for name, value in wanted.items()}
+    model.load_state_dict(doubled)
+    for (name, value), param in zip(doubled.items(), model.parameters(), strict=True):
+        assert torch.equal(param.local, local_part(param, value)), name
+
+
+@STAGES
+@on_ranks(2)
+def test_a_backward_after_one_that_raised_whose_forward_ran_before(strategy):
+    plain = fragile()
+    model = sharded(plain, strategy)
+    optimizer = sgd(model)
+    losses = [loss_of(model, seed) for seed in range(2)]
+    with booming():
+        losses[0].backward()
+    optimizer.zero_grad()
+    losses[1].backward()
+    loss_of(plain, 1).backward()
+    same_grads(model, plain)
+
+
+class Recurrent(nn.Module):
+    """A block that is called again, each call checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(chain())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for index in (0, 1, 2, 3, 2):
+            x = checkpoint(self.blocks[index], x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["node=3", "node=2", "node=1", "node=0"])
+@on_ranks(2)
+def test_reentrant_checkpoints_of_a_block_that_is_called_again(strategy):
+    plain = Recurrent()
+    model = sharded(plain, strategy)
+    for _ in range(2):
+        loss_of(model, 0).backward()
+        loss_of(plain, 0).backward()
+        same_grads(model, plain)
+        zm.zero_grad(model)
+        plain.zero_grad()
+
+
+@on_ranks(2)
+def test_a_second_backward_holds_two_gradients_apart_at_most(monkeypatch):
+    """Those of further backwards onto gradients that are shown, which have no slots of their own."""
+    plain = chain(8)
+    model = sharded(plain, "node=1")
+    alive: list[int] = []
+    made = engine_of(model).backend
+    interpreter = engine_of(model).interpreter
+    reduce = made.reduce
+
+    def counted(unit: int, reduction: Any) -> Any:
+        issued = reduce(unit, reduction)
+        under_way = [state for state in interpreter.states if state.reducing is not None]
+        alive.append(1 + len(under_way))
+        return issued
+
+    monkeypatch.setattr(made, "reduce", counted)
+    for seed in range(2):
+        alive.clear()
+        loss_of(model, seed).backward()
+        loss_of(plain, seed).backward()
+    same_grads(model, plain)
+    assert len(alive) == 8 and max(alive) == 2
