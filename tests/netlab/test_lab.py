@@ -322,6 +322,19 @@ def test_a_terminated_command_removes_its_lab(command):
     assert not [record for record in Registry().labs() if record.owner_pid == process.pid]
 
 
+def test_a_second_signal_does_not_end_the_removal(monkeypatch):
+    end_processes = Registry._end_processes
+
+    def interrupted(registry, *arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        end_processes(registry, *arguments)
+
+    monkeypatch.setattr(Registry, "_end_processes", interrupted)
+    with pytest.raises(KeyboardInterrupt), Lab("2@1gbit"):
+        pass
+    assert own_labs() == own_namespaces() == []
+
+
 def test_nohup_keeps_a_lab_up():
     started = ["nohup", sys.executable, "-m", "zeromesh.cli", *COMMAND]
     with subprocess.Popen(started, stdout=subprocess.DEVNULL, start_new_session=True) as process:

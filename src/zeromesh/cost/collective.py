@@ -40,13 +40,23 @@ class CollectiveCost:
         busy: (level index, seconds) that it keeps its share of the level's links busy; the links are a resource that
             other communicators wait for or share.
         sent_bytes: out of one rank, over all levels together.
-        busy_latency: how many times longer than alone its latency is while the device computes.
+        busy_latency_s: how much longer its latency is while the device computes.
     """
 
     seconds: float
     busy: tuple[tuple[int, float], ...] = ()
     sent_bytes: float = 0.0
-    busy_latency: float = 1.0
+    busy_latency_s: float = 0.0
+
+    @property
+    def transfer_s(self) -> float:
+        """Of `seconds`, those in which bytes move."""
+        return max((seconds for _, seconds in self.busy), default=0.0)
+
+    @property
+    def latency_s(self) -> float:
+        """The others."""
+        return self.seconds - self.transfer_s
 
 
 HOST = -1
@@ -134,8 +144,8 @@ def _hierarchical(group: Group, operation: Operation, full_bytes: float, constan
     if operation == "all_reduce":
         # Scatter inside, reduce the pieces across, gather inside.
         halves = [_hierarchical(inner, op, full_bytes, constants) for op in ("reduce_scatter", "all_gather")]
-        return _one_after_another(across, *halves)
-    return _one_after_another(across, _hierarchical(inner, operation, full_bytes, constants))
+        return one_after_another(across, *halves)
+    return one_after_another(across, _hierarchical(inner, operation, full_bytes, constants))
 
 
 def _ho_ring(group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
@@ -143,7 +153,7 @@ def _ho_ring(group: Group, operation: Operation, full_bytes: float, constants: C
         return _hierarchical(group, operation, full_bytes, constants)
     if operation == "all_reduce":
         halves = [_ho_ring(group, op, full_bytes, constants) for op in ("reduce_scatter", "all_gather")]
-        return _one_after_another(*halves)
+        return one_after_another(*halves)
     inner, outer = group.inner(), group.outermost()
     slices = outer.size
     across = _ring(outer, operation, full_bytes / inner.size, constants)
@@ -166,6 +176,7 @@ def overlapped_cost(first: CollectiveCost, second: CollectiveCost, slices: int) 
         seconds=max(slower + other / max(1, slices), *(seconds for _, seconds in busy)),
         busy=busy,
         sent_bytes=first.sent_bytes + second.sent_bytes,
+        busy_latency_s=max(first.busy_latency_s, second.busy_latency_s),
     )
 
 
@@ -183,11 +194,13 @@ def _all_to_all(group: Group, full_bytes: float, constants: Constants) -> Collec
     return CollectiveCost(seconds=latency + max(t for _, t in busy), busy=tuple(busy), sent_bytes=sent)
 
 
-def _one_after_another(*costs: CollectiveCost) -> CollectiveCost:
+def one_after_another(*costs: CollectiveCost) -> CollectiveCost:
+    """Collectives of which each waits for the one before."""
     return CollectiveCost(
         seconds=sum(cost.seconds for cost in costs),
         busy=merge_busy(*[cost.busy for cost in costs]),
         sent_bytes=sum(cost.sent_bytes for cost in costs),
+        busy_latency_s=sum(cost.busy_latency_s for cost in costs),
     )
 
 

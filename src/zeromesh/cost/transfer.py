@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
-from zeromesh.cluster import Cluster, Level
-from zeromesh.cost.collective import HOST, Algorithm, CollectiveCost, Operation, collective_cost, merge_busy
+from zeromesh.cluster import Cluster
+from zeromesh.cost.collective import HOST, Algorithm, CollectiveCost, Operation, collective_cost, one_after_another
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants
 from zeromesh.cost.group import Group
 from zeromesh.schedule.transfer import QUANTISED_BITS, Transfer, wire_bytes
 from zeromesh.strategy import Axis
 
-_SHORTEST_S = 1e-6
-"""Of a latency that another is held against: shorter ones are not told from none."""
+_SUMMED_NATIVELY = ("fp64", "fp32")
+"""On the wire of an all-reduce; in others the engine scatters and gathers, and sums in fp32 itself."""
 
 _COMPUTE_BYTES = 2  # a quantiser reads and writes 16-bit values
 
@@ -33,8 +34,13 @@ class TransferModel:
     cluster: Cluster
     constants: Constants
     compute: ComputeModel
-    _groups: dict[tuple[tuple[str, int], ...], Group] = field(default_factory=dict, compare=False, repr=False)
-    _costs: dict[tuple[object, ...], CollectiveCost] = field(default_factory=dict, compare=False, repr=False)
+    _groups: dict[tuple[tuple[str, int], ...], Group] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+    _costs: dict[tuple[object, ...], CollectiveCost] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+    _busy: list[TransferModel] = field(init=False, default_factory=list, compare=False, repr=False)
 
     def group(self, axes: Sequence[Axis]) -> Group:
         """The group that spans `axes`."""
@@ -61,19 +67,34 @@ class TransferModel:
         """
         key = (*((axis.mesh_axis, axis.size) for axis in axes), operation, numel, wire, algorithm)
         if key not in self._costs:
-            cost = self._as_measured(self._joint(axes, operation, numel, wire, algorithm), axes, operation)
-            self._costs[key] = self._hosted(cost, axes, operation)
+            if operation == "all_reduce" and self.cluster.device.cores is not None and wire not in _SUMMED_NATIVELY:
+                halves = [self.joint(axes, half, numel, wire, algorithm) for half in ("reduce_scatter", "all_gather")]
+                self._costs[key] = one_after_another(*halves)
+            else:
+                cost = self._as_measured(self._joint(axes, operation, numel, wire, algorithm), axes, operation)
+                self._costs[key] = self._beside_compute(self._hosted(cost, axes, operation), axes, *key[-4:])
         return self._costs[key]
 
+    def _beside_compute(self, cost: CollectiveCost, axes: Sequence[Axis], *call: Any) -> CollectiveCost:
+        """With how much longer its latency is while the device computes: that of the same collective on links of that
+        latency, less its own."""
+        if not any(level.busy_latency_s for level in self.cluster.levels):
+            return cost
+        if not self._busy:
+            levels = [
+                replace(level, latency_s=level.busy_latency_s or level.latency_s, busy_latency_s=None)
+                for level in self.cluster.levels
+            ]
+            self._busy.append(replace(self, cluster=replace(self.cluster, levels=tuple(levels))))
+        slower = self._busy[0].joint(axes, *call)
+        return replace(cost, busy_latency_s=max(0.0, slower.latency_s - cost.latency_s))
+
     def _as_measured(self, cost: CollectiveCost, axes: Sequence[Axis], operation: Operation) -> CollectiveCost:
-        """At what the operation was measured to reach of each level's rate, and its latency beside computation."""
+        """At what the operation was measured to reach of each level's rate."""
         levels = self.cluster.levels
         busy = tuple((level, seconds / levels[level].share(operation)) for level, seconds in cost.busy)
         longer = max((s for _, s in busy), default=0.0) - max((s for _, s in cost.busy), default=0.0)
-        stretch = max((_stretch(self.cluster.level(axis.mesh_axis)) for axis in axes), default=1.0)
-        if busy == cost.busy and stretch == 1.0:
-            return cost
-        return replace(cost, seconds=cost.seconds + longer, busy=busy, busy_latency=stretch)
+        return replace(cost, seconds=cost.seconds + longer, busy=busy)
 
     def _hosted(self, cost: CollectiveCost, axes: Sequence[Axis], operation: Operation) -> CollectiveCost:
         """With the time that the device's own cores need for it, where they move the bytes; over several axes at the
@@ -107,12 +128,7 @@ class TransferModel:
         if operation == "all_reduce":
             scattered = self._quantised(group, "reduce_scatter", numel, full_bytes, algorithm)
             gathered = self._quantised(group, "all_gather", numel, full_bytes, algorithm)
-            halves = (scattered, gathered)
-            return CollectiveCost(
-                seconds=sum(half.seconds for half in halves),
-                busy=merge_busy(*(half.busy for half in halves)),
-                sent_bytes=sum(half.sent_bytes for half in halves),
-            )
+            return one_after_another(scattered, gathered)
         scatter = operation == "reduce_scatter"
         wire = collective_cost(
             group, "all_to_all" if scatter else operation, full_bytes, self.constants, algorithm=algorithm
@@ -121,10 +137,3 @@ class TransferModel:
         # Scatter: quantise all, sum into one part. Gather: quantise one part, restore all. The wire's bytes twice.
         kernels = self.compute.memory(whole + part + 2 * full_bytes)
         return CollectiveCost(seconds=wire.seconds + kernels, busy=wire.busy, sent_bytes=wire.sent_bytes)
-
-
-def _stretch(level: Level) -> float:
-    """How many times longer a step's latency is beside computation."""
-    if level.busy_latency_s is None:
-        return 1.0
-    return level.busy_latency_s / max(level.latency_s, _SHORTEST_S)

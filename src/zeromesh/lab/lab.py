@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -102,7 +105,8 @@ class Lab:
         """End all that runs in the lab and remove it; `with` does it. A second call does nothing."""
         # A forked child that leaves the `with` block by an exception must not take the lab from its owner.
         if self._owner_pid == os.getpid():
-            self._registry.remove(self.name)
+            with _uninterrupted():
+                self._registry.remove(self.name)
             self._owner_pid = None
 
     def run(
@@ -200,3 +204,21 @@ def _refuse_leftovers(registry: Registry) -> None:
     if leftovers := registry.leftovers():
         shown = "; ".join(map(str, leftovers))
         raise LabError(f"a killed run left {shown} behind: remove it with: zeromesh lab down")
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Signals wait: a second one would end the removal of a lab half-way, and what is left is refused by the next."""
+    if threading.current_thread() is not threading.main_thread():  # where Python runs no handlers
+        yield
+        return
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        if came:
+            signal.raise_signal(came[0])

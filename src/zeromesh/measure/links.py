@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.engine.build import mesh_axes
+from zeromesh.errors import MeasurementError
 from zeromesh.measure.ranks import Ranks
 from zeromesh.strategy import Layout
 
@@ -26,6 +27,12 @@ SMALLEST_BYTES = 1 << 14
 LARGEST_BYTES = 1 << 26
 LEAST_BYTES = 1 << 22
 """A rate is not known before transfers are as long as a block of a model: shaped links let a short one pass at once."""
+
+BYTES_THAT_TELL = 1 << 16
+"""From here on a slow link is told by what a message takes, and not by its latency."""
+
+PATIENCE = 20
+"""By how much the shortest measurement may be longer than it was to be."""
 
 GROWTH = 4
 SHORTEST_SAMPLE_S = 2e-3
@@ -134,9 +141,20 @@ def _samples(group: AxisGroup, ranks: Ranks, budget_s: float) -> Iterator[_Sampl
             this_s += once * repeats
             yield _Sample(operation=operation, sent_bytes=sent, call=call, repeats=repeats)
         used_s += this_s
+        if BYTES_THAT_TELL <= size < LEAST_BYTES:
+            _require_time(this_s * LEAST_BYTES / size, budget_s)
         if size >= LEAST_BYTES and used_s + GROWTH * this_s > budget_s:
             return
         size *= GROWTH
+
+
+def _require_time(round_s: float, budget_s: float) -> None:
+    """Raises MeasurementError, on all ranks alike, where messages that are long enough take too much of it."""
+    if round_s > PATIENCE * budget_s:
+        raise MeasurementError(
+            f"a round of messages of {LEAST_BYTES >> 20} MiB would take about {round_s:.0f} s, and is to take "
+            f"{budget_s:.2g} s: give {round_s / budget_s:.0f} times the --seconds, or a faster link"
+        )
 
 
 def _calls(group: AxisGroup, size: int, workspace: torch.Tensor, device: torch.device) -> dict[str, tuple[Call, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,12 +30,14 @@ class Ranks:
         rank, world: over all.
         device: where this rank computes.
         mesh: of all ranks, outermost axis first.
+        kept: what a task has raised on this rank, and returned as a part of its result.
     """
 
     rank: int
     world: int
     device: torch.device
     mesh: DeviceMesh
+    kept: list[Exception] = field(default_factory=list)
 
     @property
     def on_cpu(self) -> bool:
@@ -78,6 +80,8 @@ def join(mesh: Mapping[str, int], store_file: Path | None) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world, timeout=timeout)
     made = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    yield Ranks(rank=rank, world=world, device=device, mesh=made)
+    ranks = Ranks(rank=rank, world=world, device=device, mesh=made)
+    yield ranks
     # Only on success: after an error other ranks may never arrive, and the process ends anyway.
-    dist.destroy_process_group()
+    if not ranks.kept:
+        dist.destroy_process_group()

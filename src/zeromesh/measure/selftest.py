@@ -156,6 +156,7 @@ def run(ranks: Ranks, *, steps: int) -> dict[str, Any]:
             work()
     except Exception as error:
         traceback.print_exc()
+        ranks.kept.append(error)
         found["checks"].append(_failed(doing, _all_words(ranks, error)))
         if not ranks.on_cpu and ranks.rank:
             raise  # the first rank may stand in a collective that only this rank's end will end

@@ -20,6 +20,9 @@ from zeromesh.errors import InternalError
 
 Load = dict[int, float]
 
+_SHORTEST_S = 1e-9
+"""Of a latency that is longer beside computation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -30,9 +33,15 @@ class Work:
     cost: CollectiveCost
     sent_bytes: tuple[float, ...]  # by axis
     transfer_s: float = field(init=False)
+    latency_s: float = field(init=False)
+    stretch: float = field(init=False)  # of the latency while the device computes
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "transfer_s", max((seconds for _, seconds in self.cost.busy), default=0.0))
+        transfer_s, busy_latency_s = self.cost.transfer_s, self.cost.busy_latency_s
+        latency_s = max(self.cost.seconds - transfer_s, _SHORTEST_S if busy_latency_s else 0.0)
+        object.__setattr__(self, "transfer_s", transfer_s)
+        object.__setattr__(self, "latency_s", latency_s)
+        object.__setattr__(self, "stretch", 1.0 + busy_latency_s / latency_s if latency_s else 1.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +170,7 @@ class Network:
         if not job.begun:
             work = job.chain[job.position]
             job.begun, job.started_s, job.share_left = True, self.now_s, 1.0
-            job.latency_left = work.cost.seconds - work.transfer_s
+            job.latency_left = work.latency_s
 
     def _next_event(self, active: list[Job], load: Load | None, *, computing: bool) -> float:
         """Seconds until a latency or transfer ends or a waiting job becomes ready."""
@@ -201,7 +210,7 @@ class Network:
 
 
 def _stretch(job: Job, computing: bool) -> float:
-    return job.chain[job.position].cost.busy_latency if computing else 1.0
+    return job.chain[job.position].stretch if computing else 1.0
 
 
 def _seconds_under(load: Load | None, job: Job) -> float:

@@ -31,6 +31,15 @@ def test_a_line_is_found_again(latency, rate):
         assert (found.latency_s, found.bytes_per_s) == pytest.approx((latency, rate), rel=1e-3)
 
 
+def test_what_a_bucket_lets_pass_at_once_does_not_make_its_link_faster():
+    """128 KiB are there at once, the rest comes at the link's rate."""
+    rate, latency, burst = 6e7, 1e-3, 131072
+    seconds = {size: latency + max(0, size - burst) / rate for size in SIZES}
+    found = fit({size: [s] * 8 for size, s in seconds.items()}).line
+    assert found.bytes_per_s == pytest.approx(rate, rel=0.03)
+    assert found.latency_s == pytest.approx(latency, rel=0.5)
+
+
 def test_noise_moves_the_line_by_no_more_than_its_median():
     line = Line(latency_s=1e-4, bytes_per_s=5e8)
     found = fit(timings(line, noise=0.1))

@@ -4,7 +4,7 @@ import pytest
 
 from zeromesh.cluster import Cluster, Device, Level, parse_cluster
 from zeromesh.cost import CollectiveCost
-from zeromesh.cost.collective import HOST
+from zeromesh.cost.collective import HOST, overlapped_cost
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel
@@ -140,7 +140,7 @@ def test_an_operation_reaches_the_share_that_it_was_measured_to_reach(host):
 def test_latency_is_longer_beside_computation():
     """3 ms of latency take 12 ms while the device computes, and what is left of them no longer than alone."""
     clock = network(0.5)
-    cost = CollectiveCost(seconds=3e-3, busy=(), sent_bytes=1.0, busy_latency=4.0)
+    cost = CollectiveCost(seconds=3e-3, busy=(), sent_bytes=1.0, busy_latency_s=9e-3)
     job = clock.submit(Job((Work("gather", ("node",), cost, (1.0,)),), 0.0, 0, 0, "unshard"), "gather")
     clock.compute(8e-3)
     assert clock.now_s == pytest.approx(8e-3)
@@ -184,3 +184,49 @@ def test_the_keys_of_the_file():
         parse_cluster(text.replace("0.5", "0"))
     with pytest.raises(ClusterError, match=r"level\[0\]\.host_rate: expected a rate"):
         parse_cluster(text.replace('"2 GB/s"', "2"))
+
+
+def model_of(**level: float) -> TransferModel:
+    device = Device(name="cpu", memory_bytes=1e9, peak_flops={"fp32": 1e9}, memory_bytes_per_s=1e10, cores=0.5)
+    found = Level(name="node", size=4, bandwidth_bytes_per_s=1e9, kind="loopback", **{"latency_s": 0.0, **level})
+    constants = default_constants()
+    cluster = Cluster(name="c", device=device, levels=(found,))
+    return TransferModel(cluster, constants, ComputeModel(device=device, constants=constants))
+
+
+def call(operation: str, wire: str = "fp32") -> Transfer:
+    (axis,) = Layout.of("node=3", [("node", 4)]).axes
+    return Transfer(operation=operation, axis=axis, numel=1_000_000, wire=wire)
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 1e-3])
+@pytest.mark.parametrize("calls_s", [0.0, 4e-3])
+def test_beside_computation_a_step_takes_what_was_measured(latency_s, calls_s):
+    """Whatever it is alone: three steps of 5 ms for a ring of four ranks. A call's processor time is a part of that."""
+    host = {"host_bytes_per_s": 1e8, "host_call_s": calls_s / 2} if calls_s else {}
+    alone, busy = model_of(latency_s=latency_s, **host), model_of(latency_s=latency_s, busy_latency_s=5e-3, **host)
+    for operation in ("all_gather", "reduce_scatter"):
+        one, other = alone.cost(call(operation)), busy.cost(call(operation))
+        assert one.busy_latency_s == 0.0 and other.seconds == one.seconds
+        whole = calls_s + other.latency_s + other.busy_latency_s
+        assert whole == pytest.approx(default_constants().launch_s + 3 * 5e-3), operation
+
+
+def test_quantisers_are_no_latency_that_grows_beside_computation():
+    wire, lossless = (model_of(busy_latency_s=5e-3).cost(call("all_gather", kind)) for kind in ("int8", "fp32"))
+    assert wire.busy_latency_s == pytest.approx(lossless.busy_latency_s)
+
+
+def test_levels_at_work_at_once_wait_as_one_of_them_does():
+    cost = model_of(busy_latency_s=5e-3).cost(call("all_gather"))
+    assert overlapped_cost(cost, cost, 4).busy_latency_s == cost.busy_latency_s > 0
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_an_all_reduce_that_the_engine_makes_of_two_halves_costs_both(wire):
+    model = model_of(shares=(("all_gather", 0.5), ("reduce_scatter", 2.0), ("all_reduce", 8.0)))
+    halves = [model.cost(call(half, wire)) for half in ("reduce_scatter", "all_gather")]
+    assert model.cost(call("all_reduce", wire)).seconds == pytest.approx(sum(half.seconds for half in halves))
+    assert model.cost(call("all_reduce")).seconds < sum(
+        model.cost(call(h)).seconds for h in ("reduce_scatter", "all_gather")
+    )
