@@ -299,21 +299,21 @@ class DeviceBackend:
         shards = self.units[unit]
         for buffer in shards.buffers:
             buffer.let_go()
-        found = [
-            (used, position, param, grad)
+        # By place: what holds a gradient here would count as somebody else's holding it.
+        places = [
+            (buffer, used, position)
             for buffer, used in zip(shards.buffers, shards.used, strict=True)
             if buffer.spec.trainable
-            for position, (param, grad) in enumerate(zip(buffer.optimizer_params, buffer.optimizer_grads, strict=True))
+            for position in range(len(buffer.optimizer_params))
         ]
-        # What the user has put in its place is none of the sums: the engine looks at it before it shows the next.
-        dead = [each for each in found if each[2].grad is not each[3] or each[3].zeroed]
-        if len(dead) == len(found):
+        dead = [(buffer, used, position) for buffer, used, position in places if buffer.is_dropped(position)]
+        if len(dead) == len(places):
             shards.rejected()
             shards.forget()
             return True
-        for used, position, param, grad in dead:
-            grad.local.zero_()
-            used[position] = param.grad is not None
+        for buffer, used, position in dead:
+            buffer.optimizer_grads[position].local.zero_()
+            used[position] = buffer.optimizer_params[position].grad is not None
         return False
 
     def agree(self, words: Tensor) -> Ticket:

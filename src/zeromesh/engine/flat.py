@@ -217,6 +217,12 @@ class FlatShards:
                 local = self.reduced[start - held.start : stop - held.start]
                 self.optimizer_grads.append(make_slice(ShardedGrad, local, False, **common))
 
+    def is_dropped(self, position: int) -> bool:
+        """Whether a reduced gradient is shown no more, or is zeros. What the user has put in its place is none of the
+        sums: the engine looks at it before it shows the next."""
+        grad = self.optimizer_grads[position]
+        return self.optimizer_params[position].grad is not grad or grad.zeroed
+
     def let_go(self) -> None:
         """Of gradients that are shown no more: those that somebody else still holds keep their values, as in plain
         torch, in memory of their own."""

@@ -45,7 +45,8 @@ _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKe
 """By optimizer: the parameters that it had when it was looked at."""
 
 _graded: weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-"""By optimizer inside its step: the parameters that had a gradient before it. A hook, or the step, may drop those."""
+"""By optimizer inside its step: the parameters that had a gradient before it, or get one inside. A hook, or the step
+itself, may drop those."""
 
 _vouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _shown: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -98,8 +99,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _show_slices(optimizer)
         _checked[optimizer] = held
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose forward and backward are still to come
-    _graded[optimizer] = [param for param in _params(optimizer) if param.grad is not None]
-    without = not has_closure and not _graded[optimizer]
+    _graded[optimizer] = [param for param in _params(optimizer) if has_closure or param.grad is not None]
+    without = not _graded[optimizer]
     for engine, params in _by_engine(optimizer).items():
         engine.before_step(params)
         if without:

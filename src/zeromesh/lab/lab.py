@@ -220,5 +220,5 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        if came:
-            signal.raise_signal(came[0])
+        for signum in dict.fromkeys(came):
+            signal.raise_signal(signum)

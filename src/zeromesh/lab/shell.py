@@ -52,6 +52,7 @@ def execute(command: Command) -> str:
             text=True,
             timeout=COMMAND_TIMEOUT_S,
             check=False,
+            start_new_session=True,  # a terminal's Ctrl-C goes to all of its group, and a lab is removed to the end
         )
     except subprocess.TimeoutExpired as error:
         raise LabError(f"cannot {command.purpose}: {_shown(command)} did not end in {COMMAND_TIMEOUT_S:g} s") from error

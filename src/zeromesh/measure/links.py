@@ -28,11 +28,8 @@ LARGEST_BYTES = 1 << 26
 LEAST_BYTES = 1 << 22
 """A rate is not known before transfers are as long as a block of a model: shaped links let a short one pass at once."""
 
-BYTES_THAT_TELL = 1 << 16
-"""From here on a slow link is told by what a message takes, and not by its latency."""
-
-PATIENCE = 20
-"""By how much the shortest measurement may be longer than it was to be."""
+PATIENCE = 20.0
+"""How many times as long as it was to be a round may take."""
 
 GROWTH = 4
 SHORTEST_SAMPLE_S = 2e-3
@@ -60,24 +57,28 @@ class _Sample:
     repeats: int
 
 
-def measure_links(ranks: Ranks, *, rounds: int, seconds: float) -> dict[str, Any]:
+def measure_links(ranks: Ranks, *, rounds: int, seconds: float, patience: float = PATIENCE) -> dict[str, Any]:
     """A task of `launch`.
 
     Args:
         ranks: all of them.
         rounds: samples of each size.
         seconds: for each level, about.
+        patience: how many times as long a round may take, since messages have to be long enough.
+
+    Raises:
+        MeasurementError: on all ranks; it would take longer.
 
     Returns:
         By level, innermost first: timings in seconds by operation and bytes sent, and processor seconds per byte.
     """
     layout = Layout.of(",".join(f"{name}=3" for name, _ in mesh_axes(ranks.mesh, ())), mesh_axes(ranks.mesh, ()))
     groups = make_groups(ranks.mesh, layout.axes)
-    return {name: _measure_level(group, ranks, rounds, seconds) for name, group in groups.items()}
+    return {name: _measure_level(group, ranks, rounds, seconds, patience) for name, group in groups.items()}
 
 
-def _measure_level(group: AxisGroup, ranks: Ranks, rounds: int, seconds: float) -> dict[str, Any]:
-    samples = list(_samples(group, ranks, seconds / rounds))
+def _measure_level(group: AxisGroup, ranks: Ranks, rounds: int, seconds: float, patience: float) -> dict[str, Any]:
+    samples = list(_samples(group, ranks, seconds / rounds, patience))
     times = torch.zeros(len(samples), rounds, dtype=torch.float64)
     for index in range(rounds):
         for row, sample in enumerate(samples):
@@ -127,33 +128,36 @@ def _computing() -> Iterator[None]:
         thread.join()
 
 
-def _samples(group: AxisGroup, ranks: Ranks, budget_s: float) -> Iterator[_Sample]:
+def _samples(group: AxisGroup, ranks: Ranks, budget_s: float, patience: float) -> Iterator[_Sample]:
     """Sizes from small to large, to `LEAST_BYTES` and on as long as a round over all stays within the budget."""
     workspace = torch.empty(workspace_bytes(group), dtype=torch.uint8, device=ranks.device)
-    size, used_s = SMALLEST_BYTES, 0.0
+    size, used_s, shortest_s = SMALLEST_BYTES, 0.0, 0.0
     while size <= LARGEST_BYTES:
         made = _calls(group, size, workspace, ranks.device)
-        this_s = 0.0
+        this_s = once_s = 0.0
         for operation, (call, sent) in made.items():
             call()  # connections are made at first use
             once = _agreed(min(_timed(call, 1, ranks) for _ in range(2)))
             repeats = max(1, int(SHORTEST_SAMPLE_S / once))
             this_s += once * repeats
+            once_s += once
             yield _Sample(operation=operation, sent_bytes=sent, call=call, repeats=repeats)
         used_s += this_s
-        if BYTES_THAT_TELL <= size < LEAST_BYTES:
-            _require_time(this_s * LEAST_BYTES / size, budget_s)
+        shortest_s = shortest_s or once_s
+        # By what longer messages take, since all of them wait for latencies alike; of some size, since those are noisy.
+        if LEAST_BYTES // 64 <= size < LEAST_BYTES and once_s > 2 * shortest_s:
+            _require_time((once_s - shortest_s) / (size - SMALLEST_BYTES) * LEAST_BYTES, budget_s, patience)
         if size >= LEAST_BYTES and used_s + GROWTH * this_s > budget_s:
             return
         size *= GROWTH
 
 
-def _require_time(round_s: float, budget_s: float) -> None:
+def _require_time(round_s: float, budget_s: float, patience: float) -> None:
     """Raises MeasurementError, on all ranks alike, where messages that are long enough take too much of it."""
-    if round_s > PATIENCE * budget_s:
+    if round_s > patience * max(budget_s, 0.5):  # half a second of noise says nothing
         raise MeasurementError(
             f"a round of messages of {LEAST_BYTES >> 20} MiB would take about {round_s:.0f} s, and is to take "
-            f"{budget_s:.2g} s: give {round_s / budget_s:.0f} times the --seconds, or a faster link"
+            f"{budget_s:.2g} s: a probe of so slow a link takes {round_s / budget_s:.0f} times the --seconds"
         )
 
 

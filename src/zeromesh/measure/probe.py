@@ -106,12 +106,14 @@ def probe(
     return None if raw is None else from_raw(raw, mesh, name)
 
 
-def measure(ranks: Ranks, *, rounds: int, seconds: float) -> dict[str, Any]:
-    """The task of every rank."""
-    from zeromesh.measure.links import measure_links
+def measure(ranks: Ranks, *, rounds: int, seconds: float, patience: float | None = None) -> dict[str, Any]:
+    """The task of every rank; `patience` as `measure_links` has it."""
+    from zeromesh.measure.links import PATIENCE, measure_links
     from zeromesh.measure.machine import measure_machine
 
-    return {"machine": measure_machine(ranks), "levels": measure_links(ranks, rounds=rounds, seconds=seconds)}
+    machine = measure_machine(ranks)
+    levels = measure_links(ranks, rounds=rounds, seconds=seconds, patience=patience or PATIENCE)
+    return {"machine": machine, "levels": levels}
 
 
 def from_raw(raw: Mapping[str, Any], mesh: Mesh, name: str) -> Probe:

@@ -10,6 +10,7 @@ the error are the result. A bug report needs it most of all then.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -176,7 +177,7 @@ def _work(ranks: Ranks, mesh: Mesh, steps: int, found: dict[str, Any]) -> Iterat
         for name, look in _exact(ranks, title, strategy):
             yield name, partial(_judge, name, look, found["checks"])
     if ranks.world > 1:
-        yield "links", lambda: found.update(probe=measure(ranks, rounds=8, seconds=6.0))
+        yield "links", lambda: found.update(probe=measure(ranks, rounds=8, seconds=6.0, patience=math.inf))
     yield "compute", lambda: found.update(compute=measure_compute(ranks, batch, steps=steps))
     for text in list(layouts.values())[-3:] if ranks.world > 1 else []:
         yield f"time, {text}", partial(_time, ranks, text, steps, found["steps"])

@@ -151,7 +151,12 @@ class Chains:
         # One broadcast per owner and step: with more owners than units, several in each unit's share.
         per_unit = max(1.0, prod(axis.size for axis in axes) / len(self.schedule.units))
         latency = whole.cost.seconds - whole.transfer_s
-        return [replace(whole, cost=replace(whole.cost, seconds=whole.cost.seconds + (per_unit - 1) * latency))]
+        cost = replace(
+            whole.cost,
+            seconds=whole.cost.seconds + (per_unit - 1) * latency,
+            busy_latency_s=per_unit * whole.cost.busy_latency_s,
+        )
+        return [replace(whole, cost=cost)]
 
 
 def _ring_shares(sizes: Sequence[int]) -> list[float]:

@@ -301,11 +301,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def _require_as_planned(config: TrainConfig, path: str) -> None:
     """A plan's time and memory hold for its own choices alone: raises ConfigError where the run makes others."""
-    plan, dtypes = Plan.load(path), config.dtypes
+    plan, dtypes, recomputed = Plan.load(path), config.dtypes, {"none": False, "full": True}
+    if plan.recompute not in recomputed:
+        raise ConfigError(
+            f"the plan {path} recomputes {plan.recompute} activations, and a run all of its blocks' or none: plan with "
+            f"--activation-checkpointing none or full"
+        )
     choices: list[tuple[str, object, object]] = [
         ("mesh", mesh_text(dict(reversed(plan.mesh))), mesh_text(config.mesh)),
         ("batch.micro", plan.micro_batch, config.batch.micro),
-        ("model.activation_checkpointing", plan.recompute != "none", config.model.activation_checkpointing),
+        ("model.activation_checkpointing", recomputed.get(plan.recompute), config.model.activation_checkpointing),
         ("dtypes.param", plan.param_dtype, dtypes.param),
         ("dtypes.reduce", plan.reduce_dtype or plan.param_dtype, dtypes.reduce or dtypes.param),
         ("dtypes.grad", plan.grad_dtype, dtypes.grad),

@@ -47,14 +47,26 @@ def test_gradients_that_are_still_held_keep_their_values(strategy, drop):
     for param, first, second in zip(model.parameters(), *held, strict=True):
         param.grad = first + second
     same_grads(model, plain)
-    # Nobody holds these: they cost no copy, and are the same memory as ever.
-    held.clear()
-    zm.zero_grad(model)
-    loss_of(model, 0).backward()
     for unit in engine_of(model).units:
         for buffer in unit.buffers:
             start = buffer.reduced.untyped_storage().data_ptr()
             assert {grad.local.untyped_storage().data_ptr() for grad in buffer.optimizer_grads} == {start}
+
+
+@pytest.mark.parametrize("drop", ["optimizer", "model", "in place"])
+@STAGES
+@on_ranks(2)
+def test_gradients_that_nobody_holds_are_never_copied(strategy, drop, monkeypatch):
+    model = sharded(chain(), strategy)
+    optimizer = sgd(model)
+    monkeypatch.setattr("zeromesh.engine.flat.leave_memory", lambda grad: pytest.fail("a copy"))
+    for _ in range(3):
+        loss_of(model, 0).backward()
+        optimizer.step()
+        if drop == "model":
+            model.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=drop == "optimizer")
 
 
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
@@ -76,6 +88,26 @@ def test_gradients_that_are_dropped_inside_the_step(strategy, param_dtype):
             outputs.append(model(inputs().float()))
     assert torch.equal(*outputs)
     assert not torch.equal(outputs[0], base(inputs().float()))
+
+
+@on_ranks(2)
+def test_gradients_of_a_closure_that_are_dropped_inside_the_step():
+    plain = chain()
+    models = [sharded(plain, "node=1") for _ in range(2)]
+    optimizers = [sgd(model) for model in models]
+    optimizers[0].register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+    for model, optimizer in zip(models, optimizers, strict=True):
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0)
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+    with torch.no_grad():
+        assert torch.equal(*(model(inputs()) for model in models))
 
 
 @on_ranks(2)

@@ -97,6 +97,13 @@ def test_a_plan_of_other_choices_is_refused_with_each_of_them(file: Path) -> Non
         load_config(file, planned[:1])
 
 
+def test_a_plan_that_no_run_can_follow_is_refused(file: Path) -> None:
+    plan = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 2), ("cluster", 2)), recompute="selective")
+    (file.parent / "plan.json").write_text(plan.to_json())
+    with pytest.raises(ConfigError, match="recomputes selective activations, and a run all of its blocks' or none"):
+        load_config(file, [f"strategy={file.parent}/plan.json"])
+
+
 def test_stdlib_placeholder_is_left_for_the_run(file: Path) -> None:
     assert load_config(file, ['data.files=["{stdlib}/*.py"]']).data.files == ("{stdlib}/*.py",)
 
