@@ -101,7 +101,8 @@ class Held(TorchDispatchMode):
 @pytest.mark.parametrize("strategy", ["node=3,cluster=3", "node=3,cluster=1"])
 @on_ranks(4)
 def test_no_rank_ever_holds_the_whole_meta_model(strategy):
-    """At most two units, as the modules hold one and as it is broadcast, beside what the rank is to keep anyway."""
+    """At most two units, as the modules hold one and as it is broadcast, beside what the rank is to keep anyway; and one
+    that the back end's thread lets go of a moment after its broadcast has ended."""
 
     def init(module: nn.Module) -> None:
         for param in module.parameters(recurse=False):
@@ -116,8 +117,8 @@ def test_no_rank_ever_holds_the_whole_meta_model(strategy):
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     shards = sum(tensor.nbytes for buffer in buffers for tensor in buffer.tensors().values())
     unit = max(sum(8 * buffer.padded for buffer in unit.buffers) for unit in engine.units)
-    assert 2 * unit < whole / 8
-    assert shards <= held.most <= shards + 2 * unit
+    assert 3 * unit < whole / 6
+    assert shards <= held.most <= shards + 3 * unit
 
 
 class Scaled(nn.Module):
