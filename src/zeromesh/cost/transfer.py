@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost.collective import HOST, Algorithm, CollectiveCost, Operation, collective_cost, one_after_another
@@ -72,29 +71,30 @@ class TransferModel:
                 self._costs[key] = one_after_another(*halves)
             else:
                 cost = self._as_measured(self._joint(axes, operation, numel, wire, algorithm), axes, operation)
-                self._costs[key] = self._beside_compute(self._hosted(cost, axes, operation), axes, *key[-4:])
+                cost = self._hosted(cost, axes, operation)
+                if any(level.busy_latency_s for level in self.cluster.levels):
+                    # The same collective on links of the latency beside computation, less its own.
+                    slower = self._beside_compute().joint(axes, operation, numel, wire, algorithm)
+                    cost = replace(cost, busy_latency_s=max(0.0, slower.latency_s - cost.latency_s))
+                self._costs[key] = cost
         return self._costs[key]
 
-    def _beside_compute(self, cost: CollectiveCost, axes: Sequence[Axis], *call: Any) -> CollectiveCost:
-        """With how much longer its latency is while the device computes: that of the same collective on links of that
-        latency, less its own."""
-        if not any(level.busy_latency_s for level in self.cluster.levels):
-            return cost
+    def _beside_compute(self) -> TransferModel:
+        """The model of links whose latency is that beside computation."""
         if not self._busy:
             levels = [
                 replace(level, latency_s=level.busy_latency_s or level.latency_s, busy_latency_s=None)
                 for level in self.cluster.levels
             ]
             self._busy.append(replace(self, cluster=replace(self.cluster, levels=tuple(levels))))
-        slower = self._busy[0].joint(axes, *call)
-        return replace(cost, busy_latency_s=max(0.0, slower.latency_s - cost.latency_s))
+        return self._busy[0]
 
     def _as_measured(self, cost: CollectiveCost, axes: Sequence[Axis], operation: Operation) -> CollectiveCost:
         """At what the operation was measured to reach of each level's rate."""
         levels = self.cluster.levels
         busy = tuple((level, seconds / levels[level].share(operation)) for level, seconds in cost.busy)
-        longer = max((s for _, s in busy), default=0.0) - max((s for _, s in cost.busy), default=0.0)
-        return replace(cost, seconds=cost.seconds + longer, busy=busy)
+        longer = replace(cost, busy=busy)
+        return replace(longer, seconds=cost.latency_s + longer.transfer_s)
 
     def _hosted(self, cost: CollectiveCost, axes: Sequence[Axis], operation: Operation) -> CollectiveCost:
         """With the time that the device's own cores need for it, where they move the bytes; over several axes at the
@@ -106,10 +106,9 @@ class TransferModel:
             return cost
         calls = sum(level.host_call_s for level in levels) / cores
         moving = cost.sent_bytes / min(known) / cores
-        wire = max(seconds for _, seconds in cost.busy)
         # A call's processor time is part of the latency as it was measured.
-        latency = max(cost.seconds - wire, calls)
-        return replace(cost, seconds=latency + max(wire, moving), busy=(*cost.busy, (HOST, calls + moving)))
+        seconds = max(cost.latency_s, calls) + max(cost.transfer_s, moving)
+        return replace(cost, seconds=seconds, busy=(*cost.busy, (HOST, calls + moving)))
 
     def _joint(
         self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: Algorithm

@@ -297,8 +297,6 @@ class DeviceBackend:
     def grads_discarded(self, unit: int) -> bool:
         """Whether no reduced gradient of the unit is alive; zeroes the parts of those that are not, if others are."""
         shards = self.units[unit]
-        for buffer in shards.buffers:
-            buffer.let_go()
         # By place: what holds a gradient here would count as somebody else's holding it.
         places = [
             (buffer, used, position)
@@ -311,6 +309,8 @@ class DeviceBackend:
             shards.rejected()
             shards.forget()
             return True
+        for buffer in shards.buffers:
+            buffer.let_go()
         for buffer, used, position in dead:
             buffer.optimizer_grads[position].local.zero_()
             used[position] = buffer.optimizer_params[position].grad is not None

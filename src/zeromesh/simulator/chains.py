@@ -150,10 +150,9 @@ class Chains:
         whole = self._joined(axes, "broadcast", transfers[-1].numel, transfers[-1].wire, "refresh")
         # One broadcast per owner and step: with more owners than units, several in each unit's share.
         per_unit = max(1.0, prod(axis.size for axis in axes) / len(self.schedule.units))
-        latency = whole.cost.seconds - whole.transfer_s
         cost = replace(
             whole.cost,
-            seconds=whole.cost.seconds + (per_unit - 1) * latency,
+            seconds=whole.cost.seconds + (per_unit - 1) * whole.cost.latency_s,
             busy_latency_s=per_unit * whole.cost.busy_latency_s,
         )
         return [replace(whole, cost=cost)]

@@ -37,9 +37,9 @@ class Work:
     stretch: float = field(init=False)  # of the latency while the device computes
 
     def __post_init__(self) -> None:
-        transfer_s, busy_latency_s = self.cost.transfer_s, self.cost.busy_latency_s
-        latency_s = max(self.cost.seconds - transfer_s, _SHORTEST_S if busy_latency_s else 0.0)
-        object.__setattr__(self, "transfer_s", transfer_s)
+        busy_latency_s = self.cost.busy_latency_s
+        latency_s = max(self.cost.latency_s, _SHORTEST_S if busy_latency_s else 0.0)
+        object.__setattr__(self, "transfer_s", self.cost.transfer_s)
         object.__setattr__(self, "latency_s", latency_s)
         object.__setattr__(self, "stretch", 1.0 + busy_latency_s / latency_s if latency_s else 1.0)
 

@@ -53,6 +53,20 @@ def test_gradients_that_are_still_held_keep_their_values(strategy, drop):
             assert {grad.local.untyped_storage().data_ptr() for grad in buffer.optimizer_grads} == {start}
 
 
+@STAGES
+@on_ranks(2)
+def test_a_gradient_that_is_still_held_while_others_of_its_unit_are_shown(strategy):
+    model = sharded(chain(), strategy)
+    loss_of(model, 0).backward()
+    weight = next(model.parameters())
+    held, values = weight.grad, weight.grad.local.clone()
+    weight.grad = None
+    loss_of(model, 1).backward()
+    assert torch.equal(held.local, values)
+    if values.numel():
+        assert not torch.equal(weight.grad.local, values)
+
+
 @pytest.mark.parametrize("drop", ["optimizer", "model", "in place"])
 @STAGES
 @on_ranks(2)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import io
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.disk import file_size_limit
 from zeromesh.checkpoint.container import DTYPES, Container
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
@@ -276,17 +274,6 @@ def test_every_byte_of_the_tensors_is_covered_by_a_checksum(tmp_path: Path) -> N
 
 
 # ---- the disk
-
-
-@contextmanager
-def file_size_limit(limit_bytes: int) -> Iterator[None]:
-    """The kernel refuses longer files, as a full disk does: with an error in the middle of a write."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Path) -> None:

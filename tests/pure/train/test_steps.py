@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.disk import file_size_limit
 from zeromesh.train.config import OptimizerConfig
 from zeromesh.train.learning_rate import learning_rate
 from zeromesh.train.metrics import MetricsFile, StepMetrics
@@ -66,17 +64,6 @@ def test_resumed_run_drops_steps_it_will_repeat_and_a_line_cut_short(tmp_path: P
     with MetricsFile(path, steps_done=0):
         pass
     assert path.read_text() == ""
-
-
-@contextmanager
-def file_size_limit(limit_bytes: int) -> Iterator[None]:
-    """The kernel refuses longer files, as a full disk does: with an error in the middle of a write."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_one_warning_and_loses_no_line_that_can_be_written_later(tmp_path: Path) -> None:
