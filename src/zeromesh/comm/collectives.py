@@ -162,7 +162,7 @@ def _all_gather(region: Tensor, chunks: Sequence[Tensor], group: AxisGroup, chan
 
 def _native_all_reduce(tensor: Tensor, group: AxisGroup, scale: float) -> None:
     exchange = Exchange(group, group.reduce, "all_reduce", tensor.numel(), tensor.element_size())
-    sent = 2 * (group.size - 1) * bytes_of(tensor) // group.size
+    sent = -(-2 * (group.size - 1) * bytes_of(tensor) // group.size)
     exchange.native(lambda: dist.all_reduce(tensor, group=group.reduce.process_group), sent)
     exchange.finish()
     if scale != 1:

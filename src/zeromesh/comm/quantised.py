@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -60,14 +61,15 @@ def check_quantisable(dtype: torch.dtype, axis: str, device_type: str = "cpu") -
         raise InputError(f"axis {axis}: a quantised wire carries fp32, bf16 or fp16 values; got {dtype}")
 
 
-def noise_generator(group: AxisGroup, *, seed: int = 0) -> torch.Generator:
+def noise_generator(group: AxisGroup, name: str = "") -> torch.Generator:
     """The generator for stochastic rounding over one axis.
 
-    It is seeded by this rank's index on the axis and by nothing else: ranks that hold the same values (those that an
-    earlier collective made equal) have the same index, so they round alike and stay equal.
+    It is seeded by the axis, by the name of what is rounded, so that neither a sum on the next axis nor another buffer
+    is rounded by the same draws, and by this rank's index on the axis. By nothing else: ranks that hold the same values
+    (those that an earlier collective made equal) have the same index, so they round alike and stay equal.
     """
     generator = torch.Generator()  # on the host, where the kernels' seeds are drawn too
-    return generator.manual_seed(seed * 1_000_003 + group.rank)
+    return generator.manual_seed(zlib.crc32(f"{group.name} {group.rank} {name}".encode()))
 
 
 def _quantiser(

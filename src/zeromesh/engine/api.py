@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.engine.build import build_engine, make_control, mesh_axes
+from zeromesh.engine.build import build_engine, make_control, mesh_axes, mesh_device
+from zeromesh.engine.chain import require_wires
 from zeromesh.engine.clip import clip_grad_norm
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import elementwise, watch_optimizers
@@ -76,6 +77,7 @@ def shard(
         found = find_units(model, units, resident)
         if layout.degree(layout.param_axes) == 1:
             found = join_modules(found, precision, bucket_bytes)
+        require_wires(layout, [module.describe(precision) for module in found], mesh_device(mesh, model).type)
         return precision, layout, found
 
     if debug is None:

@@ -148,7 +148,7 @@ class UnitShards:
     def end_backward(self) -> None:
         """The gradients have been handed on; further ones belong to another backward."""
         self.target, self.fired, self.waited = None, 0, False
-        self.apart = [None] * len(self.buffers)
+        self.apart, self.homes = [None] * len(self.buffers), []
 
     def _open(self, target: Target) -> None:
         """A first gradient of a backward: the target holds nothing, unless it is the accumulator."""
@@ -436,8 +436,9 @@ class DeviceBackend:
 
     def _scale(self, sums: Tensor) -> None:
         """By the step's weights, in fp32 at least."""
-        if self.final_scale is not None:
-            sums.mul_(self.final_scale().to(torch.promote_types(sums.dtype, torch.float32)))
+        scale = self.final_scale  # once: a backward that raises takes it away while the lanes still work
+        if scale is not None:
+            sums.mul_(scale().to(torch.promote_types(sums.dtype, torch.float32)))
 
     def _gather(self, lane: LaneKind, chains: Sequence[GatherChain], unit: int, after: Ticket | None) -> Ticket | None:
         if not chains:

@@ -18,7 +18,7 @@ them; the values are the same to the bit.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,8 +45,9 @@ from zeromesh.comm.quantised import (
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPE_NAMES, DTYPES
 from zeromesh.errors import NotationError
-from zeromesh.schedule import LaneKind, Transfer, transfer
-from zeromesh.strategy import Axis
+from zeromesh.schedule import LaneKind, Transfer, Unit, transfer
+from zeromesh.schedule.memory import slot_dtype
+from zeromesh.strategy import Axis, Layout
 
 Groups = Mapping[str, AxisGroup]
 
@@ -183,7 +184,6 @@ def _gather_chain(
     kept: Tensor | None,
 ) -> GatherChain:
     steps, current = [], source
-    _require_one_width(transfers, destination.dtype)
     for step in transfers:
         region, keep = _region(shards, destination, held, step), None
         if kept is not None and step.axis is transfer.kept_axis(shards.layout):
@@ -195,7 +195,7 @@ def _gather_chain(
             region = scratch.region(step.numel, DTYPES[step.wire])
         group = groups[step.axis.name]
         own = _own_chunk(region, group)
-        form = _form(step, region, stochastic=False)
+        form = _form(step, stochastic=False)
         steps.append(Gather(group, region, own, None if _same(own, current) else current, form, keep))
         current = region
     last = None if _same(destination, current) else current
@@ -205,9 +205,27 @@ def _gather_chain(
     return GatherChain(tuple(_overlap_gathers(steps) if overlapped else steps), destination, last, scratch.workspace)
 
 
+def require_wires(layout: Layout, units: Iterable[Unit], device_type: str) -> None:
+    """Refuses wires that no chain can be made of, while the model is still as it was given.
+
+    Raises:
+        InputError: an axis cannot quantise these values, or not on this device.
+        NotationError: a gather would stage regions of two widths.
+    """
+    for buffer in (buffer for unit in units for buffer in unit.buffers):
+        held = DTYPES[buffer.param_dtype]
+        for gathers in (transfer.unshard(layout, buffer), transfer.refresh(layout, buffer)):
+            _require_one_width(gathers, held)
+            _require_quantisable(gathers, held, device_type)
+        if buffer.trainable:
+            waiting, summed = DTYPES[slot_dtype(layout, buffer)], DTYPES[buffer.grad_dtype]
+            _require_quantisable(transfer.reduce_micro(layout, buffer), waiting, device_type)
+            _require_quantisable(transfer.reduce_boundary(layout, buffer), summed, device_type)
+
+
 def _require_one_width(transfers: Sequence[Transfer], dtype: torch.dtype) -> None:
     """Staged regions lie in the same memory: a rank's chunk of the next one is where the one before left it, or beside
-    that. Of another width it would overlap. Raises NotationError."""
+    that. Of another width it would overlap."""
     staged = {step.wire: DTYPES[step.wire] for step in transfers if DTYPES.get(step.wire, dtype) != dtype}
     if len({wire.itemsize for wire in staged.values()}) > 1:
         raise NotationError(
@@ -216,12 +234,15 @@ def _require_one_width(transfers: Sequence[Transfer], dtype: torch.dtype) -> Non
         )
 
 
-def _form(step: Transfer, region: Tensor, *, stochastic: bool) -> QuantFormat | None:
-    """The quantised format of a transfer; None for a lossless wire. Raises InputError for a dtype that cannot."""
-    if step.wire not in transfer.QUANTISED_BITS:
-        return None
-    check_quantisable(region.dtype, step.axis.name, region.device.type)
-    return QuantFormat.of(step.wire, stochastic=stochastic)
+def _require_quantisable(transfers: Sequence[Transfer], dtype: torch.dtype, device_type: str) -> None:
+    for step in transfers:
+        if step.wire in transfer.QUANTISED_BITS:
+            check_quantisable(dtype, step.axis.name, device_type)
+
+
+def _form(step: Transfer, *, stochastic: bool) -> QuantFormat | None:
+    """The quantised format of a transfer; None for a lossless wire."""
+    return QuantFormat.of(step.wire, stochastic=stochastic) if step.wire in transfer.QUANTISED_BITS else None
 
 
 def _region(shards: FlatShards, buffer: Tensor, held: slice, step: Transfer) -> Tensor:
@@ -399,7 +420,7 @@ def reduce_chain(
     for step in transfers:
         assert current is not None
         into = accumulator if step is transfers[-1] else None
-        reduction = _reduction(step, current, groups, scratch["reduce"], into, owed.get(step.axis.name), shards.noise)
+        reduction = _reduction(step, current, groups, scratch["reduce"], into, owed.get(step.axis.name), shards)
         micro.append(reduction)
         current = reduction.out
     boundary: list[Reduce] = []
@@ -407,7 +428,7 @@ def reduce_chain(
     for step in transfer.reduce_boundary(shards.layout, shards.spec):
         if step.operation == "all_gather":  # back to the region that was scattered over the same axis
             current = next(before.region for before in boundary if before.group.name == step.axis.name)
-        reduction = _reduction(step, current, groups, scratch["boundary"], None, owed.get(step.axis.name), shards.noise)
+        reduction = _reduction(step, current, groups, scratch["boundary"], None, owed.get(step.axis.name), shards)
         boundary.append(reduction)
         current = reduction.out
     first, steps = _scaled_early([*micro, *boundary])
@@ -448,17 +469,17 @@ def _reduction(
     scratch: Scratch,
     into: Tensor | None,
     owed: Tensor | None,
-    generators: dict[str, torch.Generator],
+    shards: FlatShards,
 ) -> Reduce:
     group = groups[step.axis.name]
     wire = DTYPES.get(step.wire, region.dtype)
     staged = None if wire == region.dtype else scratch.region(step.numel, wire)
     scatter = step.operation == "reduce_scatter"
     out = into if into is not None else (_own_chunk(region, group) if scatter else region)
-    form = _form(step, region, stochastic=owed is None)
+    form = _form(step, stochastic=owed is None)
     noise = None
     if form is not None and form.stochastic:
         # One for all chains of the buffer: begun anew, it would round each backward's gradient the same way.
-        noise = generators.setdefault(group.name, noise_generator(group))
+        noise = shards.noise.setdefault(group.name, noise_generator(group, shards.name))
     scale = 1.0 if step.operation == "all_gather" else 1 / group.size
     return Reduce(step.operation, group, region, staged, out, into is not None, form, noise, owed, scale)

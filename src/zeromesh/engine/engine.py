@@ -283,6 +283,7 @@ class Engine:
         for unit, state in zip(self.backend.units, self.interpreter.states, strict=True):
             unit.abort()
             if state.grad is GradState.EMPTY:
+                unit.rejected()
                 unit.forget()  # what its accumulator has taken in of the backward that raised
 
     def _end_backward(self) -> None:
@@ -362,13 +363,18 @@ class Engine:
 
     def _assign(self, flags: Sequence[int]) -> None:
         left = iter(flags)
-        trained = (buffer for unit in self.backend.units for buffer in unit.buffers if buffer.spec.trainable)
-        for buffer in trained:
-            for param, grad in zip(buffer.optimizer_params, buffer.optimizer_grads, strict=True):
-                _require_own(param, grad)
-                grad.zeroed = False
-                # As in plain torch, a gradient that was zeroed and not dropped stays, of zeros if it is not used.
-                param.grad = grad if next(left) or param.grad is not None else None
+        for unit in self.backend.units:
+            unseen = True
+            for buffer in (buffer for buffer in unit.buffers if buffer.spec.trainable):
+                for param, grad in zip(buffer.optimizer_params, buffer.optimizer_grads, strict=True):
+                    _require_own(param, grad)
+                    grad.zeroed = False
+                    used = next(left)
+                    # As in plain torch, a gradient that was zeroed and not dropped stays, of zeros if it is not used.
+                    param.grad = grad if used or param.grad is not None else None
+                    unseen = unseen and not used
+            if unseen:  # by any rank: no gradient is thrown away with what was sent, so what is still owed stays
+                unit.accepted = True
 
     def discard_grads(self, *, set_to_none: bool = True) -> None:
         """Forgets all gradients, partial sums included."""

@@ -120,6 +120,11 @@ class FlatShards:
         return self.layout.padded(self.spec.numel)
 
     @property
+    def name(self) -> str:
+        """Its first parameter's: the same on all ranks, and no other buffer's."""
+        return self.places[0].info.name
+
+    @property
     def waiting_dtype(self) -> torch.dtype:
         return DTYPES[slot_dtype(self.layout, self.spec)]
 

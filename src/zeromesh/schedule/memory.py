@@ -123,11 +123,13 @@ def unshard_bytes(layout: Layout, unit: Unit) -> int:
 
 
 def slot_dtype(layout: Layout, buffer: FlatBuffer) -> str:
-    """Dtype in which a gradient waits in its reduce slot: the one that holds every lossless wire it will cross."""
-    wires = {step.wire for step in transfer.reduce_micro(layout, buffer)} & set(ITEM_BYTES)
-    if len(wires) <= 1:
-        return next(iter(wires), buffer.reduce_dtype)
-    return max(wires | {"fp32"}, key=ITEM_BYTES.__getitem__)
+    """Dtype in which a gradient waits in its reduce slot, as what each axis has summed does there for the next: the one
+    that holds every lossless wire it will cross, and fp32 where such a sum is quantised, which rounds it once."""
+    steps = transfer.reduce_micro(layout, buffer)
+    held = {step.wire for step in steps} & set(ITEM_BYTES) or {buffer.reduce_dtype}
+    if len(held) > 1 or any(step.wire in transfer.QUANTISED_BITS for step in steps[1:]):
+        held |= {"fp32"}
+    return max(held, key=ITEM_BYTES.__getitem__)
 
 
 def reduce_bytes(layout: Layout, unit: Unit) -> int:

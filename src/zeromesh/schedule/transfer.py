@@ -72,12 +72,14 @@ class Transfer:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one rank sends: [Note: Bytes]. The last chunks of an all-reduce may be shorter, and with them what
-        the ranks of a longer axis send: this is their mean, rounded up, and exact for two."""
+        """Bytes that one rank sends: [Note: Bytes]. The last chunks of an all-reduce may be shorter, or empty, and with
+        them what the ranks of a longer axis send: this is their mean, rounded up, and exact for two."""
         others = self.axis.size - 1
-        if self.operation == "all_reduce" and self.wire in ITEM_BYTES:
-            return -(-2 * others * wire_bytes(self.numel, self.wire) // self.axis.size)
-        return (2 if self.operation == "all_reduce" else 1) * others * wire_bytes(self.chunk_numel, self.wire)
+        if self.operation != "all_reduce":
+            return others * wire_bytes(self.chunk_numel, self.wire)
+        full, rest = divmod(self.numel, max(1, self.chunk_numel))
+        chunks = full * wire_bytes(self.chunk_numel, self.wire) + wire_bytes(rest, self.wire)
+        return -(-2 * others * chunks // self.axis.size)
 
 
 def kept_axis(layout: Layout) -> Axis | None:

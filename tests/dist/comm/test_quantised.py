@@ -21,7 +21,7 @@ from zeromesh.comm.quantised import (
     restore_kept,
 )
 from zeromesh.errors import InputError, InternalError
-from zeromesh.schedule.transfer import wire_bytes
+from zeromesh.schedule.transfer import Transfer, wire_bytes
 from zeromesh.strategy import Layout
 
 SHAPES = {1: (3,), 2: (2, 2), 3: (2, 2, 2)}
@@ -244,6 +244,51 @@ def test_bytes_sent(wire):
     chunk = wire_bytes(300_000, wire)
     found = [(sent.operation, sent.sent_bytes) for sent in seen]
     assert found == [("all_gather", chunk), ("reduce_scatter", chunk), ("all_reduce", 2 * chunk)]
+
+
+@pytest.mark.parametrize("numel", [5, 257, 400])
+@on_ranks(3)
+def test_bytes_of_an_all_reduce_whose_last_chunks_are_shorter(numel):
+    """Stated as the mean of the ranks, rounded up."""
+    group, seen = grid((3,))["a"], list[Sent]()
+    group.record = seen.append
+    quantised_all_reduce(torch.ones(numel), group, QuantFormat.of("int8"), workspace=workspace(group))
+    sent = torch.tensor(sum(one.sent_bytes for one in seen))
+    dist.all_reduce(sent)
+    axis = Layout.of("a=0@/int8", [("a", 3)]).axes[0]
+    stated = Transfer(operation="all_reduce", axis=axis, numel=numel, wire="int8").sent_bytes
+    assert stated == -(-int(sent) // 3)
+
+
+def mean_of_two_axes(generators: list[torch.Generator]) -> float:
+    """What is left on average of .6, of one rank in four, after averages over two axes, in units of an int4 code."""
+    groups, form, numel = list(grid((2, 2)).values()), QuantFormat.of("int4", stochastic=True), 4096
+    total, rounds = torch.zeros(numel), 60
+    largest = torch.arange(numel) % form.block == 0  # the same on all ranks, so that a code is 1 everywhere
+    own = torch.full((numel,), 0.6 if dist.get_rank() == 0 else 0.0).masked_fill(largest, 7.0)
+    for _ in range(rounds):
+        tensor = own.clone()
+        for group, generator in zip(groups, generators, strict=True):
+            room = workspace(group)
+            quantised_all_reduce(tensor, group, form, workspace=room, scale=0.5, generator=generator)
+        total += tensor
+    return float(total[~largest].mean()) / rounds
+
+
+@on_ranks(4)
+def test_rounding_at_random_is_unbiased_over_two_axes():
+    """Each by draws of its own: by the same ones, what the first has rounded up the second would round up too."""
+    groups = grid((2, 2)).values()
+    assert mean_of_two_axes([noise_generator(group, "weight") for group in groups]) == pytest.approx(0.15, abs=0.01)
+    same = [torch.Generator().manual_seed(group.rank) for group in groups]
+    assert mean_of_two_axes(same) > 0.2, "a bias must be seen"
+
+
+@on_ranks(2)
+def test_buffers_are_rounded_by_draws_of_their_own():
+    group = grid((2,))["a"]
+    draws = [torch.rand(4, generator=noise_generator(group, name)).tolist() for name in ("one", "two", "one")]
+    assert draws[0] == draws[2] != draws[1]
 
 
 @on_ranks(1)

@@ -19,8 +19,8 @@ from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.comm.quantise import QuantFormat
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.chain import Reduce, reduce_chain, unshard_chain
-from zeromesh.errors import InputError
+from zeromesh.engine.chain import Reduce, require_wires
+from zeromesh.errors import InputError, ZeromeshError
 from zeromesh.schedule import FlatBuffer, transfer
 from zeromesh.strategy import Layout
 
@@ -109,6 +109,10 @@ def close_to_lossless(strategy: str, *shape: int) -> None:
 
 
 REDUCTIONS = [
+    (3, "node=3@/int4"),
+    (3, "node=2@/int8"),
+    (3, "node=1@/int4+ef"),
+    (2, "node=0@/int4"),
     (2, 2, "node=3@/int8,cluster=3k@/int8"),
     (2, 2, "node=3@/int4,cluster=3k@/int4"),
     (2, 2, "node=3@/int4+ef,cluster=3@/int4+ef"),
@@ -402,10 +406,25 @@ def test_weights_do_not_overflow_fp16(strategy):
         zm.zero_grad(plain)
 
 
+REFUSED = {
+    "node=3@int8/int4,cluster=0": "axis node: a quantised wire carries fp32, bf16 or fp16 values; got torch.float64",
+    "node=3,cluster=3@/int8": "axis cluster: a quantised wire carries fp32, bf16 or fp16 values; got torch.float64",
+    "node=1,cluster=0@/int4+ef": "axis cluster: a quantised wire carries fp32, bf16 or fp16 values; got torch.float64",
+    "node=1@int8/,cluster=0": "axis node: a quantised wire carries fp32, bf16 or fp16 values; got torch.float64",
+    "node=3@bf16,cluster=3@fp32": "parameters in fp64 cannot be gathered over axes in .* of other widths",
+}
+
+
 @on_ranks(4)
-def test_fp64_cannot_be_quantised():
-    with pytest.raises(InputError, match="carries fp32, bf16 or fp16 values; got torch"):
-        zm.shard(Net().double(), mesh_of(2, 2), "node=3@int8/int4,cluster=0")
+def test_what_is_refused_leaves_the_model_as_it_was():
+    """So that what the message suggests can be tried."""
+    for strategy, message in REFUSED.items():
+        base = Net().double()
+        before = [param.clone() for param in base.parameters()]
+        with pytest.raises(ZeromeshError, match=message):
+            zm.shard(base, mesh_of(2, 2), strategy)
+        assert all(param.equal(value) for param, value in zip(base.parameters(), before, strict=True)), strategy
+        loss_of(zm.shard(base.float(), mesh_of(2, 2), "node=3,cluster=0"), 0, 0).backward()
 
 
 def lacks_triton(patch: pytest.MonkeyPatch) -> None:
@@ -413,21 +432,44 @@ def lacks_triton(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "triton" else find(name, *rest))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "axis"), [("node=3@int8/,cluster=1", "node"), ("node=3,cluster=1@/int4", "cluster")]
+)
 @on_ranks(4)
-def test_a_device_without_its_kernels_is_refused_at_construction():
-    """Chains are bound by `zm.shard`; here they are bound once more to memory of a device that is not the host."""
-    model = zm.shard(Net(), mesh_of(2, 2), "node=3@int8/,cluster=1@/int4")
-    engine = engine_of(model)
-    groups, scratch = engine.backend.groups, engine.backend.scratch
-    buffer = engine.units[1].buffers[0]
-    assert buffer.grads is not None and buffer.waiting is not None
+def test_a_device_without_its_kernels_is_refused_at_construction(strategy, axis):
+    schedule = engine_of(zm.shard(Net(), mesh_of(2, 2), strategy)).schedule
     with pytest.MonkeyPatch.context() as patch:
         lacks_triton(patch)
-        unshard_chain(buffer, groups, scratch["unshard"], from_kept=False)  # the host needs none
-        buffer.full, buffer.waiting = buffer.full.to("meta"), buffer.waiting.to("meta")
-        with pytest.raises(
-            InputError, match=r"axis node: quantised wires on meta need Triton's kernels, .* drop the @"
-        ):
-            unshard_chain(buffer, groups, scratch["unshard"], from_kept=False)
-        with pytest.raises(InputError, match="axis cluster: quantised wires on meta need Triton's kernels"):
-            reduce_chain(buffer, groups, scratch, buffer.grads.to("meta"))
+        require_wires(schedule.layout, schedule.units, "cpu")  # the host needs none
+        with pytest.raises(InputError, match=f"axis {axis}: quantised wires on cuda need Triton's kernels, .* drop the @"):
+            require_wires(schedule.layout, schedule.units, "cuda")
+
+
+class Skipping(Net):
+    """Leaves out a block."""
+
+    skipped = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != self.skipped:
+                x = x + torch.tanh(block(x))
+        return x
+
+
+@on_ranks(4)
+def test_what_is_owed_stays_while_no_rank_uses_a_unit():
+    """Layer drop: what its gradients are still owed is no part of a gradient that was thrown away."""
+    torch.manual_seed(0)
+    model = zm.shard(Skipping(), mesh_of(2, 2), "node=0@/int4+ef,cluster=0", bucket_bytes=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    unit = next(unit for unit in engine_of(model).units if unit.name == "blocks.1")
+    owed = unit.buffers[0].owed
+    assert owed is not None
+    for skipped in (-1, 1, 1):
+        model.skipped = skipped
+        loss_of(model, 0, 0).backward()
+        assert (model.blocks[1].weight.grad is None) == (skipped == 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert owed.any()

@@ -13,7 +13,7 @@ from tests.pure.schedule.test_transfers import MESH, buffer, stack
 from tests.pure.strategy.mixes import NAMES, mixes, notation
 from zeromesh.errors import InternalError
 from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
-from zeromesh.schedule.memory import ALIGN_BYTES, REDUCE_SLOTS, aligned
+from zeromesh.schedule.memory import ALIGN_BYTES, REDUCE_SLOTS, aligned, slot_dtype
 from zeromesh.strategy import Layout
 
 PSI = {"7B": 6.738e9, "13B": 13.016e9, "30B": 27.57e9, "65B": 65.286e9}
@@ -40,6 +40,26 @@ def test_the_published_table(strategy, sizes, published):
         total = plan.params_bytes + plan.grads_bytes + plan.master_bytes + moments
         last_digit = 10.0 ** -len(gigabytes.partition(".")[2])
         assert total / 1e9 == pytest.approx(float(gigabytes), abs=0.51 * last_digit)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reduce_dtype", "expected"),
+    [
+        ("node=3@/int8,cluster=3@/int8", "bf16", "fp32"),  # the second rounds a sum of the first
+        ("node=3@/bf16,cluster=3@/int8", "bf16", "fp32"),
+        ("node=3@/int8,cluster=3@/bf16", "bf16", "bf16"),  # the node's is first, and rounds a gradient as it came
+        ("node=3@/int8,cluster=1@/int8", "bf16", "bf16"),  # one axis a micro-batch; then from fp32 gradients
+        ("node=3@/int8,cluster=0", "fp16", "fp16"),
+        ("node=3@/int8,cluster=3@/int8", "fp64", "fp64"),
+        ("node=3@/bf16,cluster=3@/fp16", "bf16", "fp32"),  # holds both
+        ("node=3,cluster=3", "bf16", "bf16"),
+    ],
+)
+def test_the_dtype_in_which_sums_wait_for_the_next_axis(strategy, reduce_dtype, expected):
+    buffer = FlatBuffer(
+        param_dtype=reduce_dtype, reduce_dtype=reduce_dtype, grad_dtype="fp32", master_dtype="fp32", numel=64
+    )
+    assert slot_dtype(Layout.of(strategy, [("node", 2), ("cluster", 2)]), buffer) == expected
 
 
 @pytest.mark.parametrize("mix", mixes(3, kept=True)[::3])

@@ -200,6 +200,13 @@ def test_bytes_of_one_collective(operation, expected):
     assert Transfer(operation=operation, axis=axis, numel=8, wire="bf16").sent_bytes == expected
 
 
+@pytest.mark.parametrize(("size", "numel", "expected"), [(2, 257, 264 + 132), (4, 5, -(-2 * 3 * 3 * 132 // 4))])
+def test_bytes_of_a_quantised_all_reduce_whose_last_chunks_are_shorter(size, numel, expected):
+    """Of 129 and 128 elements, two blocks and one; of 2, 2, 1 and none."""
+    axis = Axis(name="a", mesh_axis="a", size=size, stride=1, stage=Stage.ZERO, wire=Wire())
+    assert Transfer(operation="all_reduce", axis=axis, numel=numel, wire="int8").sent_bytes == expected
+
+
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
