@@ -7,7 +7,7 @@ import pytest
 
 from tests.pure.measure.test_bench import raw
 from zeromesh.measure.bench import Bench
-from zeromesh.measure.matrix import make_cells
+from zeromesh.measure.matrix import Topology, make_cells
 from zeromesh.measure.steps import Batch
 
 # Wide enough that headers and the words that ranks exchange beside the data (a kilobyte a step) do not matter.
@@ -30,6 +30,8 @@ TREES = {
         "node=3,cluster=3d",
         "node=3@bf16,cluster=1@bf16",
         "node=3@int8/int4,cluster=3k@int8/int4",
+        "node=1@/int8,cluster=3dk@int8/int4+ef",
+        "node=1,cluster=2;overlap=none",
     ],
     # Both levels are links, slower and of fewer members outside.
     "2@500mbit,3@1gbit": [
@@ -37,6 +39,12 @@ TREES = {
         "node=0,cluster=0;collective=hierarchical",
         "node=3,cluster=1",
         "node=3,cluster=3;collective=ho_ring",
+    ],
+    # Three levels of links.
+    "2@500mbit,2@1gbit,2@1gbit": [
+        "package=3,node=1,cluster=0",
+        "package=3@int8/int4,node=3@int8/int4,cluster=0@/int8",
+        "package=3,node=3,cluster=3;collective=ho_ring",
     ],
 }
 
@@ -54,7 +62,8 @@ def measured(tmp_path_factory) -> Callable[[str], Bench]:
         bench = Bench(folder, steps=1, warmup=1, rounds=1, accept_noise=True, probe_s=1.0, probe_rounds=4)
         if tree != PROBED:
             bench.claim()
-            bench.records.keep_probe(tree, raw())  # bytes depend on no rate
+            level = raw()["levels"]["node"]  # bytes depend on no rate
+            bench.records.keep_probe(tree, raw() | {"levels": dict.fromkeys(Topology(text=tree).mesh, level)})
         bench.run(make_cells([tree], TREES[tree], [BATCH]))
         return bench
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from zeromesh.lab import Lab
 
 
+MOST_HERE = 8
+"""Processes that are started on this machine's cores unless --ranks asks for more."""
+
+
 @contextmanager
 def emulated(tree: str) -> Iterator[Lab | None]:
     """The emulated cluster that `--lab` names, None without. Ranks that fail end the command with 1."""
@@ -60,8 +64,9 @@ def mesh_of(text: str, ranks: int, lab: Lab | None) -> dict[str, int]:
 
 
 def _ranks_here() -> int:
-    """One for each device, or for each processor core where there are not two devices."""
+    """One for each device, or for each processor core, up to `MOST_HERE`, where there are not two devices."""
     from zeromesh.comm.device import visible_devices
 
     devices = visible_devices()
-    return devices if devices > 1 else max(2, os.cpu_count() or 2)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    return devices if devices > 1 else min(MOST_HERE, max(2, cores))

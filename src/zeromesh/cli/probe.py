@@ -37,20 +37,23 @@ def probe(
     """
     from zeromesh.cli.measuring import emulated, mesh_of
     from zeromesh.cli.workload import write
+    from zeromesh.errors import InputError
     from zeromesh.measure.cluster_file import cluster_toml
     from zeromesh.measure.probe import probe as measure
 
+    if output is not None and not output.absolute().parent.is_dir():
+        raise InputError(f"the cluster file cannot be written: {output.absolute().parent} is no folder")
     with emulated(lab) as cluster:
         found = measure(mesh_of(mesh, ranks, cluster), name=name, rounds=rounds, seconds=seconds, lab=cluster)
     if found is None:
         return
-    if not accept_noise:
-        found.require_trust()
-    text = cluster_toml(found.cluster)
     if as_json:
         print(json.dumps(found.raw))
     else:
         _print(found)
+    if not accept_noise:
+        found.require_trust()
+    text = cluster_toml(found.cluster)
     if output is not None:
         write(output, text)
     elif not as_json:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
+import platform
+import sys
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -27,20 +30,36 @@ def selftest(
     has failed, 1 otherwise. Send the result file along with a bug report.
     """
     from zeromesh.cli.measuring import emulated, mesh_of
-    from zeromesh.cli.workload import write
     from zeromesh.errors import InputError
+    from zeromesh.measure.launch import under_torchrun
     from zeromesh.measure.selftest import selftest as run
 
     if steps < 1:
         raise InputError(f"--steps must be at least 1, got {steps}")
     with emulated(lab) as cluster:
-        result = run(mesh_of(mesh, ranks, cluster), steps=steps, lab=cluster)
-    if result is None:
-        return
-    _print(result, output)
-    write(output, json.dumps(result.to_json(), indent=1) + "\n")
-    if not result.passed:
-        raise typer.Exit(1)
+        joined = under_torchrun()
+        try:
+            result = run(mesh_of(mesh, ranks, cluster), output, steps=steps, lab=cluster)
+        except InputError:
+            raise
+        except Exception:
+            if joined:
+                traceback.print_exc()
+                _end(1)
+            raise
+    code = 0 if result is None or result.passed else 1
+    if result is not None:
+        _print(result, output)
+    if joined:
+        _end(code)
+    raise typer.Exit(code)
+
+
+def _end(code: int) -> NoReturn:
+    """Not by an ordinary exit: after an error, threads of a process group whose peers are gone may never end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _print(result: Result, output: Path) -> None:
@@ -61,4 +80,4 @@ def _print(result: Result, output: Path) -> None:
     )
     console.print(table)
     verdict = "passed" if result.passed else "FAILED"
-    console.print(f"{verdict} in {result.seconds:.0f} s; all figures are in {output}")
+    console.print(f"{verdict} in {result.seconds:.0f} s; all figures are in {output.absolute()} on {platform.node()}")

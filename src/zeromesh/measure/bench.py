@@ -147,23 +147,26 @@ class Bench:
         """Measures those of `cells` that are not done.
 
         Raises:
-            InputError: the directory holds what another machine, version or number of steps has measured, or a probe
-                cannot be trusted.
+            InputError: the directory holds what another machine, version or number of steps has measured, another bench
+                works in it, or a probe cannot be trusted.
         """
-        self.claim()
-        by_topology: dict[str, list[Cell]] = defaultdict(list)
-        for cell in self.pending(cells):
-            by_topology[cell.topology].append(cell)
-        for text, wanted in by_topology.items():
-            topology = Topology(text=text)
-            with nullcontext() if topology.tree is None else Lab(topology.tree) as lab:
-                on_all_ranks(
-                    "bench:run_cells",
-                    self._task(topology, wanted, lab),
-                    topology.mesh,
-                    lab=lab,
-                    on_line=_Counted(lab, self.directory).line,
-                )
+        with self.records.alone():
+            self.claim()
+            by_topology: dict[str, list[Cell]] = defaultdict(list)
+            for cell in self.pending(cells):
+                by_topology[cell.topology].append(cell)
+            for text, wanted in by_topology.items():
+                self._run_on(Topology(text=text), wanted)
+
+    def _run_on(self, topology: Topology, cells: Sequence[Cell]) -> None:
+        with nullcontext() if topology.tree is None else Lab(topology.tree) as lab:
+            on_all_ranks(
+                "bench:run_cells",
+                self._task(topology, cells, lab),
+                topology.mesh,
+                lab=lab,
+                on_line=_Counted(lab, self.directory).line,
+            )
 
     def _task(self, topology: Topology, cells: Sequence[Cell], lab: Lab | None) -> dict[str, Any]:
         """What the ranks are told; counted here, since there one of them writes while others might still read."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import InputError, MeasurementError, MeshError
 from zeromesh.lab.job import Launch, RankResult, raise_failed, run_ranks
+from zeromesh.train.environment import Launched, check_address
 
 if TYPE_CHECKING:
     from zeromesh.lab import Lab, Tree
@@ -32,8 +33,12 @@ LEVEL_NAMES = {1: ("node",), 2: ("cluster", "node"), 3: ("cluster", "node", "pac
 
 
 def under_torchrun() -> bool:
-    """Whether this process is one of several that torchrun has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether this process is one of several that torchrun, or whoever sets its variables, has started.
+
+    Raises:
+        ConfigError: its variables are not complete, or another launcher has started several processes without them.
+    """
+    return Launched.of(os.environ) is not None
 
 
 def is_first() -> bool:
@@ -66,9 +71,12 @@ def mesh_text(mesh: Mesh) -> str:
 
 def default_mesh(ranks: int) -> dict[str, int]:
     """The levels of what runs: under torchrun nodes of its local ranks, else one node of `ranks`."""
-    if not under_torchrun():
+    launched = Launched.of(os.environ)
+    if launched is None:
         return {"node": ranks}
-    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise MeshError("the environment does not say LOCAL_WORLD_SIZE, the ranks of a machine: set it, or give --mesh")
+    world, local = launched.world, launched.local_world
     if world % local:
         raise MeshError(f"{world} ranks are not nodes of {local}: give --mesh, outermost axis first")
     return {"cluster": world // local, "node": local} if world > local else {"node": world}
@@ -109,8 +117,10 @@ def on_all_ranks(
         MeshError: the mesh has not as many ranks as there are.
         RanksFailedError: a rank failed otherwise.
     """
-    if under_torchrun():
-        _require_world(mesh, int(os.environ["WORLD_SIZE"]))
+    launched = Launched.of(os.environ)
+    if launched is not None:
+        _require_world(mesh, launched.world)
+        check_address(os.environ)
         result = run_task(task, options, mesh, None)
         return result if is_first() else None
     if lab is not None:

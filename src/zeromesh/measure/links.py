@@ -137,8 +137,7 @@ def _samples(group: AxisGroup, ranks: Ranks, budget_s: float, patience: float) -
         this_s = once_s = 0.0
         for operation, (call, sent) in made.items():
             call()  # connections are made at first use
-            once = _agreed(min(_timed(call, 1, ranks) for _ in range(2)))
-            repeats = max(1, int(SHORTEST_SAMPLE_S / once))
+            repeats, once = _repeats(call, ranks)
             this_s += once * repeats
             once_s += once
             yield _Sample(operation=operation, sent_bytes=sent, call=call, repeats=repeats)
@@ -150,6 +149,18 @@ def _samples(group: AxisGroup, ranks: Ranks, budget_s: float, patience: float) -
         if size >= LEAST_BYTES and used_s + GROWTH * this_s > budget_s:
             return
         size *= GROWTH
+
+
+def _repeats(call: Call, ranks: Ranks) -> tuple[int, float]:
+    """How many calls a sample takes, and seconds of each: as many as it takes until what the barrier adds is no part of
+    what they were taken to be."""
+    repeats = 1
+    while True:
+        once = _agreed(min(_timed(call, repeats, ranks) for _ in range(2)))
+        wanted = int(SHORTEST_SAMPLE_S / once)
+        if wanted <= 1.5 * repeats:
+            return repeats, once
+        repeats = wanted
 
 
 def _require_time(round_s: float, budget_s: float, patience: float) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import platform
+import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zeromesh.measure.places import machine_id
 from zeromesh.measure.ranks import Ranks
 from zeromesh.measure.setting import processor_name
 
@@ -20,15 +20,23 @@ SAMPLE_S = 0.3
 
 
 def measure_machine(ranks: Ranks) -> dict[str, Any]:
-    """A task of `launch`: the device's name, memory, rates (means over all ranks), and cores for each rank on CPU."""
+    """A task of `launch`: the device's name, memory and rates, and cores for each rank on CPU.
+
+    Rates are the slowest rank's on devices, since all others wait for it; on CPU, where ranks share cores, the mean of
+    all. `by_rank` has every rank's.
+    """
     here = _ranks_on_this_machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = _host_memory() / here if ranks.on_cpu else torch.cuda.get_device_properties(ranks.device).total_memory
+    copies = _copy_rates(ranks)
+    products = {name: _product_rates(ranks, dtype) for name, dtype in DTYPES.items()}
+    figure = statistics.mean if ranks.on_cpu else min
     return {
         "name": _name(ranks.device),
         "memory_bytes": memory,
-        "memory_bytes_per_s": _copy_rate(ranks),
-        "peak_flops": {name: _product_rate(ranks, dtype) for name, dtype in DTYPES.items()},
+        "memory_bytes_per_s": figure(copies),
+        "peak_flops": {name: figure(rates) for name, rates in products.items()},
+        "by_rank": {"copies": copies, **{f"{name} products": rates for name, rates in products.items()}},
         "cores": cores / here if ranks.on_cpu else None,
         "ranks_per_machine": here,
     }
@@ -41,40 +49,37 @@ def _name(device: torch.device) -> str:
 
 
 def _ranks_on_this_machine() -> int:
-    """Counts by the kernel's boot id: emulated clusters have several hosts' networks and one kernel."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    machine = boot_id.read_text().strip() if boot_id.exists() else platform.node()
     machines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(machines, machine)
-    return machines.count(machine)
+    dist.all_gather_object(machines, machine_id())
+    return machines.count(machine_id())
 
 
 def _host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _copy_rate(ranks: Ranks) -> float:
+def _copy_rates(ranks: Ranks) -> list[float]:
     """Bytes read and written per second by a copy that no cache holds."""
     numel = (16 << 20) if ranks.on_cpu else (256 << 20)
     source = torch.ones(numel, device=ranks.device)
     target = torch.empty_like(source)
-    return _rate(lambda: target.copy_(source), 2 * source.nbytes, ranks)
+    return _rates(lambda: target.copy_(source), 2 * source.nbytes, ranks)
 
 
-def _product_rate(ranks: Ranks, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of a few square products."""
+def _product_rates(ranks: Ranks, dtype: torch.dtype) -> list[float]:
+    """FLOP/s of the square products, of a few sizes, that are the fastest on all ranks together."""
     dims = (256, 512, 1024) if ranks.on_cpu else (2048, 4096, 8192)
-    return max(_product(ranks, dtype, dim) for dim in dims)
+    return max((_products(ranks, dtype, dim) for dim in dims), key=sum)
 
 
-def _product(ranks: Ranks, dtype: torch.dtype, dim: int) -> float:
+def _products(ranks: Ranks, dtype: torch.dtype, dim: int) -> list[float]:
     one, other = (torch.randn(dim, dim, device=ranks.device).to(dtype) for _ in range(2))
     out = torch.empty_like(one)
-    return _rate(lambda: torch.matmul(one, other, out=out), 2 * dim**3, ranks)
+    return _rates(lambda: torch.matmul(one, other, out=out), 2 * dim**3, ranks)
 
 
-def _rate(call: Callable[[], object], amount: float, ranks: Ranks) -> float:
-    """`amount` per second, the mean over the ranks, all calling at once."""
+def _rates(call: Callable[[], object], amount: float, ranks: Ranks) -> list[float]:
+    """`amount` per second on each rank, all calling at once."""
     call()
     ranks.settle()
     dist.barrier()
@@ -83,6 +88,7 @@ def _rate(call: Callable[[], object], amount: float, ranks: Ranks) -> float:
         call()
         ranks.settle()
         count += 1
-    rate = torch.tensor([amount * count / (time.perf_counter() - start)], dtype=torch.float64)
-    dist.all_reduce(rate)
-    return float(rate) / ranks.world
+    rates = torch.zeros(ranks.world, dtype=torch.float64)
+    rates[ranks.rank] = amount * count / (time.perf_counter() - start)
+    dist.all_reduce(rates)
+    return rates.tolist()

@@ -13,6 +13,7 @@ from zeromesh.cost.constants import default_constants
 from zeromesh.errors import MeasurementError
 from zeromesh.measure.fit import Fit, fit
 from zeromesh.measure.launch import Mesh, on_all_ranks, require_several
+from zeromesh.units import format_bytes_per_s
 
 if TYPE_CHECKING:
     from zeromesh.lab import Lab
@@ -189,7 +190,7 @@ def _sources(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any]) -> dict[str
         "device.peak": "measured: the fastest of a few square products, on all ranks at once; not a data sheet's",
     }
     for level in levels:
-        rates = ", ".join(f"{name} {one.line.bytes_per_s / 1e6:.4g} MB/s" for name, one in level.fits.items())
+        rates = ", ".join(f"{name} {format_bytes_per_s(one.line.bytes_per_s)}" for name, one in level.fits.items())
         spread = max(one.spread for one in level.fits.values())
         sources[f"level.{level.name}.bandwidth"] = (
             f"measured: our collectives on {raw['levels'][level.name]['backend']}, all groups at once: {rates} of one "

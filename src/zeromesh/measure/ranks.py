@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from zeromesh.comm.device import CPU, agree_on_device, backend_for, identity, local_device
+from zeromesh.measure.places import machine_id, require_places
+from zeromesh.train.environment import Launched
 from zeromesh.train.meeting import meet
 
 TIMEOUT_S = 120.0
@@ -64,17 +66,20 @@ def join(mesh: Mapping[str, int], store_file: Path | None) -> Iterator[Ranks]:
 
     Raises:
         InputError: some ranks have a device and others have none.
+        MeshError: ranks have other meshes in mind, or an inner axis joins machines that an outer one does not.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, world, local_rank, local_world = (int(os.environ[name]) for name in names)
+    launched = Launched.of(os.environ)
+    assert launched is not None
+    rank, world = launched.rank, launched.world
     timeout = timedelta(seconds=TIMEOUT_S)
     if store_file is None:
         store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
     else:
         store = FileStore(str(store_file), world)
-    found = local_device(local_rank, local_world)
+    found = local_device(launched.local_rank, launched.local_world)
     name = identity(found)
     store = meet(store, rank, world, wait_s=TIMEOUT_S)
+    require_places(mesh, machine_id(), store, rank, world)
     device = agree_on_device(found, name, store, rank, world)
     if device != CPU:
         torch.cuda.set_device(device)

@@ -12,8 +12,11 @@ The ranks write and the process that started them reads. A file that is there is
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,9 @@ from zeromesh.errors import InputError
 from zeromesh.measure.matrix import Cell
 from zeromesh.measure.setting import read_setting
 
-SHARED = ("layout", "zeromesh", "python", "torch", "platform", "machine", "cores", "steps", "warmup")
+SHARED = (
+    "layout", "zeromesh", "python", "torch", "platform", "machine", "cores", "threads", "devices", "steps", "warmup"
+)  # fmt: skip
 """What all measurements of a directory have in common."""
 
 LAYOUT = 2
@@ -56,7 +61,14 @@ class Records:
         Raises:
             InputError: it holds what another machine, version or number of steps has measured.
         """
-        here = {**read_setting(), "layout": LAYOUT, "steps": steps, "warmup": warmup}
+        here = {
+            **read_setting(),
+            "layout": LAYOUT,
+            "threads": os.environ.get("OMP_NUM_THREADS", "1"),
+            "devices": os.environ.get("CUDA_VISIBLE_DEVICES", "all that are there"),
+            "steps": steps,
+            "warmup": warmup,
+        }
         path = self.directory / "setting.json"
         if not path.exists() and not any(self.directory.glob("*/*.json")):
             path.write_text(json.dumps({name: here.get(name) for name in SHARED}, indent=1) + "\n")
@@ -69,6 +81,24 @@ class Records:
                 f"all cells of a directory must be measured alike; {self.directory} was with {'; '.join(differing)}: "
                 f"name another directory, or delete that one"
             )
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keeps other benches out of the directory.
+
+        Raises:
+            InputError: one works there now.
+        """
+        with (self.directory / "lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"another bench works in {self.directory}: wait for it or end it, since each would time the other"
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+            yield
 
     @property
     def setting(self) -> Found:

@@ -5,28 +5,34 @@ Parity, bytes and memory decide the verdict. Times are reported, and marked wher
 others use may be slow without being wrong.
 
 A check that raises ends the test, since ranks are out of step then: what was found so far, what was being checked and
-the error are the result. A bug report needs it most of all then.
+the error are the result. A bug report needs it most of all then. So the result file is there from the beginning, and
+the first rank writes it anew before each check: also where all processes are ended, it says what was being done.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
+import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import InputError
 from zeromesh.measure.cluster_file import cluster_toml
-from zeromesh.measure.launch import Mesh, is_first, mesh_text, on_all_ranks
+from zeromesh.measure.launch import Mesh, is_first, mesh_text, on_all_ranks, under_torchrun
 from zeromesh.measure.probe import Probe, from_raw
 from zeromesh.measure.setting import read_setting
 from zeromesh.measure.steps import Batch, from_json, median_step, predict
+from zeromesh.units import format_bytes_per_s
 
 if TYPE_CHECKING:
     from zeromesh.lab import Lab
@@ -37,6 +43,10 @@ PARITY = 1e-9
 
 LIKELY = 0.25
 """Predicted step times further off are marked."""
+
+
+SLOW = 0.9
+"""Of the median rate: a device that reaches less is marked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +102,26 @@ def strategies(mesh: Mesh) -> dict[str, str]:
     return {title: ",".join(f"{n}={stage}" for n, stage in stages.items()) for title, stages in layouts.items()}
 
 
-def selftest(mesh: Mesh, *, steps: int = 6, lab: Lab | None = None) -> Result | None:
+def selftest(mesh: Mesh, output: Path, *, steps: int = 6, lab: Lab | None = None) -> Result | None:
     """Runs all checks on the ranks of `mesh`.
+
+    Args:
+        mesh: of all ranks.
+        output: the result file.
+        steps: timed with each strategy.
+        lab: an emulated cluster whose ranks run it.
 
     Returns:
         The result; None on ranks of a torchrun other than the first.
+
+    Raises:
+        InputError: the file cannot be written, or the mesh is not that of the ranks.
     """
     start = time.monotonic()
-    raw = _on_all_ranks(mesh, steps, lab)
+    under_torchrun()  # raises before anything is written
+    if is_first():
+        _note(output, _nothing(mesh), "all ranks start")
+    raw = _on_all_ranks(mesh, output, steps, lab)
     if raw is None:
         return None
     checks, cluster = [Check(**check) for check in raw["checks"]], ""
@@ -111,25 +133,55 @@ def selftest(mesh: Mesh, *, steps: int = 6, lab: Lab | None = None) -> Result | 
     except Exception as error:
         traceback.print_exc()
         checks.append(Check(name="links and times beside predicted ones", status="failed", detail=_words(error)))
+    result = _result(raw, checks, time.monotonic() - start, cluster)
+    _write(output, result)
+    return result
+
+
+def _result(raw: Mapping[str, Any], checks: Sequence[Check], seconds: float, cluster: str) -> Result:
     return Result(
         environment=raw["environment"],
         checks=tuple(checks),
-        seconds=time.monotonic() - start,
+        seconds=seconds,
         cluster=cluster,
         raw={key: raw[key] for key in ("probe", "compute", "steps")},
     )
 
 
-def _on_all_ranks(mesh: Mesh, steps: int, lab: Lab | None) -> Any:
-    """What `run` has found; where ranks could not be started, or died, nothing but that."""
+def _on_all_ranks(mesh: Mesh, output: Path, steps: int, lab: Lab | None) -> Any:
+    """What `run` has found; where ranks could not be started, or died, what they had found by then."""
     try:
-        return on_all_ranks("selftest:run", {"steps": steps}, mesh, lab=lab)
-    except InputError:
+        return on_all_ranks("selftest:run", {"steps": steps, "output": str(output.absolute())}, mesh, lab=lab)
+    except InputError as error:
+        if is_first():
+            _note(output, _nothing(mesh), f"all ranks start: {error}")
         raise
     except Exception as error:
         if not is_first():
             raise
-        return {**_nothing(mesh), "checks": [_failed("all ranks start, and live to the end", _words(error))]}
+        noted = json.loads(output.read_text())
+        died = _failed("all ranks start, and live to the end", _words(error))
+        return {**noted["raw"], "environment": noted["environment"], "checks": [*noted["checks"], died]}
+
+
+def _note(output: Path, found: Mapping[str, Any], doing: str) -> None:
+    """Writes the result as it is if nothing follows."""
+    checks = [Check(**check) for check in (*found["checks"], _failed(doing, "begun, and not ended"))]
+    _write(output, _result(found, checks, 0.0, ""))
+
+
+def _write(output: Path, result: Result) -> None:
+    """Whole, or not at all; raises InputError where the file cannot be written."""
+    text, output = json.dumps(result.to_json(), indent=1) + "\n", output.resolve()
+    try:
+        if output.exists() and not output.is_file():  # a pipe, say; what is no file is not replaced
+            output.write_text(text)
+            return
+        unfinished = output.with_name(f"{output.name}.unfinished")
+        unfinished.write_text(text)
+        unfinished.replace(output)
+    except OSError as error:
+        raise InputError(f"the result file cannot be written: {output}: {error.strerror}") from None
 
 
 def _nothing(mesh: Mesh) -> dict[str, Any]:
@@ -147,13 +199,16 @@ def _words(error: Exception) -> str:
 # On every rank --------------------------------------------------------------------------------------------------------
 
 
-def run(ranks: Ranks, *, steps: int) -> dict[str, Any]:
-    """The task of every rank. What raises ends it, and is the last of the checks."""
+def run(ranks: Ranks, *, steps: int, output: str) -> dict[str, Any]:
+    """The task of every rank. What raises ends it, and is the last of the checks; `output` says so far all the time."""
     mesh = dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True))
     found = _nothing(mesh)
     doing = "environment"
     try:
-        for doing, work in _work(ranks, mesh, steps, found):  # noqa: B007  # the except clause names it
+        for doing, work in _work(ranks, mesh, steps, found):
+            if ranks.rank == 0:
+                with suppress(InputError):  # of a disk that is full by now the end will tell
+                    _note(Path(output), found, doing)
             work()
     except Exception as error:
         traceback.print_exc()
@@ -303,12 +358,25 @@ def _accounts(training: Any) -> tuple[bool, str]:
 
 
 def _probed(found: Probe | None) -> Iterator[Check]:
+    if found is not None:
+        yield _devices(found.raw["machine"])
     for level in found.levels if found else ():
-        rates = ", ".join(f"{name} {one.line.bytes_per_s / 1e6:.4g} MB/s" for name, one in level.fits.items())
+        rates = ", ".join(f"{name} {format_bytes_per_s(one.line.bytes_per_s)}" for name, one in level.fits.items())
         detail = f"one rank sends: {rates}; a step takes {level.latency_s * 1e6:.3g} us"
         noisy = [f"{operation}: {one.noise}" for operation, one in level.fits.items() if not one.trusted]
         status = "look" if noisy else "ok"
         yield Check(name=f"links, {level.name}", status=status, detail="; ".join([detail, *noisy]))
+
+
+def _devices(machine: Mapping[str, Any]) -> Check:
+    """One that is slower than its like makes all ranks wait. Ranks that share cores are not held to it."""
+    found, slow = [], False
+    for what, rates in machine["by_rank"].items():
+        least, usual = min(rates), statistics.median(rates)
+        slow = slow or (machine["cores"] is None and least < SLOW * usual)
+        found.append(f"{what} {least / usual:.2f} (rank {rates.index(least)})")
+    status = "look" if slow else "ok"
+    return Check(name="devices", status=status, detail=f"the slowest rank's rate over the median: {', '.join(found)}")
 
 
 def _predicted(found: Probe | None, raw: Mapping[str, Any]) -> Iterator[Check]:

@@ -38,10 +38,12 @@ class Launched:
         """What torchrun's variables say; None where there are none: the process was started by hand.
 
         Raises:
-            ConfigError: some are there and others are not, or one cannot be right; names it.
+            ConfigError: some are there and others are not, or one cannot be right, or another launcher has started
+                several processes without them; names it.
         """
         given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
         if not given:
+            _require_alone(environ)
             return None
         if len(given) == 1:
             missing = "WORLD_SIZE" if given == ["RANK"] else "RANK"
@@ -70,6 +72,19 @@ def _start(environ: Mapping[str, str]) -> tuple[bool, str]:
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     restarts = sum(_number(environ, name, 0, default=0) for name in counts)
     return named or restarts > 0, run_id if named else environ.get("SLURM_JOB_ID", "")
+
+
+def _require_alone(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where a launcher has started several processes and has not told them of each other."""
+    for name, rank in (("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")):
+        count = environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                f"the environment has {name}={count} but neither RANK nor WORLD_SIZE, so that each of these processes "
+                f"would run for itself: set RANK=${rank} WORLD_SIZE=${name} in each, with LOCAL_RANK, "
+                f"LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (docs/checkpoints.md has the lines for srun), or start "
+                f"torchrun; unset {name} if that is what they should do"
+            )
 
 
 def check_address(environ: Mapping[str, str]) -> None:

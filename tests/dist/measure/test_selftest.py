@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import on_ranks
+from zeromesh.errors import InputError
 from zeromesh.measure import selftest
 from zeromesh.measure.ranks import Ranks
 
@@ -66,13 +68,14 @@ def test_all_is_well_on_two_ranks(tmp_path):
 
 def on_rank_1(what: str) -> str:
     return f"""
-import os
+import os, time
 if os.environ.get("RANK") == "1":
     from zeromesh.measure import parity
     difference = parity.largest_difference
 
     def fail(ranks, strategy):
         if strategy == "node=2":
+            time.sleep(1)  # the other rank is no longer in the check before
             {what}
         return difference(ranks, strategy)
 
@@ -97,7 +100,9 @@ def test_what_a_rank_raised_is_in_the_file_with_what_was_found_before(tmp_path):
 def test_a_rank_that_dies_leaves_a_file(tmp_path):
     code, found, printed = run_selftest(tmp_path, on_rank_1("os.kill(os.getpid(), 9)"))
     assert code == 1 and not found["passed"], printed
-    (check,) = found["checks"]
+    *before, doing, check = found["checks"]
+    assert [check["status"] for check in before] == ["ok"] * 4
+    assert (doing["name"], doing["detail"]) == ("parity, all 2 (node=2)", "begun, and not ended")
     assert check["name"] == "all ranks start, and live to the end" and check["status"] == "failed"
     assert "RanksFailedError: " in check["detail"] and "rank 1 died of SIGKILL" in check["detail"]
     assert found["environment"]["mesh"] == "node=2" and found["environment"]["zeromesh"]
@@ -107,23 +112,41 @@ def test_a_rank_that_dies_leaves_a_file(tmp_path):
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_a_check_that_raises_is_the_last_one():
     ranks = Ranks(rank=dist.get_rank(), world=2, device=torch.device("cpu"), mesh=mesh_of(2))
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0)
     layouts = {"all 3": "node=3", "all 1": "node=1"}
     wrong = mock.patch.object(selftest, "_accounts", side_effect=RuntimeError("out of bytes"))
     with wrong, mock.patch.object(selftest, "strategies", lambda mesh: layouts):
-        found = selftest.run(ranks, steps=1)
+        found = selftest.run(ranks, steps=1, output=str(Path(folder[0]) / "found.json"))
     assert [check["status"] for check in found["checks"]] == ["ok", "failed"]
     assert found["checks"][1]["name"] == "bytes and memory, all 3 (node=3)"
     assert f"rank {ranks.rank}: RuntimeError: out of bytes" in found["checks"][1]["detail"]
     assert found["probe"] is None and found["compute"] is None and found["environment"]["backend"] == "gloo"
 
 
-def test_figures_that_make_no_sense_are_a_failed_check(monkeypatch):
+def test_figures_that_make_no_sense_are_a_failed_check(monkeypatch, tmp_path):
     mesh = {"node": 2}
     good = {"name": "parity", "status": "ok", "detail": "same"}
     raw = {**selftest._nothing(mesh), "checks": [good], "probe": {"levels": "none"}}
     monkeypatch.setattr(selftest, "on_all_ranks", lambda *_, **__: raw)
-    result = selftest.selftest(mesh)
+    result = selftest.selftest(mesh, tmp_path / "found.json")
     assert result is not None and not result.passed
     assert [check.status for check in result.checks] == ["ok", "failed"]
     assert result.checks[1].name == "links and times beside predicted ones"
     assert result.to_json()["passed"] is False
+    assert json.loads((tmp_path / "found.json").read_text()) == json.loads(json.dumps(result.to_json()))
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
+    with pytest.raises(InputError, match=r"the result file cannot be written: .*nowhere.*: No such file or directory"):
+        selftest.selftest({"node": 2}, tmp_path / "nowhere" / "found.json")
+
+
+def test_all_processes_ended_leave_what_was_found(tmp_path):
+    """With SIGKILL, while a check runs; the ranks end with the process that has started them."""
+    startup = on_rank_1("os.kill(os.getppid(), 9)")
+    code, found, _ = run_selftest(tmp_path, startup)
+    assert code == -9 and not found["passed"]
+    *before, doing = found["checks"]
+    assert [check["status"] for check in before] == ["ok"] * 4
+    assert (doing["name"], doing["status"]) == ("parity, all 2 (node=2)", "failed")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pure.measure.test_bench import raw
 from zeromesh.cli.app import main
 from zeromesh.cli.measuring import mesh_of
 
@@ -16,7 +17,14 @@ from zeromesh.cli.measuring import mesh_of
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
     """No torchrun around the tests, and nothing left in the working directory."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "SLURM_STEP_NUM_TASKS",
+        "OMPI_COMM_WORLD_SIZE",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
@@ -88,10 +96,38 @@ def test_a_failed_check_is_an_exit_code(monkeypatch, capsys, tmp_path, status, c
     result = selftest.Result(environment=environment, checks=checks, seconds=1.0, cluster="", raw={})
     monkeypatch.setattr(selftest, "selftest", lambda *_, **__: result)
     assert run(monkeypatch, "selftest", "--ranks", "2", "-o", "found.json") == code
-    written = json.loads((tmp_path / "found.json").read_text())
-    assert written["passed"] == (code == 0)
-    assert [check["status"] for check in written["checks"]] == ["ok", status]
-    assert "links" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "links" in printed and str(tmp_path / "found.json") in printed.replace("\n", "")
+
+
+@pytest.mark.parametrize(("loaded", "spread"), [(3.0, 1.0), (1.0, 3.0)])
+def test_a_probe_that_cannot_be_trusted_is_shown_and_refused(monkeypatch, capsys, tmp_path, loaded, spread):
+    from zeromesh.measure import probe
+
+    monkeypatch.setattr(probe, "on_all_ranks", lambda *_, **__: raw(loaded=loaded, spread=spread))
+    arguments = ("probe", "--mesh", "cluster=2,node=2", "-o", "here.toml")
+    assert run(monkeypatch, *arguments) == 2
+    printed = capsys.readouterr()
+    assert "all_gather" in printed.out and not (tmp_path / "here.toml").exists()
+    assert "all_gather over node (2 ranks): the first and the second half" in printed.err
+    assert run(monkeypatch, *arguments, "--accept-noise") == 0
+    assert (tmp_path / "here.toml").exists()
+    assert run(monkeypatch, *arguments[:-1], "nowhere/here.toml", "--accept-noise") == 2
+    assert "nowhere is no folder" in capsys.readouterr().err.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("count", "rank"), [("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")]
+)
+@pytest.mark.parametrize("arguments", [("selftest",), ("selftest", "--mesh", "node=8"), ("probe",)])
+def test_processes_that_do_not_know_of_each_other_start_nothing(monkeypatch, capsys, tmp_path, arguments, count, rank):
+    """`srun -n 8 zeromesh selftest` would be eight tests of one machine each."""
+    monkeypatch.setenv(count, "8")
+    assert run(monkeypatch, *arguments) == 2
+    assert f"set RANK=${rank} WORLD_SIZE=${count}" in capsys.readouterr().err.replace("\n", " ")
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setenv(count, "1")
+    assert mesh_of("node=8", 0, None) == {"node": 8}
 
 
 def test_an_estimate_starts_nothing(monkeypatch, capsys):
@@ -107,9 +143,9 @@ def test_a_bench_needs_a_directory(monkeypatch, capsys, tmp_path):
 
 
 def test_ranks_that_are_started_here_are_one_for_each_device(monkeypatch):
-    for devices, ranks in ((8, 8), (1, 6), (0, 6)):
+    for devices, cores, ranks in ((16, 6, 16), (1, 6, 6), (0, 6, 6), (0, 1, 2), (1, 192, 8)):
         monkeypatch.setattr("zeromesh.comm.device.visible_devices", lambda devices=devices: devices)
-        monkeypatch.setattr("os.cpu_count", lambda: 6)
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         assert prod(mesh_of("", 0, None).values()) == ranks
 
 

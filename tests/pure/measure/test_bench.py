@@ -10,7 +10,9 @@ from zeromesh.errors import InputError, MeasurementError
 from zeromesh.measure.bench import Bench, _over_links, shown, summarise, trusted
 from zeromesh.measure.matrix import Cell, Topology, estimate_s, make_cells
 from zeromesh.measure.probe import from_raw
+from zeromesh.measure.records import Records
 from zeromesh.measure.replay import read_schedule, schedule_json
+from zeromesh.measure.selftest import _devices
 from zeromesh.measure.shapes import SHAPES
 from zeromesh.measure.steps import Batch, compute_of, median_compute, predict, to_json
 from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
@@ -23,12 +25,13 @@ MESH = Topology(text=TREE).mesh
 UNITS = ["", *(f"layers.{index}" for index in range(3))]
 
 
-def raw(latency: float = 1e-4, *, loaded: float = 1.0) -> dict[str, Any]:
-    """A probe of 500 MB/s inside and 25 MB/s outside."""
+def raw(latency: float = 1e-4, *, loaded: float = 1.0, spread: float = 1.0) -> dict[str, Any]:
+    """A probe of 500 MB/s inside and 25 MB/s outside; `loaded` times as slow in its second half, and `spread` times in
+    every second round."""
 
     def times(rate: float) -> dict[str, list[float]]:
         return {
-            str(size): [(latency + size / rate) * (1 if i < 4 else loaded) for i in range(8)]
+            str(size): [(latency + size / rate) * (1 if i < 4 else loaded) * spread ** (i % 2) for i in range(8)]
             for size in (10_000, 100_000, 1_000_000)
         }
 
@@ -300,3 +303,31 @@ def test_an_estimate_grows_with_what_is_to_do():
 def test_steps_that_are_none(tmp_path, steps, warmup, rounds):
     with pytest.raises(InputError, match="at least 1 step in at least 1 round"):
         Bench(tmp_path, steps=steps, warmup=warmup, rounds=rounds)
+
+
+def test_one_bench_at_a_time_works_in_a_directory(bench):
+    other = pytest.raises(InputError, match="another bench works in")
+    with bench.records.alone(), other, Records(bench.directory).alone():
+        pass
+    with Records(bench.directory).alone():
+        pass
+
+
+@pytest.mark.parametrize(("variable", "name"), [("OMP_NUM_THREADS", "threads"), ("CUDA_VISIBLE_DEVICES", "devices")])
+def test_cells_of_other_threads_or_devices_are_not_mixed(tmp_path, monkeypatch, variable, name):
+    monkeypatch.delenv(variable, raising=False)
+    records = Records(tmp_path)
+    records.claim(steps=1, warmup=1)
+    records.claim(steps=1, warmup=1)
+    monkeypatch.setenv(variable, "7")
+    with pytest.raises(InputError, match=rf"must be measured alike; .* was with {name} .*, now 7: name another"):
+        records.claim(steps=1, warmup=1)
+
+
+@pytest.mark.parametrize(("cores", "slowest", "status"), [(None, 0.8, "look"), (None, 0.95, "ok"), (0.5, 0.5, "ok")])
+def test_a_device_that_is_slower_than_its_like_is_marked(cores, slowest, status):
+    """Ranks that share cores are not held to it."""
+    check = _devices(
+        {"cores": cores, "by_rank": {"copies": [3e12] * 4, "bf16 products": [5e14, 5e14, slowest * 5e14, 5e14]}}
+    )
+    assert check.status == status and f"bf16 products {slowest:.2f} (rank 2)" in check.detail

@@ -64,6 +64,15 @@ def test_halves_that_disagree_are_not_trusted():
         found.require_trust("gather over node")
 
 
+def test_timings_that_do_not_agree_with_each_other_are_not_trusted():
+    """Load that comes and goes is the same in both halves."""
+    clean = timings(Line(latency_s=1e-4, bytes_per_s=5e8))
+    found = fit({size: [t * (1 + i % 2) for i, t in enumerate(times)] for size, times in clean.items()})
+    assert found.disagreement < 0.01 and not found.trusted
+    with pytest.raises(MeasurementError, match=r"longest messages spread by 33% \(allowed 25%\)"):
+        found.require_trust("gather over node")
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.lists(st.floats(1e-6, 1.0), min_size=4, max_size=8), min_size=2, max_size=5))
 def test_any_timings_give_a_usable_line(rows):

@@ -1,6 +1,6 @@
 import pytest
 
-from zeromesh.errors import MeasurementError, MeshError
+from zeromesh.errors import ConfigError, MeasurementError, MeshError
 from zeromesh.lab import Tree
 from zeromesh.measure.launch import default_mesh, mesh_of_tree, mesh_text, on_all_ranks, parse_mesh, require_several
 
@@ -30,6 +30,15 @@ def test_levels_of_what_has_been_started(monkeypatch):
         default_mesh(4)
     with pytest.raises(MeshError, match="has 4 ranks; 8 are there"):
         on_all_ranks("probe:measure", {}, {"node": 4})
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match="MASTER_ADDR must say where rank 0 listens"):
+        on_all_ranks("probe:measure", {}, {"node": 8})
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(MeshError, match="does not say LOCAL_WORLD_SIZE"):
+        default_mesh(4)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ConfigError, match="has WORLD_SIZE but not RANK"):
+        default_mesh(4)
 
 
 def test_levels_of_a_tree():

@@ -18,6 +18,7 @@ from zeromesh.validate.page import page, remarks
 from zeromesh.validate.row import Row, published
 from zeromesh.validate.score import GOALS, score
 from zeromesh.validate.tables import SOURCES
+from zeromesh.validate.tables.amsp import _ENGINES, AMSP_LAYOUT, amsp_step
 from zeromesh.validate.tables.fsdp import _reserved_gib
 
 #: Of which source each table comes. Two whose ranges take long are left out.
@@ -176,3 +177,14 @@ def test_an_unknown_table_names_the_nearest():
     result = CliRunner().invoke(app, ["validate", "internvo"])
     assert result.exit_code != 0
     assert "did you mean internevo" in str(result.exception)
+
+
+@pytest.mark.parametrize("size", ["7B", "13B", "30B"])
+def test_the_overlap_of_a_strategy_is_the_papers_ablation(size):
+    """The page has it from mechanics of AMSP's engine; `;overlap=`, which users have, must say the same: it waits for
+    each unit's reduction at the boundary, where the paper's executor waits for all at the end."""
+    variants = {"all": "all overlap", "gather": "all-gather/reduce-scatter overlap only", "none": "no overlap"}
+    for overlap, variant in variants.items():
+        switched = amsp_step(size, 64, f"{AMSP_LAYOUT[size]};overlap={overlap}", "amsp", 4)
+        expected = amsp_step(size, 64, AMSP_LAYOUT[size], _ENGINES[variant], 4)
+        assert switched.step_s == pytest.approx(expected.step_s, rel=0.04), overlap

@@ -1,0 +1,81 @@
+"""Which machine each rank of a mesh is on: agreed before anything is measured, since a probe of a mesh whose inner axis
+joins machines, while an outer one stays inside them, describes no cluster."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from zeromesh.errors import MeshError
+
+
+def machine_id() -> str:
+    """The kernel's boot id: emulated clusters have several hosts' networks and one kernel."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id.read_text().strip() if boot_id.exists() else platform.node()
+
+
+def require_places(mesh: Mapping[str, int], machine: str, store: Store, rank: int, world: int) -> None:
+    """Compares the ranks' meshes with each other and with where the ranks are; collective.
+
+    Args:
+        mesh: sizes by axis name, outermost first, as this rank has it.
+        machine: that this rank is on.
+        store: that all ranks see, of this start alone.
+        rank, world: this rank, and how many there are.
+
+    Raises:
+        MeshError: on every rank.
+    """
+    store = PrefixStore("zeromesh/places", store)
+    store.set(str(rank), json.dumps([list(mesh.items()), machine]))
+    if rank == 0:
+        said = [json.loads(store.get(str(other))) for other in range(world)]
+        store.set("wrong", _other_mesh([one[0] for one in said]) or wrong_order(mesh, [one[1] for one in said]))
+    wrong = store.get("wrong").decode()
+    if wrong:
+        raise MeshError(wrong)
+
+
+def _other_mesh(meshes: Sequence[Sequence[Sequence[object]]]) -> str:
+    for rank, mesh in enumerate(meshes):
+        if mesh != meshes[0]:
+            first, other = (",".join(f"{name}={size}" for name, size in one) for one in (meshes[0], mesh))
+            return (
+                f"all ranks must have one mesh; rank 0 has {first}, rank {rank} has {other}: give --mesh, or start as "
+                f"many ranks on each machine"
+            )
+    return ""
+
+
+def wrong_order(mesh: Mapping[str, int], machines: Sequence[str]) -> str:
+    """What is wrong if an axis joins machines and one outside of it ranks of a machine; empty if none does.
+
+    Args:
+        mesh: sizes by axis name, outermost first.
+        machines: of each rank, in the mesh's order.
+    """
+    joins: dict[str, set[bool]] = defaultdict(set)
+    inner_first = list(mesh.items())[::-1]
+    for index, (name, size) in enumerate(inner_first):
+        below = prod(count for _, count in inner_first[:index])
+        for rank in range(len(machines)):
+            if rank // below % size:
+                joins[name].add(machines[rank] != machines[rank - below])
+    names = [name for name, _ in inner_first if joins[name]]
+    for inner, outer in pairwise(names):
+        if True in joins[inner] and False in joins[outer]:
+            text = ",".join(f"{name}={size}" for name, size in mesh.items())
+            return (
+                f"in mesh {text} axis {inner} joins machines, and axis {outer}, outside of it, ranks of one machine: "
+                f"name the axis of a machine's ranks last, and number ranks machine by machine (torchrun does; srun -m "
+                f"block)"
+            )
+    return ""
