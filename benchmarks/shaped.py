@@ -4,12 +4,12 @@
 
 Needs root: the cluster is emulated (`zeromesh lab`). All systems live in the same processes and take turns, a step each
 in every round, in an order that changes from round to round; the figure is the median. Ours are made anew for each
-round and timed from their second step on, which pays for the refresh that the first one left under way. Memory is
-counted in bytes a rank: parameters, gradients, optimizer's states, gathered and kept copies. Ours as allocated, staging
-of other wire dtypes included; the peers' by formula, in their favour: two gathered blocks and the gradients of one
-where they shard (`peer_bytes`). What collectives work in is left out on both sides: ours, 8 MiB a lane on CPU whatever
-the model (a quarter of what FSDP2 takes of a 7M model, nothing beside a large one), and what gloo allocates by itself.
-One thread per rank.
+round. Of each system a round times the second of two steps in a row, which pays for the refresh that the first one left
+under way; what the second one leaves ends before the next system begins. Memory is counted in bytes a rank: parameters,
+gradients, optimizer's states, gathered and kept copies. Ours as allocated, staging of other wire dtypes included; the
+peers' by formula, in their favour: two gathered blocks and the gradients of one where they shard (`peer_bytes`). What
+collectives work in is left out on both sides: ours, 8 MiB a lane on CPU whatever the model (a quarter of what FSDP2
+takes of a 7M model, nothing beside a large one), and what gloo allocates by itself. One thread per rank.
 
 FSDP2 takes part as it ships and with our reduce-scatter handed to it: gloo's own moves the bytes of an all-reduce.
 
@@ -29,6 +29,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,29 +127,41 @@ def peer_bytes(name: str, size: str, item: int, sizes: tuple[int, int]) -> int:
     return held + gathered + kept + grads
 
 
-def our_step(
-    size: str, dtype: torch.dtype, data: list[torch.Tensor], *, system: str, mesh: Any
-) -> tuple[Step, int, dict[str, int]]:
-    """A step, bytes a rank, and bytes that a rank sends on each axis in a step."""
+def our_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, system: str, mesh: Any) -> Ours:
+    """One of ours, made anew."""
     strategy, no_masters = system.removesuffix(NO_MASTERS), system.endswith(NO_MASTERS)
     options = {} if dtype is torch.float32 else {"param_dtype": dtype}
     if no_masters:
         options |= {"master_dtype": dtype, "grad_dtype": dtype}
     model = zm.shard(make_model(size), mesh, strategy, bucket_bytes=BUCKET_BYTES, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return Ours(model=model, optimizer=optimizer, data=data)
 
-    def step() -> None:
-        for index, batch in enumerate(data):
-            with zm.accumulate(model, last=index == len(data) - 1):
-                (model(input_ids=batch, labels=batch, use_cache=False).loss / len(data)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    step()
-    schedule = engine_of(model).schedule
-    total = zm.memory_report(model, optimizer)[-1].allocated_bytes
-    sent = sent_bytes_per_axis(schedule, micro_batches=len(data))
-    return step, total - schedule.memory.workspace, sent
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ours:
+    """A sharded model and what it is trained on."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    data: list[torch.Tensor]
+
+    def __call__(self) -> None:
+        for index, batch in enumerate(self.data):
+            with zm.accumulate(self.model, last=index == len(self.data) - 1):
+                (self.model(input_ids=batch, labels=batch, use_cache=False).loss / len(self.data)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def settle(self) -> None:
+        """Waits for the refresh that a step has left under way."""
+        engine_of(self.model).interpreter.quiesce()
+
+    def counted(self) -> tuple[int, dict[str, int]]:
+        """Bytes a rank after a step, and bytes that a rank sends on each axis in a step."""
+        schedule = engine_of(self.model).schedule
+        total = zm.memory_report(self.model, self.optimizer)[-1].allocated_bytes
+        return total - schedule.memory.workspace, sent_bytes_per_axis(schedule, micro_batches=len(self.data))
 
 
 def rank_program(args: argparse.Namespace) -> None:
@@ -183,8 +196,10 @@ def _our_rows(
     rows = []
     for system in ours(mesh.ndim, dtype):
         make = partial(our_step, args.model, dtype, data, system=system, mesh=mesh)
-        _, memory, sent = make()
-        rows.append({"system": system, "bytes": memory, "sent_bytes": sent, "make": lambda make=make: make()[0]})
+        first = make()
+        first()
+        memory, sent = first.counted()
+        rows.append({"system": system, "bytes": memory, "sent_bytes": sent, "make": make})
     return rows
 
 
@@ -200,7 +215,7 @@ def _peer_rows(
     for name, maker in known.items():
         if len(data) > 1 or "whole" not in name:  # with one micro-batch gradients are whole nowhere
             step = maker(args.model, dtype, data)
-            step()
+            step()  # DDP makes its buckets anew after the first
             memory = peer_bytes(name, args.model, dtype.itemsize, sizes)
             rows.append({"system": name, "bytes": memory, "make": lambda step=step: step})
     return rows
@@ -212,7 +227,11 @@ def _rounds(makers: dict[str, Callable[[], Step]], rounds: int) -> dict[str, lis
         names = list(makers)[:: -1 if index % 2 else 1]
         for name in names:
             step = makers[name]()
+            step()
             times[name].append(timed(step))
+            if isinstance(step, Ours):
+                step.settle()
+            dist.barrier()
             del step
     return times
 
@@ -288,9 +307,12 @@ def _collect(args: argparse.Namespace, rank: int, stream: str, line: str) -> Non
         out = Path(args.out)
         held = json.loads(out.read_text()) if out.exists() else {"cells": []}
         here = read_setting()
-        cell |= {"rounds": args.rounds} | {name: here.pop(name) for name in ("at", "load_average")}
-        held["setting"] = here | {"model": args.model}
-        held["cells"].append(cell)
+        cell |= {"model": args.model, "rounds": args.rounds} | {name: here.pop(name) for name in ("at", "load_average")}
+        for one in held["cells"]:
+            one.setdefault("model", held["setting"].get("model"))  # of all of them, before each had its own
+        held["setting"] = here
+        same = ("tree", "dtype", "micro_batches", "model")
+        held["cells"] = [one for one in held["cells"] if any(one.get(key) != cell[key] for key in same)] + [cell]
         out.write_text(json.dumps(held, indent=1) + "\n")
 
 
