@@ -99,3 +99,12 @@ def test_where_the_ranks_meet(changes: dict[str, str | None], message: str) -> N
     environ = {name: value for name, value in (ADDRESS | changes).items() if value is not None}
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_address(environ)
+
+
+@pytest.mark.parametrize("count", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_tasks_that_do_not_know_of_each_other_are_no_runs(count: str) -> None:
+    """`srun -n 8 zeromesh train` would be eight runs that write to one directory."""
+    assert Launched.of({count: "1"}) is None
+    assert Launched.of(SET | {count: "8"}) is not None
+    with pytest.raises(ConfigError, match=rf"has {count}=8 but neither RANK nor WORLD_SIZE.*; unset {count} if"):
+        Launched.of({count: "8"})
