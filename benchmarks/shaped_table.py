@@ -191,8 +191,8 @@ def main() -> None:
     print(", ".join(f"{key}: {value}" for key, value in held["setting"].items()) + "\n")
     if any("carried_s" in row for cell in held["cells"] for row in cell["rows"]):
         print(
-            "In bf16 DDP was timed while the last of ours still refreshed its parameters: what that can have cost it at "
-            "most, `carried_s`, is taken off, so that these figures of ours are the least that they can be.\n"
+            "In bf16 DDP was timed while the last of ours still refreshed its parameters. What that can have cost it "
+            "at most, `carried_s`, is taken off: these figures of ours are the least that they can be.\n"
         )
     for table in (caps_table, curve_table, fsdp_table, quantised_table, bound_table):
         print("\n".join(table(held["cells"])))

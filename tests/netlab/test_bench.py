@@ -33,17 +33,10 @@ TREES = {
         "node=1@/int8,cluster=3dk@int8/int4+ef",
         "node=1,cluster=2;overlap=none",
     ],
-    # Both levels are links, slower and of fewer members outside.
-    "2@500mbit,3@1gbit": [
-        "node=0,cluster=0",
-        "node=0,cluster=0;collective=hierarchical",
-        "node=3,cluster=1",
-        "node=3,cluster=3;collective=ho_ring",
-    ],
-    # Three levels of links.
+    # All three levels are links.
     "2@500mbit,2@1gbit,2@1gbit": [
+        "package=0,node=0,cluster=0;collective=hierarchical",
         "package=3,node=1,cluster=0",
-        "package=3@int8/int4,node=3@int8/int4,cluster=0@/int8",
         "package=3,node=3,cluster=3;collective=ho_ring",
     ],
 }

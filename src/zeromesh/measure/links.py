@@ -35,6 +35,9 @@ GROWTH = 4
 SHORTEST_SAMPLE_S = 2e-3
 """Shorter calls are repeated within a sample: a barrier lets ranks go up to some 100 us apart."""
 
+LEAST_BUSY = 6
+"""Calls beside computation at least: each of its messages may wait for as long as a busy process may run."""
+
 HOST_CALLS = 6
 """Calls of which the processor's time is taken."""
 
@@ -91,17 +94,21 @@ def _measure_level(group: AxisGroup, ranks: Ranks, rounds: int, seconds: float, 
         "backend": group.backend,
         "timings": timings,
         **(_host_seconds(samples, ranks) if ranks.on_cpu else {"host_s_per_byte": None, "host_call_s": 0.0}),
-        "busy_latency_s": _beside_computation(samples, ranks, rounds) if ranks.on_cpu else None,
+        "busy_latency_s": _beside_computation(samples, ranks, 4 * rounds, seconds / 4) if ranks.on_cpu else None,
     }
 
 
-def _beside_computation(samples: list[_Sample], ranks: Ranks, rounds: int) -> float:
+def _beside_computation(samples: list[_Sample], ranks: Ranks, most: int, budget_s: float) -> float:
     """Seconds of the shortest transfers while every rank computes in another thread, as it does in training; the mean
-    over the operations of their medians."""
+    over the operations of their medians. Of `most` calls, or of fewer where a scheduler lets them wait for long."""
     shortest = min(sample.sent_bytes for sample in samples if sample.operation != "all_reduce")
     calls = [sample.call for sample in samples if sample.sent_bytes == shortest and sample.operation != "all_reduce"]
-    times = torch.zeros(len(calls), 4 * rounds, dtype=torch.float64)
     with _computing():
+        start = time.perf_counter()
+        for call in calls:
+            _timed(call, 1, ranks)
+        once = _agreed(time.perf_counter() - start)
+        times = torch.zeros(len(calls), min(most, max(LEAST_BUSY, int(budget_s / once))), dtype=torch.float64)
         for index in range(times.shape[1]):
             for row, call in enumerate(calls):
                 times[row, index] = _timed(call, 1, ranks)
