@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.pure.measure.test_bench import raw
+from zeromesh.errors import MeasurementError
 from zeromesh.measure.bench import Bench
 from zeromesh.measure.matrix import Topology, make_cells
 from zeromesh.measure.steps import Batch
@@ -52,7 +53,7 @@ def measured(tmp_path_factory) -> Callable[[str], Bench]:
     @functools.cache
     def run(tree: str) -> Bench:
         folder = tmp_path_factory.mktemp("bench")
-        bench = Bench(folder, steps=1, warmup=1, rounds=1, accept_noise=True, probe_s=1.0, probe_rounds=4)
+        bench = Bench(folder, steps=1, warmup=1, rounds=1, accept_noise=True, probe_s=1.5, probe_rounds=8)
         if tree != PROBED:
             bench.claim()
             level = raw()["levels"]["node"]  # bytes depend on no rate
@@ -78,6 +79,10 @@ def test_bytes_over_every_link_are_the_predicted_ones(measured, tree):
 @pytest.mark.timeout(180)
 def test_a_probe_finds_the_rate_of_a_link(measured):
     probe = measured(PROBED).probe_of(PROBED)
+    try:
+        probe.require_trust()
+    except MeasurementError as noisy:
+        pytest.skip(f"too noisy to tell how fast a link is: {noisy}")
     # Half of a node's 125 MB/s (less headers) is a rank's.
     assert probe.cluster.level("cluster").bandwidth_bytes_per_s == pytest.approx(119e6, rel=0.15)
     assert probe.raw["machine"]["ranks_per_machine"] == 4
