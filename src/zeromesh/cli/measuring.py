@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +65,7 @@ def mesh_of(text: str, ranks: int, lab: Lab | None) -> dict[str, int]:
 def _ranks_here() -> int:
     """One for each device, or for each processor core, up to `MOST_HERE`, where there are not two devices."""
     from zeromesh.comm.device import visible_devices
+    from zeromesh.measure.setting import usable_cores
 
     devices = visible_devices()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
-    return devices if devices > 1 else min(MOST_HERE, max(2, cores))
+    return devices if devices > 1 else min(MOST_HERE, max(2, usable_cores()))

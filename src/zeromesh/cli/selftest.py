@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,6 +31,7 @@ def selftest(
     from zeromesh.errors import InputError
     from zeromesh.measure.launch import under_torchrun
     from zeromesh.measure.selftest import selftest as run
+    from zeromesh.train.processes import end_process
 
     if steps < 1:
         raise InputError(f"--steps must be at least 1, got {steps}")
@@ -45,21 +44,14 @@ def selftest(
         except Exception:
             if joined:
                 traceback.print_exc()
-                _end(1)
+                end_process(1)
             raise
     code = 0 if result is None or result.passed else 1
     if result is not None:
         _print(result, output)
     if joined:
-        _end(code)
+        end_process(code)
     raise typer.Exit(code)
-
-
-def _end(code: int) -> NoReturn:
-    """Not by an ordinary exit: after an error, threads of a process group whose peers are gone may never end."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _print(result: Result, output: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -23,12 +21,10 @@ def train(
     saved its state (run the same command again), and 1 for anything else.
     """
     from zeromesh.train import train as run
+    from zeromesh.train.processes import end_process
 
     code = run(config, overrides or ())
     if code == 1:
-        # Threads of a process group whose peers are gone may never end.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        end_process(code)
     if code:
         raise typer.Exit(code)

@@ -17,7 +17,7 @@ from zeromesh.errors import InputError, MeasurementError
 
 MAX_SPREAD = 0.25
 """Of the longest messages' timings, which decide the rate: load that lasts from end to end is the same in both halves.
-Idle links have 1 to 10 % (2 cores, 8 ranks)."""
+Idle links have 1 to 13 % (2 cores, 4 and 8 ranks); few short rounds may have more."""
 
 MAX_DISAGREEMENT = 0.25
 """By how much the rates of the two halves may differ. On an idle machine gloo's differ by 1 to 8 %, under load by 30 %

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zeromesh.measure.places import machine_id
 from zeromesh.measure.ranks import Ranks
-from zeromesh.measure.setting import processor_name
+from zeromesh.measure.setting import processor_name, usable_cores
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLE_S = 0.3
@@ -26,7 +26,6 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
     all. `by_rank` has every rank's.
     """
     here = _ranks_on_this_machine()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = _host_memory() / here if ranks.on_cpu else torch.cuda.get_device_properties(ranks.device).total_memory
     copies = _copy_rates(ranks)
     products = {name: _product_rates(ranks, dtype) for name, dtype in DTYPES.items()}
@@ -37,7 +36,7 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
         "memory_bytes_per_s": figure(copies),
         "peak_flops": {name: figure(rates) for name, rates in products.items()},
         "by_rank": {"copies": copies, **{f"{name} products": rates for name, rates in products.items()}},
-        "cores": cores / here if ranks.on_cpu else None,
+        "cores": usable_cores() / here if ranks.on_cpu else None,
         "ranks_per_machine": here,
     }
 

@@ -149,6 +149,11 @@ def _read(path: Path) -> Any:
 
 
 def _write(path: Path, content: object) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content))
-    unfinished.rename(path)
+    write_whole(path, json.dumps(content))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is whole if it is there: who reads it, or ends this process, may do so at any moment."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)

@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import InputError
 from zeromesh.measure.cluster_file import cluster_toml
-from zeromesh.measure.launch import Mesh, is_first, mesh_text, on_all_ranks, under_torchrun
+from zeromesh.measure.launch import Mesh, is_first, mesh_text, on_all_ranks
 from zeromesh.measure.probe import Probe, from_raw
+from zeromesh.measure.records import write_whole
 from zeromesh.measure.setting import read_setting
 from zeromesh.measure.steps import Batch, from_json, median_step, predict
 from zeromesh.units import format_bytes_per_s
@@ -118,9 +119,8 @@ def selftest(mesh: Mesh, output: Path, *, steps: int = 6, lab: Lab | None = None
         InputError: the file cannot be written, or the mesh is not that of the ranks.
     """
     start = time.monotonic()
-    under_torchrun()  # raises before anything is written
     if is_first():
-        _note(output, _nothing(mesh), "all ranks start")
+        _note(output, _nothing(mesh), _begun("all ranks start"))
     raw = _on_all_ranks(mesh, output, steps, lab)
     if raw is None:
         return None
@@ -154,7 +154,7 @@ def _on_all_ranks(mesh: Mesh, output: Path, steps: int, lab: Lab | None) -> Any:
         return on_all_ranks("selftest:run", {"steps": steps, "output": str(output.absolute())}, mesh, lab=lab)
     except InputError as error:
         if is_first():
-            _note(output, _nothing(mesh), f"all ranks start: {error}")
+            _note(output, _nothing(mesh), _failed("all ranks start", _words(error)))
         raise
     except Exception as error:
         if not is_first():
@@ -164,9 +164,9 @@ def _on_all_ranks(mesh: Mesh, output: Path, steps: int, lab: Lab | None) -> Any:
         return {**noted["raw"], "environment": noted["environment"], "checks": [*noted["checks"], died]}
 
 
-def _note(output: Path, found: Mapping[str, Any], doing: str) -> None:
+def _note(output: Path, found: Mapping[str, Any], last: dict[str, str]) -> None:
     """Writes the result as it is if nothing follows."""
-    checks = [Check(**check) for check in (*found["checks"], _failed(doing, "begun, and not ended"))]
+    checks = [Check(**check) for check in (*found["checks"], last)]
     _write(output, _result(found, checks, 0.0, ""))
 
 
@@ -176,10 +176,8 @@ def _write(output: Path, result: Result) -> None:
     try:
         if output.exists() and not output.is_file():  # a pipe, say; what is no file is not replaced
             output.write_text(text)
-            return
-        unfinished = output.with_name(f"{output.name}.unfinished")
-        unfinished.write_text(text)
-        unfinished.replace(output)
+        else:
+            write_whole(output, text)
     except OSError as error:
         raise InputError(f"the result file cannot be written: {output}: {error.strerror}") from None
 
@@ -190,6 +188,10 @@ def _nothing(mesh: Mesh) -> dict[str, Any]:
 
 def _failed(name: str, detail: str) -> dict[str, str]:
     return {"name": name, "status": "failed", "detail": detail}
+
+
+def _begun(name: str) -> dict[str, str]:
+    return _failed(name, "begun, and not ended")
 
 
 def _words(error: Exception) -> str:
@@ -208,7 +210,7 @@ def run(ranks: Ranks, *, steps: int, output: str) -> dict[str, Any]:
         for doing, work in _work(ranks, mesh, steps, found):
             if ranks.rank == 0:
                 with suppress(InputError):  # of a disk that is full by now the end will tell
-                    _note(Path(output), found, doing)
+                    _note(Path(output), found, _begun(doing))
             work()
     except Exception as error:
         traceback.print_exc()

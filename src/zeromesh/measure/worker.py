@@ -11,6 +11,8 @@ from pathlib import Path
 
 from zeromesh.errors import InputError
 from zeromesh.measure.launch import run_task
+from zeromesh.measure.records import write_whole
+from zeromesh.train.processes import end_process
 
 
 def main(directory: Path) -> int:
@@ -25,16 +27,10 @@ def main(directory: Path) -> int:
     except Exception as error:
         traceback.print_exc()
         failure = {"at_s": time.monotonic(), "is_input": isinstance(error, InputError), "message": str(error)}
-        unfinished = directory / f"{rank}.unfinished"
-        unfinished.write_text(json.dumps(failure))
-        unfinished.rename(directory / f"failure-{rank}.json")  # whole: who started this may end it at any moment
+        write_whole(directory / f"failure-{rank}.json", json.dumps(failure))
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: after an error, threads of a process group whose peers are gone may never end.
-    os._exit(code)
+    end_process(main(Path(sys.argv[1])))

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from zeromesh.errors import InputError, InternalError, NonFiniteError, ZeromeshError
 
@@ -22,6 +22,13 @@ EXIT_INPUT = 2
 EXIT_PREEMPTED = 75
 GRACE_S = 10.0
 """What the other ranks get to end by themselves once one has: to report their own error, or to finish saving."""
+
+
+def end_process(code: int) -> NoReturn:
+    """Not by an ordinary exit: after an error, threads of a process group whose peers are gone may never end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

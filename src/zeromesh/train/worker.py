@@ -12,7 +12,7 @@ from pathlib import Path
 from zeromesh.train.config import TrainConfig
 from zeromesh.train.environment import Launched
 from zeromesh.train.preemption import noticing_sigterm
-from zeromesh.train.processes import EXIT_PREEMPTED, Failure
+from zeromesh.train.processes import EXIT_PREEMPTED, Failure, end_process
 
 
 def _end_with_parent() -> None:
@@ -41,8 +41,4 @@ def main(directory: Path) -> int:
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: after an error, threads of a process group whose peers are gone may never end.
-    os._exit(code)
+    end_process(main(Path(sys.argv[1])))
