@@ -11,6 +11,8 @@ peers' by formula, in their favour: two gathered blocks and the gradients of one
 collectives work in is left out on both sides: ours, 8 MiB a lane on CPU whatever the model (a quarter of what FSDP2
 takes of a 7M model, nothing beside a large one), and what gloo allocates by itself. One thread per rank.
 
+Of a few systems (`--only`) many rounds can be taken: `shaped_table.py` holds them against each other in pairs.
+
 FSDP2 takes part as it ships and with our reduce-scatter handed to it: gloo's own moves the bytes of an all-reduce.
 
 Ours and one of the DDPs join units, or fill buckets, up to 8 MiB: behind slow links that hides more than the 25 MiB
@@ -38,7 +40,7 @@ import torch
 import torch.distributed as dist
 from deepspeed_peers import deepspeed_bytes, deepspeed_peers, installed
 from peers import MODELS, Step, batches, ddp_step, fsdp_step, make_model, timed
-from shaped_table import NAMES, NO_MASTERS, OURS_REDUCES, shape_of
+from shaped_table import NAMES, NO_MASTERS, OURS_REDUCES, fastest_pair, is_lossless, shape_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
@@ -171,6 +173,7 @@ def rank_program(args: argparse.Namespace) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES[: len(shape)][::-1])
     sizes = (shape[0], math.prod(shape[1:]))  # the peers know two levels: what is behind a slow link, and the rest
     known = {} if args.ours else {n: m for n, m in peers(sizes).items() if not re.search(args.skip or "^$", n)}
+    known = {name: maker for name, maker in known.items() if re.search(args.only, name)}
     for dtype in [getattr(torch, name) for name in args.dtypes]:
         for micro_batches in args.micro_batches:
             data = batches(micro_batches, 2, 64)
@@ -194,7 +197,7 @@ def _our_rows(
     """Ours, made anew for each round: each model has communicators, whose threads would disturb the others, and the
     next model uses those of the last."""
     rows = []
-    for system in ours(mesh.ndim, dtype):
+    for system in (name for name in ours(mesh.ndim, dtype) if re.search(args.only, name)):
         make = partial(our_step, args.model, dtype, data, system=system, mesh=mesh)
         first = make()
         first()
@@ -243,11 +246,11 @@ def compare(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
     the worse one counts.
     """
     unit = next((row["bytes"] for row in rows if row["system"] == "FSDP2"), 0)
-    lossless = [row for row in rows if "@int" not in row["system"]]
+    lossless = [row for row in rows if is_lossless(row)]
     found = []
     for cap in (*CAPS, math.inf) if unit else ():
         fitting = [row for row in lossless if row["bytes"] <= cap * unit]
-        compared = [_fastest_pair(fitting, masters=masters, bf16=dtype == "bfloat16") for masters in (True, False)]
+        compared = [fastest_pair(fitting, dtype, masters=masters) for masters in (True, False)]
         worst = min((pair for pair in compared if pair), key=lambda p: p[1]["step_s"] / p[0]["step_s"], default=None)
         if worst:
             ours, peer = worst
@@ -262,14 +265,6 @@ def compare(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
     return found
 
 
-def _fastest_pair(rows: Sequence[dict[str, Any]], *, masters: bool, bf16: bool) -> tuple[dict[str, Any], ...]:
-    """Ours and the peer, of those with fp32 masters or those without; nothing if there is no such pair."""
-    ours = [row for row in rows if "sent_bytes" in row and not (masters and row["system"].endswith(NO_MASTERS))]
-    peers = [row for row in rows if "sent_bytes" not in row]
-    peers = [row for row in peers if masters != (bf16 and row["system"].startswith("DDP"))]
-    return tuple(min(side, key=lambda row: row["step_s"]) for side in (ours, peers)) if ours and peers else ()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", default="2@200mbit,2", help="two or three levels, as for `zeromesh lab`")
@@ -279,6 +274,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default="", help="added to what is there")
     parser.add_argument("--skip", default="", help="peers whose name this regular expression finds")
+    parser.add_argument("--only", default="", help="systems, ours too, whose name this regular expression finds")
     parser.add_argument("--ours", action="store_true", help="without the peers")
     parser.add_argument("--shape", type=int, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -19,9 +19,13 @@ from typing import Any
 from zeromesh.lab import Tree
 
 Cell = dict[str, Any]
+Row = dict[str, Any]
 NAMES = ("node", "cluster", "region")
 CAPS = (1.3, 1.6, 1.9)
 CURVE = (1.0, 1.3, 1.6, 1.9, 2.5, 4.0)
+MIN_PAIRS = 8
+"""Rounds from which on a cell is shown in pairs: it has a few systems, many times, where others have all of them."""
+
 OURS_REDUCES = " + our reduce-scatter"
 NO_MASTERS = ", bf16 masters"
 
@@ -45,6 +49,18 @@ def link_seconds(tree: str, sent_bytes: dict[str, int]) -> float:
     return seconds
 
 
+def is_lossless(row: Row) -> bool:
+    return "@int" not in row["system"]
+
+
+def fastest_pair(rows: Sequence[Row], dtype: str, *, masters: bool) -> tuple[Row, ...]:
+    """Ours and the peer, of those with fp32 masters or those without; nothing if there is no such pair."""
+    ours = [row for row in rows if "sent_bytes" in row and not (masters and row["system"].endswith(NO_MASTERS))]
+    peers = [row for row in rows if "sent_bytes" not in row]
+    peers = [row for row in peers if masters != (dtype == "bfloat16" and row["system"].startswith("DDP"))]
+    return tuple(min(side, key=lambda row: row["step_s"]) for side in (ours, peers)) if ours and peers else ()
+
+
 def key_of(cell: Cell) -> tuple[object, ...]:
     return shape_of(cell["tree"]), cell["dtype"], cell["micro_batches"], cell.get("model")
 
@@ -57,7 +73,7 @@ def bounded(cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any], float
             continue
         for row in cell["rows"]:
             unshaped = free[key_of(cell)].get(row["system"])
-            if "sent_bytes" in row and "@int" not in row["system"] and unshaped:
+            if "sent_bytes" in row and is_lossless(row) and unshaped:
                 yield cell, row, unshaped, link_seconds(cell["tree"], row["sent_bytes"])
 
 
@@ -90,6 +106,59 @@ def caps_table(cells: Sequence[Cell]) -> Iterator[str]:
         yield f"| {label(cell)} | {shown} | {free['speedup']:.2f} | {free['ours']} / {free['peer']} |"
     means = " | ".join(f"**{math.exp(statistics.fmean(values)):.2f}**" for values in logs.values() if values)
     yield f"| geometric mean | | | {means} | | |\n"
+
+
+def pairs_table(cells: Sequence[Cell]) -> Iterator[str]:
+    """Half of the rounds say which of ours and which peer is the fastest, the other half what they take; then the other
+    way round. So the luck that made a row the fastest is no part of the figure."""
+    yield "## Without a cap, in pairs\n"
+    yield (
+        "Step of the best peer over that of ours, both chosen in half of the rounds and timed in the other half: "
+        "median of all pairs, and what it lies between with 95 %. In bf16 both with fp32 masters or both without, "
+        "whichever is worse.\n"
+    )
+    yield "| tree | dtype | micro-batches | pairs | median | 95 % | ours / peer |"
+    yield "|---" * 7 + "|"
+    for cell in cells:
+        compared = [pairs for masters in (True, False) if (pairs := _pairs(cell, masters=masters))]
+        names, ratios = min(compared, key=lambda found: statistics.median(found[1]))
+        low, high = _interval(ratios)
+        yield (
+            f"| {label(cell)} | {len(ratios)} | {statistics.median(ratios):.3f} | {low:.3f} to {high:.3f} "
+            f"| {'; '.join(dict.fromkeys(names))} |"
+        )
+    yield ""
+
+
+def _pairs(cell: Cell, *, masters: bool) -> tuple[list[str], list[float]]:
+    """Names of the pairs that were chosen, and the peer's step over ours in each round."""
+    rows = {row["system"]: row for row in cell["rows"] if is_lossless(row)}
+    names: list[str] = []
+    ratios: list[float] = []
+    for half in (0, 1):
+        # Two rounds in a row, as every other round has the systems in reverse order.
+        chosen = [index for index in range(cell["rounds"]) if index // 2 % 2 == half]
+        medians = [row | {"step_s": statistics.median(row["all_s"][i] for i in chosen)} for row in rows.values()]
+        pair = fastest_pair(medians, cell["dtype"], masters=masters)
+        if not pair:
+            return [], []
+        ours, peer = (rows[row["system"]] for row in pair)
+        names.append(f"{ours['system']} / {peer['system']}")
+        ratios += [
+            peer["all_s"][index] / ours["all_s"][index] for index in range(cell["rounds"]) if index not in chosen
+        ]
+    return names, ratios
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """Order statistics between which the median lies with at least 95 %: fewer than 2.5 % of n fair coins fall outside
+    on either side."""
+    values, count = sorted(values), len(values)
+    outside = 0
+    while sum(math.comb(count, k) for k in range(outside + 1)) <= 0.025 * 2**count:
+        outside += 1
+    outside = max(outside - 1, 0)
+    return values[outside], values[-1 - outside]
 
 
 def curve_table(cells: Sequence[Cell]) -> Iterator[str]:
@@ -194,8 +263,12 @@ def main() -> None:
             "In bf16 DDP was timed while the last of ours still refreshed its parameters. What that can have cost it "
             "at most, `carried_s`, is taken off: these figures of ours are the least that they can be.\n"
         )
-    for table in (caps_table, curve_table, fsdp_table, quantised_table, bound_table):
-        print("\n".join(table(held["cells"])))
+    whole = [cell for cell in held["cells"] if cell["rounds"] < MIN_PAIRS]
+    paired = [cell for cell in held["cells"] if cell["rounds"] >= MIN_PAIRS]
+    for table in (caps_table, curve_table, fsdp_table, quantised_table, bound_table) if whole else ():
+        print("\n".join(table(whole)))
+    if paired:
+        print("\n".join(pairs_table(paired)))
 
 
 if __name__ == "__main__":
