@@ -81,7 +81,6 @@ def ours(depth: int, dtype: torch.dtype) -> list[str]:
     return [
         *map(spelt, OURS[depth].split()),
         *(spelt(stages, "@int8/int4") for stages in QUANTISED[depth].split()),
-        *([spelt("0,0", ";collective=hierarchical")] if depth == 2 else []),
         *(spelt(stages, ";collective=ho_ring") for stages in OVERLAPPED[depth].split()),
         *(spelt(stages, NO_MASTERS) for stages in AS_DDP[depth].split() if dtype is torch.bfloat16),
     ]

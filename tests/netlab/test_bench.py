@@ -17,7 +17,8 @@ BATCH = Batch(model="1M", sequences=1, tokens=16, micro_batches=2)
 TREES = {
     "2@1gbit,2": [
         "node=0,cluster=0",
-        "node=0,cluster=0;collective=hierarchical",
+        "node=0,cluster=0;collective=ho_ring",
+        "node=0,cluster=0@/int8",
         "node=1,cluster=0",
         "node=1,cluster=1",
         "node=2,cluster=1",
@@ -32,11 +33,12 @@ TREES = {
         "node=3@bf16,cluster=1@bf16",
         "node=3@int8/int4,cluster=3k@int8/int4",
         "node=1@/int8,cluster=3dk@int8/int4+ef",
+        "node=1,cluster=1@int8/int4",
         "node=1,cluster=2;overlap=none",
     ],
     # All three levels are links.
     "2@500mbit,2@1gbit,2@1gbit": [
-        "package=0,node=0,cluster=0;collective=hierarchical",
+        "package=0,node=0,cluster=0",
         "package=3,node=1,cluster=0",
         "package=3,node=3,cluster=3;collective=ho_ring",
     ],

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.errors import InternalError
-
-ALIGN = 64
-"""Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""
+from zeromesh.schedule.workspace import ALIGN, part_numel
 
 
 def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -58,10 +56,9 @@ class SumScratch:
         Raises:
             InternalError: it has no room.
         """
-        each = 2 * wide.itemsize + terms * wire.itemsize
-        numel = min(longest // wire.itemsize, workspace.numel() // each) // ALIGN * ALIGN
+        numel = part_numel(workspace.numel(), wire.itemsize, wide.itemsize, terms=terms, longest_bytes=longest)
         if numel == 0:
-            raise InternalError(f"a workspace for {terms} terms needs {ALIGN * each} bytes; got {workspace.numel()}")
+            raise InternalError(f"a workspace of {workspace.numel()} bytes has no room for sums of {terms} terms")
         return cls._carve(workspace, wire, wide, terms, numel)
 
     @classmethod

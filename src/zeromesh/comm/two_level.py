@@ -34,9 +34,7 @@ from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import SumScratch, Target, parts, sum_dtype
 from zeromesh.comm.transport import Exchange, Wait, bytes_of, pieces
 from zeromesh.schedule.transfer import slice_bytes
-
-WINDOW = 4
-"""Rounds of a reduction in flight, so that neither level waits for the other's round to end."""
+from zeromesh.schedule.workspace import OVERLAP_WINDOW, overlapped_terms
 
 LAG = 2
 """Rounds by which the sums over minor follow those over major: their messages have that long to arrive."""
@@ -178,7 +176,7 @@ def ho_ring_reduce_scatter(
         CommunicationError: a peer died or stalled, or issued something else.
     """
     grid = _Grid.of(region, major, minor, "reduce_scatter", (major.reduce, minor.reduce))
-    terms = WINDOW * (minor.size * (major.size - 1) + minor.size - 1)
+    terms = overlapped_terms(major.size, minor.size)
     wide = sum_dtype(region.dtype, out.dtype)
     scratch = SumScratch.cut(
         workspace, region.dtype, wide, terms=terms, longest=slice_bytes(bytes_of(grid.shards[0][0]))
@@ -230,14 +228,14 @@ class _Rounds:
         own, size = grid.minor.group.rank, len(sums)
         # This rank's own shard last: what others wait for leaves first. The same on all ranks of its major axis.
         self._order = [(own + step) % size for step in range(1, size + 1)]
-        over_major = WINDOW * size * len(grid.major.peers)
+        over_major = OVERLAP_WINDOW * size * len(grid.major.peers)
         self._slots_major, self._slots_minor = scratch.terms[:over_major], scratch.terms[over_major:]
         self._from_major: deque[tuple[Mapping[tuple[int, int], Tensor], Wait]] = deque()
         self._from_minor: deque[tuple[Mapping[int, Tensor], Wait]] = deque()
 
     def start(self) -> None:
         """Posts the first rounds over major."""
-        for index in range(min(WINDOW, len(self.parts))):
+        for index in range(min(OVERLAP_WINDOW, len(self.parts))):
             self._post_major(index)
 
     def _post_major(self, index: int) -> None:
@@ -256,7 +254,7 @@ class _Rounds:
 
     def _slots(self, slots: Sequence[Tensor], index: int, count: int) -> Sequence[Tensor]:
         part = self.parts[index]
-        return [slot[: part.stop - part.start] for slot in slots[index % WINDOW * count :][:count]]
+        return [slot[: part.stop - part.start] for slot in slots[index % OVERLAP_WINDOW * count :][:count]]
 
     def sum_over_major(self, index: int) -> None:
         """Sums a round over major, shard by shard, and sends the sums on over minor."""
@@ -268,8 +266,8 @@ class _Rounds:
             terms = [mine[part] if peer == own else received[peer, t] for peer in range(len(self.grid.shards))]
             Target(out=mine, scale=self.scale, accumulate=False).add_up(terms, part, self.scratch)
         self._post_minor(index)
-        if index + WINDOW < len(self.parts):
-            self._post_major(index + WINDOW)  # into the slots whose terms have been summed by now
+        if index + OVERLAP_WINDOW < len(self.parts):
+            self._post_major(index + OVERLAP_WINDOW)  # into the slots whose terms have been summed by now
 
     def sum_over_minor(self, index: int, target: Target) -> None:
         """Sums a round over minor, into its part of the result."""

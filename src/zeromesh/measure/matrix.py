@@ -23,7 +23,6 @@ STRATEGIES = {
     1: ("node=0", "node=1", "node=2", "node=3"),
     2: (
         "node=0,cluster=0",
-        "node=0,cluster=0;collective=hierarchical",
         "node=1,cluster=0",
         "node=1,cluster=1",
         "node=2,cluster=2",

@@ -1,13 +1,15 @@
 """The collectives of a flat buffer, as data: which axis, how many elements, in which dtype, in which order.
 
 [Note: Bytes] Let F be a buffer's padded length and n_a the size of axis a. A collective over a works on a region of
-B_a = F / (product of the sizes of the axes more significant than a) elements (stage 0: of all sharded axes). One rank
-sends (n_a-1)/n_a * B_a per all-gather or reduce-scatter and twice that per all-reduce.
+B_a = F / (product of the sizes of the axes more significant than a) elements (stage 0: of all sharded axes, and of the
+axes of stage 0 inside of a). One rank sends (n_a-1)/n_a * B_a per all-gather or reduce-scatter and twice that per
+all-reduce.
 
-[Note: By level] Several axes of stage 0 are summed over one after the other, the whole region each time. With
-`collective=hierarchical` only the outermost is: on the way there each inner axis scatters, and gathers on
-the way back, which sends as much on the inner axes and divides what the outer ones send by the inner ones' sizes. With
-`collective=ho_ring` the outermost scatters and gathers too: the same bytes, in pairs that overlap.
+[Note: By level] Of several axes of stage 0 only the outermost is summed over in place: on the way there each inner axis
+scatters, and gathers on the way back, which sends as much on the inner axes as sums over the whole region would, and
+divides what the outer ones send by the inner ones' sizes. With `collective=ho_ring` the outermost scatters and gathers
+too: the same bytes, in pairs that overlap. Where an inner axis is quantised, which sums as a whole, all axes are summed
+over one after the other, and with `collective=flat` all of them as one.
 
 [Note: Order] A gather goes from the least significant axis to the most, so each step's region lies inside the next
 one's; a reduction goes the other way. Where stages fall from inner to outer axis the slow link carries the small
@@ -190,25 +192,24 @@ def overlapped(steps: Sequence[Transfer], held: str, *, kept: bool = False) -> l
     Args:
         steps: of `unshard`, `refresh`, `reduce_micro` or `reduce_boundary`.
         held: dtype of the region.
-        kept: a copy is kept between the axes that are kept and those that are not.
+        kept: a copy is kept of what the last of the kept axes has gathered, in memory of its own.
     """
     gathers = all(step.operation == "all_gather" for step in steps)
     if gathers and any(step.wire != held for step in steps):
         return [(step,) for step in steps]
+    copied = next((step for step in reversed(steps) if kept and step.axis.stage.kept), None)
     groups: list[tuple[Transfer, ...]] = []
     for step in steps:
         alone = len(groups[-1]) == 1 if groups else False
-        if alone and _follows(groups[-1][0], step, held, kept):
+        if alone and copied not in (groups[-1][0], step) and _follows(groups[-1][0], step, held):
             groups[-1] += (step,)
         else:
             groups.append((step,))
     return groups
 
 
-def _follows(first: Transfer, second: Transfer, held: str, kept: bool) -> bool:
-    copied = kept and first.axis.stage.kept and not second.axis.stage.kept
-    same = first.operation == second.operation != "all_reduce"
-    return same and first.wire == second.wire == held and not copied
+def _follows(first: Transfer, second: Transfer, held: str) -> bool:
+    return first.operation == second.operation != "all_reduce" and first.wire == second.wire == held
 
 
 def _gathers(layout: Layout, buffer: FlatBuffer, axes: Sequence[Axis]) -> list[Transfer]:

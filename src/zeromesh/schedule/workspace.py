@@ -23,6 +23,31 @@ def workspace_by_lane(layout: Layout, backend: str) -> dict[LaneKind, int]:
     return {lane: size if _needs_workspace(layout, lane) else 0 for lane in LANES}
 
 
+ALIGN = 64
+"""Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""
+
+OVERLAP_WINDOW = 4
+"""Slices under way on each of two levels that reduce at once."""
+
+
+def part_numel(workspace_bytes: int, item_bytes: int, wide_bytes: int, *, terms: int, longest_bytes: int) -> int:
+    """Elements of the parts in which a sum is formed: as long as the workspace allows and at most `longest_bytes`.
+
+    Args:
+        workspace_bytes: room for the received terms of a part, and for two of it as wide as sums are.
+        item_bytes: of an element on the wire.
+        wide_bytes: of an element while it is summed.
+        terms: received, in flight included.
+    """
+    each = 2 * wide_bytes + terms * item_bytes
+    return min(longest_bytes // item_bytes, workspace_bytes // each) // ALIGN * ALIGN
+
+
+def overlapped_terms(major: int, minor: int) -> int:
+    """Terms that a rank has room for while it reduces over axes of these sizes at once."""
+    return OVERLAP_WINDOW * (major * minor - 1)
+
+
 def _needs_workspace(layout: Layout, lane: LaneKind) -> bool:
     axes = [axis for axis in lane_axes(layout, lane) if axis.size > 1]
     if lane in ("reduce", "boundary"):

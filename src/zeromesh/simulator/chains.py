@@ -12,6 +12,8 @@ from zeromesh.cost.transfer import TransferModel
 from zeromesh.schedule import Schedule, Transfer, Unit, transfer
 from zeromesh.schedule.memory import kept_numel, slot_dtype
 from zeromesh.schedule.transfer import QUANTISED_BITS, wire_bytes
+from zeromesh.schedule.unit import ITEM_BYTES
+from zeromesh.schedule.workspace import collective_bytes, overlapped_terms, part_numel
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
 from zeromesh.strategy import Axis
@@ -94,11 +96,9 @@ class Chains:
 
     @property
     def _algorithm(self) -> Algorithm:
-        """Of a group of several axes: an axis-by-axis engine's `auto` is the chain itself."""
+        """Of a group of several axes: `auto` is the chain itself."""
         chosen = self.schedule.layout.strategy.collective
-        if chosen == "auto":
-            return "flat" if self.mechanics.joint else "hierarchical"
-        return chosen
+        return "hierarchical" if chosen == "auto" else chosen
 
     def _pair(self, steps: Sequence[Transfer], kind: str) -> Work:
         """One step, or two of which each works on the slices that the other has delivered."""
@@ -107,14 +107,27 @@ class Chains:
             return first
         last = rest[0]
         gather = steps[0].operation == "all_gather"
-        wide = max(step.numel for step in steps)
-        shard_bytes = wire_bytes(-(-wide // prod(step.axis.size for step in steps)), steps[0].wire)
-        slices = -(-shard_bytes // transfer.slice_bytes(shard_bytes))
+        shard_numel = -(-max(step.numel for step in steps) // prod(step.axis.size for step in steps))
+        item_bytes = ITEM_BYTES[steps[0].wire]
+        slices = -(-shard_numel // self._slice_numel(shard_numel * item_bytes, item_bytes, steps, gather=gather))
         # A gather passes every shard of the ring on; a reduction sums the same slice of all shards in one round.
         rounds = slices * steps[0].axis.size if gather else slices
         cost = overlapped_cost(first.cost, last.cost, rounds)
         inner, outer = (first, last) if self._place(steps[0]) < self._place(steps[1]) else (last, first)
         return Work(first.name, (*inner.axes, *outer.axes), cost, (*inner.sent_bytes, *outer.sent_bytes))
+
+    def _slice_numel(self, shard_bytes: int, item_bytes: int, steps: Sequence[Transfer], *, gather: bool) -> int:
+        longest = transfer.slice_bytes(shard_bytes)
+        if gather:
+            return longest // item_bytes
+        numel = part_numel(
+            collective_bytes(self.model.cluster.backend),
+            item_bytes,
+            max(item_bytes, ITEM_BYTES["fp32"]),
+            terms=overlapped_terms(*(step.axis.size for step in steps)),
+            longest_bytes=longest,
+        )
+        return max(1, numel)  # of more ranks than there is room for
 
     def _place(self, step: Transfer) -> int:
         return self.schedule.layout.axes.index(step.axis)

@@ -19,10 +19,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeromesh.errors import ConfigError, nearest
 from zeromesh.schedule import BUCKET_BYTES, LANES, LaneKind
+from zeromesh.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,10 @@ class Mechanics:
     def lane(self, kind: LaneKind) -> str:
         """The queue that work of `kind` waits in."""
         return dict(self.lanes)[kind]
+
+    def carried_out(self, strategy: Strategy) -> Strategy:
+        """The strategy with the collectives that this engine's `auto` means."""
+        return replace(strategy, collective="flat") if self.joint and strategy.collective == "auto" else strategy
 
 
 _ONE_QUEUE: tuple[tuple[LaneKind, str], ...] = tuple((kind, "all") for kind in LANES)

@@ -88,6 +88,7 @@ class _Setup:
     cluster: Cluster
     workload: Workload
     mechanics: Mechanics
+    strategy: Strategy  # as asked for; the schedule's is the engine's
     constants: Constants
     compute: ComputeModel
     transfers: TransferModel
@@ -104,8 +105,9 @@ class _Setup:
         engine: str | Mechanics,
         constants: Constants,
     ) -> _Setup:
-        layout = Layout.of(strategy, cluster.axes)
         mechanics = find_engine(engine)
+        asked = Layout.of(strategy, cluster.axes)
+        layout = Layout.of(mechanics.carried_out(asked.strategy), cluster.axes)
         whole = layout.degree(layout.param_axes) == 1
         units, specs = schedule_units(model, workload, mechanics.bucket_bytes if whole else 0)
         dtype = cluster.device.compute_dtype(workload.param_dtype)
@@ -115,6 +117,7 @@ class _Setup:
             cluster=cluster,
             workload=workload,
             mechanics=mechanics,
+            strategy=asked.strategy,
             constants=constants,
             compute=compute,
             transfers=TransferModel(cluster, constants, compute),
@@ -274,7 +277,7 @@ def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) ->
     memory = setup.memory(max(step.activations.peak, step_bytes(setup.schedule, setup.mechanics.step_bytes)))
     exposed = sorted(((axes, name, s) for (axes, name), s in totals.exposed_s.items()), key=lambda item: -item[2])
     return Simulation(
-        strategy=str(layout.strategy),
+        strategy=str(setup.strategy),
         engine=setup.mechanics.name,
         world=cluster.world,
         micro_batches=setup.micro_batches,
@@ -302,9 +305,8 @@ def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) ->
 
 
 def _trace(setup: _Setup, step: _Step, static_bytes: float) -> Trace:
-    layout = setup.schedule.layout
     return Trace(
-        label=f"{setup.model.name} {layout.strategy} on {setup.cluster.name} ({setup.mechanics.name}, simulated)",
+        label=f"{setup.model.name} {setup.strategy} on {setup.cluster.name} ({setup.mechanics.name}, simulated)",
         events=tuple(sorted(step.backend.events, key=lambda event: (event.start_s, event.resource))),
         memory=tuple((at, size + static_bytes) for at, size in [(0.0, 0.0), *step.activations.changes]),
     )

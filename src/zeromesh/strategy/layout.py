@@ -102,18 +102,17 @@ class Layout:
         return tuple(axis for axis in self.axes if not axis.stage.shards_states)
 
     def _scattered_replicas(self) -> tuple[Axis, ...]:
-        """Those of the replica axes, innermost first, over which a sum is scattered and then gathered again: with
-        `hierarchical` all but the outermost, which is summed over in between; with `ho_ring` all, since scatters
-        overlap with scatters and gathers with gathers. A quantised wire sums over its axis as a whole."""
+        """Those of the replica axes, innermost first, over which a sum is scattered and then gathered again.
+
+        All but the outermost, which is summed over in between; with `ho_ring` that one too, since scatters overlap with
+        scatters and gathers with gathers. A quantised wire sums over its axis as a whole: where one of the inner axes
+        has one, all are summed over one after the other.
+        """
         axes = tuple(axis for axis in self.replica_axes if axis.size > 1)
-        if len(axes) < 2 or any(axis.wire.quantised for axis in axes):
+        if len(axes) < 2 or self.strategy.collective == "flat" or any(axis.wire.quantised for axis in axes[:-1]):
             return ()
-        match self.strategy.collective:
-            case "hierarchical":
-                return axes[:-1]
-            case "ho_ring":
-                return axes
-        return ()
+        whole = self.strategy.collective != "ho_ring" or axes[-1].wire.quantised
+        return axes[:-1] if whole else axes
 
     def degree(self, axes: Sequence[Axis]) -> int:
         """Number of shards over the given axes."""
@@ -174,6 +173,11 @@ def _split(parts: Sequence[AxisStage], size: int) -> list[Axis]:
     name = parts[0].name
     fixed = prod(part.split for part in parts if isinstance(part.split, int))
     whole = len(parts) == 1 and parts[0].split is None
+    if whole and parts[0].spelt not in (None, size):
+        raise MeshError(
+            f"{name}[{parts[0].spelt}]={parts[0].stage.value} gives a stage to {parts[0].spelt} ranks of {name}; this "
+            f"mesh has {size}: write {name}={parts[0].stage.value} for all of them, or a stage for {name}[*] too"
+        )
     rest = any(part.split == "*" for part in parts)
     if not whole and (size % fixed if rest else size != fixed):
         need = f"a multiple of {fixed}" if rest else f"{fixed}"

@@ -16,7 +16,6 @@ from tests.dist.pool import on_ranks
 CASE = Case(steps=2, micro_batches=2, optimizer="both")
 STRATEGIES = [
     "node=0,cluster=0",
-    "node=0,cluster=0;collective=hierarchical",
     "node=1,cluster=1",
     "node=2,cluster=1",
     "node=1,cluster=2",

@@ -97,7 +97,20 @@ def test_flat_is_refused():
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_the_engine_overlaps_what_the_schedule_says(strategy):
     """The simulator asks the schedule; the engine sees what lies where. Both must pair the same steps."""
-    model = zm.shard(Case(precision="bf16").build(), mesh_of(2, 2), f"{strategy};collective=ho_ring")
+    _pairs_are_the_schedules(strategy, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["node=3,cluster=3k,region=3k", "node=3,cluster=3,region=3k", "node=3,cluster=3,region=3"]
+)
+@on_ranks(8, timeout_s=TIMEOUT_S)
+def test_the_engine_overlaps_what_the_schedule_says_on_three_axes(strategy):
+    """Of several kept axes the last one's gather fills the kept copy, so that there is a copy before and after it."""
+    _pairs_are_the_schedules(strategy, 2, 2, 2)
+
+
+def _pairs_are_the_schedules(strategy: str, *shape: int) -> None:
+    model = zm.shard(Case(precision="bf16", world=math.prod(shape)).build(), mesh_of(*shape), f"{strategy};collective=ho_ring")
     engine = engine_of(model)
     for unit, shards, chains in zip(engine.schedule.units, engine.units, engine.backend.chains, strict=True):
         sharded = [b for b in shards.buffers if b.full.data_ptr() != b.params.data_ptr()]

@@ -103,7 +103,7 @@ def test_four_axes(strategy):
 @pytest.mark.parametrize("precision", ["fp64", "bf16-wire"])
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_sums_by_level(precision):
-    check("node=0,cluster=0;collective=hierarchical", Case(precision=precision, weighted=True), 2, 2)
+    check("node=0,cluster=0", Case(precision=precision, weighted=True), 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_sums_by_level(precision):
 )
 @on_ranks(12, timeout_s=TIMEOUT_S)
 def test_sums_by_level_on_three_axes(strategy):
-    check(f"{strategy};collective=hierarchical", Case(world=12, every_last=True, optimizer="sgd"), 2, 3, 2)
+    check(strategy, Case(world=12, every_last=True, optimizer="sgd"), 2, 3, 2)
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,14 @@ def closed_formula(mix: tuple[str, ...], numel: int, blocks: int, micro_batches:
     stage = dict(zip(NAMES, mix, strict=False))
     rank = {"3": 0, "3k": 0, "2": 1, "3d": 1, "3dk": 1, "1": 2}
     order = sorted((axis for axis in stage if stage[axis] != "0"), key=lambda axis: rank[stage[axis]])
-    sharded = prod(sizes[axis] for axis in order)
-    padded = -(-numel // sharded) * sharded
+    replicas = [axis for axis in stage if stage[axis] == "0"]
+    cut = prod(sizes[axis] for axis in (*order, *replicas[:-1]))
+    padded = -(-numel // cut) * cut
     param_axes = [axis for axis in order if stage[axis].startswith("3")]
     all_kept = all(stage[axis].endswith("k") for axis in param_axes)
     total = {}
     for axis in stage:
-        above = order[: order.index(axis)] if axis in order else order
+        above = order[: order.index(axis)] if axis in order else order + replicas[: replicas.index(axis)]
         share = Fraction((sizes[axis] - 1) * 2 * padded, prod(sizes[above_axis] for above_axis in above) * sizes[axis])
         forward = blocks * micro_batches
         backward = 0 if all_kept or stage[axis].endswith("k") else (blocks - 1) * micro_batches
@@ -154,10 +155,13 @@ def test_chains_grow_and_shrink_one_region(mix):
             assert one.numel == following.numel // following.axis.size
     reductions = [*reduce_micro(layout, flat), *reduce_boundary(layout, flat)]
     scatters = [step for step in reductions if step.operation == "reduce_scatter"]
-    assert [step.axis.name for step in scatters] == order
+    # Of the replicated axes all but the outermost scatter, and gather again.
+    replicas = [axis.name for axis in layout.replica_axes]
+    assert [step.axis.name for step in scatters] == order + replicas[:-1]
+    assert [s.axis.name for s in reductions if s.operation == "all_gather"] == replicas[:-1][::-1]
     for one, following in itertools.pairwise(reductions):
-        size = 1 if one.operation == "all_reduce" else one.axis.size
-        assert one.numel // size == following.numel
+        left = one.numel // (one.axis.size if one.operation == "reduce_scatter" else 1)
+        assert left == following.numel // (following.axis.size if following.operation == "all_gather" else 1)
     # Together they touch every axis: parameters to all, gradients from all.
     gathered = {step.axis.name for step in [*unshard(layout, flat), *refresh(layout, flat)]}
     assert gathered == set(order) and {step.axis.name for step in reductions} == {axis.name for axis in layout.axes}
@@ -207,14 +211,17 @@ def test_bytes_of_a_quantised_all_reduce_whose_last_chunks_are_shorter(size, num
     assert Transfer(operation="all_reduce", axis=axis, numel=numel, wire="int8").sent_bytes == expected
 
 
+BY_LEVEL = [("reduce_scatter", "node", 24), ("all_reduce", "cluster", 12), ("all_gather", "node", 24)]
+
+
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        ("node=0,cluster=0", [("all_reduce", "node", 24), ("all_reduce", "cluster", 24)]),
-        (
-            "node=0,cluster=0;collective=hierarchical",
-            [("reduce_scatter", "node", 24), ("all_reduce", "cluster", 12), ("all_gather", "node", 24)],
-        ),
+        ("node=0,cluster=0", BY_LEVEL),
+        ("node=0,cluster=0;collective=hierarchical", BY_LEVEL),
+        ("node=0,cluster=0@/int8", BY_LEVEL),
+        ("node=0,cluster=0@/int8;collective=ho_ring", BY_LEVEL),
+        ("node=0,cluster=0;collective=flat", [("all_reduce", "node", 24), ("all_reduce", "cluster", 24)]),
         (
             "node=0,cluster=0;collective=ho_ring",
             [
@@ -226,10 +233,7 @@ def test_bytes_of_a_quantised_all_reduce_whose_last_chunks_are_shorter(size, num
         ),
         ("node=3,cluster=0;collective=hierarchical", [("all_reduce", "cluster", 12)]),
         ("node=3,cluster=0;collective=ho_ring", [("all_reduce", "cluster", 12)]),
-        (
-            "node=0@/int8,cluster=0;collective=hierarchical",
-            [("all_reduce", "node", 24), ("all_reduce", "cluster", 24)],
-        ),
+        ("node=0@/int8,cluster=0", [("all_reduce", "node", 24), ("all_reduce", "cluster", 24)]),
     ],
 )
 def test_sums_over_several_replica_axes(strategy, expected):
@@ -241,7 +245,7 @@ def test_sums_over_several_replica_axes(strategy, expected):
 
 
 def test_sums_by_level_over_three_axes():
-    layout = Layout.of("node=0,rack=0,cluster=0;collective=hierarchical", [("node", 2), ("rack", 3), ("cluster", 2)])
+    layout = Layout.of("node=0,rack=0,cluster=0", [("node", 2), ("rack", 3), ("cluster", 2)])
     steps = reduce_boundary(layout, buffer(12))
     assert [(step.operation, step.axis.name, step.numel) for step in steps] == [
         ("reduce_scatter", "node", 12),

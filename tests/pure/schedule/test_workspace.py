@@ -8,6 +8,7 @@ import pytest
 
 from tests.pure.planner.setups import small_cluster, small_model
 from zeromesh.schedule import workspace_by_lane
+from zeromesh.schedule.workspace import overlapped_terms, part_numel
 from zeromesh.simulator import Workload, find_engine, simulate
 from zeromesh.strategy import Layout
 
@@ -48,3 +49,17 @@ def test_simulations_count_it(cores: float | None, expected: int) -> None:
     assert ours.buffers - without.buffers == expected
     alone = simulate(small_model(), cluster.take(1), "node=3,cluster=1", replace(work, global_batch_tokens=256)).memory
     assert alone.buffers < expected
+
+
+@pytest.mark.parametrize(
+    ("longest_bytes", "expected"),
+    [
+        (1 << 18, 65536),  # 256 KiB of fp32
+        # Of each shard but one's own four slices, and two as wide as sums are, in 8 MiB.
+        (1 << 20, (8 << 20) // (4 * (12 + 2)) // 64 * 64),
+    ],
+)
+def test_slices_are_as_long_as_the_workspace_has_room_for(longest_bytes: int, expected: int) -> None:
+    terms = overlapped_terms(2, 2)
+    assert terms == 4 * 3
+    assert part_numel(8 << 20, 4, 4, terms=terms, longest_bytes=longest_bytes) == expected

@@ -4,9 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from zeromesh.cluster import preset
+from zeromesh.cluster import Cluster, Device, Level, preset
+from zeromesh.cost.collective import overlapped_cost
+from zeromesh.cost.compute import ComputeModel
+from zeromesh.cost.constants import default_constants
+from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import preset as model_preset
+from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
+from zeromesh.schedule.transfer import reduce_micro
+from zeromesh.schedule.workspace import part_numel
 from zeromesh.simulator import Workload, find_engine, simulate
+from zeromesh.simulator.chains import Chains
+from zeromesh.strategy import Layout
 
 A800 = preset("a800-8x-hdr")
 LLAMA = model_preset("llama-7b")
@@ -60,6 +69,39 @@ def test_a_strategys_collective_option_is_honoured():
         assert result.trace is not None
         assert {e.axis for e in result.trace.events if e.kind == "communicate"} == {"node+cluster"}
     assert ho_ring.axes[1].bytes_sent_per_device < flat.axes[1].bytes_sent_per_device * 1.01
+
+
+def test_several_replicated_levels_are_summed_over_by_level_by_us_and_at_once_by_others():
+    assert collectives("zeromesh", "node=0,cluster=0") == {
+        ("node", "reduce reduce_scatter"),
+        ("cluster", "reduce all_reduce"),
+        ("node", "reduce all_gather"),
+    }
+    for engine in ("fsdp", "deepspeed", "amsp"):
+        assert collectives(engine, "node=0,cluster=0") == {("node+cluster", "reduce all_reduce")}
+        assert simulate(LLAMA, A800.take(64), "node=0,cluster=0", WORK, engine=engine).strategy == "node=0,cluster=0"
+
+
+def test_overlapped_reductions_have_the_slices_that_the_engine_has():
+    """Of 16 GB in fp32 on 4 x 4 ranks over gloo: shards of 1 GiB, whose slices of 1 MiB the workspace shortens."""
+    cores = Device(name="d", memory_bytes=1e12, peak_flops={"fp32": 1e12}, cores=1.0)
+    levels = tuple(
+        Level(name=name, size=4, bandwidth_bytes_per_s=rate, latency_s=0.0)
+        for name, rate in (("node", 1e10), ("cluster", 1e9))
+    )
+    cluster = Cluster(name="c", device=cores, levels=levels)
+    assert cluster.backend == "gloo"
+    model = TransferModel(cluster, default_constants(), ComputeModel(device=cores, constants=default_constants()))
+    flat = FlatBuffer(numel=1 << 32, param_dtype="fp32", master_dtype="fp32")
+    schedule = Schedule.of(
+        Layout.of("node=2,cluster=2;collective=ho_ring", cluster.axes),
+        [Unit(name="block", role=Role.BLOCK, buffers=(flat,))],
+    )
+    (work,) = Chains(schedule, find_engine("zeromesh"), model).reduce_micro(0)
+    major, minor = (model.cost(step) for step in reduce_micro(schedule.layout, flat))
+    slices = -(-(1 << 28) // part_numel(8 << 20, 4, 4, terms=4 * 15, longest_bytes=1 << 20))
+    assert slices > 1024
+    assert work.cost == overlapped_cost(major, minor, slices)
 
 
 def test_overlap_can_be_taken_away_piece_by_piece():
