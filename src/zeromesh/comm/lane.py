@@ -34,7 +34,7 @@ keeps all ranks of its axis waiting."""
 class Ticket:
     """One submitted job."""
 
-    __slots__ = ("_cause", "_error", "_event", "_job", "_pending", "label")
+    __slots__ = ("_cause", "_device", "_error", "_event", "_job", "_pending", "label")
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -45,6 +45,7 @@ class Ticket:
         self._error: BaseException | None = None
         self._cause: str | None = None
         self._event: torch.Event | None = None
+        self._device: torch.device | None = None
         self._job: Job | None = None
 
     def done(self) -> bool:
@@ -61,8 +62,7 @@ class Ticket:
             error, self._error = self._error, None
         if error is not None:
             raise error
-        if self._event is not None:
-            torch.accelerator.current_stream().wait_event(self._event)
+        self._order()
         self._job = None
 
     def precede(self) -> None:
@@ -76,13 +76,21 @@ class Ticket:
             pass
         if self._cause is not None:
             raise CommunicationError(f"not run, since what it follows failed: {self._cause}")
+        self._order()
+
+    def _order(self) -> None:
+        """On the device of the lane, which need not be the current one."""
         if self._event is not None:
-            torch.accelerator.current_stream().wait_event(self._event)
+            torch.accelerator.current_stream(self._device).wait_event(self._event)
 
     def _finish(
-        self, error: BaseException | None = None, event: torch.Event | None = None, job: Job | None = None
+        self,
+        error: BaseException | None = None,
+        event: torch.Event | None = None,
+        device: torch.device | None = None,
+        job: Job | None = None,
     ) -> None:
-        self._error, self._event, self._job = error, event, job
+        self._error, self._event, self._device, self._job = error, event, device, job
         if error is not None:
             text = str(error)
             self._cause = text if self.label and text.startswith(self.label) else f"{self.label or 'a job'}: {text}"
@@ -208,7 +216,7 @@ class _Stream:
         self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
         with self._stream:
             error = self._failure.run(job, ticket.label)
-        ticket._finish(error, self._stream.record_event(), job)
+        ticket._finish(error, self._stream.record_event(), self._stream.device, job)
 
     def close(self) -> None:
         """What is freed after this is reused on the caller's stream, which therefore comes after the lane's jobs."""

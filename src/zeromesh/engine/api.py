@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -21,7 +22,8 @@ from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_modules
 from zeromesh.errors import ModelError, NotationError
 from zeromesh.schedule import BUCKET_BYTES
-from zeromesh.strategy import Layout, Plan, Strategy
+from zeromesh.strategy import Layout, Plan, Stage, Strategy
+from zeromesh.strategy.strategy import AxisStage
 
 __all__ = [
     "accumulate",
@@ -117,14 +119,27 @@ def _zero_grad_of(reference: weakref.ref[nn.Module]) -> Callable[..., None]:
 def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan) -> Layout:
     """The layout of `strategy` on `mesh`; refuses what the engine cannot run."""
     chosen = strategy.strategy if isinstance(strategy, Plan) else strategy
-    names = _names(chosen) if mesh is None else ()
-    layout = Layout.of(chosen, mesh_axes(mesh, names))
+    axes = mesh_axes(mesh, _names(chosen) if mesh is None else ())
+    layout = Layout.of(_on_axes(strategy, axes) if isinstance(strategy, Plan) else chosen, axes)
     if layout.strategy.collective == "flat":
         raise NotationError(
             "collective=flat: the engine goes over one axis at a time, which sends fewer bytes over the slow ones; "
             "give collective=hierarchical or ho_ring, or join the axes in one dimension of the mesh"
         )
     return layout
+
+
+def _on_axes(plan: Plan, axes: Sequence[tuple[str, int]]) -> Strategy:
+    """The plan's strategy on a mesh that may have other axes of one rank than the planned one."""
+    planned, sizes = dict(plan.mesh), dict(axes)
+    terms = [term for term in plan.strategy.axes if term.name in sizes or planned.get(term.name) != 1]
+    named = {term.name for term in terms}
+    for index, (name, size) in enumerate(axes):
+        if size == 1 and name not in named:
+            inside = {inner for inner, _ in axes[:index]}
+            place = sum(term.name in inside for term in terms)
+            terms.insert(place, AxisStage(name=name, stage=Stage.ZERO))
+    return replace(plan.strategy, axes=tuple(terms)) if terms else plan.strategy
 
 
 def _names(strategy: str | Strategy) -> Sequence[str]:

@@ -66,7 +66,7 @@ class UnitShards:
         used: by (buffer, parameter): whether it has had a gradient since the accumulator was empty.
         written: by (buffer, parameter): whether its part of the target holds something of this accumulation.
         num_leaves: parameters that are trained.
-        fired: leaves whose gradients the running backward has computed.
+        fired: leaves, as (buffer, parameter), whose gradients the running backward has computed.
         waited: whether some of them are still on their leaves.
         accepted: whether an optimizer has stepped since gradients were collected.
         apart: accumulators of a backward whose unit had been reduced before, by buffer.
@@ -79,7 +79,7 @@ class UnitShards:
     used: list[list[bool]] = field(init=False)
     written: list[list[bool]] = field(init=False)
     num_leaves: int = field(init=False)
-    fired: int = 0
+    fired: set[tuple[int, int]] = field(default_factory=set)
     waited: bool = False
     accepted: bool = True
     target: Target | None = None
@@ -95,6 +95,11 @@ class UnitShards:
 
     def _flags(self) -> list[list[bool]]:
         return [[False] * len(buffer.places) if buffer.spec.trainable else [] for buffer in self.buffers]
+
+    @cached_property
+    def has_frozen(self) -> bool:
+        """Whether it holds parameters that are not trained."""
+        return any(not buffer.spec.trainable for buffer in self.buffers)
 
     @cached_property
     def sites(self) -> list[Site]:
@@ -147,7 +152,8 @@ class UnitShards:
 
     def end_backward(self) -> None:
         """The gradients have been handed on; further ones belong to another backward."""
-        self.target, self.fired, self.waited = None, 0, False
+        self.target, self.waited = None, False
+        self.fired.clear()
         self.apart, self.homes = [None] * len(self.buffers), []
 
     def _open(self, target: Target) -> None:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeromesh.errors import InputError
+
 if TYPE_CHECKING:
     from zeromesh.engine.engine import Engine
 
@@ -23,8 +25,13 @@ def slice_norms(engine: Engine, slices: Sequence[Tensor], order: float) -> list[
     Args:
         engine: of the model they belong to.
         slices: 1-D, in the same order on every rank.
-        order: p of the p-norm; infinity for the maximum.
+        order: p of the p-norm, above 0; infinity for the maximum.
+
+    Raises:
+        InputError: the order is not above 0.
     """
+    if not order > 0:
+        raise InputError(f"the order of a norm over sharded parameters must be above 0, or inf; got {order}")
     if not slices:  # alike on every rank
         return []
     dtype = torch.promote_types(slices[0].dtype, torch.float32)

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from zeromesh.errors import MismatchError, ModelError, OptimizerError
 from zeromesh.schedule import GradState, Interpreter, Schedule
 
 _PRIME = 2**31 - 1
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -160,6 +163,8 @@ class Engine:
             hook = _OutputHook(weakref.ref(self), unit, self.interpreter.states[unit].generation)
             for tensor in tensors:
                 handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
+                # A unit that hands on what it was given has its output in common with the one before, and begins first.
+                _put_first(tensor._backward_hooks or {}, handle.id)
                 if tensor.grad_fn is None:  # a leaf outlives the graph, and so would the hook
                     self._replace_hook((unit, id(tensor)), handle)
         self.interpreter.post_forward(unit, backward=bool(tensors))
@@ -218,8 +223,9 @@ class Engine:
         if shards.target is None:  # settled at the unit's first gradient, unless its slot is still another's
             shards.collect_in(self.interpreter.begin_grads(unit))
         self.backend.collect(shards, index, position)
-        shards.fired += 1
-        if shards.fired == shards.num_leaves:
+        shards.fired.add((index, position))
+        # With frozen parameters the rest of its backward may use them: it has ended when an earlier unit begins.
+        if len(shards.fired) == shards.num_leaves and not shards.has_frozen:
             self.interpreter.post_backward(unit)
 
     def _enter_backward(self) -> None:
@@ -452,6 +458,12 @@ def _require_own(param: ShardedParameter, grad: Tensor) -> None:
             f"{param.full_name}.grad was set by hand before this backward, which would replace it: set it after the "
             f"last backward, or add it to what `.grad` is then"
         )
+
+
+def _put_first(entries: dict[int, T], key: int) -> None:
+    """By taking the others out: autograd reads an ordered dict as a plain one, which `move_to_end` leaves as it is."""
+    for other in [other for other in entries if other != key]:
+        entries[other] = entries.pop(other)
 
 
 @dataclass(slots=True)

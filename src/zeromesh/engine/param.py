@@ -197,6 +197,12 @@ def _plain(result: Any) -> Any:
 
 def _of_slice(name: str, result: Any, args: Any, kwargs: Any) -> Any:
     """What has an element for each of a slice's is a slice too, of a tensor of the same shape; what has not, raises."""
+    if name.startswith("_foreach_") and isinstance(result, list | tuple):
+        lists = [arg for arg in [*args, *kwargs.values()] if isinstance(arg, list | tuple)]
+        every = enumerate(result)
+        return [_of_slice("foreach", one, [arg[i] for arg in lists if i < len(arg)], {}) for i, one in every]
+    if type(result).__module__ == "torch.return_types" and any(isinstance(arg, _Slice) for arg in _flat(args)):
+        raise _refusal(name, args)
     if type(result) is not torch.Tensor or kwargs.get("out") is not None:
         return result
     owner = next((arg for arg in _flat([args, [*kwargs.values()]]) if isinstance(arg, _Slice)), None)

@@ -64,6 +64,7 @@ class Interpreter(Generic[T]):
     seen: list[int] = field(default_factory=list)
     digest: int = 0
     _turn: int = 0
+    _learnt: bool = False
     _apart: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -120,7 +121,7 @@ class Interpreter(Generic[T]):
         self._run(PointKind.PRE_BACKWARD, unit)
 
     def post_backward(self, unit: int) -> None:
-        """When all gradients of the unit's parameters have been computed."""
+        """When the gradients of the unit's trainable parameters are there, or an earlier unit's backward has begun."""
         self._run(PointKind.POST_BACKWARD, unit)
 
     def end_backward(self) -> None:
@@ -188,6 +189,7 @@ class Interpreter(Generic[T]):
     def adopt(self, order: Sequence[int]) -> None:
         """Continues with units in `order`, as the first step has shown it; between steps only."""
         self.schedule = self.schedule.reordered(order)
+        self._learnt = True
 
     # ---- ops
 
@@ -336,10 +338,14 @@ class Interpreter(Generic[T]):
 
     def _finish_later_units(self, unit: int) -> None:
         """Units after `unit` in the forward whose every call has entered its backward have finished it: what of their
-        parameters has no gradient by now was not used. Not so units inside `unit`, which may share its output."""
+        parameters has no gradient by now was not used. Not so units inside `unit`, which may share its output, and one
+        that holds the root's parameters (`adopts_root`), which have theirs at the end."""
         order, units = self.schedule.order, self.schedule.units
+        adopted = not self.schedule.shards_params and not units[0].buffers
         for later in reversed(order[order.index(unit) + 1 :]):
             state = self.states[later]
+            if adopted and later == 1:
+                continue
             running = (state.in_use or state.target is not None) and not units[unit].encloses(units[later])
             if running and not state.ready and state.entered and state.entered >= state.calls:
                 self.post_backward(later)
@@ -361,15 +367,27 @@ class Interpreter(Generic[T]):
         if self._reduce_if_ready(unit) or not self.schedule.units[unit].trainable:
             return True
         if self.schedule.shards_params:
-            return state.calls == 0
+            return state.calls == 0 or self._bypassed(unit)
         if state.visited:
             return False
         self._reduce_unseen(unit)
         return True
 
+    def _bypassed(self, unit: int) -> bool:
+        """Whether the backward is past a unit whose output got no gradient: one before it, in an order that all ranks
+        have learnt, has been entered. If it is entered later all the same, its turn has passed."""
+        if not self._learnt:
+            return False
+        order, units = self.schedule.order, self.schedule.units
+        before = order[: order.index(unit)]
+        entered = (other for other in before if self.states[other].entered and not units[other].encloses(units[unit]))
+        return not self.states[unit].entered and any(True for _ in entered)
+
     def _reduce_unseen(self, unit: int) -> None:
-        """A unit that this rank has not called; others may have, where parameters are not sharded."""
-        if self.last or self.schedule.layout.degree(self.schedule.layout.grad_axes) > 1:
+        """A unit that this rank has not called; others may have, where parameters are not sharded, and reduce over the
+        axes of `grad_axes` then. Over the others too in a last backward, and after one whose gradient was kept."""
+        micro = self.schedule.layout.degree(self.schedule.layout.grad_axes) > 1
+        if micro or self.last or self.states[unit].grad is GradState.REDUCED:
             self._reduce(unit)
 
     def _reduce_if_ready(self, unit: int) -> bool:

@@ -7,7 +7,8 @@ forward and backward; ``last`` marks the micro-batch after which the optimizer s
     END_FORWARD                         the root's forward has ended, and no backward will come
     LEAVE                               the outermost forward has ended, the root's or that of a unit called by itself
     BEGIN_BACKWARD                      the first gradient has arrived
-    PRE_BACKWARD(u)  POST_BACKWARD(u)   a gradient of its output has arrived; all its gradients have been computed
+    PRE_BACKWARD(u)  POST_BACKWARD(u)   a gradient of its output has arrived; its trainable parameters have theirs (of a
+                                        unit with frozen ones, and one that did not use all: an earlier unit begins)
     PRE_RECOMPUTE(u) POST_RECOMPUTE(u)  around a forward that activation checkpointing repeats inside the backward
     END_BACKWARD                        autograd has nothing left to do
     STEPPED(u)                          an optimizer has updated the unit

@@ -1,5 +1,6 @@
 """What users hold on to, clear early, or call in an order of their own."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
-from tests.dist.features.parity import local_part
-from tests.dist.features.test_misuse import STAGES, booming, chain, fragile, inputs, same_grads, sgd, sharded
+from tests.dist.features.parity import STRATEGIES, Block, check, close, local_part, net
+from tests.dist.features.test_misuse import STAGES, WIDTH, booming, chain, fragile, inputs, same_grads, sgd, sharded
 from tests.dist.pool import on_ranks
 from zeromesh.checkpoint.dcp import SlicedTensor
 from zeromesh.engine.api import engine_of
@@ -246,3 +247,55 @@ def test_a_second_backward_holds_two_gradients_apart_at_most(monkeypatch):
     same_grads(model, plain)
     # A lane's thread may let its job go a moment after it has ended.
     assert len(alive) == 8 and 1 <= max(alive) <= 3
+
+
+class Skippable(Block):
+    """A layer that is dropped hands on what it was given."""
+
+    skip = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.skip else super().forward(x)
+
+
+@on_ranks(4)
+def test_neighbours_that_hand_on_what_they_were_given():
+    """They have one output in common, whose gradient must reach the last of them first."""
+    for prefetch in (0, 1):
+        for strategy in (*STRATEGIES, "node=3,cluster=3k"):
+            base = net(num_blocks=6)
+            for index, block in enumerate(base.blocks):
+                block.__class__, block.skip = Skippable, index in (2, 3, 4)
+            pair = check(base, f"{strategy};prefetch={prefetch}", options={"bucket_bytes": 0})
+            assert len(engine_of(pair.model).units) == 9
+
+
+class Experts(nn.Module):
+    """One of four is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.experts[expert](self.first(x))
+
+
+@pytest.mark.parametrize("strategy", ["node=2", "node=1", "node=0"])
+@on_ranks(2)
+def test_a_unit_that_one_rank_alone_uses_after_a_last_backward_whose_gradients_were_kept(strategy):
+    """Only a last backward tells the ranks which units others have used; this one adds to what is shown."""
+    plain = Experts().double()
+    model = sharded(plain, strategy)
+    for last, experts in ((True, (0, 1)), (False, (0, 2)), (False, (3, 1))):
+        with zm.accumulate(model, last=last):
+            model(inputs(dist.get_rank()), experts[dist.get_rank()]).sum().backward()
+        for rank in range(2):
+            (plain(inputs(rank), experts[rank]).sum() / 2).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if ours.grad is not None:  # shown by the last backward
+            close(ours.grad.local, local_part(ours, theirs.grad), name)
+    hidden = {name for name, ours in model.named_parameters() if ours.grad is None}
+    assert hidden == {f"experts.{index}.{part}" for index in (2, 3) for part in ("weight", "bias")}

@@ -5,6 +5,7 @@ import io
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.dist.features.test_misuse import ActorCritic, STAGES, WIDTH, chain, i
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import ShardedParameter
-from zeromesh.errors import CheckpointError, ModelError, OptimizerError
+from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
 
 
 def backward(model: nn.Module, seed: int = 0) -> None:
@@ -200,12 +201,15 @@ def test_an_optimizer_is_looked_at_again_when_its_parameters_change():
 def test_what_is_computed_of_gradients_is_guarded_like_them(strategy):
     model = sharded(chain(), strategy)
     backward(model)
-    first = next(model.parameters())
+    first: Any = next(model.parameters())
     for mixing in (
         lambda: (first.grad**2).sum(),
         lambda: torch.isnan(first.grad).any(),
         lambda: (first.grad / 2).abs().max(),
         lambda: (first * 2).sum(),
+        lambda: torch._foreach_div([first.grad], 2.0)[0].max(),
+        lambda: torch._foreach_mul([torch.ones_like(first.local)], [first.grad])[0].sum(),
+        lambda: torch.cummax(first, 0),
         lambda: first.detach().mul(first.grad).sum(),
     ):
         with torch.no_grad(), pytest.raises(OptimizerError, match=r"needs all of 0\.0\.weight \(6, 6\)"):
@@ -216,6 +220,8 @@ def test_what_is_computed_of_gradients_is_guarded_like_them(strategy):
     for grad in mean:
         dist.all_reduce(grad)
     expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in mean])) / (2 * dist.get_world_size())
+    halves = torch._foreach_div([param.grad for param in model.parameters()], 2.0)
+    close(torch.nn.utils.get_total_norm(halves), expected, "norm of what foreach returns", 1e-12)
     for param in model.parameters():
         param.grad = param.grad / 2
     for norm in (torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), zm.clip_grad_norm_(model, 1e9)):
@@ -276,6 +282,19 @@ def test_a_norm_over_models_in_other_layouts(stages):
     params = [param for model in models for param in model.parameters()]
     for foreach in (True, False):
         close(torch.nn.utils.clip_grad_norm_(params, 1e9, foreach=foreach), expected, f"foreach={foreach}", 1e-12)
+
+
+@STAGES
+@on_ranks(2)
+def test_norms_that_no_sum_over_ranks_gives_are_refused(strategy):
+    model = sharded(chain(), strategy)
+    backward(model)
+    grad = next(model.parameters()).grad
+    for order in (-math.inf, 0.0, -1.0, math.nan):
+        with torch.no_grad(), pytest.raises(InputError, match="order of a norm .* must be above 0, or inf; got"):
+            torch.linalg.vector_norm(grad, order)
+        with pytest.raises(InputError, match="order of a norm"):
+            zm.clip_grad_norm_(model, 1.0, order)
 
 
 @STAGES

@@ -93,6 +93,47 @@ def test_a_part_of_a_block(reentrant):
         check(base, strategy)
 
 
+class HalfFrozen(Block):
+    """Its first half is frozen and checkpointed, so that all trained parameters have their gradients before it is
+    computed again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = checkpoint(lambda y: torch.tanh(self.up(self.norm(y))), x, use_reentrant=False)
+        return x + self.gain * self.down(inner)
+
+
+@on_ranks(4)
+def test_a_frozen_part_of_a_block_is_computed_again():
+    for strategy in ALL:
+        base = net()
+        for block in base.blocks:
+            block.__class__ = HalfFrozen
+            block.up.requires_grad_(False)
+            block.norm.requires_grad_(False)
+        check(base, strategy)
+
+
+class Thrice(Block):
+    """Three checkpointed parts share a parameter, whose gradient comes with each of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.up, self.down, self.norm):
+            x = checkpoint(partial(self._part, layer), x, use_reentrant=True)
+        return x
+
+    def _part(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return torch.tanh(layer(x) * self.gain)
+
+
+@on_ranks(4)
+def test_reentrant_parts_of_a_block_that_share_a_parameter():
+    for strategy in ALL:
+        base = net()
+        for block in base.blocks:
+            block.__class__ = Thrice
+        check(base, strategy)
+
+
 @REENTRANT
 @on_ranks(4)
 def test_the_whole_model(reentrant):

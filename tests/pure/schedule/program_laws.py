@@ -190,12 +190,14 @@ class Pass:
         backward: whether a backward follows.
         recompute: whether the backward repeats each block's forward.
         unused: units of which some parameters get no gradient, so that their end is never seen.
+        unreached: units whose output gets no gradient.
     """
 
     calls: tuple[int, ...]
     backward: bool = True
     recompute: bool = False
     unused: frozenset[int] = frozenset()
+    unreached: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -239,8 +241,9 @@ class Script:
         interpreter, backend = self.interpreter, self.backend
         interpreter.pre_backward(ROOT)
         backend.require_valid(ROOT)
-        left = Counter(one.calls)
-        for unit in reversed(one.calls):
+        reached = [unit for unit in one.calls if unit not in one.unreached]
+        left = Counter(reached)
+        for unit in reversed(reached):
             left[unit] -= 1
             interpreter.pre_backward(unit)
             shape = backend.schedule.units[unit]

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,8 @@ def schedules(draw):
 
 @st.composite
 def passes(draw, schedule):
-    """Mostly every unit in order; sometimes one twice, out of order, left out, or with parameters that are not used."""
+    """Mostly every unit in order; sometimes one twice, out of order, left out, with parameters that are not used, or
+    with an output that is not."""
     inner = list(range(1, len(schedule.units)))
     kind = draw(st.sampled_from(["all", "all", "some", "shuffled", "twice"]))
     if kind == "some":
@@ -65,6 +67,7 @@ def passes(draw, schedule):
         backward=draw(st.integers(0, 4)) > 0,
         recompute=draw(st.booleans()),
         unused=frozenset(unit for unit in set(inner) if draw(st.integers(0, 5)) == 0),
+        unreached=frozenset(unit for unit in set(inner) if draw(st.integers(0, 9)) == 0),
     )
 
 
@@ -81,6 +84,8 @@ def test_laws_of_random_programs(data):
     schedule = data.draw(schedules())
     draws = data.draw(st.lists(st.booleans(), min_size=1, max_size=40))
     run = script(schedule, itertools.cycle(draws))
+    if data.draw(st.booleans()):
+        run.interpreter.adopt(schedule.order)
     for _ in range(data.draw(st.integers(1, 3))):
         for index in range(micro_batches := data.draw(st.integers(1, 3))):
             run.run(data.draw(passes(schedule)), last=index == micro_batches - 1 or data.draw(st.booleans()))
@@ -94,18 +99,35 @@ def test_laws_of_random_programs(data):
 @settings(max_examples=80)
 @given(st.data())
 def test_ranks_with_different_units_in_use_reduce_in_the_same_order(data):
-    """Where no parameters are sharded, ranks may call different units; their reductions must still pair up."""
+    """Where no parameters are sharded, ranks may call different units; their reductions must still pair up, also those
+    that are added to gradients that were kept."""
     text = data.draw(st.sampled_from([text for text in STRATEGIES if "3" not in text]))
     schedule = Schedule.of(Layout.of(text, MESH), units(4, frozenset()))
     runs = [script(schedule, itertools.cycle([data.draw(st.booleans())])) for _ in range(2)]
-    for _ in range(2):
-        for last in (False, True):
+    for _ in range(3):
+        for last in data.draw(st.sampled_from([(False, True), (True,), (True, False, True)])):
             for run in runs:
-                one = data.draw(passes(schedule))
-                run.run(Pass(calls=one.calls, recompute=one.recompute, unused=one.unused), last=last)
+                run.run(replace(data.draw(passes(schedule)), backward=True), last=last)
         assert runs[0].backend.sent == runs[1].backend.sent
+        zero = data.draw(st.booleans())
         for run in runs:
-            run.optimize(set(range(len(schedule.units))), zero=True)
+            run.optimize(set(range(len(schedule.units))), zero=zero)
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=3", "node=3d,cluster=1"])
+def test_a_unit_whose_output_is_not_used_keeps_no_other_waiting(strategy):
+    """The last block of a model that is asked for the layer before: its turn never comes."""
+    schedule = Schedule.of(Layout.of(f"{strategy};overlap=none", MESH), units(4, frozenset()))
+    run = script(schedule, itertools.repeat(True))
+    run.interpreter.adopt(schedule.order)
+    run.interpreter.last = True
+    run.forward(Pass(calls=(1, 2, 3, 4, 5)))
+    run.interpreter.pre_backward(0)
+    for unit in (4, 3, 2, 1):
+        run.interpreter.pre_backward(unit)
+        run.grads(unit)
+        run.interpreter.post_backward(unit)
+        assert run.interpreter.states[unit].target is None, f"{unit} waits for 5"
 
 
 @settings(max_examples=30)
