@@ -45,6 +45,14 @@ class Device:
             raise ClusterError(f"device {self.name!r}: cores must be positive, got {self.cores}")
         for dtype, rate in (*self.peak_flops, *self.achievable_flops):
             _check_rate(self.name, dtype, rate)
+        peaks = dict(self.peak_flops)
+        for dtype, rate in dict(self.achievable_flops).items():
+            peak = peaks.get(dtype, 0.0)
+            if rate > peak:
+                raise ClusterError(
+                    f"device {self.name!r}: achievable is what was measured of the peak, so {dtype} needs a peak of at "
+                    f"least {rate:.4g} FLOP/s, got {f'{peak:.4g}' if peak else 'none'}"
+                )
 
     @property
     def matrix_dtype(self) -> str:

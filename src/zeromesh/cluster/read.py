@@ -230,8 +230,8 @@ def _rate(value: Any) -> float:
 def _latency(value: Any) -> float:
     """a time with a unit, such as "6 us" """
     seconds = units.parse_seconds(value)
-    if seconds < 0:
-        raise InputError(f"expected a time of zero or more, got {value!r}")
+    if not 0 <= seconds < math.inf:
+        raise InputError(f"expected a finite time of zero or more, got {value!r}")
     return seconds
 
 

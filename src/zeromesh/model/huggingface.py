@@ -88,11 +88,13 @@ class _Keys:
     def text(self, key: str, default: str) -> str:
         return str(self._config.get(key) or default)
 
-    def optional(self, key: str) -> int | None:
-        return None if self._config.get(key) is None else self.integer(key)
+    def optional(self, key: str, default: int | None = None) -> int | None:
+        """null is None, and not the default."""
+        return None if self._config.get(key, default) is None else self.integer(key, default)
 
 
-def _llama(keys: _Keys) -> dict[str, Any]:
+def _llama(keys: _Keys, kv_heads: int | None = None) -> dict[str, Any]:
+    """`kv_heads`: what the class takes where the file does not name the key; for null it takes as many as heads."""
     heads = keys.integer("num_attention_heads")
     bias = keys.flag("attention_bias", False)
     return {
@@ -100,7 +102,7 @@ def _llama(keys: _Keys) -> dict[str, Any]:
         "hidden": keys.integer("hidden_size"),
         "layers": keys.integer("num_hidden_layers"),
         "heads": heads,
-        "kv_heads": keys.integer("num_key_value_heads", heads),
+        "kv_heads": keys.optional("num_key_value_heads", kv_heads) or heads,
         "head_dim": keys.integer("head_dim", 0),
         "ffn": keys.integer("intermediate_size"),
         "vocab": keys.integer("vocab_size"),
@@ -112,16 +114,17 @@ def _llama(keys: _Keys) -> dict[str, Any]:
 
 
 def _mistral(keys: _Keys) -> dict[str, Any]:
-    return _llama(keys) | {"window": keys.optional("sliding_window")}
+    return _llama(keys, 8) | {"window": keys.optional("sliding_window", 4096)}
 
 
 def _qwen2(keys: _Keys) -> dict[str, Any]:
     window = keys.optional("sliding_window") if keys.flag("use_sliding_window", False) else None
-    return _llama(keys) | {"qkv_bias": True, "output_bias": False, "window": window}
+    return _llama(keys, 32) | {"qkv_bias": True, "output_bias": False, "window": window}
 
 
 def _mixtral(keys: _Keys) -> dict[str, Any]:
-    return _mistral(keys) | {
+    return _llama(keys, 8) | {
+        "window": keys.optional("sliding_window"),
         "experts": keys.integer("num_local_experts"),
         "experts_per_token": keys.integer("num_experts_per_tok", 2),
     }

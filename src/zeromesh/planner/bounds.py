@@ -54,7 +54,7 @@ from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.schedule.memory import REDUCE_SLOTS
-from zeromesh.schedule.transfer import Operation, Transfer
+from zeromesh.schedule.transfer import QUANTISED_BITS, Operation, Transfer
 from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Axis, Stage, Wire
 from zeromesh.strategy.strategy import Collective
@@ -74,20 +74,27 @@ _GRAD_STAGES = [Stage.THREE, Stage.THREE_KEPT, Stage.TWO]
     _GATHER_STEP,
     _REDUCE_MICRO,
     _REDUCE_STEP,
-    _EDGE_GATHER,
-    _EDGE_REDUCE,
+    _UNSHARD_ROOT,
+    _REFRESH_ROOT,
+    _UNSHARD_FIRST,
+    _REFRESH_FIRST,
+    _REDUCE_ROOT,
+    _BOUNDARY_ROOT,
+    _REDUCE_FIRST,
+    _BOUNDARY_FIRST,
     _GATHER_BACK,
     _BLOCK_GATHER,
     _BLOCK_REDUCE,
     _OTHER_REDUCE,
     _BUSY_MICRO,
     _BUSY_STEP,
-) = range(12)
-"""Rows of a table, in seconds: of a lane per micro-batch and per step, and of its edge; of all gathers of a backward,
-of one block's, of one block's reduction and of the other units'; of the level's links."""
+) = range(18)
+"""Rows of a table, in seconds: of a lane per micro-batch and per step; of the root in each lane, and of the unit that
+runs first if it is one; of all gathers of a backward, of one block's, of one block's reduction and of the other units';
+of the level's links."""
 
 
-_OVERLAPPING = slice(_GATHER_MICRO, _EDGE_REDUCE + 1)
+_OVERLAPPING = slice(_GATHER_MICRO, _BOUNDARY_FIRST + 1)
 """Rows of which the longest part counts where levels overlap."""
 
 
@@ -111,7 +118,12 @@ class TimeBound:
 
     def at(self, micro_batches: int, compute: ComputeSeconds, optimizer_s: Floats) -> Floats:
         """The bound for a number of micro-batches and the seconds of one's compute."""
-        edge_gather, edge_reduce = self.lanes[_EDGE_GATHER], self.lanes[_EDGE_REDUCE]
+        lanes = self.lanes
+        # The root's second transfer goes beside the first one of the other unit: each kind has a lane.
+        edge_gather = lanes[_REFRESH_ROOT] + np.maximum(lanes[_UNSHARD_ROOT], lanes[_REFRESH_FIRST])
+        edge_gather += lanes[_UNSHARD_FIRST]
+        edge_reduce = lanes[_REDUCE_FIRST] + np.maximum(lanes[_REDUCE_ROOT], lanes[_BOUNDARY_FIRST])
+        edge_reduce += lanes[_BOUNDARY_ROOT]
         gather, refresh = micro_batches * self.lanes[_GATHER_MICRO], self.lanes[_GATHER_STEP]
         reduce, boundary = micro_batches * self.lanes[_REDUCE_MICRO], self.lanes[_REDUCE_STEP]
         active = np.maximum(np.maximum(gather, refresh) + edge_reduce, np.maximum(reduce, boundary) + edge_gather)
@@ -231,9 +243,23 @@ class Bounds:
                     if (part > 1).any():
                         yield level, stage, part, pieces
                         pieces = pieces * part
+        by_level = self._sums_by_level(block)
         for level, sizes in enumerate(block.sizes):
             if (sizes[-1] > 1).any():
                 yield level, Stage.ZERO, sizes[-1], pieces
+                pieces = pieces * np.where(by_level, sizes[-1], 1)
+
+    def _sums_by_level(self, block: Block) -> npt.NDArray[np.bool_]:
+        """Whether each replicated level of a layout leaves a share to the next: not where one inside of another is
+        quantised ([Note: By level])."""
+        whole = np.zeros(len(block), dtype=bool)
+        quantised = np.zeros(len(block), dtype=bool)
+        for level, sizes in enumerate(block.sizes):
+            replicated = sizes[-1] > 1
+            whole |= quantised & replicated
+            if self._axis(level, Stage.ZERO, 2).wire.grad in QUANTISED_BITS:
+                quantised |= replicated
+        return ~whole
 
     @cached_property
     def _piece_position(self) -> Integers:
@@ -264,7 +290,7 @@ class Bounds:
     def _part(self, axis: Axis, pieces: int) -> list[float]:
         """One column of a table."""
         row = [0.0] * (_BUSY_STEP + 1)
-        first, last = self._first, self._last
+        roots, entered = self._roots, self._entered
         for unit, gathers in self._gathers_by_unit(axis.stage):
             for operation, per_micro in _operations(axis.stage):
                 gather = operation == "all_gather"
@@ -276,10 +302,11 @@ class Bounds:
                 row[(_GATHER_MICRO if gather else _REDUCE_MICRO) + (not per_micro)] += times * seconds
                 row[_BUSY_MICRO + (not per_micro)] += times * busy
                 self._note_meeting(row, axis.stage, unit, operation, alone, gathers - unit.count)
-                if gather and any(unit is other for other in first):
-                    row[_EDGE_GATHER] += seconds
-                if not gather and any(unit is other for other in last):
-                    row[_EDGE_REDUCE] += seconds
+                edge = _UNSHARD_ROOT if gather else _REDUCE_ROOT
+                if any(unit is other for other in roots):
+                    row[edge + (not per_micro)] += seconds
+                elif unit is entered:
+                    row[edge + 2 + (not per_micro)] += seconds
         return row
 
     def _note_meeting(
@@ -301,7 +328,7 @@ class Bounds:
         backward begins; over a kept axis, and for units that stay gathered, once.
         """
         spare = PREFETCH + 1
-        for unit in self.model.units:
+        for unit in reversed(self.model.units):
             if unit.kind is UnitKind.BLOCK and not stage.kept:
                 again = max(0, unit.count - spare)
                 spare -= unit.count - again
@@ -310,16 +337,12 @@ class Bounds:
                 yield unit, unit.count
 
     @cached_property
-    def _first(self) -> list[UnitSpec]:
-        """Whose parameters the first computation waits for: the root, and the unit that runs first if it is one."""
-        inner = [unit for unit in self.model.units if unit.kind is not UnitKind.ROOT]
-        return self._roots + [unit for unit in inner[:1] if unit.count == 1]
-
-    @cached_property
-    def _last(self) -> list[UnitSpec]:
-        """Whose gradients come when all else is done: those of the unit that runs first, then the root's."""
-        inner = [unit for unit in self.model.units if unit.kind is not UnitKind.ROOT]
-        return self._roots + [unit for unit in inner[:1] if unit.count == 1 and unit.num_trainable]
+    def _entered(self) -> UnitSpec | None:
+        """The unit that runs first, if it is one: besides the root's, its parameters are those that the first
+        computation waits for, and its gradients come when all else but the root's is done."""
+        inner = (unit for unit in self.model.units if unit.kind is not UnitKind.ROOT)
+        first = next(inner, None)
+        return first if first is not None and first.count == 1 else None
 
     @cached_property
     def _numels(self) -> dict[int, tuple[int, int]]:
@@ -361,7 +384,18 @@ class Bounds:
     def _transfer(self, axis: Axis, operation: Operation, numel: int, pieces: int) -> tuple[float, float]:
         default = self.workload.param_dtype if operation == "all_gather" else self.workload.wire_dtype
         wire = (axis.wire.param if operation == "all_gather" else axis.wire.grad) or default
-        cost = self.transfers.cost(Transfer(operation=operation, axis=axis, numel=ceil(numel / pieces), wire=wire))
+        numel = ceil(numel / pieces)
+        found = [self._links(Transfer(operation=operation, axis=axis, numel=numel, wire=wire))]
+        if operation == "all_reduce":
+            halves: tuple[Operation, Operation] = ("reduce_scatter", "all_gather")
+            parts = [self._links(Transfer(operation=half, axis=axis, numel=numel, wire=wire)) for half in halves]
+            # Inside of another replicated level it is these two, whose measured rates may be others.
+            found.append((sum(seconds for seconds, _ in parts), sum(busy for _, busy in parts)))
+        return min(seconds for seconds, _ in found), min(busy for _, busy in found)
+
+    def _links(self, transfer: Transfer) -> tuple[float, float]:
+        """Seconds of a transfer, and those of links."""
+        cost = self.transfers.cost(transfer)
         return cost.seconds, sum(share for level, share in cost.busy if level != HOST)
 
     # Memory ---------------------------------------------------------------------------------------------------------

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from zeromesh.cluster import Cluster
 from zeromesh.planner.evaluate import Candidate, Evaluator
 from zeromesh.planner.fixed import fastest
 from zeromesh.planner.known import Known, known_strategies
 from zeromesh.simulator import Simulation
+from zeromesh.strategy import Stage, Strategy
+from zeromesh.strategy.stage import DEFAULT_WIRE
 from zeromesh.units import format_seconds
 
 Outcome = Literal["chosen", "slower", "excluded"]
@@ -87,7 +90,7 @@ def _explain_known(evaluator: Evaluator, best: Candidate, known: Known) -> Reaso
 def _compare(evaluator: Evaluator, best: Candidate, other: Candidate, name: str) -> Reason:
     mine, theirs = evaluator.simulation(best), evaluator.simulation(other)
     loses = _losses(mine, theirs)
-    same = best.strategy == other.strategy
+    same = _on(evaluator.cluster, best.strategy) == _on(evaluator.cluster, other.strategy)
     lossy = theirs.step_s < mine.step_s and other.strategy.quantised and not best.strategy.quantised
     text = "this is the best" if same else _sentence(mine, theirs, other, loses)
     if lossy:
@@ -101,6 +104,15 @@ def _compare(evaluator: Evaluator, best: Candidate, other: Candidate, name: str)
         loses=loses,
         memory_bytes=theirs.memory.total,
     )
+
+
+def _on(cluster: Cluster, strategy: Strategy) -> Strategy:
+    """What the strategy does on this cluster: over a level of one member, nothing."""
+    sizes = dict(cluster.axes)
+    terms = tuple(
+        replace(term, stage=Stage.ZERO, wire=DEFAULT_WIRE) if sizes[term.name] == 1 else term for term in strategy.axes
+    )
+    return replace(strategy, axes=terms)
 
 
 def _losses(mine: Simulation, theirs: Simulation) -> tuple[tuple[str, float], ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeromesh.cluster import Cluster
-from zeromesh.strategy import Strategy
+from zeromesh.strategy import Stage, Strategy
+from zeromesh.strategy.strategy import AxisStage
 
 _BY_PRESET = (
     ("ZeRO-1", "zero1", 1),
@@ -28,14 +29,20 @@ class Known:
 
 def known_strategies(cluster: Cluster) -> list[Known]:
     """Those that differ on this mesh; levels of one member count as none."""
-    axes = [level.name for level in cluster.levels]
-    levels = sum(level.size > 1 for level in cluster.levels)
+    axes = [level.name for level in cluster.levels if level.size > 1]
     found = [
-        Known(name=name, strategy=Strategy.parse(preset, axes))
+        Known(name=name, strategy=_with_others(Strategy.parse(preset, axes), cluster))
         for name, preset, least in _BY_PRESET
-        if levels >= least and len(axes) >= least
+        if len(axes) >= least
     ]
     return [*found, *_mics(cluster)]
+
+
+def _with_others(strategy: Strategy, cluster: Cluster) -> Strategy:
+    """The strategy with a stage for the levels of one member too."""
+    stages = {term.name: term for term in strategy.axes}
+    others = [stages.get(name, AxisStage(name=name, stage=Stage.ZERO)) for name, _ in cluster.axes]
+    return replace(strategy, axes=tuple(others))
 
 
 def _mics(cluster: Cluster) -> list[Known]:

@@ -376,14 +376,16 @@ def _front_of(rows: _Rows) -> Iterator[tuple[float, float, Candidate]]:
 def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options) -> float:
     """Simulates by rising bound until the optimum is proven or the budget is spent; returns the bound that is left."""
     best_s = np.inf
-    simulated = 0
+    simulated, seen = 0, set()
     for group in pool.by_bound():
         left_s = min(candidate.bound_s for candidate in group)
         for candidate in group:
             if left_s >= best_s * (1 - options.tolerance):
                 return left_s
-            if candidate.bound_s >= best_s:
+            key = candidate.strategy, candidate.micro_batch, candidate.recomputation
+            if candidate.bound_s >= best_s or key in seen:  # stage 0 has no use for a wire of parameters
                 continue
+            seen.add(key)
             if options.max_simulations is not None and simulated >= options.max_simulations and best_s < np.inf:
                 return left_s
             exact = options.max_simulations is None

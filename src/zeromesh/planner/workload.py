@@ -9,6 +9,7 @@ from math import ceil
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation
 from zeromesh.simulator import Workload as FixedWorkload
+from zeromesh.strategy.plan import check_dtypes
 
 MAX_MICRO_BATCH = 64
 """Sequences per device and micro-batch beyond which none is tried: products are long since at their best rate."""
@@ -23,10 +24,11 @@ class Workload:
         global_batch_tokens: tokens of one step over all devices.
         micro_batch: sequences per device and micro-batch; None leaves it to the planner.
         recomputation: of the blocks; None leaves it to the planner.
-        param_dtype, reduce_dtype, grad_dtype, master_dtype: as `zeromesh.shard` takes them.
+        param_dtype, reduce_dtype, grad_dtype, master_dtype: fp64, fp32, bf16 or fp16, for the options of
+            `zeromesh.shard` of these names; reduce_dtype None is param_dtype.
 
     Raises:
-        InputError: a size below 1, or a batch that is no whole number of sequences.
+        InputError: a size below 1, a dtype that there is not, or a batch that is no whole number of sequences.
     """
 
     seq_len: int
@@ -39,6 +41,7 @@ class Workload:
     master_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
+        check_dtypes(self)
         for name in ("seq_len", "global_batch_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")

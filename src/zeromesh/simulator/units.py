@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zeromesh.model import ModelSpec, UnitKind, UnitSpec
+from zeromesh.model.spec import ActivationSpec, PerToken
 from zeromesh.schedule import FlatBuffer, Role, Unit, join_units
 from zeromesh.simulator.workload import Workload
+
+_NOTHING = UnitSpec(
+    name="",
+    kind=UnitKind.ROOT,
+    tensors=(),
+    activations=ActivationSpec(output=0.0, saved_none=PerToken(), saved_selective=PerToken(), saved_full=PerToken()),
+)
+"""The root of a model whose parameters are all in other units."""
 
 
 def schedule_units(
     model: ModelSpec, workload: Workload, bucket_bytes: int = 0
 ) -> tuple[tuple[Unit, ...], tuple[tuple[UnitSpec, ...], ...]]:
     """The units that the engine would cut `model` into, root first, each with the description of what it holds: one
-    unit of the model, or several neighbours, joined up to `bucket_bytes`."""
+    unit of the model, or several neighbours, joined up to `bucket_bytes`. The root is there also where it holds
+    nothing: it is what is open for the whole of a step."""
     pairs = sorted(_pairs(model, workload), key=lambda pair: pair[1].kind is not UnitKind.ROOT)
+    if pairs[0][1].kind is not UnitKind.ROOT:
+        pairs.insert(0, (Unit(name="", role=Role.RESIDENT, buffers=()), _NOTHING))
     units, specs = [unit for unit, _ in pairs], [spec for _, spec in pairs]
     joined, groups = join_units(units, bucket_bytes)
     return tuple(joined), tuple(tuple(specs[index] for index in group) for group in groups)

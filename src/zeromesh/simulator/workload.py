@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zeromesh.errors import ConfigError
 from zeromesh.model import Recomputation
+from zeromesh.strategy.plan import check_dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,9 @@ class Workload:
         reduce_dtype: of gradients on the wire; None is `param_dtype`.
         grad_dtype: of the accumulated gradient.
         master_dtype: of the optimizer's copy.
+
+    Raises:
+        InputError: a size below 1, or a dtype that is not fp64, fp32, bf16 or fp16.
     """
 
     seq_len: int
@@ -33,6 +37,7 @@ class Workload:
     master_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
+        check_dtypes(self)
         for name in ("seq_len", "global_batch_tokens", "micro_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")

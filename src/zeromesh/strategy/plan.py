@@ -5,12 +5,24 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from zeromesh.errors import InputError
+from zeromesh.strategy.stage import FLOAT_DTYPES
 from zeromesh.strategy.strategy import Strategy
 
 Recompute = Literal["none", "selective", "full"]
+
+
+DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype")
+
+
+def check_dtypes(owner: object) -> None:
+    """Raises InputError where one of the `DTYPE_FIELDS` of a plan or a workload is not the name of a dtype."""
+    for field in DTYPE_FIELDS:
+        name = getattr(owner, field)
+        if name is not None and name not in FLOAT_DTYPES:
+            raise InputError(f"{field} must be one of {', '.join(FLOAT_DTYPES)}; got {name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +35,11 @@ class Plan:
         micro_batch: sequences per device and micro-batch.
         micro_batches: micro-batches per step.
         recompute: activation checkpointing of the blocks.
-        param_dtype, reduce_dtype, grad_dtype, master_dtype: names as on a wire; None for the engine's defaults.
+        param_dtype, reduce_dtype, grad_dtype, master_dtype: fp64, fp32, bf16 or fp16; None for the engine's defaults.
         predicted: the planner's figures for this plan, as `zeromesh simulate --json` prints them.
+
+    Raises:
+        InputError: a dtype or recomputation that there is not, or a count below 1.
     """
 
     strategy: Strategy
@@ -37,6 +52,15 @@ class Plan:
     grad_dtype: str | None = None
     master_dtype: str | None = None
     predicted: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_dtypes(self)
+        for name in ("micro_batch", "micro_batches"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or count < 1:
+                raise InputError(f"{name} of a plan must be a whole number of at least 1; got {count!r}")
+        if self.recompute not in get_args(Recompute):
+            raise InputError(f"recompute of a plan must be {', '.join(get_args(Recompute))}; got {self.recompute!r}")
 
     def to_json(self) -> str:
         """The plan as a JSON object; `from_json` is its inverse."""

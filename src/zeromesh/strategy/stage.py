@@ -69,6 +69,9 @@ class Stage(enum.Enum):
         return {Stage.TWO: 1, Stage.DEFERRED: 1, Stage.DEFERRED_KEPT: 1, Stage.ONE: 2, Stage.ZERO: 3}[self]
 
 
+FLOAT_DTYPES = ("fp64", "fp32", "bf16", "fp16")
+"""Of parameters, gradients and masters in memory."""
+
 WIRE_DTYPES = ("fp32", "bf16", "fp16", "int8", "int4")
 _QUANTISED = ("int8", "int4")
 _FEEDBACK = "+ef"

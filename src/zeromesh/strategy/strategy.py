@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
 from typing import Literal
 
@@ -41,12 +41,15 @@ class AxisStage:
         stage: what is sharded over it.
         wire: dtypes sent on it.
         split: None for the whole axis; a size for a part of it; "*" for what the other parts leave over.
+        spelt: the size that the parts of a whole axis were given with, which the mesh must have; no part of what the
+            term means.
     """
 
     name: str
     stage: Stage
     wire: Wire = DEFAULT_WIRE
     split: Split = None
+    spelt: int | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.split, int) and self.split < 1:
@@ -179,7 +182,10 @@ def _merge_splits(name: str, parts: list[AxisStage]) -> Iterator[AxisStage]:
         for same in (list(group) for _, group in groupby(parts, key=lambda part: (part.stage, part.wire)))
     ]
     # One stage over all of an axis: its size is the mesh's business, so the spelling with sizes is the same layout.
-    return iter([replace(merged[0], split=None)] if len(merged) == 1 else merged)
+    if len(merged) > 1:
+        return iter(merged)
+    (whole,) = merged
+    return iter([replace(whole, split=None, spelt=whole.split if isinstance(whole.split, int) else whole.spelt)])
 
 
 def _product(splits: Iterable[Split]) -> Split:

@@ -16,7 +16,7 @@ from tests.dist.pool import kept, on_ranks
 from zeromesh.api import with_dtypes
 from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.engine.api import engine_of
-from zeromesh.errors import InputError, ModelError
+from zeromesh.errors import InputError, MeshError, ModelError
 from zeromesh.strategy import Plan, Strategy
 
 WORKLOAD = {"seq_len": 8, "global_batch_tokens": 16, "micro_batch": 1}
@@ -65,6 +65,31 @@ def test_a_plans_masters_are_the_engines():
     mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
     plan = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 2),), master_dtype="bf16")
     assert engine_of(zm.shard(net().float(), mesh, plan)).precision.master is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("planned_mesh", "strategy"),
+    [
+        ((("node", 2), ("cluster", 1)), "node=3,cluster=0"),  # of a part of the cluster
+        ((("rack", 1), ("node", 2)), "rack=1,node=3"),
+        ((("node", 2),), "node=3"),  # on a mesh with one more axis
+    ],
+)
+@on_ranks(2)
+def test_a_plan_runs_on_a_mesh_that_has_other_axes_of_one_rank(planned_mesh, strategy):
+    plan = Plan(strategy=Strategy.parse(strategy), mesh=planned_mesh)
+    for shape, names, expected in (((2,), ("node",), "node=3"), ((1, 2), ("cell", "node"), "node=3,cell=0")):
+        mesh = kept(init_device_mesh, "cpu", shape, mesh_dim_names=names)
+        layout = engine_of(zm.shard(net().float(), mesh, plan)).schedule.layout
+        assert str(layout.strategy) == expected
+
+
+@on_ranks(2)
+def test_a_plan_for_more_ranks_than_the_mesh_has_is_refused():
+    mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    plan = Plan(strategy=Strategy.parse("node=3,cluster=0"), mesh=(("node", 2), ("cluster", 2)))
+    with pytest.raises(MeshError, match="the mesh has no axis 'cluster'"):
+        zm.shard(net(), mesh, plan)
 
 
 @pytest.mark.parametrize(

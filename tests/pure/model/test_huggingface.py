@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zeromesh.errors import ModelError
-from zeromesh.model import load_model, preset
+from zeromesh.model import UnitKind, load_model, preset
 
 LLAMA_7B = {
     "model_type": "llama",
@@ -29,6 +29,27 @@ def write(tmp_path: Path, config: object) -> str:
 def test_a_config_equals_its_preset(tmp_path: Path) -> None:
     model = load_model(write(tmp_path, LLAMA_7B))
     assert model.units == preset("llama-7b").units
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "kv_heads", "window"),
+    [
+        ("mistral", {}, 8, 4096),
+        ("mistral", {"num_key_value_heads": None, "sliding_window": None}, 32, None),
+        ("mistral", {"num_key_value_heads": 4, "sliding_window": 1024}, 4, 1024),
+        ("mixtral", {"num_local_experts": 4}, 8, None),
+        ("qwen2", {}, 32, None),
+        ("llama", {}, 32, None),
+    ],
+)
+def test_a_key_that_is_missing_has_its_classs_default(
+    tmp_path: Path, kind: str, given: dict[str, object], kv_heads: int, window: int | None
+) -> None:
+    model = load_model(write(tmp_path, LLAMA_7B | {"model_type": kind} | given))
+    (block,) = (unit for unit in model.units if unit.kind is UnitKind.BLOCK)
+    key = next(tensor for tensor in block.tensors if "k_proj.weight" in tensor.name)
+    assert key.num_elements == kv_heads * 128 * 4096
+    assert block.attention is not None and block.attention.window == window
 
 
 def test_a_directory_with_a_config_is_read(tmp_path: Path) -> None:

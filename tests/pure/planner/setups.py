@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zeromesh.cluster import Cluster, Device, Level
-from zeromesh.model import ModelSpec
+from zeromesh.model import ModelSpec, UnitKind
 from zeromesh.model.shape import TransformerShape
 from zeromesh.model.transformer import build
 
@@ -22,6 +24,38 @@ def small_model(layers: int = 4, hidden: int = 512, *, tied: bool = False) -> Mo
             tied=tied,
         )
     )
+
+
+def mixed_model() -> ModelSpec:
+    """Small blocks, then larger ones, as where dense layers come before those of experts."""
+    small, wide = small_model(3, 256), small_model(6, 1024)
+    blocks = [unit for model in (small, wide) for unit in model.units if unit.kind is UnitKind.BLOCK]
+    first = next(index for index, unit in enumerate(wide.units) if unit.kind is UnitKind.BLOCK)
+    units = [unit for unit in wide.units if unit.kind is not UnitKind.BLOCK]
+    renamed = [replace(unit, name=f"blocks.{index}.0") for index, unit in enumerate(blocks)]
+    return replace(wide, name="mixed", units=(*units[:first], *renamed, *units[first:]))
+
+
+def model_of_root() -> ModelSpec:
+    """Whose root, positions that are learned, is larger than a block."""
+    return build(
+        TransformerShape(
+            name="positions",
+            family="gpt2",
+            hidden=256,
+            layers=2,
+            heads=8,
+            ffn=1024,
+            vocab=2048,
+            max_positions=32768,
+        )
+    )
+
+
+def rootless_model() -> ModelSpec:
+    """Blocks alone."""
+    model = small_model()
+    return replace(model, units=tuple(unit for unit in model.units if unit.kind is UnitKind.BLOCK))
 
 
 def small_cluster(*sizes: int, memory_bytes: float = 8e9, outer_bytes_per_s: float = 12e9) -> Cluster:

@@ -7,13 +7,14 @@ from itertools import product
 
 import pytest
 
-from tests.pure.planner.setups import small_cluster, small_model
+from tests.pure.planner.setups import rootless_model, small_cluster, small_model
 from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation, preset
 from zeromesh.planner import NothingFitsError, Options, Workload, plan, search, simulate_choices
 from zeromesh.planner.space import Space
 from zeromesh.simulator import simulate
+from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Plan, Strategy
 
 WORKLOAD = Workload(seq_len=256, global_batch_tokens=256 * 16 * 2)
@@ -73,6 +74,17 @@ def test_overlapped_levels_are_chosen_where_the_engine_has_them() -> None:
     assert chosen(on_cores, collective="hierarchical") == {"auto"}
     assert chosen(on_cores) == {"auto", "ho_ring"}
     assert "ho_ring" in chosen(slow, collective="ho_ring")
+
+
+def test_a_model_of_blocks_alone_is_planned() -> None:
+    """As nn.Sequential of equal layers is: the root holds nothing, and no block takes its place."""
+    cluster = small_cluster(4, 4, memory_bytes=2.0e9, outer_bytes_per_s=2e9)
+    model = rootless_model()
+    assert search(model, cluster, WORKLOAD)[0].ranked
+    work = WORKLOAD.fixed(1, Recomputation.NONE)
+    units, _ = schedule_units(model, work)
+    assert [(unit.name, unit.buffers) for unit in units[:1]] == [("", ())] and len(units) == 1 + 4
+    assert simulate(model, cluster, "node=3,cluster=3", work).fits
 
 
 def test_the_gap_is_honest() -> None:
@@ -196,6 +208,16 @@ def test_the_fastest_choices_of_a_strategy_come_first(strategy: str, memory_byte
     tight = replace(cluster, device=replace(cluster.device, memory_bytes=1e9))
     (smallest,) = simulate_choices(small_model(), tight, workload, Strategy.parse(strategy), top=3)
     assert smallest.simulation.memory.total == min(one.memory.total for one in every)
+
+
+def test_a_level_of_one_member_makes_no_strategy_another() -> None:
+    cluster = find_cluster("a800-8x-hdr").take(8)
+    planned = plan(small_model(), cluster, Workload(seq_len=256, global_batch_tokens=256 * 64))
+    chosen = [reason for reason in planned.why if reason.outcome == "chosen"]
+    best = next(term.stage.value for term in planned.plan.strategy.axes if term.name == "node")
+    known = {"1": "ZeRO-1", "2": "ZeRO-2", "3": "ZeRO-3 / FSDP"}
+    assert [reason.name for reason in chosen] == [known[best]] if best in known else not chosen
+    assert all(reason.strategy.endswith("cluster=0") for reason in planned.why)
 
 
 def test_the_why_agrees_with_the_numbers() -> None:

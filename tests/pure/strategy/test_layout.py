@@ -99,7 +99,8 @@ def test_prefixes_and_order(layout):
     for axes in (layout.param_axes, layout.grad_axes):
         assert axes == order[: len(axes)]
     assert layout.kept_axes == tuple(axis for axis in order if axis.stage.kept)
-    assert layout.multiple == prod(axis.size for axis in order)
+    replicas = [axis for axis in layout.replica_axes if axis.size > 1]
+    assert layout.multiple == prod(axis.size for axis in (*order, *replicas[:-1]))
 
 
 @given(layouts())
@@ -162,6 +163,8 @@ MESH = [("node", 8), ("cluster", 2)]
         ("cluster=1,node=3", r"innermost first, and this mesh is, innermost first, node, cluster; got cluster, node"),
         ("node[4]=3,node[4]=1,cluster=0", r"node\[4\]=3,node\[4\]=1 needs node to have 16 ranks; this mesh has 8"),
         ("node[3]=3,node[*]=1,cluster=0", r"needs node to have a multiple of 3 ranks; this mesh has 8"),
+        ("node[4]=3,cluster=0", r"node\[4\]=3 gives a stage to 4 ranks of node; this mesh has 8: write node=3 for all"),
+        ("node[3]=3,node[2]=3,cluster=0", r"node\[6\]=3 gives a stage to 6 ranks of node; this mesh has 8"),
     ],
 )
 def test_a_strategy_that_does_not_fit_the_mesh(text, message):
@@ -235,3 +238,22 @@ GOOD = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 4),)).to_json()
 def test_a_file_that_is_not_a_plan(text, message):
     with pytest.raises(InputError, match=message):
         Plan.from_json(text, source="mine.json")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"param_dtype": "bfloat16"}, r"param_dtype must be one of fp64, fp32, bf16, fp16; got 'bfloat16'"),
+        ({"reduce_dtype": "int8"}, r"reduce_dtype must be one of .*; got 'int8'"),
+        ({"micro_batches": 0}, r"micro_batches of a plan must be a whole number of at least 1; got 0"),
+        ({"micro_batch": "2"}, r"micro_batch of a plan must be a whole number of at least 1; got '2'"),
+        ({"recompute": "some"}, r"recompute of a plan must be none, selective, full; got 'some'"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out(fields, message):
+    """Also one that was read from a file: taken as if it said nothing, it would train in other dtypes."""
+    plan = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 4),))
+    with pytest.raises(InputError, match=message):
+        replace(plan, **fields)
+    with pytest.raises(InputError, match=message):
+        Plan.from_json(json.dumps(json.loads(plan.to_json()) | fields))
