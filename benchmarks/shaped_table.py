@@ -186,6 +186,18 @@ def _point(cell: Cell, cap: float, most_bytes: float) -> str:
     return f"- / {min(peers):.2f}" if peers else "-"
 
 
+def systems_table(cells: Sequence[Cell]) -> Iterator[str]:
+    yield "## Every system at its own memory\n"
+    yield "Times of FSDP2's memory, seconds of a step, smallest first.\n"
+    for cell in cells:
+        unit = next((row["bytes"] for row in cell["rows"] if row["system"] == "FSDP2"), None)
+        if unit is not None:
+            rows = sorted(cell["rows"], key=lambda row: (row["bytes"], row["step_s"]))
+            points = (f"{row['bytes'] / unit:.2f}x {row['step_s']:.2f} {row['system']}" for row in rows)
+            yield f"- {label(cell)}: {'; '.join(points)}"
+    yield ""
+
+
 def fsdp_table(cells: Sequence[Cell]) -> Iterator[str]:
     yield "## FSDP2 with sharded gradients\n"
     yield (
@@ -265,7 +277,7 @@ def main() -> None:
         )
     whole = [cell for cell in held["cells"] if cell["rounds"] < MIN_PAIRS]
     paired = [cell for cell in held["cells"] if cell["rounds"] >= MIN_PAIRS]
-    for table in (caps_table, curve_table, fsdp_table, quantised_table, bound_table) if whole else ():
+    for table in (caps_table, curve_table, systems_table, fsdp_table, quantised_table, bound_table) if whole else ():
         print("\n".join(table(whole)))
     if paired:
         print("\n".join(pairs_table(paired)))

@@ -33,6 +33,8 @@ def bench(
     steps: Annotated[int, typer.Option(help="Steps of a cell in a round that are timed; as many are recorded.")] = 4,
     warmup: Annotated[int, typer.Option(help="Steps before them.")] = 2,
     only: Annotated[str, typer.Option(help="Cells whose name contains this: topology strategy xN dtype.")] = "",
+    probe_seconds: Annotated[float, typer.Option(help="Of a topology's probe, for each level, about.")] = 12.0,
+    probe_rounds: Annotated[int, typer.Option(help="Of a topology's probe: timings of each size.")] = 16,
     directory: Annotated[Path, typer.Option("--directory", "-d", help="For results; cells there are kept.")] = Path(
         "zeromesh-bench"
     ),
@@ -60,7 +62,15 @@ def bench(
         for each in dtype or DTYPES
     ]
     cells = make_cells(topologies or (), strategy or (), batches, overlap=overlap, only=only)
-    run = Bench(directory, steps=steps, warmup=warmup, rounds=rounds, accept_noise=accept_noise)
+    run = Bench(
+        directory,
+        steps=steps,
+        warmup=warmup,
+        rounds=rounds,
+        accept_noise=accept_noise,
+        probe_s=probe_seconds,
+        probe_rounds=probe_rounds,
+    )
     with emulated(""):
         if under_torchrun():
             raise InputError("bench starts the ranks of its topologies itself: leave torchrun out")

@@ -91,6 +91,8 @@ def _show(cluster: Cluster) -> None:
     ):
         for dtype, flops in dict(rates).items():
             table.add_row(f"{label} {dtype}", format_flop_per_s(flops, digits=4), sources.get(key, ""))
+    if device.cores is not None:
+        table.add_row("cores for each device", f"{device.cores:g}", sources.get("device.cores", ""))
     for level in cluster.levels:
         key = f"level.{level.name}"
         ports = f" over {level.ports} ports" if level.ports else ""
@@ -101,4 +103,15 @@ def _show(cluster: Cluster) -> None:
             sources.get(f"{key}.bandwidth", ""),
         )
         table.add_row(f"{level.name}: latency", format_seconds(level.latency_s), sources.get(f"{key}.latency", ""))
+        if level.busy_latency_s is not None:
+            busy = format_seconds(level.busy_latency_s)
+            table.add_row(f"{level.name}: latency beside computation", busy, sources.get(f"{key}.busy_latency", ""))
+        if level.host_bytes_per_s is not None:
+            rate = format_bytes_per_s(level.host_bytes_per_s)
+            table.add_row(f"{level.name}: bytes through one core", rate, sources.get(f"{key}.host_rate", ""))
+            call = format_seconds(level.host_call_s)
+            table.add_row(f"{level.name}: core time of a call", call, sources.get(f"{key}.host_call", ""))
+        for operation, share in dict(level.shares).items():
+            label = f"{level.name}: share of the rates, {operation}"
+            table.add_row(label, f"{share:.2f}", sources.get(f"{key}.shares", ""))
     Console().print(table)

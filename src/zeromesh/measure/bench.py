@@ -26,7 +26,7 @@ from zeromesh.lab import Lab, LinkBytes, by_level, difference
 from zeromesh.measure.launch import on_all_ranks
 from zeromesh.measure.matrix import Cell, Topology
 from zeromesh.measure.probe import ROUNDS as PROBE_ROUNDS
-from zeromesh.measure.probe import SECONDS_PER_LEVEL, Probe, from_raw
+from zeromesh.measure.probe import SECONDS_PER_LEVEL, Probe, from_raw, require_patience
 from zeromesh.measure.records import Found, Records
 from zeromesh.measure.setting import read_setting
 from zeromesh.measure.steps import Batch, from_json, median_compute, median_step, predict
@@ -123,6 +123,7 @@ class Bench:
             raise InputError(
                 f"at least 1 step in at least 1 round, and no negative warm-up; got {steps}, {rounds} and {warmup}"
             )
+        require_patience(probe_rounds, probe_s)
         self.directory = directory
         self.records = Records(directory)
         self.steps = steps

@@ -175,7 +175,8 @@ def _require_time(round_s: float, budget_s: float, patience: float) -> None:
     if round_s > patience * max(budget_s, 0.5):  # half a second of noise says nothing
         raise MeasurementError(
             f"a round of messages of {LEAST_BYTES >> 20} MiB would take about {round_s:.0f} s, and is to take "
-            f"{budget_s:.2g} s: a probe of so slow a link takes {round_s / budget_s:.0f} times the --seconds"
+            f"{budget_s:.2g} s: a probe of so slow a link takes {round_s / budget_s:.0f} times the seconds of a level "
+            f"(probe --seconds, bench --probe-seconds)"
         )
 
 

@@ -98,13 +98,20 @@ def probe(
         The probe; None on ranks of a torchrun other than the first.
 
     Raises:
-        MeasurementError: a single rank, or too few rounds.
+        MeasurementError: a single rank, too few rounds, or no time.
     """
     require_several(mesh)
-    if rounds < 4:
-        raise MeasurementError(f"a spread takes at least 4 rounds, got {rounds}")
+    require_patience(rounds, seconds)
     raw = on_all_ranks("probe:measure", {"rounds": rounds, "seconds": seconds}, mesh, lab=lab)
     return None if raw is None else from_raw(raw, mesh, name)
+
+
+def require_patience(rounds: int, seconds: float) -> None:
+    """Raises MeasurementError for a probe of too few rounds or no time."""
+    if rounds < 4:
+        raise MeasurementError(f"a probe's spread takes at least 4 rounds, got {rounds}")
+    if not seconds > 0:
+        raise MeasurementError(f"a probe needs more than 0 seconds for each level, got {seconds:g}")
 
 
 def measure(ranks: Ranks, *, rounds: int, seconds: float, patience: float | None = None) -> dict[str, Any]:

@@ -159,7 +159,8 @@ def _on_all_ranks(mesh: Mesh, output: Path, steps: int, lab: Lab | None) -> Any:
     except Exception as error:
         if not is_first():
             raise
-        noted = json.loads(output.read_text())
+        # A pipe, or /dev/null, does not give back what was noted.
+        noted = json.loads(output.read_text()) if output.is_file() else _result(_nothing(mesh), (), 0.0, "").to_json()
         died = _failed("all ranks start, and live to the end", _words(error))
         return {**noted["raw"], "environment": noted["environment"], "checks": [*noted["checks"], died]}
 
