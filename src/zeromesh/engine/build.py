@@ -19,8 +19,9 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install
 from zeromesh.engine.materialise import Init, Materialiser
-from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, clean_name, modules_by_unit
+from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
+from zeromesh.model.module_units import clean_name
 from zeromesh.schedule import LANES, Schedule, Unit, workspace_by_lane
 from zeromesh.schedule.memory import SlotPlan, aligned
 from zeromesh.strategy import Layout

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from zeromesh.engine.units import ModuleUnit, clean_name
+from zeromesh.engine.units import ModuleUnit
+from zeromesh.model.module_units import clean_name
 
 Init = Callable[[nn.Module], None]
 

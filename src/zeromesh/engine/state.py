@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.units import DTYPE_NAMES, clean_name
+from zeromesh.engine.units import DTYPE_NAMES
 from zeromesh.errors import ModelError, nearest
+from zeromesh.model.module_units import clean_name
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ from zeromesh.checkpoint.dcp import SlicedTensor
 from zeromesh.checkpoint.piece import Piece
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.param import ShardedParameter
-from zeromesh.engine.units import clean_name
 from zeromesh.errors import ModelError
+from zeromesh.model.module_units import clean_name
 
 
 def install_state_dict(model: nn.Module, engine: Engine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -10,14 +9,13 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ModelError, nearest
+from zeromesh.model.module_units import clean_name, find_blocks, find_edges, unwrapped
 from zeromesh.schedule import FlatBuffer, Role, Unit, adopts_root, joined_name, neighbours
 
 UnitClasses = Sequence[type[nn.Module] | str]
 
 DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +123,8 @@ def find_units(model: nn.Module, classes: UnitClasses | None = None, resident: S
         ModelError: a class or name is not in the model.
     """
     names = {module: clean_name(name) for name, module in model.named_modules()}
-    blocks = _named_classes(model, classes) if classes is not None else _blocks(model)
-    edges = [] if classes is not None else _edges(model, blocks)
+    blocks = _named_classes(model, classes) if classes is not None else find_blocks(model)
+    edges = [] if classes is not None else [edge for edge in find_edges(model, blocks) if edge is not None]
     _check_resident(resident, [names[module] for module in blocks])
     chosen = {module for module in (*blocks, *edges) if module is not model}
     units = {model: ModuleUnit(names=[""], modules=[model], role=Role.RESIDENT)}
@@ -163,11 +161,6 @@ def modules_by_unit(model: nn.Module, units: Sequence[ModuleUnit]) -> dict[str, 
     return found
 
 
-def clean_name(name: str) -> str:
-    """A qualified name without the parts that compile and checkpoint wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def _named_classes(model: nn.Module, classes: UnitClasses) -> list[nn.Module]:
     found: list[nn.Module] = []
     for wanted in classes:
@@ -184,58 +177,8 @@ def _named_classes(model: nn.Module, classes: UnitClasses) -> list[nn.Module]:
     return found
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Members of the repeated lists that hold parameters, outermost ones only."""
-    named = getattr(model, "_no_split_modules", None)
-    if named:
-        found = [module for module in model.modules() if type(module).__name__ in set(named)]
-        if found:
-            return _outer(model, found)
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
-    members = [[_unwrapped(child) for child in children] for children in lists]
-    repeated = [group for group in members if len({type(child) for child in group}) == 1 and _has_params(group[0])]
-    return _outer(model, [child for group in repeated for child in group])
-
-
 def _inside(name: str, other: str) -> bool:
     return name.startswith(f"{other}.")
-
-
-def _outer(model: nn.Module, found: Sequence[nn.Module]) -> list[nn.Module]:
-    names = {module: name for name, module in model.named_modules()}
-    return [m for m in found if not any(_inside(names[m], names[other]) for other in found)]
-
-
-def _edges(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Input embedding and output head, unless tied to something else."""
-    inside = {inner for block in blocks for inner in block.modules()}
-    outside = [module for module in model.modules() if module not in inside]
-    embedding = _accessor(model, "get_input_embeddings") or _first(outside, nn.Embedding)
-    head = _accessor(model, "get_output_embeddings") or _first(outside[::-1], nn.Linear)
-    edges = [edge for edge in (embedding, head) if edge is not None and edge not in inside and blocks]
-    holders = _holders(model)
-    return [edge for edge in edges if all(len(holders[param]) == 1 for param in edge.parameters())]
-
-
-def _accessor(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        module = getattr(model, name)()
-    except (AttributeError, NotImplementedError):
-        return None
-    return module if isinstance(module, nn.Module) else None
-
-
-def _first(modules: Sequence[nn.Module], kind: type[nn.Module]) -> nn.Module | None:
-    return next((module for module in modules if isinstance(module, kind)), None)
-
-
-def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    holders: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                holders[param].append(module)
-    return holders
 
 
 def _check_resident(resident: Sequence[str], names: Sequence[str]) -> None:
@@ -300,21 +243,9 @@ def _walk(
             yield from _walk(child, home, units, f"{name}.{key}" if name else key)
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
-    for wrapper in _WRAPPERS:
-        inner = module._modules.get(wrapper)
-        if inner is not None:
-            return _unwrapped(inner)
-    return module
-
-
 def _outermost(model: nn.Module, module: nn.Module) -> nn.Module:
     """The outermost compile or checkpoint wrapper around `module`, where its hooks run outside the compiled graph."""
     for candidate in model.modules():
-        if candidate is not model and _unwrapped(candidate) is module:
+        if candidate is not model and unwrapped(candidate) is module:
             return candidate
     return module
-
-
-def _has_params(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None

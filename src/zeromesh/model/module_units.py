@@ -1,19 +1,37 @@
 """Cuts a module into units, by the rule that the engine follows too. Imports torch.
 
-Blocks are the modules that Hugging Face's `_no_split_modules` names, else the children of the outermost `ModuleList`
-(or `Sequential`) of two or more of one class. Input embedding and output head are units of their own unless they share
-a parameter with anything else; the root holds the rest.
+Blocks are the modules that Hugging Face's `_no_split_modules` names, else the members of its repeated lists
+(`ModuleList` or `Sequential` of two or more of one class that hold parameters); of nested ones the outermost. Input
+embedding and output head are units of their own unless they share a parameter with anything else; the root holds the
+rest. Wrappers for checkpointing and compilation are looked through.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from zeromesh.model.spec import UnitKind
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Under which compile and checkpoint wrappers register what they wrap."""
+
+
+def clean_name(name: str) -> str:
+    """A qualified name without the parts that compile and checkpoint wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What compile and checkpoint wrappers hold."""
+    for wrapper in WRAPPERS:
+        inner = module._modules.get(wrapper)
+        if inner is not None:
+            return unwrapped(inner)
+    return module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +45,13 @@ class ModuleUnit:
 
 
 def cut(module: nn.Module) -> list[ModuleUnit]:
-    """The units of `module`: root first, then in order of registration."""
+    """The units of `module`: root first, where it holds parameters, then in order of registration."""
     uses = _uses(module)
     inner: list[ModuleUnit] = []
     claimed: set[int] = set()
     for name, kind, part in _candidates(module):
         own = tuple((key, p) for key, p in part.named_parameters() if uses[id(p)] == _uses(part)[id(p)])
-        if kind is not UnitKind.BLOCK and len(own) < len(list(part.parameters())):
-            continue  # tied: it stays with the root
-        inner.append(ModuleUnit(name=name, kind=kind, module=part, parameters=own))
+        inner.append(ModuleUnit(name=clean_name(name), kind=kind, module=part, parameters=own))
         claimed.update(id(p) for _, p in own)
     rest = tuple((name, p) for name, p in module.named_parameters() if id(p) not in claimed)
     root = [ModuleUnit(name="", kind=UnitKind.ROOT, module=module, parameters=rest)] if rest else []
@@ -48,61 +64,70 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 
 def _candidates(module: nn.Module) -> Iterator[tuple[str, UnitKind, nn.Module]]:
-    blocks = {id(block) for block in _blocks(module)}
-    embedding, head = _ends(module, blocks)
+    blocks = find_blocks(module)
+    kinds = dict.fromkeys(blocks, UnitKind.BLOCK)
+    for edge, kind in zip(find_edges(module, blocks), (UnitKind.EMBEDDING, UnitKind.HEAD), strict=True):
+        if edge is not None:
+            kinds[edge] = kind
     for name, part in module.named_modules():
-        if id(part) in blocks:
-            yield name, UnitKind.BLOCK, part
-        elif embedding is not None and part is embedding:
-            yield name, UnitKind.EMBEDDING, embedding
-        elif head is not None and part is head:
-            yield name, UnitKind.HEAD, head
+        if part in kinds and part is not module:
+            yield name, kinds[part], part
 
 
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    classes = getattr(module, "_no_split_modules", None)
-    if classes:
-        named = [part for part in module.modules() if type(part).__name__ in set(classes)]
-        if named:
-            return named
-    return list(_repeated(module))
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Members of the repeated lists that hold parameters, outermost ones only."""
+    named = getattr(model, "_no_split_modules", None)
+    if named:
+        found = [module for module in model.modules() if type(module).__name__ in set(named)]
+        if found:
+            return _outer(model, found)
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
+    members = [[unwrapped(child) for child in children] for children in lists]
+    repeated = [group for group in members if len({type(child) for child in group}) == 1 and _has_params(group[0])]
+    return _outer(model, [child for group in repeated for child in group])
 
 
-def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    children = list(module.children())
-    repeats = isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1
-    if repeats and len({type(child) for child in children}) == 1 and any(True for _ in children[0].parameters()):
-        yield from children
-        return
-    for child in children:
-        yield from _repeated(child)
-
-
-def _ends(module: nn.Module, blocks: set[int]) -> tuple[nn.Module | None, nn.Module | None]:
+def find_edges(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module | None, nn.Module | None]:
     """The input embedding and the output head: as the module says, else the first embedding and the last linear layer
-    outside the blocks; none where there are no blocks."""
-    if not blocks:
-        return None, None
-    outside = list(_outside(module, blocks))
-    embedding, head = _ask(module, "get_input_embeddings"), _ask(module, "get_output_embeddings")
-    if embedding is None:
-        embedding = next((part for part in outside if isinstance(part, nn.Embedding)), None)
-    if head is None:
-        head = next((part for part in reversed(outside) if isinstance(part, nn.Linear)), None)
-    return embedding, head
+    outside the blocks; none where there are no blocks, or what is tied to something else."""
+    inside = {inner for block in blocks for inner in block.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    holders = _holders(model)
+
+    def own(edge: nn.Module | None) -> nn.Module | None:
+        alone = edge is not None and all(len(holders[param]) == 1 for param in edge.parameters())
+        return edge if blocks and edge not in inside and alone else None
+
+    embedding = _accessor(model, "get_input_embeddings") or _first(outside, nn.Embedding)
+    head = _accessor(model, "get_output_embeddings") or _first(outside[::-1], nn.Linear)
+    return own(embedding), own(head)
 
 
-def _ask(module: nn.Module, method: str) -> nn.Module | None:
-    getter = getattr(module, method, None)
+def _outer(model: nn.Module, found: Sequence[nn.Module]) -> list[nn.Module]:
+    names = {module: name for name, module in model.named_modules()}
+    return [m for m in found if not any(names[m].startswith(f"{names[other]}.") for other in found)]
+
+
+def _accessor(model: nn.Module, name: str) -> nn.Module | None:
     try:
-        found = getter() if callable(getter) else None
-    except NotImplementedError:
+        module = getattr(model, name)()
+    except (AttributeError, NotImplementedError):
         return None
-    return found if isinstance(found, nn.Module) else None
+    return module if isinstance(module, nn.Module) else None
 
 
-def _outside(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
-    yield module
-    for child in module.children():
-        if id(child) not in blocks:
-            yield from _outside(child, blocks)
+def _first(modules: Sequence[nn.Module], kind: type[nn.Module]) -> nn.Module | None:
+    return next((module for module in modules if isinstance(module, kind)), None)
+
+
+def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    holders: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                holders[param].append(module)
+    return holders
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

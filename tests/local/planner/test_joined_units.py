@@ -2,17 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from zeromesh.engine.units import Precision, find_units, join_modules
 from zeromesh.model.from_module import from_module
+from zeromesh.model.module_units import cut
 from zeromesh.simulator import Workload
 from zeromesh.simulator.units import schedule_units
 
 transformers = pytest.importorskip("transformers")
+
+
+class Block(nn.Module):
+    """A list inside of a member of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x).tanh()
+        return x
+
+
+class Nested(nn.Module):
+    """Named blocks hold named blocks; some are wrapped for checkpointing."""
+
+    _no_split_modules = ("Block", "Linear")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        blocks = [Block() for _ in range(4)]
+        self.blocks = nn.ModuleList(checkpoint_wrapper(b) if i % 2 else b for i, b in enumerate(blocks))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x).mean()
+
+
+class Unnamed(Nested):
+    _no_split_modules = ()
+
+
+@pytest.mark.parametrize("model", [Nested, Unnamed, lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))])
+def test_units_of_any_module_are_the_engines(model: Callable[[], nn.Module]) -> None:
+    module = model()
+    precision = Precision(param=torch.bfloat16)
+    engine = [unit.describe(precision) for unit in join_modules(find_units(module), precision, 0)]
+    held = [(unit.name, sum(p.numel() for _, p in unit.parameters)) for unit in cut(module)]
+    theirs = [(unit.name, sum(buffer.numel for buffer in unit.buffers)) for unit in engine]
+    assert held == [unit for unit in theirs if unit[1]]
+
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(
