@@ -91,7 +91,7 @@ def _announce(cells: list[Cell], run: Bench) -> None:
         return
     steps, cores = run.warmup + steps_between_marks(run.steps), os.cpu_count() or 1
     rounds = [run.rounds - len(run.records.cell(cell)) for cell in pending]
-    seconds = estimate_start_s(pending)
+    seconds = estimate_start_s(pending, run.probe_s)
     seconds += sum(
         count * estimate_s([cell], steps=steps, cores=cores) for count, cell in zip(rounds, pending, strict=True)
     )

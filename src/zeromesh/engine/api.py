@@ -199,7 +199,7 @@ def clip_grad_norm_(
     Args:
         model: sharded.
         max_norm: of the whole unsharded gradient.
-        norm_type: p of the p-norm; may be inf.
+        norm_type: p of the p-norm, above 0; may be inf.
         error_if_nonfinite: raise where the norm is nan or infinite, before anything is scaled.
 
     Returns:
@@ -207,6 +207,7 @@ def clip_grad_norm_(
 
     Raises:
         ModelError: `model` is not sharded.
+        InputError: the norm's order is not above 0.
         RuntimeError: `error_if_nonfinite`, as torch's own.
     """
     return clip_grad_norm(engine_of(model), max_norm, norm_type, error_if_nonfinite)

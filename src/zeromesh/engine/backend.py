@@ -67,6 +67,7 @@ class UnitShards:
         written: by (buffer, parameter): whether its part of the target holds something of this accumulation.
         num_leaves: parameters that are trained.
         fired: leaves, as (buffer, parameter), whose gradients the running backward has computed.
+        fires_again: whether one of them has had two.
         waited: whether some of them are still on their leaves.
         accepted: whether an optimizer has stepped since gradients were collected.
         apart: accumulators of a backward whose unit had been reduced before, by buffer.
@@ -80,6 +81,7 @@ class UnitShards:
     written: list[list[bool]] = field(init=False)
     num_leaves: int = field(init=False)
     fired: set[tuple[int, int]] = field(default_factory=set)
+    fires_again: bool = False
     waited: bool = False
     accepted: bool = True
     target: Target | None = None
@@ -152,7 +154,7 @@ class UnitShards:
 
     def end_backward(self) -> None:
         """The gradients have been handed on; further ones belong to another backward."""
-        self.target, self.waited = None, False
+        self.target, self.fires_again, self.waited = None, False, False
         self.fired.clear()
         self.apart, self.homes = [None] * len(self.buffers), []
 

@@ -223,9 +223,11 @@ class Engine:
         if shards.target is None:  # settled at the unit's first gradient, unless its slot is still another's
             shards.collect_in(self.interpreter.begin_grads(unit))
         self.backend.collect(shards, index, position)
+        shards.fires_again |= (index, position) in shards.fired
         shards.fired.add((index, position))
-        # With frozen parameters the rest of its backward may use them: it has ended when an earlier unit begins.
-        if len(shards.fired) == shards.num_leaves and not shards.has_frozen:
+        # The rest of a unit's backward may use frozen parameters, and one whose gradient comes with each of several
+        # reentrant checkpoints may have another: these have ended when an earlier unit begins.
+        if len(shards.fired) == shards.num_leaves and not (shards.has_frozen or shards.fires_again):
             self.interpreter.post_backward(unit)
 
     def _enter_backward(self) -> None:

@@ -33,8 +33,10 @@ def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch
     reference = weakref.ref(engine)
     for module in modules:
         # Of joined modules the last one tells that the unit's backward begins, since each hook delays every step. Their
-        # calls are counted all the same, so a unit that lacks a gradient is not taken as finished before the end.
-        _on_module(reference, unit, module, cast, outputs=module is modules[-1])
+        # calls are counted all the same, so a unit that lacks a gradient is not taken as finished before the end. All
+        # tell it of a unit with frozen parameters, whose last gradient does not say that its backward has ended.
+        outputs = module is modules[-1] or engine.units[unit].has_frozen
+        _on_module(reference, unit, module, cast, outputs=outputs)
     for index, buffer in enumerate(engine.units[unit].buffers):
         for position, leaf in enumerate(buffer.leaves):
             if leaf.requires_grad:

@@ -199,16 +199,15 @@ def _of_slice(name: str, result: Any, args: Any, kwargs: Any) -> Any:
     """What has an element for each of a slice's is a slice too, of a tensor of the same shape; what has not, raises."""
     if name.startswith("_foreach_") and isinstance(result, list | tuple):
         lists = [arg for arg in [*args, *kwargs.values()] if isinstance(arg, list | tuple)]
-        every = enumerate(result)
-        return [_of_slice("foreach", one, [arg[i] for arg in lists if i < len(arg)], {}) for i, one in every]
-    if type(result).__module__ == "torch.return_types" and any(isinstance(arg, _Slice) for arg in _flat(args)):
-        raise _refusal(name, args)
-    if type(result) is not torch.Tensor or kwargs.get("out") is not None:
+        name = name.removeprefix("_foreach_")
+        return [_of_slice(name, one, [arg[i] for arg in lists if i < len(arg)], {}) for i, one in enumerate(result)]
+    several = type(result).__module__ == "torch.return_types"
+    if not several and (type(result) is not torch.Tensor or kwargs.get("out") is not None):
         return result
     owner = next((arg for arg in _flat([args, [*kwargs.values()]]) if isinstance(arg, _Slice)), None)
     if owner is None:
         return result
-    if result.shape != owner.local.shape:
+    if several or result.shape != owner.local.shape:
         raise _refusal(name, [owner])
     # What autograd has made stays as it is: `_watch_gradient` looks at gradients that arrive there.
     return result if result.grad_fn is not None else _slice_like(owner, result)

@@ -48,7 +48,7 @@ STRATEGIES = {
 _GUESSED_FLOPS = 2e10
 _GUESSED_BYTES_PER_S = 8e8
 _START_S = 10.0
-_PROBE_S = 20.0
+_PROBE_REST_S = 8.0
 _CELL_START_S = 2.0
 
 
@@ -160,9 +160,10 @@ def estimate_s(cells: Sequence[Cell], *, steps: int, cores: int) -> float:
     return sum(_CELL_START_S + steps * _step_s(cell, cores) for cell in cells)
 
 
-def estimate_start_s(cells: Sequence[Cell]) -> float:
-    """Roughly how long it takes to start and to probe their topologies."""
-    return sum(_START_S + _PROBE_S * len(Topology(text=text).axes) for text in {cell.topology for cell in cells})
+def estimate_start_s(cells: Sequence[Cell], probe_s: float) -> float:
+    """Roughly how long it takes to start and to probe their topologies, with so many seconds for each level."""
+    level_s = probe_s + _PROBE_REST_S
+    return sum(_START_S + level_s * len(Topology(text=text).axes) for text in {cell.topology for cell in cells})
 
 
 def _step_s(cell: Cell, cores: int) -> float:

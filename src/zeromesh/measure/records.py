@@ -29,8 +29,8 @@ SHARED = (
 )  # fmt: skip
 """What all measurements of a directory have in common."""
 
-LAYOUT = 2
-"""Of the directory's files; another one cannot be read."""
+LAYOUT = 3
+"""Of the directory's files, and of what strategies mean; another one cannot be read."""
 
 Found = Mapping[str, Any]
 

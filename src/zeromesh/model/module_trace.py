@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zeromesh.errors import ModelError
-from zeromesh.model.module_units import ModuleUnit
+from zeromesh.model.module_units import ModuleUnit, clean_name
 from zeromesh.model.spec import UnitKind
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     def __init__(self, module: nn.Module, units: Sequence[ModuleUnit]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.traces: dict[str, UnitTrace] = {unit.name: UnitTrace() for unit in units}
-        self._names = {id(part): name for name, part in module.named_modules()}
+        self._names = {id(part): clean_name(name) for name, part in module.named_modules()}
         self._units = {id(unit.module): unit for unit in units}
         self._weights = {_storage(p) for p in module.parameters()} | {_storage(b) for b in module.buffers()}
         self._weight_sizes = {p.numel() for p in module.parameters()}

@@ -50,10 +50,11 @@ def cut(module: nn.Module) -> list[ModuleUnit]:
     inner: list[ModuleUnit] = []
     claimed: set[int] = set()
     for name, kind, part in _candidates(module):
-        own = tuple((key, p) for key, p in part.named_parameters() if uses[id(p)] == _uses(part)[id(p)])
+        within = _uses(part)
+        own = tuple((clean_name(key), p) for key, p in part.named_parameters() if uses[id(p)] == within[id(p)])
         inner.append(ModuleUnit(name=clean_name(name), kind=kind, module=part, parameters=own))
         claimed.update(id(p) for _, p in own)
-    rest = tuple((name, p) for name, p in module.named_parameters() if id(p) not in claimed)
+    rest = tuple((clean_name(name), p) for name, p in module.named_parameters() if id(p) not in claimed)
     root = [ModuleUnit(name="", kind=UnitKind.ROOT, module=module, parameters=rest)] if rest else []
     return [*root, *inner]
 

@@ -52,7 +52,7 @@ from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.planner.memory import bytes_each, moment_bytes
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.workload import Workload
-from zeromesh.schedule import BUCKET_BYTES
+from zeromesh.schedule import BUCKET_BYTES, Unit
 from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import QUANTISED_BITS, Operation, Transfer
 from zeromesh.simulator.units import schedule_units
@@ -181,8 +181,16 @@ class Bounds:
     @cached_property
     def joins(self) -> bool:
         """Whether the engine joins units where no parameters are sharded; only small models have such."""
-        units = schedule_units(self.model, self.workload.fixed(1, Recomputation.NONE), BUCKET_BYTES)
-        return any(len(specs) > 1 for specs in units[1])
+        return any(len(specs) > 1 for specs in self._joined[1])
+
+    @cached_property
+    def _joined(self) -> tuple[tuple[Unit, ...], tuple[tuple[UnitSpec, ...], ...]]:
+        return schedule_units(self.model, self.workload.fixed(1, Recomputation.NONE), BUCKET_BYTES)
+
+    @cached_property
+    def _adopted(self) -> bool:
+        """Whether the unit after the root takes the root's parameters there: one transfer for both."""
+        return bool(self._roots) and not self._joined[0][0].buffers
 
     # Compute --------------------------------------------------------------------------------------------------------
 
@@ -296,7 +304,8 @@ class Bounds:
                 gather = operation == "all_gather"
                 alone, busy = self._cost(axis, operation, unit, pieces, frozen=gather and per_micro)
                 seconds = alone
-                if self.joins and not axis.stage.shards_params:
+                shared = self.joins or (self._adopted and (unit is entered or any(unit is root for root in roots)))
+                if shared and not axis.stage.shards_params:
                     seconds, busy = self._share(axis, operation, unit, pieces)
                 times = gathers if gather and per_micro else unit.count
                 row[(_GATHER_MICRO if gather else _REDUCE_MICRO) + (not per_micro)] += times * seconds

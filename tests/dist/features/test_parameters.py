@@ -28,6 +28,7 @@ from tests.dist.features.parity import (
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import ModelError
+from zeromesh.schedule.program import PointKind
 
 ALL = (*STRATEGIES, DEFERRED)
 MODES = pytest.mark.parametrize("strategy", ALL)
@@ -69,8 +70,8 @@ class LoRA(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-def with_lora() -> Net:
-    model = net()
+def with_lora(num_blocks: int = 3) -> Net:
+    model = net(num_blocks=num_blocks)
     model.requires_grad_(False)
     for block in model.blocks:
         block.up, block.down = LoRA(block.up).double(), LoRA(block.down).double()  # type: ignore[assignment]
@@ -88,6 +89,20 @@ def test_lora(strategy):
     optimizer.step()
     trainable = {name for name, p in pair.plain.named_parameters() if p.requires_grad}
     assert len(optimizer.state) == len(trainable) == 12
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=2,cluster=2", "node=0,cluster=1"])
+@on_ranks(4)
+def test_units_with_frozen_parameters_are_reduced_as_the_backward_passes_them(strategy):
+    """Joined ones too: all but the one that comes last."""
+    model = zm.shard(with_lora(num_blocks=6), mesh_2x2(), strategy, bucket_bytes=2500)
+    engine, ended = engine_of(model), []
+    for _ in range(2):
+        next_token_loss(model, tokens(0, 0, dist.get_rank())).backward()
+        zm.zero_grad(model)
+        engine.interpreter.watch = lambda point, unit: ended.append(unit) if point is PointKind.POST_BACKWARD else None
+    trainable = [index for index, unit in enumerate(engine.schedule.units) if unit.trainable]
+    assert len(trainable) > 2 and sorted(unit for unit in ended if unit in trainable) == trainable[1:]
 
 
 @on_ranks(4)

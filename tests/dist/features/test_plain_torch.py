@@ -210,6 +210,7 @@ def test_what_is_computed_of_gradients_is_guarded_like_them(strategy):
         lambda: torch._foreach_div([first.grad], 2.0)[0].max(),
         lambda: torch._foreach_mul([torch.ones_like(first.local)], [first.grad])[0].sum(),
         lambda: torch.cummax(first, 0),
+        lambda: torch.cummin(input=first, dim=0),
         lambda: first.detach().mul(first.grad).sum(),
     ):
         with torch.no_grad(), pytest.raises(OptimizerError, match=r"needs all of 0\.0\.weight \(6, 6\)"):

@@ -114,7 +114,9 @@ def test_a_frozen_part_of_a_block_is_computed_again():
 
 
 class Thrice(Block):
-    """Three checkpointed parts share a parameter, whose gradient comes with each of them."""
+    """Three checkpointed parts share a parameter, whose gradient comes with each of them, before the others' or after."""
+
+    before = False
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in (self.up, self.down, self.norm):
@@ -122,14 +124,15 @@ class Thrice(Block):
         return x
 
     def _part(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return torch.tanh(layer(x) * self.gain)
+        return torch.tanh(layer(x * self.gain) if self.before else layer(x) * self.gain)
 
 
+@pytest.mark.parametrize("before", [False, True])
 @on_ranks(4)
-def test_reentrant_parts_of_a_block_that_share_a_parameter():
+def test_reentrant_parts_of_a_block_that_share_a_parameter(before):
     base = net()
     for block in base.blocks:
-        block.__class__ = Thrice
+        block.__class__, block.before = Thrice, before
     for strategy in STRATEGIES:
         check(base, strategy)
 

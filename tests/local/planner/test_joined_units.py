@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from zeromesh.engine.units import Precision, find_units, join_modules
+from zeromesh.model import UnitKind
 from zeromesh.model.from_module import from_module
 from zeromesh.model.module_units import cut
 from zeromesh.simulator import Workload
@@ -63,6 +64,14 @@ def test_units_of_any_module_are_the_engines(model: Callable[[], nn.Module]) -> 
     held = [(unit.name, sum(p.numel() for _, p in unit.parameters)) for unit in cut(module)]
     theirs = [(unit.name, sum(buffer.numel for buffer in unit.buffers)) for unit in engine]
     assert held == [unit for unit in theirs if unit[1]]
+
+
+@pytest.mark.parametrize("model", [Nested, Unnamed])
+def test_wrapped_blocks_compute_what_bare_ones_do(model: Callable[[], nn.Module]) -> None:
+    """A block's gradients of weights are products too; and equal blocks are described once."""
+    (block,) = (unit for unit in from_module(model(), seq_len=64).units if unit.kind is UnitKind.BLOCK)
+    assert block.count == 4
+    assert [product.trainable_share for product in block.matmuls] == [1.0, 1.0]
 
 
 CONFIGS: dict[str, Any] = {

@@ -28,6 +28,7 @@ MODELS = {
     "wide": small_model(2, 1024),
     "mixed": mixed_model(),
     "large root": model_of_root(),
+    "large blocks": small_model(2, 2048),  # nothing is joined, and the embedding holds the root's parameters
     "no root": rootless_model(),
 }
 OURS = replace(find_engine("zeromesh"), workspace=False)
