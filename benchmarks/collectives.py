@@ -138,26 +138,33 @@ class Levels:
         own = region[self.whole.rank * shard : (self.whole.rank + 1) * shard]
         native = self.whole.gather.process_group
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        native_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         workspace = torch.empty(workspace_bytes(self.whole), dtype=torch.uint8)
-        out = torch.empty(shard)
+        out, partial = torch.empty(shard), torch.empty(region.numel() - shard)
 
         def scatter(collective: Callable[..., None]) -> Call:
             return lambda: collective(region, out, node, cluster, workspace=workspace)
 
         return {
             ("all_gather", "torch"): lambda: gather(region, own, group=native),
-            ("all_gather", "flat ring"): lambda: flat_ring(region, self.whole),
+            ("all_gather", "flat ring"): lambda: flat_gather(region, self.whole),
             ("all_gather", "two-level"): lambda: hierarchical_all_gather(region, node, cluster),
             ("all_gather", "ho_ring"): lambda: ho_ring_all_gather(region, node, cluster),
+            ("reduce_scatter", "torch"): lambda: native_scatter(out, region, group=native),
+            ("reduce_scatter", "flat ring"): lambda: flat_reduce(region, out, partial, self.whole),
             ("reduce_scatter", "two-level"): scatter(hierarchical_reduce_scatter),
             ("reduce_scatter", "ho_ring"): scatter(ho_ring_reduce_scatter),
         }
 
 
-def flat_ring(region: torch.Tensor, group: AxisGroup) -> None:
-    """An all-gather along one ring of all ranks, pipelined in pieces of 256 KiB: what two levels are compared with."""
-    exchange = Exchange(group, group.gather, "flat_ring", region.numel())
-    chunks, numel = region.chunk(group.size), (256 << 10) // region.element_size()
+FLAT_BYTES = 256 << 10
+"""Pieces that a flat ring of all ranks is pipelined in: what two levels are compared with."""
+
+
+def flat_gather(region: torch.Tensor, group: AxisGroup) -> None:
+    """An all-gather along one ring of all ranks."""
+    exchange = Exchange(group, group.gather, "flat_gather", region.numel())
+    chunks, numel = region.chunk(group.size), FLAT_BYTES // region.element_size()
     following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     arriving = [chunks[(group.rank - step) % group.size] for step in range(1, group.size)]
     waits = [(piece, exchange.post_recv(piece, preceding)) for chunk in arriving for piece in pieces(chunk, numel)]
@@ -168,6 +175,29 @@ def flat_ring(region: torch.Tensor, group: AxisGroup) -> None:
         wait()
         if index < last:
             exchange.before_finish(exchange.post_send(piece, following))
+    exchange.finish()
+
+
+def flat_reduce(region: torch.Tensor, out: torch.Tensor, partial: torch.Tensor, group: AxisGroup) -> None:
+    """A reduce-scatter along one ring of all ranks; `partial` has room for the other ranks' chunks."""
+    exchange = Exchange(group, group.reduce, "flat_reduce", region.numel())
+    chunks, numel = region.chunk(group.size), FLAT_BYTES // region.element_size()
+    following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    waits = []
+    for step, arriving in enumerate(partial.chunk(group.size - 1)):
+        index = (group.rank - 2 - step) % group.size
+        for sent, own in zip(pieces(arriving, numel), pieces(chunks[index], numel), strict=True):
+            waits.append((sent, own, exchange.post_recv(sent, preceding)))
+    for piece in pieces(chunks[preceding], numel):
+        exchange.before_finish(exchange.post_send(piece, following))
+    outs = pieces(out, numel)
+    last = len(waits) - len(outs)
+    for index, (piece, own, wait) in enumerate(waits):
+        wait()
+        if index < last:
+            exchange.before_finish(exchange.post_send(piece.add_(own), following))
+        else:
+            torch.add(piece, own, out=outs[index - last])
     exchange.finish()
 
 

@@ -99,12 +99,12 @@ def make_step(side: str, setting: str, args: argparse.Namespace, *, keep_grads: 
 
 
 def timed(step: Step, device: str) -> float:
-    """Seconds of one step, on the device."""
+    """Seconds of one step, on the device, after one of the same side: what that one left under way is paid in this one,
+    as what this one leaves is in the next."""
     if device == "cpu":
         begin = time.perf_counter()
         step()
         return time.perf_counter() - begin
-    torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # as above
     start.record()
     step()

@@ -157,6 +157,12 @@ def shard(
     else:
         if cluster is None or workload is None or mesh is None:
             raise InputError('strategy "auto" needs a mesh, cluster=... and workload=zm.Workload(...) to choose by')
+        own = {"units": units is not None, "resident": bool(resident), "bucket_bytes": bucket_bytes != BUCKET_BYTES}
+        if any(own.values()):
+            raise InputError(
+                f'strategy "auto" plans for the units that the model is cut into by itself, so it takes no '
+                f"{' and no '.join(name for name, given in own.items() if given)}: name a strategy beside them"
+            )
         devices, described, asked = mesh, cluster, workload  # not None from here on
         planned = make_control(mesh).together(
             lambda: auto_strategy(model, devices, described, with_dtypes(asked, model, dtypes))
@@ -201,11 +207,11 @@ def auto_strategy(model: nn.Module, mesh: DeviceMesh, cluster: Cluster | str, wo
     """The planner's choice for `model` on `mesh`, whose axes must be the cluster's levels."""
     from zeromesh.engine.build import mesh_axes
     from zeromesh.model import Recomputation
+    from zeromesh.model.module_units import recomputes
 
     axes = mesh_axes(mesh, ())
     if workload.recomputation is None:
-        recomputes = getattr(model, "is_gradient_checkpointing", False)
-        workload = replace(workload, recomputation=Recomputation.FULL if recomputes else Recomputation.NONE)
+        workload = replace(workload, recomputation=Recomputation.FULL if recomputes(model) else Recomputation.NONE)
     planned = _search(model, cluster, workload, mesh.size(), "all")
     levels = tuple((name, size) for name, size in planned.cluster.axes if size > 1)
     if levels != tuple((name, size) for name, size in axes if size > 1):
@@ -231,6 +237,11 @@ def _load(
     hardware = hardware.take(world) if world else hardware
     if isinstance(model, str):
         return load_model(model, seq_len=workload.seq_len, trainable=trainable, dtype=workload.param_dtype), hardware
+    if trainable != "all":
+        raise InputError(
+            f"trainable={trainable!r} is for a model given by name: a module says itself what is trained "
+            f"(requires_grad)"
+        )
     from zeromesh.model.from_module import from_module  # imports torch
 
     return from_module(model, seq_len=workload.seq_len, dtype=workload.param_dtype), hardware

@@ -97,7 +97,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._layout: list[tuple[int, torch.dtype]] = []
         self._views: list[Tensor] = []
 
@@ -126,7 +126,7 @@ class Staging:
             end += -(-size // 64) * 64
         if end > self._buffer.numel():
             self._views = []
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self._buffer.zero_()  # the kernel hands out its pages here, not in the first copy
         self._layout = layout
         self._views = [

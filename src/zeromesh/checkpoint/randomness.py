@@ -45,7 +45,10 @@ def empty_pieces(rank: int, shapes: dict[str, tuple[int, ...]]) -> list[Piece]:
     for name in names:
         if prod(shapes[name]) > _MAX_NUMEL:
             raise CheckpointError(f"{name} cannot be a generator's state: it has shape {shapes[name]}")
-    tensors = {n: torch.empty(shapes[n], dtype=dtypes.get(n.removeprefix(mine), torch.uint8)) for n in names}
+    tensors = {
+        name: torch.empty(shapes[name], dtype=dtypes.get(name.removeprefix(mine), torch.uint8), device="cpu")
+        for name in names
+    }
     return [whole(name, tensor) for name, tensor in tensors.items()]
 
 
@@ -86,7 +89,7 @@ def _numpy() -> Tensor:
 
 def _state(words: Any, *numbers: int) -> Tensor:
     # Not from one list of Python's numbers: training waits for this.
-    return torch.cat([torch.from_numpy(words), torch.tensor(numbers, dtype=torch.int64)])
+    return torch.cat([torch.from_numpy(words), torch.tensor(numbers, dtype=torch.int64, device="cpu")])
 
 
 def _bits(value: float) -> int:

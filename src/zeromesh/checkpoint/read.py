@@ -42,7 +42,7 @@ class Reader:
         self._directory = directory
         self._sources: dict[str, Source] = {}
         self._checked: set[str] = set()
-        self._scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        self._scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
 
     @property
     def where(self) -> str:

@@ -247,7 +247,7 @@ def fill_from(stored: Mapping[str, Stored], pieces: Sequence[Piece]) -> None:
     """
     for piece in pieces:
         source = stored[piece.name]
-        scratch = torch.empty(min(_CHUNK, piece.local.numel()), dtype=source.dtype)
+        scratch = torch.empty(min(_CHUNK, piece.local.numel()), dtype=source.dtype, device="cpu")
         try:
             with open(source.path, "rb", buffering=0) as stream:
                 for start in range(0, piece.local.numel(), _CHUNK):

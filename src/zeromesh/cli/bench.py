@@ -113,7 +113,8 @@ def _print(run: Bench, cells: list[Cell]) -> None:
     Console(width=200).print(table)
     summary = result["summary"]
     print(
-        f"median error of {summary['cells']} step times: {summary['median_error']:.1%}; the best predicted strategy is "
-        f"the best measured one, or within 3 % of it, in {summary['right']} of {summary['choices']} settings"
+        f"median error of {summary['cells']} step times: {summary['median_error']:.1%} (from the probe alone "
+        f"{summary['planned_median_error']:.1%}); the best predicted strategy is the best measured one, or within 3 % "
+        f"of it, in {summary['right']} of {summary['choices']} settings"
     )
     print(f"all figures: {run.directory / 'result.json'}; timelines for Perfetto: {run.directory / 'traces'}")

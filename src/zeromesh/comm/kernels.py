@@ -112,7 +112,7 @@ def _store_lost(residual, low, high, first, second, numel):
     tl.store(residual + high, second.to(residual.dtype.element_ty), mask=high < numel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])  # else one seed in 16 would be compiled for
 def _quantise_kernel(
     source, codes, scales, residual, source_stride, codes_stride, scales_stride, residual_stride, skipped, numel,
     blocks, seed,
@@ -209,7 +209,7 @@ def _reduce_kernel(
     tl.store(out + high, second.to(out.dtype.element_ty), mask=high < numel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _requantise_kernel(
     codes, scales, codes_stride, scales_stride, own, own_index, out, sum_codes, sum_scales, residual, numel, blocks,
     factor, seed,
@@ -348,7 +348,7 @@ class TritonQuantiser:
     def _seed(self) -> int:
         if self._generator is None:
             return 0
-        return int(torch.empty((), dtype=torch.int64).random_(2**31, generator=self._generator))
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**31, generator=self._generator))
 
 
 def _apart(tensors: Sequence[Tensor]) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zeromesh.comm.summing import Target
 from zeromesh.errors import InputError
-from zeromesh.schedule.transfer import QUANTISED_BITS, QUANTISED_BLOCK
+from zeromesh.strategy.stage import QUANTISED_BLOCK, quantised
 
 SMALLEST = 1e-35
 """Below, the inverse of a scale would not be finite in fp32."""
@@ -59,14 +59,15 @@ class QuantFormat:
 
     @classmethod
     def of(cls, wire: str, *, stochastic: bool = False) -> QuantFormat:
-        """The format of a wire of the notation, `int8` or `int4`.
+        """The format of a wire of the notation, such as `int8` or `int4[32]`.
 
         Raises:
-            InputError: not a quantised wire.
+            InputError: not a quantised wire, or a block that cannot be.
         """
-        if wire not in QUANTISED_BITS:
-            raise InputError(f"a quantised wire is {' or '.join(QUANTISED_BITS)}; got {wire!r}")
-        return cls(bits=QUANTISED_BITS[wire], stochastic=stochastic)
+        form = quantised(wire)
+        if form is None:
+            raise InputError(f"a quantised wire is int8 or int4; got {wire!r}")
+        return cls(bits=form.bits, block=form.block, stochastic=stochastic)
 
     @property
     def largest(self) -> int:

@@ -20,7 +20,7 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import elementwise, watch_optimizers
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_modules
-from zeromesh.errors import ModelError, NotationError
+from zeromesh.errors import MeshError, ModelError, NotationError
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Stage, Strategy
 from zeromesh.strategy.strategy import AxisStage
@@ -76,7 +76,7 @@ def shard(
         given = dict(zip(DTYPE_OPTIONS, (param_dtype, reduce_dtype, grad_dtype, master_dtype), strict=True))
         precision = precision_of(given, strategy)
         layout = resolve(mesh, strategy)
-        found = find_units(model, units, resident)
+        found = find_units(model, units, resident, precision)
         if layout.degree(layout.param_axes) == 1:
             found = join_modules(found, precision, bucket_bytes)
         require_wires(layout, [module.describe(precision) for module in found], mesh_device(mesh, model).type)
@@ -130,8 +130,18 @@ def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan) -> Layout:
 
 
 def _on_axes(plan: Plan, axes: Sequence[tuple[str, int]]) -> Strategy:
-    """The plan's strategy on a mesh that may have other axes of one rank than the planned one."""
+    """The plan's strategy on a mesh that may have other axes of one rank than the planned one.
+
+    Raises:
+        MeshError: an axis has another size than it was planned for.
+    """
     planned, sizes = dict(plan.mesh), dict(axes)
+    others = [f"{name}={size} (planned: {planned[name]})" for name, size in axes if planned.get(name, size) != size]
+    if others:
+        raise MeshError(
+            f"the plan was made for another mesh than this one, which has {', '.join(others)}: plan for it, or give "
+            f"the strategy itself, {plan.strategy}, to which no prediction is tied"
+        )
     terms = [term for term in plan.strategy.axes if term.name in sizes or planned.get(term.name) != 1]
     named = {term.name for term in terms}
     for index, (name, size) in enumerate(axes):

@@ -24,6 +24,7 @@ from zeromesh.errors import MeshError, ModelError
 from zeromesh.model.module_units import clean_name
 from zeromesh.schedule import LANES, Schedule, Unit, workspace_by_lane
 from zeromesh.schedule.memory import SlotPlan, aligned
+from zeromesh.schedule.transfer import LaneKind
 from zeromesh.strategy import Layout
 
 
@@ -89,14 +90,19 @@ def build_engine(
     schedule = Schedule.of(layout, units, workspace_bytes=sum(workspace.values()))
     coordinates = layout.coordinates(control.rank)
     shards = _fill_shards(model, modules, units, layout, coordinates, control, device, init)
-    _bind_slots(schedule, shards, device)
     inline, staging = layout.strategy.overlap == "none", schedule.memory.staging
+
+    def allocate() -> dict[LaneKind, Scratch]:
+        _bind_slots(schedule, shards, device)
+        return {kind: _scratch(staging[kind], workspace[kind], device) for kind in LANES}
+
+    scratch = control.together(allocate, left="The model has lost its parameters")
     backend = DeviceBackend(
         shards,
         layout,
         groups,
         lanes={kind: Lane(kind, device=device, inline=inline) for kind in LANES},
-        scratch={kind: _scratch(staging[kind], workspace[kind], device) for kind in LANES},
+        scratch=scratch,
     )
     engine = Engine(schedule, backend, control, precision, model=weakref.ref(model), debug=debug)
     _make_optimizer_params(engine)
@@ -115,12 +121,12 @@ def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precisio
     sharded = set()
     for unit in modules:
         lines.append(f"{unit.role.name.lower()} unit {unit.name!r} of {len(unit.names)} module(s)")
-        for (dtype, trainable), infos in unit.groups.items():
+        for (_, trainable), infos in unit.groups.items():
             kind = "trained" if trainable else "frozen"
             for info in infos:
                 sharded.add(info.param)
                 names = " = ".join(info.names)
-                lines.append(f"{names} {tuple(info.param.shape)} {dtype} {kind} in {unit.name!r}")
+                lines.append(f"{names} {tuple(info.param.shape)} {info.param.dtype} {kind} in {unit.name!r}")
     whole = {name: param for name, param in model.named_parameters() if param not in sharded}
     for name, tensor in (*whole.items(), *model.named_buffers()):
         kind = "unsharded" if name in whole else "buffer"
@@ -158,11 +164,14 @@ def _fill_shards(
             buffer.fill(_values(buffer, control))
             buffers.append(buffer)
             _retire(buffer, unit.name)
+        if device.type != "cpu":
+            # A device's collectives are timed from when they are issued: the last unit's would have to wait for all.
+            torch.accelerator.current_stream(device).synchronize()
         shards.append(UnitShards(name=unit.name, buffers=buffers))
     materialiser.rest()
     message = control.say(materialiser.error)
     if message:
-        raise ModelError(message)
+        raise ModelError(message) from materialiser.cause
     _sync_buffers(model, device, control)
     return shards
 

@@ -48,6 +48,7 @@ from zeromesh.errors import NotationError
 from zeromesh.schedule import LaneKind, Transfer, Unit, transfer
 from zeromesh.schedule.memory import slot_dtype
 from zeromesh.strategy import Axis, Layout
+from zeromesh.strategy.stage import quantised
 
 Groups = Mapping[str, AxisGroup]
 
@@ -236,13 +237,13 @@ def _require_one_width(transfers: Sequence[Transfer], dtype: torch.dtype) -> Non
 
 def _require_quantisable(transfers: Sequence[Transfer], dtype: torch.dtype, device_type: str) -> None:
     for step in transfers:
-        if step.wire in transfer.QUANTISED_BITS:
+        if quantised(step.wire):
             check_quantisable(dtype, step.axis.name, device_type)
 
 
 def _form(step: Transfer, *, stochastic: bool) -> QuantFormat | None:
     """The quantised format of a transfer; None for a lossless wire."""
-    return QuantFormat.of(step.wire, stochastic=stochastic) if step.wire in transfer.QUANTISED_BITS else None
+    return QuantFormat.of(step.wire, stochastic=stochastic) if quantised(step.wire) else None
 
 
 def _region(shards: FlatShards, buffer: Tensor, held: slice, step: Transfer) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -67,7 +68,17 @@ class Control:
     def words(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """`values` on the ranks' device, which need not have come to them for this to return."""
         pinned = self.device.type != "cpu"  # a copy from other memory waits for all that the device has to do
-        return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(self.device, non_blocking=pinned)
+        held = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned)
+        return held.to(self.device, non_blocking=pinned)
+
+    def agree(self, values: Sequence[int]) -> list[int]:
+        """The highest of each of `values` on any rank. The host waits for the other ranks' hosts, and not for what the
+        devices have to do: the words have a stream of their own."""
+        if self.group is None:
+            return list(values)
+        with nullcontext() if self.device.type == "cpu" else _stream(self.device):
+            found: list[int] = self.reduce(self.words(values, torch.int32), dist.ReduceOp.MAX).tolist()
+        return found
 
     def broadcast(self, values: Tensor) -> None:
         """The first rank's values, to all; of any dtype and strides."""
@@ -85,8 +96,8 @@ class Control:
             dist.broadcast_object_list(texts, src=self.source, group=self.group)
         return texts[0]
 
-    def together(self, attempt: Callable[[], ResultT]) -> ResultT:
-        """What `attempt` returns, if it raises nothing on any rank.
+    def together(self, attempt: Callable[[], ResultT], *, left: str = "Nothing was sharded") -> ResultT:
+        """What `attempt` returns, if it raises nothing on any rank. `left` says what has become of the model else.
 
         Raises:
             Exception: that of this rank's attempt.
@@ -101,7 +112,7 @@ class Control:
         for rank, reason in enumerate(self._gather("")):
             if reason:
                 raise MismatchError(
-                    f"zm.shard must succeed on all ranks; on rank {rank} it did not: {reason}. Nothing was sharded: "
+                    f"zm.shard must succeed on all ranks; on rank {rank} it did not: {reason}. {left}: "
                     f"start every rank with the same model and arguments"
                 )
         return result
@@ -128,6 +139,12 @@ class Control:
                     f"all ranks must have the same {what}; rank 0 has {_differing(texts[0], other)}, "
                     f"rank {rank} has {_differing(other, texts[0])}: start every rank with the same arguments"
                 )
+
+
+@cache
+def _stream(device: torch.device) -> torch.Stream:
+    """One for all steps: memory that is freed on a stream is used again by that stream alone."""
+    return torch.Stream(device)
 
 
 def _differing(text: str, other: str) -> str:

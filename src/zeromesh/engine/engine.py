@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -335,8 +334,7 @@ class Engine:
         order = zlib.crc32(repr(self.interpreter.seen).encode()) % _PRIME
         calls = self.interpreter.digest % _PRIME
         words = [*map(int, used), order, -order, calls, -calls]
-        agreed = self.control.words(words, torch.int32)
-        *flags, high_order, low_order, high_calls, low_calls = self.control.reduce(agreed, dist.ReduceOp.MAX).tolist()
+        *flags, high_order, low_order, high_calls, low_calls = self.control.agree(words)
         self._learn_order(high_order == -low_order, high_calls == -low_calls)
         self._assign(flags)
 

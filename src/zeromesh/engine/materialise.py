@@ -38,6 +38,7 @@ class Materialiser:
     ) -> None:
         self.device, self.first = device, first
         self.error = ""
+        self.cause: Exception | None = None
         self._init = init
         self._names = {module: clean_name(name) for name, module in model.named_modules()}
         self._rules: dict[nn.Module, Init | None] = {}
@@ -103,8 +104,13 @@ class Materialiser:
                     f"{self._label(module, tensors)} is on the meta device and {type(module).__name__} has no "
                     f"reset_parameters(); pass init=..., a function that initialises one module in place"
                 )
-            with torch.no_grad():
-                rule(module) if rule else module.reset_parameters()  # type: ignore[operator]  # tested above
+            try:
+                with torch.no_grad():
+                    rule(module) if rule else module.reset_parameters()  # type: ignore[operator]  # tested above
+            except Exception as error:  # the other ranks wait for this one's values
+                self.cause = error
+                name = self._names[module] or "the model"
+                return f"the initialisation of {name} raised {type(error).__name__}: {error}"
         for module, tensors in fresh.items():
             for tensor in tensors:
                 if _is_fresh(tensor[1]):

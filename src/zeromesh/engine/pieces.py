@@ -119,7 +119,7 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, Tensor]]:
                     f"states of {type(optimizer).__name__} must be tensors or numbers to be saved; {others[0]!r} is "
                     f"{type(values[others[0]]).__name__}"
                 )
-            states[param] = tensors | {key: torch.tensor(value) for key, value in numbers.items()}
+            states[param] = tensors | {key: torch.tensor(value, device="cpu") for key, value in numbers.items()}
     return states
 
 

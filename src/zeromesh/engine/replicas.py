@@ -229,7 +229,7 @@ def _groups(layout: Layout, axes: Sequence[Axis]) -> list[list[int]]:
 
 def _first_of(groups: Sequence[Sequence[int]], world: int) -> Tensor:
     """By rank, the first rank of its group."""
-    firsts = torch.zeros(world, dtype=torch.int64)
+    firsts = torch.zeros(world, dtype=torch.int64, device="cpu")
     for ranks in groups:
         firsts[list(ranks)] = ranks[0]
     return firsts

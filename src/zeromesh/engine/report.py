@@ -34,7 +34,8 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
 
     Returns:
         Lines params, grads, optimizer (masters and states), buffers (slots, kept copies, residuals, staging,
-        workspace), total.
+        workspace), total. Not in them: what is not sharded, that is the model's buffers and frozen parameters of dtypes
+        such as uint8, which every rank holds whole.
 
     Predictions look at nothing that was allocated. What an optimizer keeps for each element of its state shard is found
     by one step of its like on an element or two of its own, with each group's own options: see `state_bytes`. So its

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ModelError, nearest
-from zeromesh.model.module_units import clean_name, find_blocks, find_edges, unwrapped
+from zeromesh.model.module_units import clean_name, find_blocks, find_edges, is_sharded, unwrapped
 from zeromesh.schedule import FlatBuffer, Role, Unit, adopts_root, joined_name, neighbours
 
 UnitClasses = Sequence[type[nn.Module] | str]
@@ -33,6 +33,10 @@ class Precision:
     reduce: torch.dtype | None = None
     grad: torch.dtype = torch.float32
     master: torch.dtype = torch.float32
+
+    def alike(self, dtype: torch.dtype) -> torch.dtype:
+        """The same for parameters that are alike once they are sharded, whatever `dtype` they had before."""
+        return dtype if self.param is None or dtype == torch.float64 else self.param
 
     def buffer(self, dtype: torch.dtype, numel: int, trainable: bool) -> FlatBuffer:
         """The flat buffer of `numel` elements whose parameters had `dtype` before sharding."""
@@ -109,7 +113,12 @@ class ModuleUnit:
         return Unit(name=self.name, role=self.role, buffers=buffers)
 
 
-def find_units(model: nn.Module, classes: UnitClasses | None = None, resident: Sequence[str] = ()) -> list[ModuleUnit]:
+def find_units(
+    model: nn.Module,
+    classes: UnitClasses | None = None,
+    resident: Sequence[str] = (),
+    precision: Precision = Precision(),  # frozen
+) -> list[ModuleUnit]:
     """Cuts `model` into units, root first, then in order of registration.
 
     Args:
@@ -118,6 +127,7 @@ def find_units(model: nn.Module, classes: UnitClasses | None = None, resident: S
             names in `_no_split_modules`, else the members of its repeated `nn.ModuleList`; then also the input
             embedding and the output head.
         resident: qualified names of units that get a gather slot of their own.
+        precision: what is alike under it is one flat buffer.
 
     Raises:
         ModelError: a class or name is not in the model.
@@ -133,7 +143,7 @@ def find_units(model: nn.Module, classes: UnitClasses | None = None, resident: S
         own_slot = nested or module in edges or names[module] in resident
         role = Role.RESIDENT if own_slot else Role.BLOCK
         units[module] = ModuleUnit(names=[names[module]], modules=[_outermost(model, module)], role=role)
-    _assign(model, units)
+    _assign(model, units, precision)
     return [unit for unit in units.values() if unit.groups or unit is units[model]]
 
 
@@ -187,7 +197,7 @@ def _check_resident(resident: Sequence[str], names: Sequence[str]) -> None:
             raise ModelError(f"resident unit {name!r} is not a unit of the model: {nearest(name, names)}")
 
 
-def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit]) -> None:
+def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit], precision: Precision) -> None:
     """Gives each parameter to the innermost unit that holds it; what is tied across units goes to the root."""
     homes: dict[nn.Parameter, list[tuple[nn.Module, str, nn.Module, str]]] = {}
     for owner, name, home in _walk(model, model, units):
@@ -201,11 +211,11 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit]) -> None:
         # A module that is registered twice has two names and one site.
         sites = tuple({(id(owner), key): (owner._parameters, key) for owner, key, _, _ in places}.values())
         info = ParamInfo(names=tuple(place[3] for place in places), param=param, sites=sites)
-        units[home].groups.setdefault((param.dtype, param.requires_grad), []).append(info)
+        units[home].groups.setdefault((precision.alike(param.dtype), param.requires_grad), []).append(info)
     for unit in units.values():
         for infos in unit.groups.values():
-            # Odd sizes last, so that all others stay aligned for vector loads and matrix units.
-            infos.sort(key=lambda info: info.param.numel() * info.param.element_size() % 16 != 0)
+            # Odd sizes last, so that all others stay aligned for vector loads and matrix units, in two bytes too.
+            infos.sort(key=lambda info: info.param.numel() % 8 != 0)
 
 
 def _require_rows_kept(owner: nn.Module, param: nn.Parameter, name: str) -> None:
@@ -229,7 +239,7 @@ def _can_shard(param: nn.Parameter, name: str) -> bool:
             f"{name} has dtype {param.dtype}; parameters that are trained must be fp64, fp32, bf16 or fp16. "
             f"Convert it, or freeze it (requires_grad=False): it then stays whole on every rank"
         )
-    return param.dtype in DTYPE_NAMES
+    return is_sharded(param)
 
 
 def _walk(

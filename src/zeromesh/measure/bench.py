@@ -29,7 +29,7 @@ from zeromesh.measure.probe import ROUNDS as PROBE_ROUNDS
 from zeromesh.measure.probe import SECONDS_PER_LEVEL, Probe, from_raw, require_patience
 from zeromesh.measure.records import Found, Records
 from zeromesh.measure.setting import read_setting
-from zeromesh.measure.steps import Batch, from_json, median_compute, median_step, predict
+from zeromesh.measure.steps import Batch, from_json, median_compute, median_step, planned_s, predict
 from zeromesh.strategy import Layout
 from zeromesh.trace import Trace
 
@@ -55,8 +55,9 @@ class Row:
         rounds: how often it was measured.
         at, load_average: when it was measured last, and what the machine had to do then.
         step_s, exposed_s, sent_bytes: medians of the measured steps; bytes by axis.
-        spread: of the rounds' median steps: the largest over the smallest, less 1.
+        rounds_step_s: the median step of each round.
         predicted_s, predicted_exposed_s, predicted_bytes: the simulator's.
+        planned_s: the simulator's too, fed by the probe alone: `steps.planned_s`.
         link_bytes: counted by the kernel out of the average link of each level of an emulated cluster, outermost
             first; empty on loopback.
         predicted_link_bytes: the same from the simulator's bytes.
@@ -67,12 +68,13 @@ class Row:
     at: str
     load_average: Sequence[float]
     step_s: float
-    spread: float
+    rounds_step_s: tuple[float, ...]
     exposed_s: float
     sent_bytes: Mapping[str, float]
     predicted_s: float
     predicted_exposed_s: float
     predicted_bytes: Mapping[str, float]
+    planned_s: float
     link_bytes: tuple[float, ...]
     predicted_link_bytes: tuple[float, ...]
 
@@ -81,6 +83,11 @@ class Row:
         """Of the predicted step time, relative."""
         return self.predicted_s / self.step_s - 1
 
+    @property
+    def spread(self) -> float:
+        """Of the rounds: the longest over the shortest, less 1."""
+        return max(self.rounds_step_s) / min(self.rounds_step_s) - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
@@ -88,11 +95,13 @@ class Summary:
 
     Args:
         median_error: of the absolute relative errors of step times.
+        planned_median_error: the same of `planned_s`.
         choices: topologies and batches that were run with several strategies.
         right: of these, where the best predicted strategy is the measured best, or close to it.
     """
 
     median_error: float
+    planned_median_error: float
     choices: int
     right: int
 
@@ -199,7 +208,6 @@ class Bench:
         simulated = predict(last["schedule"], cluster, cell.batch, median_compute(self.records.compute(cell)))
         traces = [from_json(trace) for measured in rounds for trace in measured["traces"]]
         self._write_traces(cell, traces, simulated.trace)
-        medians = [statistics.median(measured["step_s"]) for measured in rounds]
         counted = zip(*(measured.get("link_bytes", ()) for measured in rounds), strict=True)
         return Row(
             cell=cell,
@@ -207,12 +215,13 @@ class Bench:
             at=last.get("at", ""),
             load_average=last.get("load_average", ()),
             step_s=statistics.median(seconds for measured in rounds for seconds in measured["step_s"]),
-            spread=max(medians) / min(medians) - 1,
+            rounds_step_s=tuple(statistics.median(measured["step_s"]) for measured in rounds),
             exposed_s=statistics.median(seconds for measured in rounds for seconds in measured["exposed_s"]),
             sent_bytes=last["sent_bytes"],
             predicted_s=simulated.step_s,
             predicted_exposed_s=simulated.exposed_s,
             predicted_bytes=simulated.sent_bytes,
+            planned_s=planned_s(cell.strategy, cluster, cell.batch),
             link_bytes=tuple(map(statistics.median, counted)),
             predicted_link_bytes=_over_links(topology, layout, simulated.sent_bytes) if topology.tree else (),
         )
@@ -233,6 +242,7 @@ class Bench:
             "steps": setting.get("steps", self.steps),
             "summary": {
                 "median_error": summary.median_error,
+                "planned_median_error": summary.planned_median_error,
                 "choices": summary.choices,
                 "right": summary.right,
                 "cells": len(rows),
@@ -268,6 +278,7 @@ def summarise(rows: Sequence[Row]) -> Summary:
     right = [_is_right(group) for group in choices]
     return Summary(
         median_error=statistics.median(abs(row.error) for row in rows) if rows else 0.0,
+        planned_median_error=statistics.median(abs(row.planned_s / row.step_s - 1) for row in rows) if rows else 0.0,
         choices=len(choices),
         right=sum(right),
     )
@@ -302,9 +313,11 @@ def _row_json(row: Row) -> dict[str, Any]:
         "load_average": list(row.load_average),
         "rounds": row.rounds,
         "step_s": row.step_s,
+        "rounds_step_s": list(row.rounds_step_s),
         "spread": row.spread,
         "predicted_s": row.predicted_s,
         "error": row.error,
+        "planned_s": row.planned_s,
         "exposed_s": row.exposed_s,
         "predicted_exposed_s": row.predicted_exposed_s,
         "sent_bytes": dict(row.sent_bytes),

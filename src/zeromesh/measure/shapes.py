@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeromesh.model.shape import TransformerShape
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
@@ -20,6 +22,19 @@ class LlamaShape:
         """Embedding and head; in each block four square and three feed-forward weights and two norms; the last norm."""
         block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return 2 * self.vocab * self.hidden + self.layers * block + self.hidden
+
+    @property
+    def transformer(self) -> TransformerShape:
+        """For the planner."""
+        return TransformerShape(
+            name=f"Llama of {self.num_params} parameters",
+            family="llama",
+            hidden=self.hidden,
+            layers=self.layers,
+            heads=self.heads,
+            ffn=self.intermediate,
+            vocab=self.vocab,
+        )
 
 
 SHAPES = {

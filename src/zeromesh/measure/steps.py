@@ -27,7 +27,9 @@ from zeromesh.cluster import Cluster
 from zeromesh.errors import InputError, nearest
 from zeromesh.measure.replay import Compute, Replayed, read_schedule, replay, schedule_json
 from zeromesh.measure.shapes import SHAPES
+from zeromesh.model.transformer import build
 from zeromesh.schedule import BUCKET_BYTES
+from zeromesh.simulator import Workload, simulate
 from zeromesh.trace import Event, Trace
 
 if TYPE_CHECKING:
@@ -301,6 +303,18 @@ def compute_of(found: Mapping[str, Any]) -> Compute:
 def predict(schedule: Mapping[str, Any], cluster: Cluster, batch: Batch, compute: Mapping[str, Any]) -> Replayed:
     """The step that `measure_steps` measures: its schedule on the probed cluster, with what `measure_compute` found."""
     return replay(read_schedule(schedule), cluster, compute_of(compute), micro_batches=batch.micro_batches)
+
+
+def planned_s(strategy: str, cluster: Cluster, batch: Batch) -> float:
+    """Seconds of the same step as the planner has it: from the probed cluster alone, at its rate of large products."""
+    workload = Workload(
+        seq_len=batch.tokens,
+        global_batch_tokens=batch.sequences * batch.tokens * batch.micro_batches * cluster.world,
+        micro_batch=batch.sequences,
+        param_dtype=batch.dtype,
+    )
+    model = build(SHAPES[batch.model].transformer, dtype=batch.dtype)
+    return simulate(model, cluster, strategy, workload).step_s
 
 
 def median_step(traces: Sequence[Trace]) -> Trace:

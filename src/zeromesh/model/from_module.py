@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeromesh.errors import ModelError
 from zeromesh.model.module_trace import Product, UnitTrace, trace
-from zeromesh.model.module_units import ModuleUnit, cut
+from zeromesh.model.module_units import WRAPPERS, ModuleUnit, cut, is_sharded, unwrapped
 from zeromesh.model.spec import (
     ActivationSpec,
     AttentionSpec,
@@ -95,13 +95,14 @@ def _fake_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A structural copy whose tensors are fake; tied parameters stay tied, since the memo holds each once."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        shape, floating = tensor.shape, tensor.is_floating_point()
-        fake = torch.empty(shape, dtype=dtype if floating else tensor.dtype)
+        shape, computes = tensor.shape, tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        fake = torch.empty(shape, dtype=dtype if computes else tensor.dtype)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
     return copy.deepcopy(module, memo)
 
 
 def _read(module: nn.Module, *, name: str, inputs: Any, seq_len: int, dtype: str) -> ModelSpec:
+    module = _without_checkpoints(module)
     module.train()
     units = cut(module)
     if inputs is None:
@@ -117,9 +118,21 @@ def _read(module: nn.Module, *, name: str, inputs: Any, seq_len: int, dtype: str
         hidden=_hidden(module, blocks or specs, dtype),
         num_layers=len(blocks) or 1,
         vocab=_vocab(module),
+        whole_bytes=sum(float(p.numel() * p.element_size()) for p in module.parameters() if not is_sharded(p)),
         dtype=dtype,
         source="read from the module on fake tensors",
     )
+
+
+def _without_checkpoints(module: nn.Module) -> nn.Module:
+    """The copy with nothing computed twice: what recomputation saves and costs is added to this."""
+    for part in list(module.modules()):
+        if getattr(part, "gradient_checkpointing", False) is True:  # of transformers
+            part.gradient_checkpointing = False  # type: ignore[assignment]  # no parameter or module
+        for key, child in part._modules.items():
+            if child is not None and key not in WRAPPERS:
+                part._modules[key] = unwrapped(child)
+    return unwrapped(module)
 
 
 def _token_inputs(module: nn.Module, seq_len: int) -> Mapping[str, Any]:
@@ -165,7 +178,11 @@ def _unit(unit: ModuleUnit, runs: Sequence[tuple[int, Measured]]) -> UnitSpec:
     return UnitSpec(
         name=unit.name,
         kind=unit.kind,
-        tensors=tuple(_tensor(key, parameter, unit, found.products, seq_len) for key, parameter in unit.parameters),
+        tensors=tuple(
+            _tensor(key, parameter, unit, found.products, seq_len)
+            for key, parameter in unit.parameters
+            if parameter.numel()
+        ),
         matmuls=tuple(_matmul(product, seq_len, trainable) for product in found.products),
         attention=_attention(found, seq_len),
         activations=_activations(unit, runs),

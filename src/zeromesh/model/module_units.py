@@ -12,11 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from zeromesh.model.spec import UnitKind
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_CHECKPOINT = "_checkpoint_wrapped_module"
+WRAPPERS = ("_orig_mod", _CHECKPOINT)
 """Under which compile and checkpoint wrappers register what they wrap."""
 
 
@@ -32,6 +34,20 @@ def unwrapped(module: nn.Module) -> nn.Module:
         if inner is not None:
             return unwrapped(inner)
     return module
+
+
+def is_sharded(param: nn.Parameter) -> bool:
+    """Whether a strategy says where the parameter is. Frozen ones of other dtypes (quantised weights, say) stay whole
+    on every rank."""
+    return param.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether parts of it compute their activations again: by a checkpoint wrapper, or as transformers' do."""
+    return any(
+        _CHECKPOINT in part._modules or getattr(part, "gradient_checkpointing", False) is True
+        for part in module.modules()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +67,12 @@ def cut(module: nn.Module) -> list[ModuleUnit]:
     claimed: set[int] = set()
     for name, kind, part in _candidates(module):
         within = _uses(part)
-        own = tuple((clean_name(key), p) for key, p in part.named_parameters() if uses[id(p)] == within[id(p)])
+        named = ((clean_name(key), p) for key, p in part.named_parameters() if is_sharded(p))
+        own = tuple((key, p) for key, p in named if uses[id(p)] == within[id(p)])
         inner.append(ModuleUnit(name=clean_name(name), kind=kind, module=part, parameters=own))
         claimed.update(id(p) for _, p in own)
-    rest = tuple((clean_name(name), p) for name, p in module.named_parameters() if id(p) not in claimed)
+    left = ((name, p) for name, p in module.named_parameters() if id(p) not in claimed)
+    rest = tuple((clean_name(name), p) for name, p in left if is_sharded(p))
     root = [ModuleUnit(name="", kind=UnitKind.ROOT, module=module, parameters=rest)] if rest else []
     return [*root, *inner]
 

@@ -240,7 +240,8 @@ class UnitSpec:
 class ModelSpec:
     """A model as its units, in the order in which they are entered: root, embedding, blocks, head.
 
-    `max_seq_len` is set where positions are learned and a longer sequence cannot run.
+    `max_seq_len` is set where positions are learned and a longer sequence cannot run. `whole_bytes` are those of frozen
+    parameters that are in no unit, since every rank holds them whole.
     """
 
     name: str
@@ -250,6 +251,7 @@ class ModelSpec:
     vocab: int
     dtype: str = "bf16"
     max_seq_len: int | None = None
+    whole_bytes: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:

@@ -54,9 +54,10 @@ from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule import BUCKET_BYTES, Unit
 from zeromesh.schedule.memory import REDUCE_SLOTS
-from zeromesh.schedule.transfer import QUANTISED_BITS, Operation, Transfer
+from zeromesh.schedule.transfer import Operation, Transfer
 from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Axis, Stage, Wire
+from zeromesh.strategy.stage import quantised
 from zeromesh.strategy.strategy import Collective
 
 Floats = npt.NDArray[np.float64]
@@ -261,12 +262,12 @@ class Bounds:
         """Whether each replicated level of a layout leaves a share to the next: not where one inside of another is
         quantised ([Note: By level])."""
         whole = np.zeros(len(block), dtype=bool)
-        quantised = np.zeros(len(block), dtype=bool)
+        rounded = np.zeros(len(block), dtype=bool)
         for level, sizes in enumerate(block.sizes):
             replicated = sizes[-1] > 1
-            whole |= quantised & replicated
-            if self._axis(level, Stage.ZERO, 2).wire.grad in QUANTISED_BITS:
-                quantised |= replicated
+            whole |= rounded & replicated
+            if quantised(self._axis(level, Stage.ZERO, 2).wire.grad):
+                rounded |= replicated
         return ~whole
 
     @cached_property
@@ -424,7 +425,8 @@ class Bounds:
         copied = (dropped > 1) & (dropped < by_param)  # others stay gathered
         kept = np.where(copied, kept_width * blocks / dropped, 0.0)
         return np.asarray(
-            width * model.num_params / by_param
+            model.whole_bytes
+            + width * model.num_params / by_param
             + DTYPE_BYTES[work.grad_dtype] * model.num_trainable / by_grad
             + (master + moment_bytes(work.master_dtype)) * model.num_trainable / by_state
             + kept

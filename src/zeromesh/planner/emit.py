@@ -41,7 +41,7 @@ def emit_fsdp2(plan: Plan, model: ModelSpec) -> str:
     plan = _in_one_dtype("FSDP2", plan, layout)
     if plan.grad_dtype not in (None, "fp32"):
         _refuse("FSDP2", plan, f"{plan.grad_dtype} gradient shards: it accumulates in its parameters' dtype, fp32")
-    parts = _parts(layout)
+    parts = _parts("FSDP2", plan, layout)
     inner, rest = parts[0], parts[1:]
     sharded = inner[0].removesuffix("k")
     if sharded not in ("3", "3d"):
@@ -75,7 +75,7 @@ def emit_deepspeed(plan: Plan, model: ModelSpec) -> str:
         InputError: DeepSpeed cannot express the strategy; names the part.
     """
     layout = Layout.of(plan.strategy, plan.mesh)
-    parts = _parts(layout)
+    parts = _parts("DeepSpeed", plan, layout)
     zero = _deepspeed_zero(plan, parts) | _deepspeed_wires(plan, layout)
     plan = _reduced_in(_fp32_masters("DeepSpeed", plan), _sent(plan, layout)[1])
     config = {
@@ -150,7 +150,7 @@ def emit_megatron_fsdp(plan: Plan, model: ModelSpec) -> str:
     """
     layout = Layout.of(plan.strategy, plan.mesh)
     plan = _in_one_dtype("Megatron-FSDP", plan, layout)
-    parts = _parts(layout)
+    parts = _parts("Megatron-FSDP", plan, layout)
     (stage, shards), rest = parts[0], parts[1:]
     if stage not in ("0", "1", "2", "3"):
         _refuse("Megatron-FSDP", plan, f"stage {stage}: it neither keeps gathered parameters nor defers reductions")
@@ -177,8 +177,12 @@ EMITTERS: dict[str, Callable[[Plan, ModelSpec], str]] = {
 }
 
 
-def _parts(layout: Layout) -> Parts:
-    """Neighbouring axes of one stage together, innermost first; axes of one rank left out."""
+def _parts(engine: str, plan: Plan, layout: Layout) -> Parts:
+    """Neighbouring axes of one stage together, innermost first; axes of one rank left out. Refuses options."""
+    default = replace(plan.strategy, collective="auto", overlap="all", prefetch=1)
+    if plan.strategy != default:
+        options = str(plan.strategy).partition(";")[2]
+        _refuse(engine, plan, f"the option {options}: its own are other ones")
     axes = [axis for axis in layout.axes if axis.size > 1]
     parts = [(stage, layout.degree(list(same))) for stage, same in groupby(axes, key=lambda axis: axis.stage.value)]
     return parts or [("0", 1)]

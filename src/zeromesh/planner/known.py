@@ -48,12 +48,11 @@ def _with_others(strategy: Strategy, cluster: Cluster) -> Strategy:
 def _mics(cluster: Cluster) -> list[Known]:
     """MiCS (arXiv 2205.00119): everything sharded in a group of whole nodes, here of 2, 4, 8 ... of the outermost
     level's members; a group of one member is HSDP."""
-    *inner, outer = cluster.levels
-    if not inner:
+    levels = [level for level in cluster.levels if level.size > 1]
+    if len(levels) < 2:
         return []
+    *inner, outer = levels
     sizes = [2**power for power in range(1, 12) if 2**power < outer.size and outer.size % 2**power == 0]
     inside = "".join(f"{level.name}=3," for level in inner)
-    return [
-        Known(name=f"MiCS over {size}", strategy=Strategy.parse(f"{inside}{outer.name}[{size}]=3,{outer.name}[*]=0"))
-        for size in sizes
-    ]
+    found = {size: Strategy.parse(f"{inside}{outer.name}[{size}]=3,{outer.name}[*]=0") for size in sizes}
+    return [Known(name=f"MiCS over {size}", strategy=_with_others(found[size], cluster)) for size in sizes]

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.schedule import FlatBuffer
 from zeromesh.schedule.memory import master_in_params
-from zeromesh.schedule.transfer import QUANTISED_BLOCK, kept_axis, wire_bytes
+from zeromesh.schedule.transfer import kept_axis, wire_bytes
 from zeromesh.simulator.memory import MOMENTS
 from zeromesh.strategy import Layout
+from zeromesh.strategy.stage import quantised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,9 @@ class ModelState:
 
 def bytes_each(wire: str) -> float:
     """Bytes of one element on a wire, the scales of quantised blocks included."""
-    return wire_bytes(QUANTISED_BLOCK, wire) / QUANTISED_BLOCK
+    form = quantised(wire)
+    numel = form.block if form else 1
+    return wire_bytes(numel, wire) / numel
 
 
 def moment_bytes(master_dtype: str) -> float:

@@ -87,6 +87,7 @@ def as_plan(choice: Choice, cluster: Cluster, workload: Workload) -> Plan:
         micro_batch=choice.candidate.micro_batch,
         micro_batches=choice.candidate.micro_batches,
         recompute=choice.candidate.recomputation.value,
+        seq_len=workload.seq_len,
         param_dtype=workload.param_dtype,
         reduce_dtype=workload.reduce_dtype,
         grad_dtype=workload.grad_dtype,

@@ -9,7 +9,7 @@ from math import ceil
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation
 from zeromesh.simulator import Workload as FixedWorkload
-from zeromesh.strategy.plan import check_dtypes
+from zeromesh.strategy.plan import settle_dtypes
 
 MAX_MICRO_BATCH = 64
 """Sequences per device and micro-batch beyond which none is tried: products are long since at their best rate."""
@@ -41,7 +41,7 @@ class Workload:
     master_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        check_dtypes(self)
+        settle_dtypes(self)
         for name in ("seq_len", "global_batch_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")

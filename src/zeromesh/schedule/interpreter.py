@@ -426,8 +426,9 @@ class Interpreter(Generic[T]):
             elif not self.schedule.shards_params and not passed:
                 self._reduce_unseen(unit)
         self._turn = len(self.schedule.order)
+        at_once = self.schedule.layout.strategy.overlap == "none"
         for state in self.states:
-            if state.grad is GradState.REDUCED:  # shown as `.grad` from here on
+            if at_once or state.grad is GradState.REDUCED:  # shown as `.grad` from here on
                 self._settle_reduction(state, op)
 
     def _settle_reduction(self, state: UnitState[T], op: Op) -> None:

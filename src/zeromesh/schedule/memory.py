@@ -13,6 +13,7 @@ from zeromesh.schedule import transfer
 from zeromesh.schedule.transfer import LaneKind
 from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
 from zeromesh.strategy import Layout
+from zeromesh.strategy.stage import quantised
 
 ALIGN_BYTES = 64
 """Each flat buffer starts on a cache line inside its slot, so that vector loads of any dtype are aligned."""
@@ -127,7 +128,7 @@ def slot_dtype(layout: Layout, buffer: FlatBuffer) -> str:
     that holds every lossless wire it will cross, and fp32 where such a sum is quantised, which rounds it once."""
     steps = transfer.reduce_micro(layout, buffer)
     held = {step.wire for step in steps} & set(ITEM_BYTES) or {buffer.reduce_dtype}
-    if len(held) > 1 or any(step.wire in transfer.QUANTISED_BITS for step in steps[1:]):
+    if len(held) > 1 or any(quantised(step.wire) for step in steps[1:]):
         held |= {"fp32"}
     return max(held, key=ITEM_BYTES.__getitem__)
 

@@ -24,6 +24,7 @@ from typing import Literal, get_args
 
 from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer
 from zeromesh.strategy import Axis, Layout
+from zeromesh.strategy.stage import quantised
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -32,12 +33,6 @@ LaneKind = Literal["refresh", "unshard", "reduce", "boundary"]
 a micro-batch's gradients into the accumulator; the accumulated ones to the state shard."""
 
 LANES: tuple[LaneKind, ...] = get_args(LaneKind)
-
-QUANTISED_BITS = {"int8": 8, "int4": 4}
-QUANTISED_BLOCK = 128
-"""Elements that share one fp32 scale on a quantised wire. Smaller blocks bound the error more tightly and cost
-4/128 byte an element more: 3 % of int8's bytes."""
-
 
 SLICES = 16
 """Where two levels overlap, a shard is cut into that many slices: one level starts on a slice when the other has
@@ -101,11 +96,11 @@ def feedback(layout: Layout, buffer: FlatBuffer) -> list[tuple[Transfer, slice]]
 
 def wire_bytes(numel: int, wire: str) -> int:
     """Bytes of `numel` elements on a wire; quantised ones are padded to whole blocks and carry a scale for each."""
-    bits = QUANTISED_BITS.get(wire)
-    if bits is None:
+    form = quantised(wire)
+    if form is None:
         return numel * ITEM_BYTES[wire]
-    blocks = -(-numel // QUANTISED_BLOCK)
-    return blocks * (QUANTISED_BLOCK * bits // 8 + 4)
+    blocks = -(-numel // form.block)
+    return blocks * (form.block * form.bits // 8 + 4)
 
 
 def regions(layout: Layout, padded: int, axes: Iterable[Axis]) -> list[tuple[Axis, int]]:

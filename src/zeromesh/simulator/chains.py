@@ -11,12 +11,13 @@ from zeromesh.cost.collective import Algorithm, CollectiveCost, Operation, overl
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.schedule import Schedule, Transfer, Unit, transfer
 from zeromesh.schedule.memory import kept_numel, slot_dtype
-from zeromesh.schedule.transfer import QUANTISED_BITS, wire_bytes
+from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.schedule.workspace import collective_bytes, overlapped_terms, part_numel
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
 from zeromesh.strategy import Axis
+from zeromesh.strategy.stage import quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Chains:
             steps = list(same)
             # A quantised reduction is an all-to-all, which goes level by level (qgZ, arXiv 2306.10209): flat, every
             # rank would send to every other through the node's links.
-            by_level = operation != "all_gather" and wire in QUANTISED_BITS
+            by_level = operation != "all_gather" and quantised(wire) is not None
             if len(steps) > 1 and self._joint and not by_level:
                 works.append(self._joined([s.axis for s in steps], operation, max(s.numel for s in steps), wire, kind))
             else:

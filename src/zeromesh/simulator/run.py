@@ -8,7 +8,7 @@ states have equal futures.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from zeromesh.cluster import Cluster
@@ -142,7 +142,8 @@ class _Setup:
             communicators=self.mechanics.communicators * axes,
             dynamic_bytes=dynamic_bytes,
         )
-        return memory_bytes(self.schedule, dynamic_bytes, overhead, planned=self.mechanics.planned)
+        found = memory_bytes(self.schedule, dynamic_bytes, overhead, planned=self.mechanics.planned)
+        return replace(found, params=found.params + self.model.whole_bytes)
 
     def parts(self) -> tuple[UnitSpec, ...]:
         """What computes, in order; several may be one unit of the schedule."""

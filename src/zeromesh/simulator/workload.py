@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zeromesh.errors import ConfigError
 from zeromesh.model import Recomputation
-from zeromesh.strategy.plan import check_dtypes
+from zeromesh.strategy.plan import settle_dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Workload:
     master_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        check_dtypes(self)
+        settle_dtypes(self)
         for name in ("seq_len", "global_batch_tokens", "micro_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")

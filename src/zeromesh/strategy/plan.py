@@ -17,12 +17,19 @@ Recompute = Literal["none", "selective", "full"]
 DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype")
 
 
-def check_dtypes(owner: object) -> None:
-    """Raises InputError where one of the `DTYPE_FIELDS` of a plan or a workload is not the name of a dtype."""
+def settle_dtypes(owner: object) -> None:
+    """Gives a plan or a workload in fp64 the sums and masters that the engine then has, in fp64 too.
+
+    Raises:
+        InputError: one of its `DTYPE_FIELDS` is not the name of a dtype.
+    """
     for field in DTYPE_FIELDS:
         name = getattr(owner, field)
         if name is not None and name not in FLOAT_DTYPES:
             raise InputError(f"{field} must be one of {', '.join(FLOAT_DTYPES)}; got {name!r}")
+    if getattr(owner, "param_dtype") == "fp64":  # noqa: B009  # mypy knows nothing of it
+        for field in ("grad_dtype", "master_dtype"):
+            object.__setattr__(owner, field, "fp64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +42,7 @@ class Plan:
         micro_batch: sequences per device and micro-batch.
         micro_batches: micro-batches per step.
         recompute: activation checkpointing of the blocks.
+        seq_len: tokens of a sequence; None where it is not known.
         param_dtype, reduce_dtype, grad_dtype, master_dtype: fp64, fp32, bf16 or fp16; None for the engine's defaults.
         predicted: the planner's figures for this plan, as `zeromesh simulate --json` prints them.
 
@@ -47,6 +55,7 @@ class Plan:
     micro_batch: int = 1
     micro_batches: int = 1
     recompute: Recompute = "none"
+    seq_len: int | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     grad_dtype: str | None = None
@@ -54,9 +63,11 @@ class Plan:
     predicted: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check_dtypes(self)
-        for name in ("micro_batch", "micro_batches"):
+        settle_dtypes(self)
+        for name in ("micro_batch", "micro_batches", "seq_len"):
             count = getattr(self, name)
+            if count is None and name == "seq_len":
+                continue
             if not isinstance(count, int) or count < 1:
                 raise InputError(f"{name} of a plan must be a whole number of at least 1; got {count!r}")
         if self.recompute not in get_args(Recompute):

@@ -6,6 +6,7 @@
     axis     = name | name "[" size "]" | name "[*]"     a size splits a level; [*] is what the splits leave over
     stage    = "0" | "1" | "2" | "3" | "3k" | "3d" | "3dk"
     wire     = "@" [P] "/" [G ["+ef"]] | "@" P           +ef: error feedback, on a quantised G
+    P, G     = dtype | "int8[" block "]" | "int4[" block "]"
     option   = collective=auto|flat|hierarchical|ho_ring, overlap=all|gather|none, prefetch=K
 """
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from zeromesh.cluster import Cluster, find_cluster
-from zeromesh.errors import ClusterError, ConfigError, MeshError
+from zeromesh.errors import ClusterError, ConfigError, MeshError, NotationError
 from zeromesh.strategy import Layout, Plan
 from zeromesh.train.document import nearest_key, read_document
 from zeromesh.train.resize import mesh_text, resize_mesh
@@ -294,8 +294,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         _require_as_planned(config, document["strategy"])
     if config.strategy == AUTO:
         config.hardware()
-    else:
-        config.layout()
+    elif config.layout().strategy.collective == "flat":
+        raise NotationError("collective=flat can be simulated only: give collective=hierarchical or ho_ring")
     return config
 
 
@@ -307,9 +307,12 @@ def _require_as_planned(config: TrainConfig, path: str) -> None:
             f"the plan {path} recomputes {plan.recompute} activations, and a run all of its blocks' or none: plan with "
             f"--activation-checkpointing none or full"
         )
+    micro_batches = -(-config.batch.global_sequences // (config.world * config.batch.micro))
     choices: list[tuple[str, object, object]] = [
         ("mesh", mesh_text(dict(reversed(plan.mesh))), mesh_text(config.mesh)),
         ("batch.micro", plan.micro_batch, config.batch.micro),
+        ("micro-batches of a step, from batch.global_sequences", plan.micro_batches, micro_batches),
+        ("data.seq_len", plan.seq_len, config.data.seq_len),
         ("model.activation_checkpointing", recomputed.get(plan.recompute), config.model.activation_checkpointing),
         ("dtypes.param", plan.param_dtype, dtypes.param),
         ("dtypes.reduce", plan.reduce_dtype or plan.param_dtype, dtypes.reduce or dtypes.param),

@@ -368,9 +368,10 @@ class Trainer:
         return loss, targets.numel() if indices else 0
 
     def _moved(self, rows: Tensor) -> Tensor:
-        """To this rank's device; from pinned memory, so that the host does not wait for what the device has to do."""
+        """To this rank's device; from pinned memory, in which a copy of views would not be, so that the host does not
+        wait for what the device has to do."""
         device = self.ranks.device
-        return rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True)
+        return rows if device.type == "cpu" else rows.contiguous().pin_memory().to(device, non_blocking=True)
 
     def _sum_over_ranks(self, operation: str, *numbers: float) -> list[float]:
         total = torch.tensor(numbers, dtype=torch.float64)

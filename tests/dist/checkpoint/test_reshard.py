@@ -128,3 +128,18 @@ def test_a_mesh_in_another_order_than_the_ranks(tmp_path):
         del held[name], found[name]  # of each rank's own batches; those of the mesh's first rank are saved
     require_equal(found, held)
     assert train(model, optimizer, 1, first=2) == uninterrupted
+
+
+@on_ranks(4)
+def test_what_is_read_and_compared_is_on_the_host_whatever_the_default_device(tmp_path):
+    model, optimizer = make(FOUR, "node=3,cluster=1")
+    train(model, optimizer, 1)
+    expected = {name: local for name, _, _, local in slices(model, optimizer)}
+    with torch.device("meta"), Checkpoints(tmp_path, model, optimizer) as checkpoints:
+        checkpoints.save(1)
+    model, optimizer = make(FOUR, "node=3,cluster=1", seed=1)
+    with torch.device("meta"), Checkpoints(tmp_path, model, optimizer) as checkpoints:
+        restored = checkpoints.load("auto")
+        zm.check_replicas(model, optimizer)
+    assert restored is not None and restored.step == 1
+    require_equal({name: local for name, _, _, local in slices(model, optimizer)}, expected)

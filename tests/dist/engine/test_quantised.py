@@ -23,6 +23,7 @@ from zeromesh.engine.chain import Reduce, require_wires
 from zeromesh.errors import InputError, ZeromeshError
 from zeromesh.schedule import FlatBuffer, transfer
 from zeromesh.strategy import Layout
+from zeromesh.strategy.stage import quantised
 
 WIDTH, MICRO_BATCHES, STEPS = 48, 3, 12
 QUANTISED = [
@@ -34,6 +35,7 @@ QUANTISED = [
     "node=2@/int4+ef,cluster=0@/int8+ef",
     "node=3d@int8/int4,cluster=1@/int4",
     "node=3d@int8/int4+ef,cluster=3dk@int8/int4+ef",
+    "node=3@int8[64]/int4[32]+ef,cluster=3k@int8[256]/int4[8]",
 ]
 THREE_AXES = "node=3@int8/int4,cluster=3k@int8/int4,region=0@/int8+ef"
 
@@ -116,6 +118,7 @@ REDUCTIONS = [
     (2, 2, "node=3@/int8,cluster=3k@/int8"),
     (2, 2, "node=3@/int4,cluster=3k@/int4"),
     (2, 2, "node=3@/int4+ef,cluster=3@/int4+ef"),
+    (2, 2, "node=3@/int4[32]+ef,cluster=0@/int8[1024]"),
     (2, 2, "node=3@/int8,cluster=1@/int4"),
     (2, 2, "node=1@/int8,cluster=0@/int4"),
     (2, 3, "node=0,cluster=0@/int4"),  # of a share, which the inner axis has summed and gathers again
@@ -139,7 +142,7 @@ def allowed(layout: Layout, buffer: FlatBuffer) -> float:
     """
     growth = 1.0
     steps = (*transfer.reduce_micro(layout, buffer), *transfer.reduce_boundary(layout, buffer))
-    for step in (step for step in steps if step.wire in transfer.QUANTISED_BITS):
+    for step in (step for step in steps if quantised(step.wire)):
         h = QuantFormat.of(step.wire, stochastic=not step.axis.wire.feedback).error_bound(1)
         growth *= 1 + h * (step.axis.size - 1) / step.axis.size
         growth *= 1 + h if step.operation == "all_reduce" else 1

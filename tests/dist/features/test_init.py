@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,8 +34,9 @@ from tests.dist.features.parity import (
     tokens,
 )
 from tests.dist.pool import on_ranks
+from zeromesh.engine import build
 from zeromesh.engine.api import engine_of
-from zeromesh.errors import ModelError
+from zeromesh.errors import MismatchError, ModelError
 
 ALL = (*STRATEGIES, DEFERRED)
 MODES = pytest.mark.parametrize("strategy", ALL)
@@ -175,9 +178,15 @@ class Forgetful(Bare):
         nn.init.zeros_(self.weight[:2])
 
 
+class Raising(Bare):
+    def reset_parameters(self) -> None:
+        raise ValueError("no bias to initialise")
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (Raising, r"the initialisation of 0 raised ValueError: no bias to initialise"),
         (Bare, r"weight is on the meta device and Bare has no reset_parameters"),
         (Forgetful, r"weight.*left it, or part of it, without values.*init="),
     ],
@@ -188,6 +197,16 @@ def test_values_that_nobody_gives_are_an_error_on_every_rank(kind, message):
         model = nn.Sequential(kind(), kind())
     with pytest.raises(ModelError, match=message):
         zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+
+
+@on_ranks(4)
+def test_memory_that_one_rank_lacks_is_an_error_on_every_rank():
+    """Of buffers, which come after the last thing that all ranks exchange."""
+    rank = dist.get_rank()
+    failing = mock.patch.object(build, "_bytes", side_effect=MemoryError("no room"))
+    error, message = (MemoryError, "no room") if rank == 2 else (MismatchError, "on rank 2 it did not: MemoryError")
+    with failing if rank == 2 else nullcontext(), pytest.raises(error, match=message):
+        zm.shard(net(), mesh_2x2(), "node=3,cluster=1")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])

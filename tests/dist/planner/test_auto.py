@@ -90,6 +90,22 @@ def test_a_plan_for_more_ranks_than_the_mesh_has_is_refused():
     plan = Plan(strategy=Strategy.parse("node=3,cluster=0"), mesh=(("node", 2), ("cluster", 2)))
     with pytest.raises(MeshError, match="the mesh has no axis 'cluster'"):
         zm.shard(net(), mesh, plan)
+    plan = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 8),))
+    with pytest.raises(MeshError, match=r"another mesh than this one, which has node=2 \(planned: 8\): plan for it"):
+        zm.shard(net(), mesh, plan)
+
+
+@pytest.mark.parametrize("option", [{"units": ["Block"]}, {"resident": ["blocks.0"]}, {"bucket_bytes": 0}])
+def test_a_plan_is_made_for_the_units_that_a_model_has(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(InputError, match=f"takes no {name}: name a strategy beside them"):
+        mesh: Any = object()
+        zm.shard(net(), mesh, "auto", cluster="gloo-laptop", workload=zm.Workload(**WORKLOAD), **option)
+
+
+def test_what_a_module_trains_is_its_own_business() -> None:
+    with pytest.raises(InputError, match=r"trainable='lora:16' is for a model given by name"):
+        zm.plan(net(), "gloo-laptop", zm.Workload(**WORKLOAD), trainable="lora:16")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from tests.pure.planner.setups import small_cluster
 from zeromesh.engine.units import Precision, find_units, join_modules
 from zeromesh.model import UnitKind
 from zeromesh.model.from_module import from_module
-from zeromesh.model.module_units import cut
-from zeromesh.simulator import Workload
+from zeromesh.model.module_units import cut, recomputes
+from zeromesh.simulator import Workload, simulate
 from zeromesh.simulator.units import schedule_units
 
 transformers = pytest.importorskip("transformers")
@@ -72,6 +74,79 @@ def test_wrapped_blocks_compute_what_bare_ones_do(model: Callable[[], nn.Module]
     (block,) = (unit for unit in from_module(model(), seq_len=64).units if unit.kind is UnitKind.BLOCK)
     assert block.count == 4
     assert [product.trainable_share for product in block.matmuls] == [1.0, 1.0]
+
+
+class Mixed(nn.Module):
+    """Norms in fp32, products in bf16, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16).bfloat16()) for _ in range(3)]
+        blocks[0][0].bias.requires_grad_(False)
+        self.blocks = nn.ModuleList(blocks)
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_parameters_that_are_alike_once_sharded_are_one_buffer() -> None:
+    module, precision = Mixed(), Precision(param=torch.bfloat16)
+    engine = [unit.describe(precision) for unit in find_units(module, precision=precision)]
+    assert [len(unit.buffers) for unit in engine] == [1, 2, 1, 1]
+    x = torch.zeros(1, 8, 16)
+    spec = from_module(module, seq_len=8, inputs=(x,))
+    planned = schedule_units(spec, Workload(seq_len=8, global_batch_tokens=8))[0]
+    assert [unit.buffers for unit in planned][1:] == [unit.buffers for unit in engine][1:]
+    own = [unit.describe(Precision()) for unit in find_units(module)]
+    assert [len(unit.buffers) for unit in own] == [1, 3, 2, 2]
+
+
+class Quantised(nn.Module):
+    """Blocks of frozen codes, as bitsandbytes has them, and of what is trained beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        for block in self.blocks:
+            block.codes = nn.Parameter(torch.zeros(2048, dtype=torch.uint8), requires_grad=False)
+            block.small = nn.Parameter(torch.zeros(64, dtype=torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def test_frozen_parameters_of_other_dtypes_are_whole_on_every_rank() -> None:
+    module = Quantised()
+    spec, plain = from_module(module, seq_len=64), replace(from_module(module, seq_len=64), whole_bytes=0.0)
+    workload = Workload(seq_len=64, global_batch_tokens=256)
+    planned = [unit.buffers for unit in schedule_units(spec, workload)[0] if unit.buffers]
+    engine = [unit.describe(Precision(param=torch.bfloat16)).buffers for unit in find_units(module)]
+    assert planned == [buffers for buffers in engine if buffers]
+    assert spec.whole_bytes == 3 * (2048 + 64)
+    memory = [simulate(one, small_cluster(2, 2), "node=3,cluster=3", workload).memory for one in (spec, plain)]
+    assert memory[0].params - memory[1].params == spec.whole_bytes
+
+
+def test_checkpointing_is_described_by_what_it_is_added_to() -> None:
+    """What blocks save, and compute, without it; a planner chooses it, and is told of it, apart."""
+    plain, wrapped = Unnamed(), Unnamed()
+    plain.blocks = nn.ModuleList(Block() for _ in range(4))
+    wrapped.blocks = nn.ModuleList(checkpoint_wrapper(Block()) for _ in range(4))
+    assert from_module(wrapped, seq_len=64) == from_module(plain, seq_len=64)
+    assert (recomputes(plain), recomputes(wrapped)) == (False, True)
+    module = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    expected = from_module(module, seq_len=64)
+    assert not recomputes(module)
+    module.activation_checkpointing_enable({"use_reentrant": False})
+    assert recomputes(module) and from_module(module, seq_len=64) == expected
+    assert module.is_activation_checkpointing, "the module itself was changed"
 
 
 CONFIGS: dict[str, Any] = {

@@ -1,11 +1,13 @@
 """Rows and summary from files of known content: what is measured here is made up."""
 
 import json
+import statistics
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
+from zeromesh.cli.bench import _print as print_table
 from zeromesh.errors import InputError, MeasurementError
 from zeromesh.measure.bench import Bench, _over_links, shown, summarise, trusted
 from zeromesh.measure.matrix import Cell, Topology, estimate_s, make_cells
@@ -15,7 +17,9 @@ from zeromesh.measure.replay import read_schedule, schedule_json
 from zeromesh.measure.selftest import _devices
 from zeromesh.measure.shapes import SHAPES
 from zeromesh.measure.steps import Batch, compute_of, median_compute, predict, to_json
+from zeromesh.model.transformer import build
 from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
+from zeromesh.simulator import Workload, simulate
 from zeromesh.strategy import Layout
 from zeromesh.trace import Event, Trace
 
@@ -179,7 +183,7 @@ def test_rounds_are_added_up(bench):
     assert bench.pending([cell]) == []
     (row,) = bench.rows([cell])
     assert (row.rounds, row.step_s, row.link_bytes) == (3, 0.2, (0.2,))
-    assert row.spread == pytest.approx(2.0)
+    assert row.rounds_step_s == (0.1, 0.3, 0.2) and row.spread == pytest.approx(2.0)
     assert len(list((bench.directory / "traces" / cell.key).glob("step-*.json"))) == 9
     assert next(iter(shown([row])))[5] == "200%"
 
@@ -272,7 +276,19 @@ def test_the_best_predicted_is_held_against_the_best_measured(bench):
     assert summarise(bench.rows(cells)).right == 1  # within 3 % of the best
     measured(bench, best, 1.05 * min(p for c, p in predicted.items() if c != best))
     assert summarise(bench.rows(cells)).right == 0
-    result = bench.write_result(bench.rows(cells))
+    rows = bench.rows(cells)
+    cluster, errors = bench.probe_of(TREE).cluster, [abs(row.planned_s / row.step_s - 1) for row in rows]
+    model, batch = build(SHAPES[BATCH.model].transformer, dtype=BATCH.dtype), BATCH.sequences * BATCH.tokens
+    work = Workload(
+        seq_len=BATCH.tokens,
+        global_batch_tokens=4 * batch * BATCH.micro_batches,
+        micro_batch=BATCH.sequences,
+        param_dtype=BATCH.dtype,
+    )
+    assert [row.planned_s for row in rows] == [simulate(model, cluster, c.strategy, work).step_s for c in cells]
+    assert summarise(rows).planned_median_error == statistics.median(errors) > 0
+    assert model.num_params == SHAPES[BATCH.model].num_params
+    result = bench.write_result(rows)
     assert json.loads((bench.directory / "result.json").read_text())["summary"] == result["summary"]
     assert (bench.directory / "traces" / best.key / "predicted.json").exists()
 
@@ -331,3 +347,17 @@ def test_a_device_that_is_slower_than_its_like_is_marked(cores, slowest, status)
         {"cores": cores, "by_rank": {"copies": [3e12] * 4, "bf16 products": [5e14, 5e14, slowest * 5e14, 5e14]}}
     )
     assert check.status == status and f"bf16 products {slowest:.2f} (rank 2)" in check.detail
+
+
+def test_the_table_has_each_cell_and_what_all_say_together(bench, capsys):
+    cells = make_cells([TREE], ["node=0,cluster=0", "node=3,cluster=1"], [BATCH])
+    for cell in cells:
+        measured(bench, cell, 0.1, link_bytes=[1e6])
+    print_table(bench, cells)
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    for cell in cells:
+        assert [TREE, cell.strategy, "2", "fp32", "100", "ms"] in [line[:6] for line in lines]
+    summary = summarise(bench.rows(cells))
+    assert f"median error of 2 step times: {summary.median_error:.1%} (from the probe alone" in out
+    assert f"within 3 % of it, in {summary.right} of 1 settings" in out and str(bench.directory) in out

@@ -92,6 +92,13 @@ def test_dtypes_of_deepspeed(strategy: str, choices: dict[str, Any], dtypes: dic
     assert {key: config[key] for key in known if key in config} == dtypes
 
 
+@pytest.mark.parametrize("emit", list(EMITTERS.values()))
+@pytest.mark.parametrize("option", ["prefetch=4", "overlap=none", "collective=ho_ring"])
+def test_options_are_ours_alone(emit: Callable[[Plan, ModelSpec], str], option: str) -> None:
+    with pytest.raises(InputError, match=f"cannot express the option {option}"):
+        emit(a_plan(f"node=3,cluster=3;{option}"), preset("llama-7b"))
+
+
 def test_deepspeed_has_no_bf16_gradients_beside_fp32_parameters_at_stage_0() -> None:
     with pytest.raises(InputError, match="bf16 gradients beside fp32 parameters where nothing is sharded"):
         emit_deepspeed(a_plan("node=0,cluster=0", param_dtype="fp32", grad_dtype="bf16"), preset("llama-7b"))

@@ -18,6 +18,8 @@ from tests.pure.schedule.test_transfers import buffer, stack
 from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.errors import InternalError
 from zeromesh.schedule import FlatBuffer, GradState, Interpreter, Role, Schedule, Target, Unit
+from zeromesh.schedule.state import Reducing
+from zeromesh.schedule.step import Counted, run_step
 from zeromesh.strategy import Layout
 
 MESH = (("node", 2), ("cluster", 2))
@@ -128,6 +130,39 @@ def test_a_unit_whose_output_is_not_used_keeps_no_other_waiting(strategy):
         run.grads(unit)
         run.interpreter.post_backward(unit)
         assert run.interpreter.states[unit].target is None, f"{unit} waits for 5"
+
+
+class Slow(Counted):
+    """A back end all of whose transfers are under way until they are waited for."""
+
+    def refresh(self, unit):
+        super().refresh(unit)
+        return "refreshed"
+
+    def unshard(self, unit, **after):
+        super().unshard(unit, **after)
+        return "gathered"
+
+    def reduce(self, unit, reduction):
+        super().reduce(unit, reduction)
+        return Reducing(taken="taken", done="reduced")
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=3", "node=2,cluster=2", "node=0,cluster=0"])
+def test_without_overlap_nothing_is_under_way_while_anything_computes(strategy):
+    """The root too, which is reduced at the end of each backward."""
+    schedule = Schedule.of(Layout.of(f"{strategy};overlap=none", MESH), units(4, frozenset()))
+    interpreter = Interpreter(schedule=schedule, backend=Slow(schedule))
+    interpreter.stepped(range(len(schedule.units)))
+    computed = []
+
+    def compute(phase, unit):
+        computed.append(unit)
+        for state in interpreter.states:
+            assert (state.refreshing, state.ticket, state.taking, state.reducing) == (None,) * 4, (phase, unit)
+
+    run_step(interpreter, micro_batches=3, compute=compute)
+    assert len(computed) == 3 * 2 * len(schedule.units)
 
 
 @settings(max_examples=30)

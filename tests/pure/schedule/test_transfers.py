@@ -183,7 +183,15 @@ def test_axes_of_one_rank_and_frozen_parameters_send_nothing():
 
 @pytest.mark.parametrize(
     ("wire", "numel", "expected"),
-    [("fp64", 10, 80), ("fp32", 10, 40), ("bf16", 10, 20), ("int8", 256, 2 * (128 + 4)), ("int4", 129, 2 * (64 + 4))],
+    [
+        ("fp64", 10, 80),
+        ("fp32", 10, 40),
+        ("bf16", 10, 20),
+        ("int8", 256, 2 * (128 + 4)),
+        ("int4", 129, 2 * (64 + 4)),
+        ("int8[64]", 64, 64 + 4),
+        ("int4[32]", 33, 2 * (16 + 4)),
+    ],
 )
 def test_bytes_on_a_wire(wire, numel, expected):
     assert wire_bytes(numel, wire) == expected

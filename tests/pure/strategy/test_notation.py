@@ -13,14 +13,14 @@ from zeromesh.strategy.strategy import MAX_PREFETCH
 
 parse = Strategy.parse
 
-DTYPES = ["fp32", "bf16", "fp16", "int8", "int4"]
+DTYPES = ["fp32", "bf16", "fp16", "int8", "int4", "int8[64]", "int4[1024]"]
 
 
 def texts(draw, stage: str) -> str:
     """A wire that this stage may have."""
     grad = draw(st.sampled_from(["", *DTYPES]))
     param = "" if stage == "0" else draw(st.sampled_from(["", *DTYPES]))
-    feedback = draw(st.sampled_from(["", "+ef"])) if grad in ("int8", "int4") else ""
+    feedback = draw(st.sampled_from(["", "+ef"])) if grad.startswith("int") else ""
     return f"@{param}/{grad}{feedback}" if param or grad else ""
 
 
@@ -80,6 +80,7 @@ def test_a_strategy_built_from_its_values_is_equal(text):
         ("node[2]=3,node[2]=1,node[*]=1", "node[2]=3,node[*]=1"),
         (" node = 3 , cluster = 1 ", "node=3,cluster=1"),
         ("node=3@int8", "node=3@int8/"),
+        ("node=3@int8[128]/int4[ 128 ]+ef", "node=3@int8/int4+ef"),
         ("node=3;prefetch=1;overlap=all;collective=auto", "node=3"),
         ("node=3;prefetch=2;overlap=gather", "node=3;overlap=gather;prefetch=2"),
         ("node=3;prefetch=02", "node=3;prefetch=2"),
@@ -98,6 +99,7 @@ def test_two_spellings_of_one_layout_are_equal(one, other):
         ("node=3", "node=3k"),
         ("node=3", "node=3@bf16/"),
         ("node[2]=3@int8,node[2]=3", "node=3"),
+        ("node=3@int8", "node=3@int8[64]"),
         ("node=3", "node=3;prefetch=2"),
         ("node=3", "core=3"),
     ],
@@ -113,6 +115,7 @@ def test_other_layouts_are_not(one, other):
         ("node[4]=3,node[2]=1,cluster=0", "node[4]=3,node[2]=1,cluster=0"),
         ("cluster=3k@int8/int4", "cluster=3k@int8/int4"),
         ("node=2@/int4", "node=2@/int4"),
+        ("node=3@int8[064]/int4[32]+ef", "node=3@int8[64]/int4[32]+ef"),
         ("node=3;prefetch=3;collective=flat", "node=3;collective=flat;prefetch=3"),
     ],
 )
@@ -230,8 +233,13 @@ def test_presets_elsewhere(text, axes, expected):
         ("node[0]=3", r"the size of node\[0\] must be at least 1"),
         ("node=3@", r"a wire must name at least one dtype, as in @int8 or @/int4; got '@'"),
         ("node=3@/", r"a wire must name at least one dtype.*; got '@/'"),
-        ("node=3@int7", r"a wire's dtype must be one of fp32, bf16, fp16, int8, int4; got 'int7': did you mean"),
+        ("node=3@int7", r"a wire's dtype must be one of fp32, bf16, fp16, int8, int4, .*; got 'int7': did you mean"),
         ("node=3@bf16/fp33", r"got 'fp33': did you mean fp32"),
+        ("node=3@bf16[32]", r"the last two also with a block, as in int4\[32\]; got 'bf16\[32\]': did you mean bf16"),
+        ("node=3@int8[]", r"also with a block, as in int4\[32\]; got 'int8\[\]'"),
+        ("node=3@int8[12]", r"a multiple of 8 elements, 8 to 1024, as in int8\[32\]; got int8\[12\]"),
+        ("node=3@/int4[0]", r"a multiple of 8 elements.*; got int4\[0\]"),
+        ("node=3@/int4[2048]+ef", r"8 to 1024.*; got int4\[2048\]"),
         ("node=0@int8", r"stage 0 sends no parameters over node, .* for gradients write @/int8"),
         ("node=3,node=1", r"axis node is given 2 stages: write its parts with sizes, as in node\[4\]=3"),
         ("node[2]=3,node=1", r"axis node is given 2 stages"),

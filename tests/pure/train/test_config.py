@@ -79,6 +79,8 @@ def test_a_plan_of_other_choices_is_refused_with_each_of_them(file: Path) -> Non
         strategy=Strategy.parse("node=2,cluster=0"),
         mesh=(("node", 4), ("cluster", 2)),
         micro_batch=8,
+        micro_batches=3,
+        seq_len=64,
         recompute="full",
         param_dtype="bf16",
         grad_dtype="fp32",
@@ -86,10 +88,12 @@ def test_a_plan_of_other_choices_is_refused_with_each_of_them(file: Path) -> Non
     )
     (file.parent / "plan.json").write_text(plan.to_json())
     planned = [f"strategy={file.parent}/plan.json", "mesh.node=4", "batch.micro=8", "dtypes.param=bf16"]
+    planned += ["batch.global_sequences=190", "data.seq_len=64"]
     planned += ["model.activation_checkpointing=true", "dtypes.master=bf16"]
     assert load_config(file, planned).strategy == "node=2,cluster=0"
     others = (
         "mesh = cluster=2 x node=2 (planned: cluster=2 x node=4), batch.micro = 2 (planned: 8), "
+        "micro-batches of a step, from batch.global_sequences = 1 (planned: 3), data.seq_len = 32 (planned: 64), "
         "model.activation_checkpointing = False (planned: True), dtypes.param = fp32 (planned: bf16), "
         "dtypes.reduce = fp32 (planned: bf16), dtypes.master = fp32 (planned: bf16). Set them"
     )
@@ -229,3 +233,8 @@ def test_nearest_key_prefers_the_last_part_of_the_name() -> None:
 def test_documentation_names_every_key() -> None:
     page = Path(__file__).parents[3].joinpath("docs/training.md").read_text()
     assert [key for key in valid_keys() if f"`{key}`" not in page] == []
+
+
+def test_a_collective_that_can_only_be_simulated_is_refused_before_anything_starts(file: Path) -> None:
+    with pytest.raises(NotationError, match="collective=flat can be simulated only"):
+        load_config(file, ["strategy=node=3,cluster=3;collective=flat"])
