@@ -79,6 +79,10 @@ class Rows:
     def __init__(self) -> None:
         self.done: list[object] = []
 
+    def contiguous(self):
+        self.done.append("contiguous")
+        return self
+
     def pin_memory(self):
         self.done.append("pinned")
         return self
@@ -89,7 +93,7 @@ class Rows:
 
 
 def test_batches_reach_a_device_while_the_host_goes_on():
-    for device, done in ((CPU, []), (GPU, ["pinned", GPU, True])):
+    for device, done in ((CPU, []), (GPU, ["contiguous", "pinned", GPU, True])):
         rows = Rows()
         assert Trainer._moved(SimpleNamespace(ranks=SimpleNamespace(device=device)), rows) is rows
         assert rows.done == done
