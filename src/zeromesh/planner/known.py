@@ -40,9 +40,9 @@ def known_strategies(cluster: Cluster) -> list[Known]:
 
 def _with_others(strategy: Strategy, cluster: Cluster) -> Strategy:
     """The strategy with a stage for the levels of one member too."""
-    stages = {term.name: term for term in strategy.axes}
-    others = [stages.get(name, AxisStage(name=name, stage=Stage.ZERO)) for name, _ in cluster.axes]
-    return replace(strategy, axes=tuple(others))
+    parts = {name: [term for term in strategy.axes if term.name == name] for name, _ in cluster.axes}
+    terms = [term for name, own in parts.items() for term in own or [AxisStage(name=name, stage=Stage.ZERO)]]
+    return replace(strategy, axes=tuple(terms))
 
 
 def _mics(cluster: Cluster) -> list[Known]:

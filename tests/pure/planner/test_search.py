@@ -12,6 +12,7 @@ from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation, preset
 from zeromesh.planner import NothingFitsError, Options, Workload, plan, search, simulate_choices
+from zeromesh.planner.known import known_strategies
 from zeromesh.planner.space import Space
 from zeromesh.simulator import simulate
 from zeromesh.simulator.units import schedule_units
@@ -218,6 +219,31 @@ def test_a_level_of_one_member_makes_no_strategy_another() -> None:
     known = {"1": "ZeRO-1", "2": "ZeRO-2", "3": "ZeRO-3 / FSDP"}
     assert [reason.name for reason in chosen] == [known[best]] if best in known else not chosen
     assert all(reason.strategy.endswith("cluster=0") for reason in planned.why)
+
+
+def test_groups_are_of_the_outermost_level_with_several_members() -> None:
+    cluster = find_cluster("frontier-mi250x").take(8)
+    inner, middle, outer = cluster.levels
+    sizes = [(replace(inner, size=2), replace(middle, size=4), replace(outer, size=1))]
+    sizes += [(replace(inner, size=2), replace(middle, size=1), replace(outer, size=4))]
+    found = [
+        {known.name: str(known.strategy) for known in known_strategies(replace(cluster, levels=levels))}["MiCS over 2"]
+        for levels in sizes
+    ]
+    names = [level.name for level in cluster.levels]
+    assert found[0] == f"{names[0]}=3,{names[1]}[2]=3,{names[1]}[*]=0,{names[2]}=0"
+    assert found[1] == f"{names[0]}=3,{names[1]}=0,{names[2]}[2]=3,{names[2]}[*]=0"
+
+
+def test_sums_and_masters_of_fp64_are_fp64() -> None:
+    """As the engine has them, whatever is asked."""
+    work = replace(WORKLOAD, param_dtype="fp64").fixed(1, Recomputation.NONE)
+    assert (work.grad_dtype, work.master_dtype) == ("fp64", "fp64")
+    memory = [
+        simulate(small_model(), small_cluster(2, 2), "node=1,cluster=1", w).memory
+        for w in (work, replace(WORKLOAD, param_dtype="fp32").fixed(1, Recomputation.NONE))
+    ]
+    assert memory[0].grads == 2 * memory[1].grads and memory[0].optimizer == 2 * memory[1].optimizer
 
 
 def test_the_why_agrees_with_the_numbers() -> None:
