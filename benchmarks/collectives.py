@@ -51,6 +51,10 @@ from zeromesh.units import parse_bytes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], object]
 
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch's own, under their newer names where it has them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -90,8 +94,6 @@ class Line:
         received, summed = torch.empty_like(region), torch.empty(chunk)
         workspace = torch.empty(workspace_bytes(group), dtype=torch.uint8)
         native = group.reduce.process_group
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
         def all_to_all_sum() -> None:
             dist.all_to_all_single(received, region, group=native)
@@ -99,9 +101,9 @@ class Line:
 
         calls: dict[tuple[str, str], Call] = {
             ("all_gather", "zeromesh"): lambda: all_gather(region, group),
-            ("all_gather", "torch"): lambda: gather(region, own, group=native),
+            ("all_gather", "torch"): lambda: GATHER(region, own, group=native),
             ("reduce_scatter", "zeromesh"): lambda: reduce_scatter(region, summed, group, workspace=workspace),
-            ("reduce_scatter", "torch"): lambda: scatter(received[:chunk], region, group=native),
+            ("reduce_scatter", "torch"): lambda: SCATTER(received[:chunk], region, group=native),
             ("reduce_scatter", "all-to-all"): all_to_all_sum,
             ("all_reduce", "zeromesh"): lambda: all_reduce(region, group, workspace=workspace, scale=1.0),
             ("all_reduce", "torch"): lambda: dist.all_reduce(region, group=native),
@@ -137,8 +139,6 @@ class Levels:
         shard = region.numel() // self.whole.size
         own = region[self.whole.rank * shard : (self.whole.rank + 1) * shard]
         native = self.whole.gather.process_group
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        native_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         workspace = torch.empty(workspace_bytes(self.whole), dtype=torch.uint8)
         out, partial = torch.empty(shard), torch.empty(region.numel() - shard)
 
@@ -146,11 +146,11 @@ class Levels:
             return lambda: collective(region, out, node, cluster, workspace=workspace)
 
         return {
-            ("all_gather", "torch"): lambda: gather(region, own, group=native),
+            ("all_gather", "torch"): lambda: GATHER(region, own, group=native),
             ("all_gather", "flat ring"): lambda: flat_gather(region, self.whole),
             ("all_gather", "two-level"): lambda: hierarchical_all_gather(region, node, cluster),
             ("all_gather", "ho_ring"): lambda: ho_ring_all_gather(region, node, cluster),
-            ("reduce_scatter", "torch"): lambda: native_scatter(out, region, group=native),
+            ("reduce_scatter", "torch"): lambda: SCATTER(out, region, group=native),
             ("reduce_scatter", "flat ring"): lambda: flat_reduce(region, out, partial, self.whole),
             ("reduce_scatter", "two-level"): scatter(hierarchical_reduce_scatter),
             ("reduce_scatter", "ho_ring"): scatter(ho_ring_reduce_scatter),

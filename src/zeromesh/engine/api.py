@@ -121,11 +121,7 @@ def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan) -> Layout:
     chosen = strategy.strategy if isinstance(strategy, Plan) else strategy
     axes = mesh_axes(mesh, _names(chosen) if mesh is None else ())
     layout = Layout.of(_on_axes(strategy, axes) if isinstance(strategy, Plan) else chosen, axes)
-    if layout.strategy.collective == "flat":
-        raise NotationError(
-            "collective=flat: the engine goes over one axis at a time, which sends fewer bytes over the slow ones; "
-            "give collective=hierarchical or ho_ring, or join the axes in one dimension of the mesh"
-        )
+    layout.require_runnable()
     return layout
 
 

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ModelError, nearest
+from zeromesh.model import module_units
 from zeromesh.model.module_units import clean_name, find_blocks, find_edges, is_sharded, unwrapped
 from zeromesh.schedule import FlatBuffer, Role, Unit, adopts_root, joined_name, neighbours
 
 UnitClasses = Sequence[type[nn.Module] | str]
 
-DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES = module_units.DTYPES
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +235,7 @@ def _can_shard(param: nn.Parameter, name: str) -> bool:
             f"{name} has hooks for its gradient, which would never be called: a sharded parameter's gradient comes in "
             f"parts, reduced later. Remove them and change `.grad` after the last backward, before the step"
         )
-    if param.dtype not in DTYPE_NAMES and param.requires_grad:
+    if param.requires_grad and not is_sharded(param):
         raise ModelError(
             f"{name} has dtype {param.dtype}; parameters that are trained must be fp64, fp32, bf16 or fp16. "
             f"Convert it, or freeze it (requires_grad=False): it then stays whole on every rank"

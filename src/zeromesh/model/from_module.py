@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeromesh.errors import ModelError
 from zeromesh.model.module_trace import Product, UnitTrace, trace
-from zeromesh.model.module_units import WRAPPERS, ModuleUnit, cut, is_sharded, unwrapped
+from zeromesh.model.module_units import DTYPES, ModuleUnit, cut, is_sharded, without_recomputation
 from zeromesh.model.spec import (
     ActivationSpec,
     AttentionSpec,
@@ -34,7 +34,6 @@ from zeromesh.model.spec import (
     UnitSpec,
 )
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 Measured = dict[str, UnitTrace]
 
 
@@ -61,7 +60,7 @@ def from_factory(text: str, *, seq_len: int, dtype: str = "bf16") -> ModelSpec:
         module, inputs = built if isinstance(built, tuple) else (built, None)
         if not isinstance(module, nn.Module):
             raise ModelError(f"{text} must return an nn.Module or (module, inputs), got {type(module).__name__}")
-        return _read(_fake_copy(module, _DTYPES[dtype]), name=text, inputs=inputs, seq_len=seq_len, dtype=dtype)
+        return _read(_fake_copy(module, DTYPES[dtype]), name=text, inputs=inputs, seq_len=seq_len, dtype=dtype)
 
 
 def from_module(
@@ -74,7 +73,7 @@ def from_module(
             takes them.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = _fake_copy(module, _DTYPES[dtype])
+        fake = _fake_copy(module, DTYPES[dtype])
         return _read(fake, name=name or type(module).__name__, inputs=inputs, seq_len=seq_len, dtype=dtype)
 
 
@@ -95,14 +94,13 @@ def _fake_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A structural copy whose tensors are fake; tied parameters stay tied, since the memo holds each once."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        shape, computes = tensor.shape, tensor.is_floating_point() and tensor.dtype.itemsize > 1
-        fake = torch.empty(shape, dtype=dtype if computes else tensor.dtype)
+        fake = torch.empty(tensor.shape, dtype=dtype if is_sharded(tensor) else tensor.dtype)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
     return copy.deepcopy(module, memo)
 
 
 def _read(module: nn.Module, *, name: str, inputs: Any, seq_len: int, dtype: str) -> ModelSpec:
-    module = _without_checkpoints(module)
+    module = without_recomputation(module)  # what it saves and costs is added to this
     module.train()
     units = cut(module)
     if inputs is None:
@@ -122,17 +120,6 @@ def _read(module: nn.Module, *, name: str, inputs: Any, seq_len: int, dtype: str
         dtype=dtype,
         source="read from the module on fake tensors",
     )
-
-
-def _without_checkpoints(module: nn.Module) -> nn.Module:
-    """The copy with nothing computed twice: what recomputation saves and costs is added to this."""
-    for part in list(module.modules()):
-        if getattr(part, "gradient_checkpointing", False) is True:  # of transformers
-            part.gradient_checkpointing = False  # type: ignore[assignment]  # no parameter or module
-        for key, child in part._modules.items():
-            if child is not None and key not in WRAPPERS:
-                part._modules[key] = unwrapped(child)
-    return unwrapped(module)
 
 
 def _token_inputs(module: nn.Module, seq_len: int) -> Mapping[str, Any]:
@@ -310,7 +297,7 @@ def _hidden(module: nn.Module, blocks: Sequence[UnitSpec], dtype: str) -> int:
     hidden = getattr(getattr(module, "config", None), "hidden_size", None)
     if isinstance(hidden, int):
         return hidden
-    return max(1, round(blocks[-1].activations.output / _DTYPES[dtype].itemsize))
+    return max(1, round(blocks[-1].activations.output / DTYPES[dtype].itemsize))
 
 
 def _vocab(module: nn.Module) -> int:

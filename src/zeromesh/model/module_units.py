@@ -17,6 +17,10 @@ from torch import nn
 
 from zeromesh.model.spec import UnitKind
 
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Of parameters that a strategy says the place of. Frozen ones of other dtypes (quantised weights, say) stay whole on
+every rank."""
+
 _CHECKPOINT = "_checkpoint_wrapped_module"
 WRAPPERS = ("_orig_mod", _CHECKPOINT)
 """Under which compile and checkpoint wrappers register what they wrap."""
@@ -36,10 +40,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def is_sharded(param: nn.Parameter) -> bool:
-    """Whether a strategy says where the parameter is. Frozen ones of other dtypes (quantised weights, say) stay whole
-    on every rank."""
-    return param.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+def is_sharded(param: torch.Tensor) -> bool:
+    """Whether it has one of the `DTYPES`."""
+    return param.dtype in DTYPES.values()
 
 
 def recomputes(module: nn.Module) -> bool:
@@ -48,6 +51,17 @@ def recomputes(module: nn.Module) -> bool:
         _CHECKPOINT in part._modules or getattr(part, "gradient_checkpointing", False) is True
         for part in module.modules()
     )
+
+
+def without_recomputation(module: nn.Module) -> nn.Module:
+    """`module`, which is changed: no wrappers, and nothing computed twice."""
+    for part in list(module.modules()):
+        if getattr(part, "gradient_checkpointing", False) is True:
+            part.gradient_checkpointing = False  # type: ignore[assignment]  # no parameter or module
+        for key, child in part._modules.items():
+            if child is not None and key not in WRAPPERS:
+                part._modules[key] = unwrapped(child)
+    return unwrapped(module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -299,13 +299,14 @@ class Bounds:
     def _part(self, axis: Axis, pieces: int) -> list[float]:
         """One column of a table."""
         row = [0.0] * (_BUSY_STEP + 1)
-        roots, entered = self._roots, self._entered
+        entered = self._entered
         for unit, gathers in self._gathers_by_unit(axis.stage):
+            is_root = any(unit is root for root in self._roots)
+            shared = self.joins or (self._adopted and (unit is entered or is_root))
             for operation, per_micro in _operations(axis.stage):
                 gather = operation == "all_gather"
                 alone, busy = self._cost(axis, operation, unit, pieces, frozen=gather and per_micro)
                 seconds = alone
-                shared = self.joins or (self._adopted and (unit is entered or any(unit is root for root in roots)))
                 if shared and not axis.stage.shards_params:
                     seconds, busy = self._share(axis, operation, unit, pieces)
                 times = gathers if gather and per_micro else unit.count
@@ -313,7 +314,7 @@ class Bounds:
                 row[_BUSY_MICRO + (not per_micro)] += times * busy
                 self._note_meeting(row, axis.stage, unit, operation, alone, gathers - unit.count)
                 edge = _UNSHARD_ROOT if gather else _REDUCE_ROOT
-                if any(unit is other for other in roots):
+                if is_root:
                     row[edge + (not per_micro)] += seconds
                 elif unit is entered:
                     row[edge + 2 + (not per_micro)] += seconds

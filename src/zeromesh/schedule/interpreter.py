@@ -376,12 +376,11 @@ class Interpreter(Generic[T]):
     def _bypassed(self, unit: int) -> bool:
         """Whether the backward is past a unit whose output got no gradient: one before it, in an order that all ranks
         have learnt, has been entered. If it is entered later all the same, its turn has passed."""
-        if not self._learnt:
+        if not self._learnt or self.states[unit].entered:
             return False
         order, units = self.schedule.order, self.schedule.units
         before = order[: order.index(unit)]
-        entered = (other for other in before if self.states[other].entered and not units[other].encloses(units[unit]))
-        return not self.states[unit].entered and any(True for _ in entered)
+        return any(self.states[other].entered and not units[other].encloses(units[unit]) for other in before)
 
     def _reduce_unseen(self, unit: int) -> None:
         """A unit that this rank has not called; others may have, where parameters are not sharded, and reduce over the

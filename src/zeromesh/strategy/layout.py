@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
 
-from zeromesh.errors import MeshError, nearest
+from zeromesh.errors import MeshError, NotationError, nearest
 from zeromesh.strategy.stage import Stage, Wire
 from zeromesh.strategy.strategy import AxisStage, Strategy
 
@@ -100,6 +100,15 @@ class Layout:
     def replica_axes(self) -> tuple[Axis, ...]:
         """Axes over which everything is replicated (stage 0), innermost first."""
         return tuple(axis for axis in self.axes if not axis.stage.shards_states)
+
+    def require_runnable(self) -> None:
+        """Raises NotationError for what can be predicted and not run."""
+        if self.strategy.collective == "flat":
+            raise NotationError(
+                "collective=flat: the engine goes over one axis at a time, which sends fewer bytes over the slow ones; "
+                "collective=flat can be simulated only: give collective=hierarchical or ho_ring, or join the axes in "
+                "one dimension of the mesh"
+            )
 
     def _scattered_replicas(self) -> tuple[Axis, ...]:
         """Those of the replica axes, innermost first, over which a sum is scattered and then gathered again.

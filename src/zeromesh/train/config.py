@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from zeromesh.cluster import Cluster, find_cluster
-from zeromesh.errors import ClusterError, ConfigError, MeshError, NotationError
+from zeromesh.errors import ClusterError, ConfigError, MeshError
 from zeromesh.strategy import Layout, Plan
 from zeromesh.train.document import nearest_key, read_document
 from zeromesh.train.resize import mesh_text, resize_mesh
@@ -229,6 +229,11 @@ class TrainConfig(Section):
         """Number of ranks."""
         return prod(self.mesh.values())
 
+    @property
+    def micro_batches(self) -> int:
+        """Of a step on each rank; those of some ranks may be empty."""
+        return -(-self.batch.global_sequences // (self.world * self.batch.micro))
+
     def on_world(self, world: int) -> Self:
         """The configuration for the number of processes that a launcher has started.
 
@@ -294,8 +299,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         _require_as_planned(config, document["strategy"])
     if config.strategy == AUTO:
         config.hardware()
-    elif config.layout().strategy.collective == "flat":
-        raise NotationError("collective=flat can be simulated only: give collective=hierarchical or ho_ring")
+    else:
+        config.layout().require_runnable()
     return config
 
 
@@ -307,11 +312,10 @@ def _require_as_planned(config: TrainConfig, path: str) -> None:
             f"the plan {path} recomputes {plan.recompute} activations, and a run all of its blocks' or none: plan with "
             f"--activation-checkpointing none or full"
         )
-    micro_batches = -(-config.batch.global_sequences // (config.world * config.batch.micro))
     choices: list[tuple[str, object, object]] = [
         ("mesh", mesh_text(dict(reversed(plan.mesh))), mesh_text(config.mesh)),
         ("batch.micro", plan.micro_batch, config.batch.micro),
-        ("micro-batches of a step, from batch.global_sequences", plan.micro_batches, micro_batches),
+        ("micro-batches of a step, from batch.global_sequences", plan.micro_batches, config.micro_batches),
         ("data.seq_len", plan.seq_len, config.data.seq_len),
         ("model.activation_checkpointing", recomputed.get(plan.recompute), config.model.activation_checkpointing),
         ("dtypes.param", plan.param_dtype, dtypes.param),

@@ -45,7 +45,7 @@ def plan_run(config: TrainConfig, model: nn.Module) -> Planned:
     with those, since they take as long as any.
     """
     cluster, batch = config.hardware(), config.batch
-    share = -(-batch.global_sequences // (config.world * batch.micro)) * batch.micro
+    share = config.micro_batches * batch.micro
     workload = Workload(
         seq_len=config.data.seq_len,
         global_batch_tokens=share * config.world * config.data.seq_len,
