@@ -440,12 +440,6 @@ def reduce_chain(
     return ReduceChain(early, late, scratch["reduce"], scratch["boundary"], first)
 
 
-def owed_early(shards: FlatShards) -> list[Tensor]:
-    """What is owed on axes that are reduced with each micro-batch."""
-    early = {step.axis.name for step in transfer.reduce_micro(shards.layout, shards.spec)}
-    return [owed for axis, owed in _owed(shards).items() if axis in early]
-
-
 def _owed(shards: FlatShards) -> dict[str, Tensor]:
     """What error feedback owes, by axis."""
     if shards.owed is None:

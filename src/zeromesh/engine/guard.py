@@ -74,8 +74,8 @@ class SlotGuard:
     def wait(self, ticket: Ticket, op: Op) -> None:
         self._backend.wait(ticket, op)
 
-    def grads_discarded(self, unit: int) -> bool:
-        return self._backend.grads_discarded(unit)
+    def has_grads(self, unit: int) -> bool:
+        return self._backend.has_grads(unit)
 
     def _check_stamp(self, unit: int, when: str) -> None:
         slot = self._slot(unit)

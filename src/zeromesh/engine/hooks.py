@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,28 +31,18 @@ def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch
         cast: dtype that floating-point inputs are cast to; None leaves them.
     """
     reference = weakref.ref(engine)
-    for module in modules:
-        # Of joined modules the last one tells that the unit's backward begins, since each hook delays every step. Their
-        # calls are counted all the same, so a unit that lacks a gradient is not taken as finished before the end. All
-        # tell it of a unit with frozen parameters, whose last gradient does not say that its backward has ended.
-        outputs = module is modules[-1] or engine.units[unit].has_frozen
-        _on_module(reference, unit, module, cast, outputs=outputs)
-    for index, buffer in enumerate(engine.units[unit].buffers):
-        for position, leaf in enumerate(buffer.leaves):
-            if leaf.requires_grad:
-                leaf_hook = _leaf_hook(reference, unit, index, position)
-                leaf.register_post_accumulate_grad_hook(leaf_hook)  # type: ignore[no-untyped-call]  # torch leaves it so
+    for index, module in enumerate(modules):
+        _on_module(reference, unit, module, cast, outermost=unit == index == 0)
 
 
 def _on_module(
-    reference: weakref.ref[Engine], unit: int, module: nn.Module, cast: torch.dtype | None, *, outputs: bool
+    reference: weakref.ref[Engine], unit: int, module: nn.Module, cast: torch.dtype | None, *, outermost: bool
 ) -> None:
-
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        _alive(reference).pre_forward(unit)
+        _alive(reference).pre_forward(unit, outermost=outermost)
         if cast is None:
             return None
-        inside = unit == 0
+        inside = outermost
         return _cast(args, cast, inside), {key: _cast(value, cast, inside) for key, value in kwargs.items()}
 
     def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -60,7 +50,7 @@ def _on_module(
         if engine is not None:  # else `pre_forward` has said so
             # Without a result the forward may have raised; a lane that failed too would bury that in a warning.
             with suppress(*([CommunicationError] if result is None else [])):
-                engine.post_forward(unit, tensors_of(result) if outputs else None)
+                engine.post_forward(unit, None if result is None else tensors_of(result))
 
     # What a compiled caller traces must not enter the engine: the hooks run as Python, between graphs. Nor are they and
     # what they call compiled by themselves, which torch would try with any function that runs between graphs;
@@ -71,15 +61,6 @@ def _on_module(
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     # always_call: after a forward that raised, nothing may count as in use.
     module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
-
-
-def _leaf_hook(reference: weakref.ref[Engine], unit: int, index: int, position: int) -> Callable[[Tensor], None]:
-    def grad_ready(_: Tensor) -> None:
-        engine = reference()
-        if engine is not None:
-            engine.grad_ready(unit, index, position)
-
-    return grad_ready
 
 
 def _alive(reference: weakref.ref[Engine]) -> Engine:

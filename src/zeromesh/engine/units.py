@@ -11,7 +11,7 @@ from torch import nn
 from zeromesh.errors import ModelError, nearest
 from zeromesh.model import module_units
 from zeromesh.model.module_units import clean_name, find_blocks, find_edges, is_sharded, unwrapped
-from zeromesh.schedule import FlatBuffer, Role, Unit, adopts_root, joined_name, neighbours
+from zeromesh.schedule import FlatBuffer, Role, Unit, joined_name, neighbours
 
 UnitClasses = Sequence[type[nn.Module] | str]
 
@@ -97,13 +97,8 @@ class ModuleUnit:
         """Takes the modules and parameters of `other`, which follows in the forward."""
         self.names += other.names
         self.modules += other.modules
-        self.adopt(other)
-
-    def adopt(self, other: ModuleUnit) -> None:
-        """Takes the parameters of `other` alone."""
         for key, infos in other.groups.items():
             self.groups.setdefault(key, []).extend(infos)
-        other.groups = {}
 
     def describe(self, precision: Precision) -> Unit:
         """The unit as the schedule sees it."""
@@ -150,15 +145,11 @@ def find_units(
 
 def join_modules(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes: int) -> list[ModuleUnit]:
     """The modules of what `zeromesh.schedule.join_units` joins."""
-    described = [unit.describe(precision) for unit in units]
     joined: list[ModuleUnit] = []
-    groups = neighbours(described, bucket_bytes)
-    for first, *others in groups:
+    for first, *others in neighbours([unit.describe(precision) for unit in units], bucket_bytes):
         for other in others:
             units[first].join(units[other])
         joined.append(units[first])
-    if adopts_root(described, groups, bucket_bytes):
-        joined[1].adopt(joined[0])
     return joined
 
 

@@ -52,7 +52,7 @@ from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.planner.memory import bytes_each, moment_bytes
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.workload import Workload
-from zeromesh.schedule import BUCKET_BYTES, Unit
+from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import Operation, Transfer
 from zeromesh.simulator.units import schedule_units
@@ -182,16 +182,18 @@ class Bounds:
     @cached_property
     def joins(self) -> bool:
         """Whether the engine joins units where no parameters are sharded; only small models have such."""
-        return any(len(specs) > 1 for specs in self._joined[1])
+        first, *others = self._joined
+        edge = len(first) <= 2 and all(spec.count == 1 for spec in first)
+        return not edge or any(len(specs) > 1 for specs in others)
 
     @cached_property
-    def _joined(self) -> tuple[tuple[Unit, ...], tuple[tuple[UnitSpec, ...], ...]]:
-        return schedule_units(self.model, self.workload.fixed(1, Recomputation.NONE), BUCKET_BYTES)
+    def _joined(self) -> tuple[tuple[UnitSpec, ...], ...]:
+        return schedule_units(self.model, self.workload.fixed(1, Recomputation.NONE), BUCKET_BYTES)[1]
 
     @cached_property
-    def _adopted(self) -> bool:
-        """Whether the unit after the root takes the root's parameters there: one transfer for both."""
-        return bool(self._roots) and not self._joined[0][0].buffers
+    def _with_root(self) -> bool:
+        """Whether the unit after the root is joined with it there: one transfer for both."""
+        return bool(self._roots) and len(self._joined[0]) > 1
 
     # Compute --------------------------------------------------------------------------------------------------------
 
@@ -302,7 +304,7 @@ class Bounds:
         entered = self._entered
         for unit, gathers in self._gathers_by_unit(axis.stage):
             is_root = any(unit is root for root in self._roots)
-            shared = self.joins or (self._adopted and (unit is entered or is_root))
+            shared = self.joins or (self._with_root and (unit is entered or is_root))
             for operation, per_micro in _operations(axis.stage):
                 gather = operation == "all_gather"
                 alone, busy = self._cost(axis, operation, unit, pieces, frozen=gather and per_micro)

@@ -18,9 +18,9 @@ from zeromesh.strategy.stage import quantised
 ALIGN_BYTES = 64
 """Each flat buffer starts on a cache line inside its slot, so that vector loads of any dtype are aligned."""
 
-REDUCE_SLOTS = 2
-"""Block gradients in flight: one fills while the other is on the wire. More would only help if one unit's reduction
-took longer than two units' backward, and then the wire is the bound anyway."""
+REDUCE_SLOTS = 1
+"""Block gradients in flight, beside those that autograd leaves of the unit whose backward runs. More would only help if
+one unit's reduction took longer than another's backward, and then the wire is the bound anyway."""
 
 
 def aligned(num_bytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -22,60 +22,51 @@ def run_step(
     interpreter: Interpreter[T],
     *,
     micro_batches: int,
-    compute: Callable[[Phase, int], None] = lambda phase, unit: None,
+    compute: Callable[[Phase, int], None] = lambda phase, part: None,
     recompute: bool = False,
+    parts: Sequence[int] | None = None,
 ) -> None:
     """Drives `interpreter` through the micro-batches of one step, up to and without the optimizer.
 
     Args:
         interpreter: over units of which the first is the root, whose forward encloses the others'.
         micro_batches: at least 1.
-        compute: called between the points around a unit's forward, recomputation or backward.
-        recompute: whether block units repeat their forward in the backward, each by itself.
+        compute: called between the points around a part's forward, recomputation or backward.
+        recompute: whether block units repeat their forward in the backward, part by part.
+        parts: the unit that each part is a call of, root first; None where each unit is one.
     """
     for micro in range(micro_batches):
-        run_micro_batch(interpreter, last=micro == micro_batches - 1, compute=compute, recompute=recompute)
+        last = micro == micro_batches - 1
+        run_micro_batch(interpreter, last=last, compute=compute, recompute=recompute, parts=parts)
 
 
 def run_micro_batch(
-    interpreter: Interpreter[T], *, last: bool, compute: Callable[[Phase, int], None], recompute: bool
+    interpreter: Interpreter[T],
+    *,
+    last: bool,
+    compute: Callable[[Phase, int], None],
+    recompute: bool,
+    parts: Sequence[int] | None = None,
 ) -> None:
     """One forward and backward of `run_step`, for whoever need not run all of them."""
-    inner = [unit for unit in interpreter.schedule.order if unit != ROOT]
+    units = interpreter.schedule.order if parts is None else parts
     interpreter.last = last
-    _forward(interpreter, inner, compute)
-    _backward(interpreter, inner, compute, recompute)
-
-
-def _forward(interpreter: Interpreter[T], inner: list[int], compute: Callable[[Phase, int], None]) -> None:
+    calls = []
     interpreter.pre_forward(ROOT)
-    for unit in inner:
+    for part, unit in enumerate(units[1:], 1):
         interpreter.pre_forward(unit)
-        compute("forward", unit)
-        interpreter.post_forward(unit, backward=True)
+        compute("forward", part)
+        calls.append((part, interpreter.post_forward(unit, backward=True)))
     compute("forward", ROOT)
-    interpreter.post_forward(ROOT, backward=True)
-    interpreter.end_forward(backward=True)
-    interpreter.leave()
-
-
-def _backward(
-    interpreter: Interpreter[T], inner: list[int], compute: Callable[[Phase, int], None], recompute: bool
-) -> None:
-    interpreter.pre_backward(ROOT)
-    interpreter.begin_grads(ROOT)
-    compute("backward", ROOT)
-    for unit in reversed(inner):
-        shape = interpreter.schedule.units[unit]
-        interpreter.pre_backward(unit)
-        if recompute and not interpreter.schedule.resident(unit):
-            interpreter.pre_forward(unit)
-            compute("recompute", unit)
-            interpreter.post_forward(unit, backward=False)
-        if shape.trainable:
-            interpreter.begin_grads(unit)
-        compute("backward", unit)
-        interpreter.post_backward(unit)
+    calls.append((ROOT, interpreter.post_forward(ROOT, backward=True)))
+    for part, call in reversed(calls):
+        assert call is not None  # its backward comes
+        interpreter.pre_backward(call)
+        if recompute and not interpreter.schedule.resident(call.unit):
+            interpreter.pre_forward(call.unit)
+            compute("recompute", part)
+            interpreter.post_forward(call.unit, backward=False)
+        compute("backward", part)
     interpreter.end_backward()
 
 
@@ -99,7 +90,8 @@ class Counted:
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[None]:
         for buffer in self.schedule.units[unit].buffers:
-            self._list(unit, transfer.reduce_micro(self.schedule.layout, buffer))
+            if reduction.micro:
+                self._list(unit, transfer.reduce_micro(self.schedule.layout, buffer))
             if reduction.boundary:
                 self._list(unit, transfer.reduce_boundary(self.schedule.layout, buffer))
         return Reducing(None, None)
@@ -113,8 +105,9 @@ class Counted:
     def unuse(self, unit: int) -> None:
         """There is no model."""
 
-    def grads_discarded(self, unit: int) -> bool:
-        return True
+    def has_grads(self, unit: int) -> bool:
+        """Each is reduced when its unit's backward ends."""
+        return False
 
 
 def step_transfers(schedule: Schedule, *, micro_batches: int, recompute: bool = False) -> list[tuple[int, Transfer]]:
