@@ -503,7 +503,10 @@ def test_parameters_that_a_forward_replaces_are_refused(strategy):
         model = zm.shard(blocks.double(), mesh(), strategy, units=[Codebook], bucket_bytes=0)
         blocks[2].way = way
         for grad in (True, False):
-            with torch.set_grad_enabled(grad), pytest.raises(ModelError, match=r"where zm.shard has put 2\.lin\.weight"):
+            with (
+                torch.set_grad_enabled(grad),
+                pytest.raises(ModelError, match=r"where zm.shard has put 2\.lin\.weight"),
+            ):
                 model(inputs())
         blocks[2].way = ""
         if way == "assigned":  # else the layer's memory is another for good
