@@ -65,7 +65,7 @@ def without_recomputation(module: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleUnit:
+class CutUnit:
     """A module that is one unit. The root's parameters are those of no other unit."""
 
     name: str
@@ -74,20 +74,20 @@ class ModuleUnit:
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
 
-def cut(module: nn.Module) -> list[ModuleUnit]:
+def cut(module: nn.Module) -> list[CutUnit]:
     """The units of `module`: root first, where it holds parameters, then in order of registration."""
     uses = _uses(module)
-    inner: list[ModuleUnit] = []
+    inner: list[CutUnit] = []
     claimed: set[int] = set()
     for name, kind, part in _candidates(module):
         within = _uses(part)
         named = ((clean_name(key), p) for key, p in part.named_parameters() if is_sharded(p))
         own = tuple((key, p) for key, p in named if uses[id(p)] == within[id(p)])
-        inner.append(ModuleUnit(name=clean_name(name), kind=kind, module=part, parameters=own))
+        inner.append(CutUnit(name=clean_name(name), kind=kind, module=part, parameters=own))
         claimed.update(id(p) for _, p in own)
     left = ((name, p) for name, p in module.named_parameters() if id(p) not in claimed)
     rest = tuple((clean_name(name), p) for name, p in left if is_sharded(p))
-    root = [ModuleUnit(name="", kind=UnitKind.ROOT, module=module, parameters=rest)] if rest else []
+    root = [CutUnit(name="", kind=UnitKind.ROOT, module=module, parameters=rest)] if rest else []
     return [*root, *inner]
 
 
