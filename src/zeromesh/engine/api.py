@@ -18,6 +18,7 @@ from zeromesh.engine.chain import require_wires
 from zeromesh.engine.clip import clip_grad_norm
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import elementwise, watch_optimizers
+from zeromesh.engine.others import keep_others_out
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_modules
 from zeromesh.errors import MeshError, ModelError, NotationError
@@ -92,18 +93,8 @@ def shard(
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)
     object.__setattr__(model, "zero_grad", _zero_grad_of(weakref.ref(model)))
-    _keep_others_out(model)
+    keep_others_out(model)
     return model
-
-
-def _keep_others_out(model: nn.Module) -> None:
-    """Of what would move or reduce parameters by itself."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):  # cuDNN's would move the weights out of the memory that is gathered into
-            object.__setattr__(module, "flatten_parameters", lambda: None)
-    # DistributedDataParallel, which launchers wrap models in by themselves, then says that there is nothing to do.
-    names = [name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named]
-    object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", names)
 
 
 def _zero_grad_of(reference: weakref.ref[nn.Module]) -> Callable[..., None]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._dynamo import eval_frame
 
+from zeromesh.engine.containers import CastCalls, tensors_of
 from zeromesh.errors import CommunicationError, ModelError
 
 if TYPE_CHECKING:
@@ -38,14 +38,15 @@ def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch
 def _on_module(
     reference: weakref.ref[Engine], unit: int, module: nn.Module, cast: torch.dtype | None, *, outermost: bool
 ) -> None:
+    calls = CastCalls(cast) if cast is not None else None
+
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         _alive(reference).pre_forward(unit, outermost=outermost)
-        if cast is None:
-            return None
-        inside = outermost
-        return _cast(args, cast, inside), {key: _cast(value, cast, inside) for key, value in kwargs.items()}
+        return calls.begin(args, kwargs) if calls else None
 
     def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if calls:
+            calls.end(kwargs)
         engine = reference()
         if engine is not None:  # else `pre_forward` has said so
             # Without a result the forward may have raised; a lane that failed too would bury that in a warning.
@@ -68,34 +69,3 @@ def _alive(reference: weakref.ref[Engine]) -> Engine:
     if engine is None:
         raise ModelError("this module was part of a sharded model that has been deleted, and its parameters with it")
     return engine
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested sequences, mappings and dataclasses (a Hugging Face output is both of the last)."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from tensors_of(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_of(getattr(value, field.name))
-
-
-def _cast(value: Any, dtype: torch.dtype, inside: bool) -> Any:
-    """Floating tensors, and those in tuples; in lists and dicts only `inside`, of what the whole model is given: what
-    units hand each other they may also fill."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if type(value) is tuple:
-        return tuple(_cast(item, dtype, inside) for item in value)
-    if inside and isinstance(value, list):
-        items = [_cast(item, dtype, inside) for item in value]
-        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    if inside and type(value) is dict:
-        cast = {key: _cast(item, dtype, inside) for key, item in value.items()}
-        return cast if any(cast[key] is not item for key, item in value.items()) else value
-    return value

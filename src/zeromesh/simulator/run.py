@@ -26,7 +26,7 @@ from zeromesh.simulator.memory import Activations, MemoryBytes, memory_bytes, st
 from zeromesh.simulator.network import Job
 from zeromesh.simulator.result import AxisTraffic, Simulation
 from zeromesh.simulator.units import schedule_units
-from zeromesh.simulator.workload import Workload
+from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.trace import Trace
 
@@ -39,7 +39,7 @@ def simulate(
     model: ModelSpec,
     cluster: Cluster,
     strategy: Strategy | str,
-    workload: Workload,
+    workload: FixedWorkload,
     *,
     engine: str | Mechanics = "zeromesh",
     constants: Constants | None = None,
@@ -75,7 +75,7 @@ def static_memory(
     model: ModelSpec,
     cluster: Cluster,
     strategy: Strategy | str,
-    workload: Workload,
+    workload: FixedWorkload,
     *,
     engine: str | Mechanics = "zeromesh",
     constants: Constants | None = None,
@@ -88,7 +88,7 @@ def static_memory(
 class _Setup:
     model: ModelSpec
     cluster: Cluster
-    workload: Workload
+    workload: FixedWorkload
     mechanics: Mechanics
     strategy: Strategy  # as asked for; the schedule's is the engine's
     constants: Constants
@@ -103,7 +103,7 @@ class _Setup:
         model: ModelSpec,
         cluster: Cluster,
         strategy: Strategy | str,
-        workload: Workload,
+        workload: FixedWorkload,
         engine: str | Mechanics,
         constants: Constants,
     ) -> _Setup:

@@ -212,6 +212,30 @@ def test_parameters_smaller_than_the_world(strategy):
     )
 
 
+class Hollow(nn.Module):
+    """Of which nothing is to be gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 4, dtype=torch.double))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.none.sum()
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=3", "node=2,cluster=1"])
+@on_ranks(4)
+def test_a_unit_without_elements(strategy):
+    pair = Pair(
+        base=nn.Sequential(nn.Linear(5, 5).double(), Hollow()),
+        strategy=strategy,
+        options={"units": ["Linear", "Hollow"]},
+        loss_of=lambda model, x: model(x).square().mean(),
+        data_of=lambda *at: torch.randn(3, 5, generator=torch.Generator().manual_seed(hash(at))).double(),
+    )
+    pair.train()
+
+
 @on_ranks(4)
 def test_dtypes_that_cannot_train():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

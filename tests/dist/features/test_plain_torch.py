@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import zeromesh as zm
 from tests.dist.features.parity import close, local_part
@@ -503,7 +505,10 @@ def test_parameters_that_a_forward_replaces_are_refused(strategy):
         model = zm.shard(blocks.double(), mesh(), strategy, units=[Codebook], bucket_bytes=0)
         blocks[2].way = way
         for grad in (True, False):
-            with torch.set_grad_enabled(grad), pytest.raises(ModelError, match=r"where zm.shard has put 2\.lin\.weight"):
+            with (
+                torch.set_grad_enabled(grad),
+                pytest.raises(ModelError, match=r"where zm.shard has put 2\.lin\.weight"),
+            ):
                 model(inputs())
         blocks[2].way = ""
         if way == "assigned":  # else the layer's memory is another for good
@@ -761,8 +766,40 @@ def test_wrappers_and_parts_are_refused():
     model = sharded(chain(), "node=1")
     with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):
         nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ModelError, match="DistributedDataParallel has nothing to do here"):
+        nn.parallel.DistributedDataParallel(nn.Sequential(model, nn.Linear(1, 1).requires_grad_(False)))
+    with pytest.raises(OptimizerError, match=r"chunk needs all of 0\.0\.weight"):
+        fully_shard(nn.Sequential(model), mesh=mesh())
     with pytest.raises(ModelError, match="this model, or a part of it, is sharded already"):
         zm.shard(nn.Sequential(model), mesh(), "node=1")
+
+
+def in_ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+
+
+@STAGES
+@pytest.mark.parametrize("wrap", [in_ddp, replicate])
+@on_ranks(2)
+def test_a_sharded_part_of_a_replicated_model(strategy, wrap):
+    """Each reduces what is its own, from the first step on, and nothing is broadcast over slices."""
+    torch.manual_seed(dist.get_rank())  # of what is replicated, DDP takes the first rank's too
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), chain(2), nn.Linear(WIDTH, WIDTH).double())
+    for param in plain.parameters():
+        dist.broadcast(param.data, 0)
+    model = copy.deepcopy(plain)
+    zm.shard(model[1], mesh(), strategy, bucket_bytes=0)
+    wrapped = wrap(model)
+    first, theirs = sgd(model), sgd(plain)
+    for step in range(2):
+        wrapped(inputs(2 * step + dist.get_rank())).square().mean().backward()
+        (sum(plain(inputs(2 * step + rank)).square().mean() for rank in range(2)) / 2).backward()
+        first.step()
+        theirs.step()
+        for ours, param in zip(model.parameters(), plain.parameters(), strict=True):
+            close(*((ours.local, local_part(ours, param)) if isinstance(ours, ShardedParameter) else (ours, param)), "")
+        first.zero_grad()
+        theirs.zero_grad()
 
 
 @STAGES

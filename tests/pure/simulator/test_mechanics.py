@@ -13,13 +13,13 @@ from zeromesh.model import preset as model_preset
 from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
 from zeromesh.schedule.transfer import reduce_micro
 from zeromesh.schedule.workspace import part_numel
-from zeromesh.simulator import Workload, find_engine, simulate
+from zeromesh.simulator import FixedWorkload, find_engine, simulate
 from zeromesh.simulator.chains import Chains
 from zeromesh.strategy import Layout
 
 A800 = preset("a800-8x-hdr")
 LLAMA = model_preset("llama-7b")
-WORK = Workload(seq_len=4096, global_batch_tokens=4096 * 64)
+WORK = FixedWorkload(seq_len=4096, global_batch_tokens=4096 * 64)
 
 
 def collectives(engine, strategy, workload=WORK) -> set[tuple[str, str]]:
