@@ -132,7 +132,8 @@ def _digest(optimizer: torch.optim.Optimizer) -> str:
 def _start(directory: Path, attempt: int, steps: int) -> list[ForkServerProcess]:
     context = get_context("forkserver")
     # Imported once. The first optimizer imports torch._dynamo, which takes seconds.
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.device_mesh", "zeromesh.engine.checkpoint"])
+    preload = ["torch._dynamo", "torch.distributed.device_mesh", "zeromesh.checkpoint.checkpoints"]
+    context.set_forkserver_preload(preload)
     ranks = []
     for rank in range(WORLD):
         ranks.append(context.Process(target=rank_main, args=(rank, str(directory), attempt, steps), daemon=True))

@@ -10,39 +10,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeromesh.api import plan, shard, simulate
+    from zeromesh.checkpoint.checkpoints import Checkpoints
+    from zeromesh.checkpoint.full_state import full_state_dict, load_full_state_dict
+    from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
     from zeromesh.engine.api import accumulate, clip_grad_norm_, elementwise, refresh, sum_over_ranks, zero_grad
-    from zeromesh.engine.checkpoint import Checkpoints
-    from zeromesh.engine.record import record_trace
-    from zeromesh.engine.replicas import check_replicas
-    from zeromesh.engine.report import memory_report, traffic_report
-    from zeromesh.engine.safetensors import load_safetensors, save_safetensors
-    from zeromesh.engine.state import full_state_dict, load_full_state_dict
+    from zeromesh.observe.record import record_trace
+    from zeromesh.observe.replicas import check_replicas
+    from zeromesh.observe.report import memory_report, traffic_report
     from zeromesh.planner import Workload
     from zeromesh.strategy import Plan, Strategy
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "Checkpoints": "zeromesh.engine.checkpoint",
+    "Checkpoints": "zeromesh.checkpoint.checkpoints",
     "Plan": "zeromesh.strategy",
     "Strategy": "zeromesh.strategy",
     "Workload": "zeromesh.planner",
     "accumulate": "zeromesh.engine.api",
-    "check_replicas": "zeromesh.engine.replicas",
+    "check_replicas": "zeromesh.observe.replicas",
     "clip_grad_norm_": "zeromesh.engine.api",
     "elementwise": "zeromesh.engine.api",
-    "full_state_dict": "zeromesh.engine.state",
-    "load_full_state_dict": "zeromesh.engine.state",
-    "load_safetensors": "zeromesh.engine.safetensors",
-    "memory_report": "zeromesh.engine.report",
+    "full_state_dict": "zeromesh.checkpoint.full_state",
+    "load_full_state_dict": "zeromesh.checkpoint.full_state",
+    "load_safetensors": "zeromesh.checkpoint.huggingface",
+    "memory_report": "zeromesh.observe.report",
     "plan": "zeromesh.api",
-    "record_trace": "zeromesh.engine.record",
+    "record_trace": "zeromesh.observe.record",
     "refresh": "zeromesh.engine.api",
-    "save_safetensors": "zeromesh.engine.safetensors",
+    "save_safetensors": "zeromesh.checkpoint.huggingface",
     "shard": "zeromesh.api",
     "simulate": "zeromesh.api",
     "sum_over_ranks": "zeromesh.engine.api",
-    "traffic_report": "zeromesh.engine.report",
+    "traffic_report": "zeromesh.observe.report",
     "zero_grad": "zeromesh.engine.api",
 }
 

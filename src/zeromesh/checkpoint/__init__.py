@@ -1,6 +1,7 @@
-"""Checkpoints that load under any layout: files, names, checksums. Knows slices of named tensors, not engines.
+"""Saving and loading a sharded model, under any layout: what users call, and the files behind it.
 
-Reading order: `boxes` (slices as boxes), `piece` (what a rank holds), `container` and `manifest` (the format),
-`storage`, `write`, `read`, `directory`, `saver`, `loader`; `dcp` and `foreign` (torch.distributed.checkpoint),
-`safetensors` (Hugging Face), `plain` and `randomness` (states that are no parameters).
+Reading order: `container` and `manifest` (the format), `storage`, `write`, `read`, `directory`, `staging`, `saver`,
+`loader`; `collect`, `restore` and `groups` (a model and its optimizers as pieces, and back), `plain` and `randomness`
+(states that are no parameters), `checkpoints` (all of it); `dcp` and `foreign` (torch.distributed.checkpoint),
+`safetensors` and `huggingface`; `full_state` (whole tensors).
 """

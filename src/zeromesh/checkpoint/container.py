@@ -37,8 +37,6 @@ _STORAGES = {
     torch.uint8: torch.ByteStorage,
     torch.bool: torch.BoolStorage,
 }
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _STORAGES}
-"""Those that a checkpoint can hold, by name."""
 
 # "FB" is the id of the padding field that torch writes; 1980-01-01 is the zip format's day zero.
 _FLAGS = 0x0808

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
 
-from zeromesh.checkpoint.boxes import runs_of
-from zeromesh.checkpoint.container import DTYPES
 from zeromesh.checkpoint.dcp import METADATA
 from zeromesh.checkpoint.directory import read_index
 from zeromesh.checkpoint.manifest import Chunk, DamagedError, Manifest, TensorEntry
 from zeromesh.checkpoint.storage import Storage
 from zeromesh.errors import CheckpointError
+from zeromesh.pieces.boxes import runs_of
+from zeromesh.pieces.piece import DTYPES
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from zeromesh.comm.groups import borrow_channel, default_timeout_s
+from zeromesh.engine.control import Control
 from zeromesh.errors import CommunicationError
 
 T = TypeVar("T")
@@ -157,3 +160,32 @@ class Peers:
             if progress is not None:
                 progress.failure = f"{what} was interrupted ({type(error).__name__})"
             raise
+
+
+def make_peers(control: Control) -> Peers:
+    """All ranks of the mesh in a group of their own, for one user; they make it together.
+
+    A background thread may talk on it, beside the training's and other users'. Its timeout is that of the process
+    group. When the user is gone, the group is kept for the next.
+    """
+    if control.group is None:
+        return Peers()
+    timeout_s = default_timeout_s(control.device.type)
+    channel, give_back = borrow_channel(control.group, timeout_s=timeout_s, backend="gloo", description="checkpoints")
+    group = channel.process_group
+    progress = Progress(
+        store=dist.distributed_c10d._get_default_store(),  # torch has no public way to it
+        key=f"zeromesh/checkpoints/{group.group_name}",
+        rank=group.rank(),
+        size=group.size(),
+        count=channel.started,
+    )
+    peers = Peers(group=group, progress=progress)
+
+    def end() -> None:
+        channel.started, channel.failed = progress.count, bool(progress.failure)
+        give_back()
+
+    # A save on its way holds its peers too, so they are not gone before it has ended.
+    weakref.finalize(peers, end).atexit = False
+    return peers

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeromesh.checkpoint.piece import Piece, whole
 from zeromesh.errors import CheckpointError
+from zeromesh.pieces.piece import Piece, whole
 
 PREFIX = "rng."
 _MAX_NUMEL = 1 << 16

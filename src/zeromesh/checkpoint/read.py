@@ -11,7 +11,6 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from zeromesh.checkpoint.container import DTYPES
 from zeromesh.checkpoint.directory import read_index, require_named
 from zeromesh.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -22,9 +21,9 @@ from zeromesh.checkpoint.manifest import (
     TensorEntry,
     check_cover,
 )
-from zeromesh.checkpoint.piece import Piece
 from zeromesh.checkpoint.storage import Source, Storage
 from zeromesh.errors import CheckpointError
+from zeromesh.pieces.piece import DTYPES, Piece
 
 
 class Reader:

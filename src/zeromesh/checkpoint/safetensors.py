@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from zeromesh.checkpoint.peers import Peers
-from zeromesh.checkpoint.piece import Piece
 from zeromesh.checkpoint.storage import open_regular
 from zeromesh.errors import CheckpointError
+from zeromesh.pieces.piece import Piece
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

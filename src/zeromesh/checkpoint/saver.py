@@ -30,10 +30,11 @@ from zeromesh.checkpoint.dcp import METADATA, write_metadata
 from zeromesh.checkpoint.directory import SAVING, clear_leftovers, free_name, list_checkpoints, superfluous
 from zeromesh.checkpoint.manifest import MANIFEST, Manifest
 from zeromesh.checkpoint.peers import Peers
-from zeromesh.checkpoint.piece import Piece, Staging
+from zeromesh.checkpoint.staging import Staging
 from zeromesh.checkpoint.storage import Storage, reason
 from zeromesh.checkpoint.write import Written, entries_of, files_of, write_file
 from zeromesh.errors import CheckpointError
+from zeromesh.pieces.piece import Piece
 
 LOCK_WAIT_S = 10.0
 """A job that is restarted may find its predecessor still ending."""

@@ -9,13 +9,11 @@ from zlib import crc32
 
 import torch
 
-from zeromesh.checkpoint.boxes import boxes_of
-from zeromesh.checkpoint.container import DTYPES, MAX_ITEM_BYTES, Container
+from zeromesh.checkpoint.container import MAX_ITEM_BYTES, Container
 from zeromesh.checkpoint.manifest import BLOCK_BYTES, Chunk, TensorEntry
-from zeromesh.checkpoint.piece import Piece
 from zeromesh.checkpoint.storage import Storage
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from zeromesh.pieces.boxes import boxes_of
+from zeromesh.pieces.piece import DTYPE_NAMES, Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

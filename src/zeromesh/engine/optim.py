@@ -22,11 +22,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeromesh.checkpoint.dcp import SlicedTensor
-from zeromesh.checkpoint.piece import Piece
 from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
 from zeromesh.engine.units import DTYPE_NAMES
 from zeromesh.errors import OptimizerError
+from zeromesh.pieces.piece import Piece
+from zeromesh.pieces.sliced import SlicedTensor
 
 if TYPE_CHECKING:
     from zeromesh.engine.engine import Engine

@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeromesh.checkpoint.dcp import SlicedTensor
-from zeromesh.checkpoint.piece import Piece
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import ModelError
 from zeromesh.model.module_units import clean_name
+from zeromesh.pieces.piece import Piece
+from zeromesh.pieces.sliced import SlicedTensor
 
 
 def install_state_dict(model: nn.Module, engine: Engine) -> None:

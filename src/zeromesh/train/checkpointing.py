@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zeromesh.checkpoint.checkpoints import Checkpoints, Restored
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.storage import open_storage
-from zeromesh.engine.checkpoint import Checkpoints, Restored
 from zeromesh.errors import CheckpointError
 from zeromesh.train.config import TrainConfig
 from zeromesh.train.corpus import TOKENIZER, Corpus

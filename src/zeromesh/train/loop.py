@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zeromesh.engine.api import accumulate, clip_grad_norm_, shard, zero_grad
-from zeromesh.engine.replicas import check_replicas
-from zeromesh.engine.report import memory_report, traffic_report
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
+from zeromesh.observe.replicas import check_replicas
+from zeromesh.observe.report import memory_report, traffic_report
 from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
 from zeromesh.train.config import AUTO, OptimizerConfig, TrainConfig
 from zeromesh.train.corpus import Corpus, Sequences, load_corpus

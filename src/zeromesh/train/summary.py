@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeromesh.engine.report import MemoryLine, TrafficLine
+from zeromesh.observe.report import MemoryLine, TrafficLine
 from zeromesh.train.config import TrainConfig
 from zeromesh.train.corpus import Corpus
 from zeromesh.train.nonfinite import NonFinite

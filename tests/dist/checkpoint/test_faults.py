@@ -26,7 +26,7 @@ from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.peers import WAIT_S
 from zeromesh.checkpoint.read import read_manifest
 from zeromesh.checkpoint.storage import LocalStorage
-from zeromesh.engine.checkpoint import Checkpoints
+from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.errors import CheckpointError, CommunicationError
 
 WORLD = 3

@@ -15,7 +15,7 @@ import zeromesh as zm
 from tests.dist.checkpoint.models import Mesh, Odd, assemble, make, require_equal, slices, train
 from tests.dist.pool import Pool, kept, on_ranks
 from tests.local.checkpoint.strategies import STRATEGIES
-from zeromesh.engine.checkpoint import Checkpoints
+from zeromesh.checkpoint.checkpoints import Checkpoints
 
 ONE: Mesh = (("cluster", 1), ("node", 1))
 TWO: Mesh = (("cluster", 1), ("node", 2))

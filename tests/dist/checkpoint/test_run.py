@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.checkpoint import Checkpoints
+from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.errors import CheckpointError
 from zeromesh.train import checkpointing, loop
 from zeromesh.train.config import ModelConfig, TrainConfig

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.dist.checkpoint.models import Mesh, Odd, assemble, make, require_equal, slices
 from tests.dist.pool import Pool
-from zeromesh.engine.safetensors import load_safetensors, save_safetensors
+from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
 from zeromesh.errors import CheckpointError, ModelError
 
 FOUR: Mesh = (("cluster", 2), ("node", 2))

@@ -19,7 +19,7 @@ from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.engine import record
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.record import _HostClock, _Recorder
+from zeromesh.observe.record import _HostClock, _Recorder
 from zeromesh.schedule import Interpreter, Schedule
 from zeromesh.schedule.step import run_micro_batch
 from zeromesh.simulator.chains import Chains

@@ -15,7 +15,7 @@ import zeromesh as zm
 from tests.dist.features.parity import Block, check, close, local_part, net
 from tests.dist.features.test_misuse import STAGES, WIDTH, booming, chain, fragile, inputs, same_grads, sgd, sharded
 from tests.dist.pool import on_ranks
-from zeromesh.checkpoint.dcp import SlicedTensor
+from zeromesh.pieces.sliced import SlicedTensor
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import OptimizerError
 

@@ -147,7 +147,7 @@ def test_wrong_accounts_fail_the_self_test():
     training = Training(ranks_of(2), BATCH, "node=3")
     group = engine_of(training.model).backend.groups["node"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeromesh.engine.report.sent_bytes_per_axis", lambda *_, **__: {"node": 1000})
+        patch.setattr("zeromesh.observe.report.sent_bytes_per_axis", lambda *_, **__: {"node": 1000})
         good, detail = selftest._accounts(training)
     assert not good and group.size == 2, detail
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import kept
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.state import full_state_dict
+from zeromesh.checkpoint.full_state import full_state_dict
 from zeromesh.errors import ZeromeshError
 from zeromesh.train import loop
 from zeromesh.train.config import ModelConfig, TrainConfig

@@ -17,7 +17,7 @@ import zeromesh as zm
 from tests.dist.pool import Pool, kept
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control
-from zeromesh.engine.replicas import CHUNK, digest
+from zeromesh.observe.replicas import CHUNK, digest
 from zeromesh.errors import MismatchError
 
 MESH = ("cluster", "node")

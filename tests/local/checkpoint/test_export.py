@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from zeromesh.checkpoint.peers import Peers
-from zeromesh.checkpoint.piece import whole
 from zeromesh.checkpoint.safetensors import Spec, read_headers, write_safetensors
 from zeromesh.errors import CheckpointError
+from zeromesh.pieces.piece import whole
 
 
 def export(directory: Path, value: float, *, files: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zeromesh as zm
-from zeromesh.engine.safetensors import load_safetensors, save_safetensors
+from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.local.checkpoint.strategies import STRATEGIES
+from zeromesh.checkpoint.collect import param_piece, replica_of
 from zeromesh.checkpoint.manifest import Manifest
-from zeromesh.checkpoint.piece import Piece, share
 from zeromesh.checkpoint.read import Reader, read_manifest
 from zeromesh.checkpoint.storage import Storage, open_storage
 from zeromesh.checkpoint.write import Written, entries_of, files_of, write_file
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.pieces import param_piece, replica_of
 from zeromesh.engine.units import ParamInfo, Precision
+from zeromesh.pieces.piece import Piece, share
 from zeromesh.schedule import Role, Unit
 from zeromesh.strategy import Layout
 

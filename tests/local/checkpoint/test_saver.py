@@ -22,19 +22,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.disk import file_size_limit
-from zeromesh.checkpoint.container import DTYPES, Container
+from zeromesh.checkpoint.container import Container
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
 from zeromesh.checkpoint.manifest import BLOCK_BYTES
 from zeromesh.checkpoint.peers import Peers, Progress
-from zeromesh.checkpoint.piece import Piece, Staging, share, whole
 from zeromesh.checkpoint.plain import from_plain, to_plain
 from zeromesh.checkpoint.randomness import empty_pieces, random_pieces, restore_random
 from zeromesh.checkpoint.read import Reader, require_match
 from zeromesh.checkpoint.saver import Saver, Snapshot
+from zeromesh.checkpoint.staging import Staging
 from zeromesh.checkpoint.storage import LocalStorage, open_storage
 from zeromesh.checkpoint.write import write_file
 from zeromesh.errors import CheckpointError, CommunicationError
+from zeromesh.pieces.piece import DTYPES, Piece, share, whole
 
 BIG = BLOCK_BYTES // 4 * 2 + 1000
 """Elements of fp32 in two whole blocks and a part of a third."""

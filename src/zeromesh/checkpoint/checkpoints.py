@@ -4,40 +4,28 @@ from __future__ import annotations
 
 import operator
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from zeromesh.checkpoint.collect import STATE, aliases_of, collect
+from zeromesh.checkpoint.groups import describe_groups, groups_for_torch, read_groups, restore_groups
 from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
 from zeromesh.checkpoint.manifest import DamagedError
-from zeromesh.checkpoint.peers import Peers, Progress
+from zeromesh.checkpoint.peers import make_peers
 from zeromesh.checkpoint.plain import from_plain, to_plain
 from zeromesh.checkpoint.randomness import empty_pieces, random_pieces, restore_random
 from zeromesh.checkpoint.read import Reader
+from zeromesh.checkpoint.restore import restore_model, restore_optimizers
 from zeromesh.checkpoint.saver import LOCK_WAIT_S, Saver, Snapshot
 from zeromesh.checkpoint.storage import open_storage
-from zeromesh.comm.groups import borrow_channel, default_timeout_s
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.control import Control
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.pieces import (
-    STATE,
-    aliases_of,
-    collect,
-    describe_groups,
-    groups_for_torch,
-    read_groups,
-    restore_groups,
-    restore_model,
-    restore_optimizers,
-)
 from zeromesh.errors import CheckpointError
 
 
@@ -248,35 +236,6 @@ def _require_step(step: int) -> int:
             f"step must be a whole number of steps done, 0 or more, since it names the checkpoint; got {step!r}"
         )
     return number
-
-
-def make_peers(control: Control) -> Peers:
-    """All ranks of the mesh in a group of their own, for one user; they make it together.
-
-    A background thread may talk on it, beside the training's and other users'. Its timeout is that of the process
-    group. When the user is gone, the group is kept for the next.
-    """
-    if control.group is None:
-        return Peers()
-    timeout_s = default_timeout_s(control.device.type)
-    channel, give_back = borrow_channel(control.group, timeout_s=timeout_s, backend="gloo", description="checkpoints")
-    group = channel.process_group
-    progress = Progress(
-        store=dist.distributed_c10d._get_default_store(),  # torch has no public way to it
-        key=f"zeromesh/checkpoints/{group.group_name}",
-        rank=group.rank(),
-        size=group.size(),
-        count=channel.started,
-    )
-    peers = Peers(group=group, progress=progress)
-
-    def end() -> None:
-        channel.started, channel.failed = progress.count, bool(progress.failure)
-        give_back()
-
-    # A save on its way holds its peers too, so they are not gone before it has ended.
-    weakref.finalize(peers, end).atexit = False
-    return peers
 
 
 def _about(engine: Engine) -> dict[str, Any]:

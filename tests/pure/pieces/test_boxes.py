@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.checkpoint.boxes import boxes_of, runs_of
 from zeromesh.errors import InternalError
+from zeromesh.pieces.boxes import boxes_of, runs_of
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 

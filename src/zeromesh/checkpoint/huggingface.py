@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.checkpoint.piece import Piece, share, whole
+from zeromesh.checkpoint.collect import buffers_of, param_piece, replica_of
+from zeromesh.checkpoint.full_state import persistent_buffers
+from zeromesh.checkpoint.peers import make_peers
 from zeromesh.checkpoint.read import same_kind
 from zeromesh.checkpoint.safetensors import Spec, fill_from, read_headers, write_safetensors
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.checkpoint import make_peers
-from zeromesh.engine.pieces import buffers_of, param_piece, replica_of
-from zeromesh.engine.state import persistent_buffers
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import CheckpointError, ModelError, nearest
+from zeromesh.pieces.piece import Piece, share, whole
 
 
 def save_safetensors(

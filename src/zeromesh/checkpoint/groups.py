@@ -1,0 +1,85 @@
+"""The options of optimizers' parameter groups: what an optimizer has beside tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeromesh.checkpoint.manifest import DamagedError
+from zeromesh.checkpoint.plain import from_plain, to_plain
+from zeromesh.checkpoint.read import Reader
+from zeromesh.errors import CheckpointError
+
+
+def describe_groups(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """The options of every parameter group, with the names of its parameters."""
+    return [[_describe(group) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def _describe(group: Mapping[str, Any]) -> dict[str, Any]:
+    options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+    names = [getattr(param, "full_name", "") for param in group["params"]]
+    return {"options": to_plain(options, "the optimizer's options"), "params": names}
+
+
+def read_groups(reader: Reader) -> dict[str, dict[str, Any]]:
+    """By parameter: the options of its group.
+
+    Raises:
+        DamagedError: they are not what `describe_groups` returned.
+    """
+    described = reader.manifest.state.get("groups", [])
+    try:
+        groups = [(group["params"], from_plain(group["options"])) for groups in described for group in groups]
+        return {name: dict(options) for names, options in groups for name in names}
+    except (TypeError, KeyError, ValueError, CheckpointError) as error:
+        raise DamagedError(f"{reader.where}: the optimizer's options cannot be read: {error!r}") from error
+
+
+def restore_groups(optimizers: Sequence[Optimizer], options: Mapping[str, Mapping[str, Any]], where: str) -> None:
+    """Sets each group's options to those that its first parameter had.
+
+    Raises:
+        CheckpointError: an option has a value of another type; nothing is changed then.
+    """
+    changes: list[tuple[dict[str, Any], str, Any]] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            name = getattr(group["params"][0], "full_name", "") if group["params"] else ""
+            changes += [(group, key, value) for key, value in options.get(name, {}).items() if key != "params"]
+    for group, key, value in changes:
+        if not _fits(group.get(key), value):  # what is not there yet may be anything
+            raise CheckpointError(f"{where}: the optimizer's {key} cannot be {value!r}; here it is {group.get(key)!r}")
+    for group, key, value in changes:
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+def _fits(now: Any, value: Any) -> bool:
+    """Whether an option may become `value`: a number a number, as many numbers as many; the rest are flags."""
+    if now is None or isinstance(now, Tensor):
+        return now is None or _is_number(value)
+    if isinstance(now, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(now) and all(map(_fits, now, value))
+    return _is_number(now) == _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def groups_for_torch(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """The same under the names that torch's `get_optimizer_state_dict` gives them, of one optimizer."""
+    if len(optimizers) != 1:
+        return {}
+    objects = {}
+    for index, group in enumerate(optimizers[0].param_groups):
+        for key, value in group.items():
+            named = [getattr(param, "full_name", "") for param in value] if key == "params" else value
+            objects[f"optim.param_groups.{index}.{key}"] = named
+    return objects

@@ -1,0 +1,132 @@
+"""A sharded model and its optimizers filled from the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeromesh.checkpoint.collect import MODEL, STATE, buffers_of, param_piece
+from zeromesh.checkpoint.full_state import persistent_buffers
+from zeromesh.checkpoint.manifest import TensorEntry
+from zeromesh.checkpoint.read import Reader, require_match
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.param import ShardedParameter
+from zeromesh.errors import CheckpointError
+from zeromesh.pieces.piece import DTYPES, Piece, whole
+
+# Of a 0-d parameter a state may be its slice or a number of its own; these are numbers in torch's optimizers.
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+def restore_model(model: nn.Module, engine: Engine, reader: Reader) -> None:
+    """Fills parameters and buffers in place.
+
+    The caller tells the engine that it has changed, on all ranks when all have come through: what follows are
+    collectives, and one rank alone may find a file damaged.
+
+    Raises:
+        CheckpointError: of another model; nothing is changed then.
+    """
+    entries = reader.manifest.tensors
+    pieces, targets = [], []
+    for buffer in buffers_of(engine):
+        for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
+            name = next((name for name in place.info.names if MODEL + name in entries), place.info.name)
+            piece = param_piece(param)
+            pieces.append(Piece(name=MODEL + name, shape=piece.shape, start=piece.start, local=piece.local))
+    for name, held in persistent_buffers(model):
+        piece = whole(MODEL + name, torch.empty_like(held))
+        pieces.append(piece)
+        targets.append((held, piece))
+    known = {MODEL + name for b in buffers_of(engine) for place in b.places for name in place.info.names}
+    chosen = {piece.name for piece in pieces}
+    compared = {name: entry for name, entry in entries.items() if name not in known or name in chosen}
+    require_match(reader.where, compared, pieces, MODEL)
+    engine.interpreter.quiesce()
+    reader.fill(pieces)
+    for held, piece in targets:
+        held.copy_(piece.local.view(held.shape))
+
+
+def restore_optimizers(engine: Engine, optimizers: Sequence[Optimizer], reader: Reader) -> None:
+    """Replaces the optimizers' states by those of the checkpoint, in the layout of this run.
+
+    States that are there already are filled in place: no rank holds two copies.
+
+    Raises:
+        CheckpointError: states of parameters that no optimizer has, or of other shapes; nothing is changed then.
+    """
+    saved = _saved_states(reader.manifest.tensors)
+    fresh: dict[Optimizer, dict[Tensor, dict[str, Tensor]]] = {}
+    pieces: list[Piece] = []
+    names = _names(engine)
+    for optimizer in optimizers:
+        states = fresh[optimizer] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                found = next((saved.pop(name) for name in names.get(param, ()) if name in saved), None)
+                if found:
+                    targets = _state_targets(param, group, found, reader, optimizer.state.get(param, {}))
+                    states[param] = {piece.name.rpartition(".")[2]: tensor for piece, tensor in targets}
+                    pieces += [piece for piece, _ in targets]
+    if saved:
+        raise CheckpointError(
+            f"{reader.where} has optimizer states of {len(saved)} parameters that the optimizer does not have, such as "
+            f"{next(iter(saved))}: give all optimizers that were saved, over the same parameters"
+        )
+    reader.fill(pieces)
+    for optimizer, states in fresh.items():
+        optimizer.state.clear()
+        optimizer.state.update(states)
+
+
+def _names(engine: Engine) -> dict[Tensor, tuple[str, ...]]:
+    pairs = [(p, place) for b in buffers_of(engine) for p, place in zip(b.optimizer_params, b.places, strict=True)]
+    return {param: place.info.names for param, place in pairs}
+
+
+def _saved_states(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
+    saved: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    for name, entry in entries.items():
+        if name.startswith(STATE):
+            param, _, _ = name.removeprefix(STATE).rpartition(".")
+            saved[param][name] = entry
+    return saved
+
+
+def _state_targets(
+    param: ShardedParameter,
+    group: Mapping[str, Any],
+    found: Mapping[str, TensorEntry],
+    reader: Reader,
+    present: Mapping[str, Any],
+) -> list[tuple[Piece, Tensor]]:
+    """What each state of a parameter is read into, and the tensor that it is then."""
+    targets = []
+    local, shape = param.local, tuple(param.global_shape)
+    number_device = local.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+    for name, entry in found.items():
+        key, dtype = name.rpartition(".")[2], DTYPES[reader.entry(name).dtype]
+        number = entry.shape == () and (shape != () or key in _NUMBERS)
+        if not number and entry.shape != shape:
+            raise CheckpointError(f"{reader.where}: {name} must have shape {shape} or (); it has {entry.shape}")
+        sizes = () if number else (local.numel(),)
+        tensor = _in_place(present.get(key), sizes, dtype, number_device if number else local.device)
+        start = 0 if number else param.flat_start
+        targets.append((Piece(name=name, shape=entry.shape, start=start, local=tensor.view(-1)), tensor))
+    return targets
+
+
+def _in_place(held: Any, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if (
+        type(held) is Tensor
+        and (held.shape, held.dtype, held.device) == (sizes, dtype, device)
+        and held.is_contiguous()
+    ):
+        return held
+    return torch.empty(sizes, dtype=dtype, device=device)
