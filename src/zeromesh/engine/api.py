@@ -201,8 +201,8 @@ def _scale(weight: float, total: float | None, ranks: int) -> float:
     if total is None or not total >= weight:
         raise ModelError(
             f"a micro-batch with a weight needs the total of the step's weights, of all micro-batches on all ranks; "
-            f"got weight={weight}, total={total}: zm.accumulate(model, ..., total=zm.sum_over_ranks(model, own)), where "
-            f"own is the sum of this rank's weights in the step"
+            f"got weight={weight}, total={total}: zm.accumulate(model, ..., total=zm.sum_over_ranks(model, own)), "
+            f"where own is the sum of this rank's weights in the step"
         )
     return weight * ranks / total if total else 0.0
 

@@ -174,7 +174,7 @@ class Engine:
         # than the slots then has to gather its first units again. (Otherwise these hooks are never reached.)
         traced = torch.is_grad_enabled() and outputs is not None
         tensors = [t for t in outputs or () if t.requires_grad] if traced else []
-        hidden = traced and not tensors and self.schedule.units[unit].trainable
+        hidden = traced and not outputs and self.schedule.units[unit].trainable
         call = self.interpreter.post_forward(unit, backward=bool(tensors), hidden=hidden)
         if call is not None:
             self._watch_outputs(call, tensors)
@@ -395,7 +395,7 @@ class Engine:
 
     def require_gradients(self, params: Sequence[ShardedParameter]) -> None:
         """Raises OptimizerError where a step of `params`, which have none, comes between a forward and its backward."""
-        if any(self.interpreter.awaits_backward(unit) for unit in {param.unit for param in params}):
+        if not self.interpreter.awaited.isdisjoint(param.unit for param in params):
             raise OptimizerError(
                 f"no parameter of the optimizer has a gradient ({params[0].full_name}, say), though a forward of the "
                 f"model waits for its backward: run that, without inputs=, since autograd does not know the parameters "

@@ -57,6 +57,7 @@ class Interpreter(Generic[T]):
         gather_slots, reduce_slots: which unit has which.
         forward: that runs, outside a backward or (a recomputation) inside.
         backward: that runs.
+        awaited: units whose forward no backward has followed.
         seen: units in the order of their first forward.
         digest: of the gathers since the last step, to be compared between ranks.
     """
@@ -72,7 +73,8 @@ class Interpreter(Generic[T]):
     backward: Backward | None = None
     seen: list[int] = field(default_factory=list)
     digest: int = 0
-    _awaited: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
+    awaited: set[int] = field(default_factory=set)
+    _graphs: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
     _forwards: int = 0
 
     def __post_init__(self) -> None:
@@ -119,7 +121,8 @@ class Interpreter(Generic[T]):
             self._run(PointKind.LEAVE)
         if end is None:
             return None
-        self._awaited.add(forward)
+        self.awaited.add(unit)
+        self._graphs.add(forward)
         return Call(forward, unit, end, self.states[unit].generation)
 
     def begin_backward(self) -> None:
@@ -146,6 +149,7 @@ class Interpreter(Generic[T]):
             self._go_back(forward, 0)
         self._run(PointKind.END_BACKWARD)
         self.backward = None
+        self.awaited.clear()
 
     def stepped(self, units: Iterable[int]) -> None:
         """An optimizer, a load or the user has changed the masters of `units`."""
@@ -166,10 +170,6 @@ class Interpreter(Generic[T]):
             raise InternalError(f"unit {self.schedule.units[unit].name!r} changed while its backward runs")
         state.generation += 1
 
-    def awaits_backward(self, unit: int) -> bool:
-        """Whether a forward of the unit waits for its backward."""
-        return any(forward.calls[unit] and not forward.visited for forward in self._awaited)
-
     def begin_step(self) -> None:
         """Nothing is accumulated any more; what is under way writes what nobody reads, and is waited for."""
         for state in self.states:
@@ -182,6 +182,7 @@ class Interpreter(Generic[T]):
             if state.in_use:
                 self._reshard(unit)
         self.forward = self.backward = None
+        self.awaited.clear()
 
     def quiesce(self) -> None:
         """Waits for everything in flight: before masters change, are saved or loaded."""
@@ -200,7 +201,10 @@ class Interpreter(Generic[T]):
         """Passes the marks of `forward` from `to` on: [Note: Reverse]."""
         backward = self.backward
         assert backward is not None
-        forward.visited = True
+        if forward not in backward.reached:
+            forward.visited = True
+            for unit in forward.hidden:
+                self._require_seen(unit)
         position = backward.reached.get(forward, len(forward.marks))
         while position > to:
             position -= 1
@@ -323,7 +327,7 @@ class Interpreter(Generic[T]):
         """Whether this rank may come back to a call of the unit, in this backward."""
         backward = self.backward
         assert backward is not None
-        for forward in self._awaited:
+        for forward in self._graphs:
             over = forward.visited and forward not in backward.reached  # in another backward
             if unit in forward.hidden or not (over or backward.has_left(forward, unit)):
                 return True

@@ -305,24 +305,6 @@ def test_whole_tensor_functions_of_a_slice():
 
 
 @on_ranks(2, timeout_s=TIMEOUT_S)
-def test_weights_for_some_micro_batches_only():
-    model = shard(CASE.build(), "node=3")
-    tokens, targets, _ = batch(CASE, 0, 0, dist.get_rank())
-    with zm.accumulate(model, last=False, weight=3.0):
-        loss_of(model, tokens, targets).backward()
-    with (
-        pytest.raises(ModelError, match="either every micro-batch of a step has a weight or none"),
-        zm.accumulate(model, last=True),
-    ):
-        pass
-    with (
-        pytest.raises(ModelError, match=r"weight of a micro-batch must be zero or more .*; got -1"),
-        zm.accumulate(model, last=True, weight=-1.0),
-    ):
-        pass
-
-
-@on_ranks(2, timeout_s=TIMEOUT_S)
 def test_state_that_does_not_fit():
     model = shard(CASE.build(), "node=3")
     state = zm.full_state_dict(model)

@@ -25,6 +25,11 @@ from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
 
 
+def same_values(model: nn.Module, plain: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        close(ours.local, local_part(ours, theirs.detach()), name)
+
+
 def backward(model: nn.Module, seed: int = 0) -> None:
     model(inputs(seed)).pow(2).mean().backward()
 
@@ -114,25 +119,79 @@ def test_an_optimizer_of_two_models_steps_where_one_has_gradients():
 
 @STAGES
 @on_ranks(2)
-def test_a_gradient_that_was_set_by_hand_is_not_replaced(strategy):
-    model = sharded(chain(), strategy)
-    backward(model)
-    saved = [param.grad.clone() for param in model.parameters()]
-    model.zero_grad()
-    for param, grad in zip(model.parameters(), saved, strict=True):
-        param.grad = grad
-    with pytest.raises(ModelError, match=r"0\.0\.weight\.grad was set by hand before this backward"):
-        backward(model, 1)
-    plain = chain()
-    backward(plain, 1)
-    model.zero_grad(set_to_none=False)
-    backward(model, 1)
-    same_grads(model, plain)
-    for zeros in (torch.zeros_like, lambda grad: grad * 0):
+def test_a_backward_adds_to_gradients_that_were_set_by_hand(strategy):
+    plain, model = chain(), sharded(chain(), strategy)
+    for seed in (0, 1):
+        backward(model, seed)
+        backward(plain, seed)
+        for param in plain.parameters():
+            param.grad = param.grad * 2
         for param in model.parameters():
-            param.grad = zeros(param.grad)
+            param.grad = param.grad * 2
+    held = [param.grad for param in model.parameters()]
+    backward(model, 2)
+    backward(plain, 2)
+    same_grads(model, plain)
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), held, strict=True))
+    plain.zero_grad()
+    model.zero_grad(set_to_none=False)
+    for zeros in (torch.zeros_like, lambda grad: grad * 0):
+        backward(plain, 1)
         backward(model, 1)
         same_grads(model, plain)
+        plain.zero_grad()
+        for param in model.parameters():
+            param.grad = zeros(param.grad)
+
+
+@pytest.mark.parametrize("picks", ["head", "biases", "later group"])
+@STAGES
+@on_ranks(2)
+def test_an_optimizer_may_hold_some_of_the_parameters(strategy, picks):
+    """The others keep their gradients, which nobody drops; neither theirs nor its own may be lost, or reduced twice."""
+    plain, model = chain(), sharded(chain(), strategy)
+    optimizers = []
+    for each in (plain, model):
+        named = dict(each.named_parameters())
+        last = list(named)[-1].rsplit(".", 1)[0]
+        chosen = [p for n, p in named.items() if (n.endswith("bias") if picks == "biases" else n.startswith(last))]
+        optimizers.append(torch.optim.SGD(chosen, lr=0.1))
+    for step in range(3):
+        if picks == "later group" and step == 1:
+            for optimizer, each in zip(optimizers, (plain, model), strict=True):
+                optimizer.add_param_group({"params": [next(each.parameters())]})
+        for micro in range(2):
+            with zm.accumulate(model, last=micro == 1):
+                backward(model, 2 * step + micro)
+            backward(plain, 2 * step + micro)
+        same_grads(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_values(model, plain)
+
+
+@pytest.mark.parametrize("how", ["mixed", "none", "zero"])
+@STAGES
+@on_ranks(2)
+def test_gradients_are_dropped_kept_and_zeroed_side_by_side(strategy, how):
+    plain, model = chain(), sharded(chain(), strategy)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(4):
+        for micro in range(3):
+            with zm.accumulate(model, last=micro == 2):
+                backward(model, 3 * step + micro)
+            backward(plain, 3 * step + micro)
+        same_grads(model, plain)
+        for optimizer, each in zip(optimizers, (plain, model), strict=True):
+            optimizer.step()
+            for index, param in enumerate(each.parameters()):
+                kind = (index + step) % 3
+                if kind == 0 and how in ("mixed", "none"):
+                    param.grad = None
+                elif kind == 1 and how in ("mixed", "zero"):
+                    param.grad.zero_()
+    same_values(model, plain)
 
 
 # ---- what takes the place of parameters
