@@ -23,7 +23,7 @@ def run_step(
     *,
     micro_batches: int,
     compute: Callable[[Phase, int], None] = lambda phase, part: None,
-    recompute: bool = False,
+    recompute: Callable[[int], bool] = lambda part: False,
     parts: Sequence[int] | None = None,
 ) -> None:
     """Drives `interpreter` through the micro-batches of one step, up to and without the optimizer.
@@ -32,8 +32,8 @@ def run_step(
         interpreter: over units of which the first is the root, whose forward encloses the others'.
         micro_batches: at least 1.
         compute: called between the points around a part's forward, recomputation or backward.
-        recompute: whether block units repeat their forward in the backward, part by part.
-        parts: the unit that each part is a call of, root first; None where each unit is one.
+        recompute: whether a part's forward is repeated in the backward.
+        parts: the unit that each part is a call of, root first; None where each unit is one, under its own number.
     """
     for micro in range(micro_batches):
         last = micro == micro_batches - 1
@@ -45,15 +45,18 @@ def run_micro_batch(
     *,
     last: bool,
     compute: Callable[[Phase, int], None],
-    recompute: bool,
+    recompute: Callable[[int], bool] = lambda part: False,
     parts: Sequence[int] | None = None,
 ) -> None:
     """One forward and backward of `run_step`, for whoever need not run all of them."""
-    units = interpreter.schedule.order if parts is None else parts
+    order = interpreter.schedule.order
+    called = zip(order, order, strict=True) if parts is None else enumerate(parts)
     interpreter.last = last
     calls = []
     interpreter.pre_forward(ROOT)
-    for part, unit in enumerate(units[1:], 1):
+    for part, unit in called:
+        if part == ROOT:
+            continue
         interpreter.pre_forward(unit)
         compute("forward", part)
         calls.append((part, interpreter.post_forward(unit, backward=True)))
@@ -62,7 +65,7 @@ def run_micro_batch(
     for part, call in reversed(calls):
         assert call is not None  # its backward comes
         interpreter.pre_backward(call)
-        if recompute and not interpreter.schedule.resident(call.unit):
+        if recompute(part):
             interpreter.pre_forward(call.unit)
             compute("recompute", part)
             interpreter.post_forward(call.unit, backward=False)
@@ -115,7 +118,7 @@ def step_transfers(schedule: Schedule, *, micro_batches: int, recompute: bool = 
     counted = Counted(schedule)
     interpreter = Interpreter(schedule=schedule, backend=counted)
     interpreter.stepped(range(len(schedule.units)))
-    run_step(interpreter, micro_batches=micro_batches, recompute=recompute)
+    run_step(interpreter, micro_batches=micro_batches, recompute=lambda unit: recompute and not schedule.resident(unit))
     return counted.sent
 
 

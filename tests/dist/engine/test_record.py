@@ -65,7 +65,6 @@ def predicted(schedule: Schedule, micro_batches: int) -> Trace:
             interpreter,
             last=micro == micro_batches - 1,
             compute=lambda phase, unit: clock.compute(phase, unit, 1e-3),
-            recompute=False,
         )
     clock.drain()
     clock.micro_batch = -1
