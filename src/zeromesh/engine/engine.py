@@ -107,6 +107,7 @@ class Engine:
         self._backward: Backward | None = None
         self._ordered = False
         self._on_leaves: dict[tuple[int, int], RemovableHandle] = {}
+        self._watched: set[int] = set()
         self._agreed: Ticket | None = None
 
     @property
@@ -178,6 +179,8 @@ class Engine:
         call = self.interpreter.post_forward(unit, backward=bool(tensors), hidden=hidden)
         if call is not None:
             self._watch_outputs(call, tensors)
+        elif traced and unit not in self._watched:
+            self._watch_leaves(unit)
 
     def _require_usable(self, unit: int, outputs: Iterable[Tensor]) -> None:
         """Raises ModelError where a forward has put other parameters in their place, or hands out what outlives the
@@ -203,6 +206,19 @@ class Engine:
                 if before is not None:
                     before.remove()
                 self._on_leaves[call.unit, id(tensor)] = handle
+
+    def _watch_leaves(self, unit: int) -> None:
+        """Of a unit no output of which tells of its backward, the gradients of its own parameters do."""
+        engine = weakref.ref(self)
+
+        def arrived(leaf: Tensor) -> None:
+            self = engine()
+            if self is not None:
+                self._enter_backward()
+
+        self._watched.add(unit)
+        for leaf in self.backend.units[unit].trained_leaves:
+            leaf.register_post_accumulate_grad_hook(arrived)
 
     def pre_backward(self, call: Call) -> None:
         """The gradient has arrived of an output of `call`."""
@@ -385,8 +401,13 @@ class Engine:
         self.recover()
         self._require_whole()
         for unit in {param.unit for param in params}:
+            name = self.backend.units[unit].name
+            if self.backend.has_grads(unit):
+                raise OptimizerError(
+                    f"gradients came to unit {name!r} in a backward that zeromesh did not see: its forward must return "
+                    f"tensors, also inside of lists, dicts and dataclasses, to which the gradient comes"
+                )
             if self.interpreter.states[unit].grad is GradState.PARTIAL:
-                name = self.backend.units[unit].name
                 raise OptimizerError(
                     f"unit {name!r} holds gradients of micro-batches that were not reduced: run "
                     f"the last backward before the step under zm.accumulate(model, last=True), or outside zm.accumulate"

@@ -535,6 +535,41 @@ def test_frozen_blocks_whose_outputs_no_hook_can_see_are_not_used_unseen():
         model(SimpleNamespace(x=x)).x.sum().backward()
 
 
+class Partly(Wrapped):
+    """Returns tensors too, of which the loss uses none, or that have no gradient."""
+
+    def __init__(self, beside: str) -> None:
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, held):
+        out = super().forward(held)
+        return (out, out.x.detach() if self.beside == "detached" else out.x.sum()) if self.beside else out
+
+
+@pytest.mark.parametrize("beside", ["", "detached", "unused"])
+@STAGES
+@on_ranks(2)
+def test_a_model_whose_outputs_no_hook_can_see(strategy, beside):
+    """The loss is made of what lies in an object that is no container, as training loops of Hugging Face's may get."""
+    plain = Partly(beside).double()
+    model = sharded(plain, strategy)
+    expected, optimizer = sgd(plain), sgd(model)
+    for step in range(2):
+        for one in (model, plain):
+            outputs = [one(SimpleNamespace(x=inputs(step * 10 + rank))) for rank in range(2)]
+            losses = [(out[0] if isinstance(out, tuple) else out).x.square().sum() for out in outputs]
+            (losses[dist.get_rank()] if one is model else sum(losses) / 2).backward()
+        if beside == "unused":
+            with pytest.raises(OptimizerError, match="a backward that zeromesh did not see"):
+                optimizer.step()
+            return
+        same_grads(model, plain)
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+
+
 # ---- what a forward does with the parameters themselves
 
 
