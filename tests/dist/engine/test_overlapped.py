@@ -118,14 +118,12 @@ def _pairs_are_the_schedules(strategy: str, *shape: int) -> None:
             steps = transfer.unshard(buffer.layout, buffer.spec)
             kept = kept_numel(buffer.layout, unit, buffer.spec) > 0
             assert _pairs(built.steps) == _sizes(transfer.overlapped(steps, buffer.spec.param_dtype, kept=kept))
-        for buffer, reduce in zip(shards.buffers, chains.reduce, strict=True):
-            if reduce is not None:
-                micro = transfer.reduce_micro(buffer.layout, buffer.spec)
-                boundary = transfer.reduce_boundary(buffer.layout, buffer.spec)
-                assert _pairs(reduce.micro) == _sizes(
-                    transfer.overlapped(micro, slot_dtype(buffer.layout, buffer.spec))
-                )
-                assert _pairs(reduce.boundary) == _sizes(transfer.overlapped(boundary, buffer.spec.grad_dtype))
+        for index, reduce in chains.reduce.items():
+            buffer = shards.buffers[index]
+            micro = transfer.reduce_micro(buffer.layout, buffer.spec)
+            boundary = transfer.reduce_boundary(buffer.layout, buffer.spec)
+            assert _pairs(reduce.micro) == _sizes(transfer.overlapped(micro, slot_dtype(buffer.layout, buffer.spec)))
+            assert _pairs(reduce.boundary) == _sizes(transfer.overlapped(boundary, buffer.spec.grad_dtype))
 
 
 def _pairs(steps: Sequence[object]) -> list[int]:
