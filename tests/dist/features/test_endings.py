@@ -247,5 +247,37 @@ def test_processes_end_with_their_own_code(tmp_path):
     assert not wrong
 
 
+PREAMBLE = """
+from dataclasses import dataclass
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+class Model(torch.nn.Sequential):
+    def forward(self, x):
+        return Output(super().forward(x).square().mean())
+
+model = Model(*(torch.nn.Linear(8, 8) for _ in range(4)))
+data = [[{"x": torch.randn(2, 8)}] * 2] * 3
+"""
+
+
+def test_the_loop_of_the_readme_ends_with_0(tmp_path):
+    """As a script on four ranks, whose last statement is the last step's."""
+    readme = Path(__file__).parents[3].joinpath("README.md").read_text()
+    loop = readme.split("```python\n")[1].split("```")[0]
+    small = loop.replace('"cuda", (16, 8)', '"cpu", (2, 2)')
+    assert small != loop and "optimizer.step()" in small
+    script = tmp_path / "train.py"
+    script.write_text(PREAMBLE + small)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 if __name__ == "__main__":
     run_cells(Path(sys.argv[1]))
