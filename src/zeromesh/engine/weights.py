@@ -153,7 +153,7 @@ class WeightUnit:
     def __init__(self, backend: DeviceBackend, control: Control) -> None:
         self._backend = backend
         self._control = control
-        self._matters = any(buffer.narrow for unit in backend.units for buffer in unit.buffers)
+        self._matters = any(buffer.placed.narrow for unit in backend.units for buffer in unit.buffers)
         self._unit: float | None = None
         self._total: float | None = None
         self._own: list[float] = []
