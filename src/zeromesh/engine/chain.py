@@ -33,7 +33,6 @@ from zeromesh.comm import (
     reduce_scatter,
     sums_in_place,
 )
-from zeromesh.comm.quantise import QuantFormat
 from zeromesh.comm.quantised import (
     check_quantisable,
     noise_generator,
@@ -47,7 +46,7 @@ from zeromesh.engine.units import DTYPES
 from zeromesh.errors import NotationError
 from zeromesh.schedule import ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
 from zeromesh.strategy import Layout
-from zeromesh.strategy.stage import quantised
+from zeromesh.wires import WireFormat, coded
 
 Groups = Mapping[str, AxisGroup]
 
@@ -76,7 +75,7 @@ class Gather:
     region: Tensor
     own: Tensor
     source: Tensor | None
-    form: QuantFormat | None
+    form: WireFormat | None
     keep: Tensor | None = None
 
     def run(self, workspace: Tensor) -> None:
@@ -95,7 +94,7 @@ class Restore:
     messages: Tensor
     region: Tensor
     group: AxisGroup
-    form: QuantFormat
+    form: WireFormat
 
     def run(self, workspace: Tensor) -> None:
         restore_kept(self.messages, self.region, self.group, self.form, workspace=workspace)
@@ -149,9 +148,10 @@ def _restore(shards: FlatShards, groups: Groups) -> Restore:
     """From the kept messages into the part of `full` that the gather over the kept axes filled."""
     placed = shards.placed
     step = next(s for s in placed.routes["unshard"].steps if s.axis is placed.kept_axis)
-    assert shards.kept is not None
+    form = coded(step.wire)
+    assert shards.kept is not None and form is not None
     region = shards.full[placed.region(step, shards.coordinates)]
-    return Restore(shards.kept, region, groups[step.axis.name], QuantFormat.of(step.wire))
+    return Restore(shards.kept, region, groups[step.axis.name], form)
 
 
 def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch) -> GatherChain | None:
@@ -183,8 +183,8 @@ def _gather_chain(
             region = scratch.region(step.numel, DTYPES[step.wire])
         group = groups[step.axis.name]
         own = _own_chunk(region, group)
-        form = _form(step, stochastic=False)
-        steps.append(Gather(group, region, own, None if _same(own, current) else current, form, keep))
+        moved = None if _same(own, current) else current
+        steps.append(Gather(group, region, own, moved, coded(step.wire), keep))
         current = region
     todo, last = iter(steps), None if _same(destination, current) else current
     grouped = [[next(todo) for _ in group] for group in route.groups]
@@ -219,13 +219,9 @@ def _require_one_width(route: Route) -> None:
 
 def _require_quantisable(transfers: Sequence[Transfer], dtype: torch.dtype, device_type: str) -> None:
     for step in transfers:
-        if quantised(step.wire):
-            check_quantisable(dtype, step.axis.name, device_type)
-
-
-def _form(step: Transfer, *, stochastic: bool) -> QuantFormat | None:
-    """The quantised format of a transfer; None for a lossless wire."""
-    return QuantFormat.of(step.wire, stochastic=stochastic) if quantised(step.wire) else None
+        form = coded(step.wire)
+        if form is not None:
+            check_quantisable(form, dtype, step.axis.name, device_type)
 
 
 def _own_chunk(region: Tensor, group: AxisGroup) -> Tensor:
@@ -247,7 +243,7 @@ class Reduce:
     staged: Tensor | None
     out: Tensor
     accumulates: bool
-    form: QuantFormat | None
+    form: WireFormat | None
     noise: torch.Generator | None
     owed: Tensor | None
     scale: float
@@ -277,7 +273,7 @@ class Reduce:
         if self.staged is not None:
             self.region.copy_(wire)
 
-    def _run_quantised(self, form: QuantFormat, workspace: Tensor, add: bool) -> None:
+    def _run_quantised(self, form: WireFormat, workspace: Tensor, add: bool) -> None:
         scale, noise = self.scale, self.noise
         if self.operation == "all_reduce":
             quantised_all_reduce(
@@ -363,12 +359,12 @@ def reduce_chain(
     """From `waiting` into `accumulator` (of the gradient shard's length), and on to its state shard's part."""
     early, late = shards.placed.routes["reduce"], shards.placed.routes["boundary"]
     steps: list[Reduce] = []
-    current, owed = shards.waiting, _owed(shards)
+    source, owed = shards.waiting, _owed(shards)
     for step in early.steps:
-        assert current is not None
+        assert source is not None
         into = accumulator if step is early.steps[-1] else None
-        steps.append(_reduction(step, current, groups, scratch["reduce"], into, owed.get(step.axis.name), shards))
-        current = steps[-1].out
+        steps.append(_reduction(step, source, groups, scratch["reduce"], into, owed.get(step.axis.name), shards))
+        source = steps[-1].out
     current, scattered = accumulator, dict[str, Tensor]()
     for step in late.steps:
         if step.operation == "all_gather":  # back to the region that was scattered over the same axis
@@ -424,7 +420,9 @@ def _reduction(
     staged = None if wire == region.dtype else scratch.region(step.numel, wire)
     scatter = step.operation == "reduce_scatter"
     out = into if into is not None else (_own_chunk(region, group) if scatter else region)
-    form = _form(step, stochastic=owed is None)
+    form = coded(step.wire)
+    if form is not None and owed is None:
+        form = form.unbiased()
     noise = None
     if form is not None and form.stochastic:
         # One for all chains of the buffer: begun anew, it would round each backward's gradient the same way.

@@ -57,17 +57,16 @@ from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import Operation, Transfer
 from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Axis, Stage, Wire
-from zeromesh.strategy.stage import quantised
 from zeromesh.strategy.strategy import Collective
+from zeromesh.wires import coded
 
 Floats = npt.NDArray[np.float64]
 
 PREFETCH = 1
 """Units gathered ahead, the notation's default; the planner searches no other."""
 
-_PARAM_STAGES = [Stage.THREE, Stage.THREE_KEPT, Stage.DEFERRED, Stage.DEFERRED_KEPT]
-_KEPT_STAGES = [Stage.THREE_KEPT, Stage.DEFERRED_KEPT]
-_GRAD_STAGES = [Stage.THREE, Stage.THREE_KEPT, Stage.TWO]
+_PARAM_STAGES = [stage for stage in Stage if stage.shards_params]
+_GRAD_STAGES = [stage for stage in Stage if stage.shards_grads]
 
 
 (
@@ -266,7 +265,7 @@ class Bounds:
         for level, sizes in enumerate(block.sizes):
             replicated = sizes[-1] > 1
             whole |= rounded & replicated
-            if quantised(self._axis(level, Stage.ZERO, 2).wire.grad):
+            if coded(self._axis(level, Stage.ZERO, 2).wire.grad):
                 rounded |= replicated
         return ~whole
 

@@ -21,7 +21,7 @@ from zeromesh.schedule.placed import Placed
 from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.simulator.memory import MOMENTS
 from zeromesh.strategy import Layout
-from zeromesh.strategy.stage import quantised
+from zeromesh.wires import coded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class ModelState:
 
 def bytes_each(wire: str) -> float:
     """Bytes of one element on a wire, the scales of quantised blocks included."""
-    form = quantised(wire)
-    numel = form.block if form else 1
+    form = coded(wire)
+    numel = form.granule if form else 1
     return wire_bytes(numel, wire) / numel
 
 

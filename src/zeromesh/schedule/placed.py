@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from zeromesh.schedule.transfer import LaneKind, Operation, Transfer, lane_axes, wire_bytes
 from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
 from zeromesh.strategy import Axis, Layout
-from zeromesh.strategy.stage import quantised
+from zeromesh.wires import coded
 
 FEEDBACK_DTYPE = "fp32"
 """Of what is owed: then what was sent and what is owed add up to the gradient to within fp32's rounding."""
@@ -270,7 +270,7 @@ def _slot_dtype(buffer: FlatBuffer, steps: Sequence[Transfer]) -> str:
     """Of what waits for these reductions, and of what each has summed in the same place for the next: the one that
     holds every lossless wire it will cross, and fp32 where such a sum is quantised, which rounds it once."""
     held = {step.wire for step in steps} & set(ITEM_BYTES) or {buffer.reduce_dtype}
-    if len(held) > 1 or any(quantised(step.wire) for step in steps[1:]):
+    if len(held) > 1 or any(coded(step.wire) for step in steps[1:]):
         held |= {"fp32"}
     return max(held, key=ITEM_BYTES.__getitem__)
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.strategy import Axis, Layout
-from zeromesh.strategy.stage import quantised
+from zeromesh.wires import coded
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -63,12 +63,9 @@ class Transfer:
 
 
 def wire_bytes(numel: int, wire: str) -> int:
-    """Bytes of `numel` elements on a wire; quantised ones are padded to whole blocks and carry a scale for each."""
-    form = quantised(wire)
-    if form is None:
-        return numel * ITEM_BYTES[wire]
-    blocks = -(-numel // form.block)
-    return blocks * (form.block * form.bits // 8 + 4)
+    """Bytes of `numel` elements on a wire, or of their message."""
+    form = coded(wire)
+    return numel * ITEM_BYTES[wire] if form is None else form.message_bytes(numel)
 
 
 def lane_axes(layout: Layout, lane: LaneKind) -> tuple[Axis, ...]:

@@ -17,7 +17,7 @@ from zeromesh.schedule.workspace import collective_bytes, overlapped_terms, part
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
 from zeromesh.strategy import Axis
-from zeromesh.strategy.stage import quantised
+from zeromesh.wires import coded
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Chains:
             steps = list(same)
             # A quantised reduction is an all-to-all, which goes level by level (qgZ, arXiv 2306.10209): flat, every
             # rank would send to every other through the node's links.
-            by_level = operation != "all_gather" and quantised(wire) is not None
+            by_level = operation != "all_gather" and coded(wire) is not None
             if len(steps) > 1 and self._joint and not by_level:
                 works.append(self._joined([s.axis for s in steps], operation, max(s.numel for s in steps), wire, kind))
             else:

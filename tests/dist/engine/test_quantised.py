@@ -17,13 +17,12 @@ from torch import Tensor, nn
 import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import Pool, on_ranks
-from zeromesh.comm.quantise import QuantFormat
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.chain import Reduce, require_wires
 from zeromesh.errors import InputError, ZeromeshError
 from zeromesh.schedule import Placed
 from zeromesh.strategy import Layout
-from zeromesh.strategy.stage import quantised
+from zeromesh.wires import coded
 
 WIDTH, MICRO_BATCHES, STEPS = 48, 3, 12
 QUANTISED = [
@@ -142,8 +141,10 @@ def allowed(placed: Placed) -> float:
     """
     growth = 1.0
     steps = (*placed.routes["reduce"].steps, *placed.routes["boundary"].steps)
-    for step in (step for step in steps if quantised(step.wire)):
-        h = QuantFormat.of(step.wire, stochastic=not step.axis.wire.feedback).error_bound(1)
+    for step, form in ((step, coded(step.wire)) for step in steps):
+        if form is None:
+            continue
+        h = (form if step.axis.wire.feedback else form.unbiased()).error_bound(1)
         growth *= 1 + h * (step.axis.size - 1) / step.axis.size
         growth *= 1 + h if step.operation == "all_reduce" else 1
     return growth - 1
@@ -453,7 +454,7 @@ def test_a_device_without_its_kernels_is_refused_at_construction(strategy, axis)
         lacks_triton(patch)
         require_wires(schedule.layout, schedule.units, "cpu")  # the host needs none
         with pytest.raises(
-            InputError, match=f"axis {axis}: quantised wires on cuda need Triton's kernels, .* drop the @"
+            InputError, match=f"axis {axis}: int[48].* on cuda needs Triton's kernels, .* drop the @"
         ):
             require_wires(schedule.layout, schedule.units, "cuda")
 
