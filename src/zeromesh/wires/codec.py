@@ -25,7 +25,7 @@ class Codec(ABC):
 
         Args:
             source: flat, of any floating dtype.
-            message: `message_bytes(source.numel())` bytes.
+            message: `message_bytes(source.numel())` bytes; what is beyond them, here and below, is not touched.
             residual: error feedback: added to the source first, then replaced by what the message lost.
         """
 
@@ -101,7 +101,7 @@ class HostCodec(Codec):
     def __init__(self, form: WireFormat, numel: int, memory: Tensor) -> None:
         if numel % form.granule:
             raise InputError(f"a codec's length must be a multiple of the granule of {form.granule}; got {numel}")
-        self._granule = form.granule
+        self._form = form
         self._values, self._total = memory[: self.BYTES * numel].view(torch.float32).chunk(2)
 
     @abstractmethod
@@ -115,7 +115,7 @@ class HostCodec(Codec):
     def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
         """See `Codec`."""
         values = self._whole(source.numel())
-        numel = source.numel()
+        numel, message = source.numel(), message[: self._form.message_bytes(source.numel())]
         values[:numel].copy_(source)
         values[numel:].zero_()
         if residual is None:
@@ -159,9 +159,10 @@ class HostCodec(Codec):
 
     def _decoded(self, message: Tensor, numel: int) -> Tensor:
         values = self._whole(numel)
-        self.decode(message, values)
+        self.decode(message[: self._form.message_bytes(numel)], values)
         return values[:numel]
 
     def _whole(self, numel: int) -> Tensor:
         """Room for `numel` elements, filled up to whole granules."""
-        return self._values[: -(-numel // self._granule) * self._granule]
+        granule = self._form.granule
+        return self._values[: -(-numel // granule) * granule]
