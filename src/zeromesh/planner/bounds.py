@@ -66,6 +66,7 @@ PREFETCH = 1
 """Units gathered ahead, the notation's default; the planner searches no other."""
 
 _PARAM_STAGES = [stage for stage in Stage if stage.shards_params]
+_DROPPED_STAGES = [stage for stage in _PARAM_STAGES if not stage.kept]
 _GRAD_STAGES = [stage for stage in Stage if stage.shards_grads]
 
 
@@ -417,7 +418,7 @@ class Bounds:
         by_param = block.degree(*_PARAM_STAGES).astype(np.float64)
         by_grad = block.degree(*_GRAD_STAGES).astype(np.float64)
         by_state = _state_degree(block)
-        dropped = block.degree(Stage.THREE, Stage.DEFERRED).astype(np.float64)
+        dropped = block.degree(*_DROPPED_STAGES).astype(np.float64)
         # A quantised refresh needs a master of its own: the bound leaves it out.
         master = 0.0 if work.param_dtype == work.master_dtype else DTYPE_BYTES[work.master_dtype]
         blocks = sum(unit.count * unit.num_params for unit in model.units if unit.kind is UnitKind.BLOCK)
@@ -470,7 +471,7 @@ def _operations(stage: Stage) -> Iterator[tuple[Operation, bool]]:
     """What an axis of `stage` sends, and whether every micro-batch: the README's table of stages."""
     if stage.shards_params:
         yield "all_gather", True
-    if stage in (Stage.ONE, Stage.TWO):
+    if stage.shards_states and not stage.shards_params:
         yield "all_gather", False
     if stage.shards_states:
         yield "reduce_scatter", stage.shards_grads
@@ -478,7 +479,7 @@ def _operations(stage: Stage) -> Iterator[tuple[Operation, bool]]:
         yield "all_reduce", False
 
 
-_TIERS = ((Stage.THREE, Stage.THREE_KEPT), (Stage.TWO, Stage.DEFERRED, Stage.DEFERRED_KEPT), (Stage.ONE,))
+_TIERS = [tuple(stage for stage in Stage if stage.significance == tier) for tier in range(3)]
 
 
 def _state_degree(block: Block) -> Floats:

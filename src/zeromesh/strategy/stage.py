@@ -65,9 +65,7 @@ class Stage(enum.Enum):
     @property
     def significance(self) -> int:
         """Rank of this stage in the order in which buffers are chunked: 3 first, then 2 or 3d, then 1."""
-        if self.shards_params and self.shards_grads:
-            return 0
-        return {Stage.TWO: 1, Stage.DEFERRED: 1, Stage.DEFERRED_KEPT: 1, Stage.ONE: 2, Stage.ZERO: 3}[self]
+        return 3 - self.shards_params - self.shards_grads - self.shards_states
 
 
 FLOAT_DTYPES = ("fp64", "fp32", "bf16", "fp16")
