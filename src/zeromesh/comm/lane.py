@@ -246,8 +246,8 @@ def drain() -> None:
         late += [thread.name] if thread.is_alive() else []
     if late:
         sys.stderr.write(
-            f"zeromesh: {', '.join(late)} still waits for other ranks {longest_s:g} s after this one has ended: another "
-            f"rank has died, or has not made the same calls; this process ends with exit code 1\n"
+            f"zeromesh: {', '.join(late)} still waits for other ranks {longest_s:g} s after this one has ended: "
+            f"another rank has died, or has not made the same calls; this process ends with exit code 1\n"
         )
         sys.stderr.flush()
         os._exit(1)

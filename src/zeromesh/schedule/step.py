@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from zeromesh.schedule import transfer
 from zeromesh.schedule.interpreter import Interpreter
+from zeromesh.schedule.placed import Route
 from zeromesh.schedule.program import Op, Schedule
 from zeromesh.schedule.state import Reducing, Reduction
 from zeromesh.schedule.transfer import Transfer
@@ -80,23 +80,23 @@ class Counted:
     schedule: Schedule
     sent: list[tuple[int, Transfer]] = field(default_factory=list)
 
-    def _list(self, unit: int, transfers: list[Transfer]) -> None:
-        self.sent.extend((unit, step) for step in transfers)
+    def _list(self, unit: int, route: Route) -> None:
+        self.sent.extend((unit, step) for step in route.steps)
 
     def refresh(self, unit: int) -> None:
-        for buffer in self.schedule.units[unit].buffers:
-            self._list(unit, transfer.refresh(self.schedule.layout, buffer))
+        for placed in self.schedule.placed[unit]:
+            self._list(unit, placed.routes["refresh"])
 
     def unshard(self, unit: int, *, from_kept: bool, after: None) -> None:
-        for buffer in self.schedule.units[unit].buffers:
-            self._list(unit, transfer.unshard(self.schedule.layout, buffer, from_kept=from_kept))
+        for placed in self.schedule.placed[unit]:
+            self._list(unit, placed.from_kept if from_kept else placed.routes["unshard"])
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[None]:
-        for buffer in self.schedule.units[unit].buffers:
+        for placed in self.schedule.placed[unit]:
             if reduction.micro:
-                self._list(unit, transfer.reduce_micro(self.schedule.layout, buffer))
+                self._list(unit, placed.routes["reduce"])
             if reduction.boundary:
-                self._list(unit, transfer.reduce_boundary(self.schedule.layout, buffer))
+                self._list(unit, placed.routes["boundary"])
         return Reducing(None, None)
 
     def wait(self, ticket: None, op: Op) -> None:
