@@ -106,6 +106,7 @@ class Engine:
         self._step = Step(shown=True)
         self._backward: Backward | None = None
         self._ordered = False
+        self._changed: set[ShardedParameter] = set()
         self._on_leaves: dict[tuple[int, int], RemovableHandle] = {}
         self._watched: set[int] = set()
         self._agreed: Ticket | None = None
@@ -160,6 +161,7 @@ class Engine:
             self._enter_backward()
         else:
             self._end_interrupted(outermost=outermost)
+            self._apply_changes()
         self.interpreter.pre_forward(unit)
 
     def post_forward(self, unit: int, outputs: Iterable[Tensor] | None) -> None:
@@ -241,6 +243,7 @@ class Engine:
             return backward  # in the second case this one runs inside it
         if backward is not None:
             self.give_up()
+        self._apply_changes()
         self._require_whole()
         weighted = self.backend.scale is not None
         if self._step.shown:
@@ -423,8 +426,29 @@ class Engine:
                 f"that a sharded model shows; or run such a forward under torch.no_grad()"
             )
 
+    def changing(self, param: ShardedParameter) -> None:
+        """A function is about to write to `param`, in an optimizer's step or without one."""
+        if not self._changed:  # else nothing has begun to read masters since
+            self._end_interrupted(outermost=True)
+            if self.interpreter.forward is not None or self._backward is not None:
+                raise ModelError(
+                    f"{param.full_name} is written to inside a forward or backward of its model, which computes with a "
+                    f"copy of it: change parameters between steps"
+                )
+            self.interpreter.quiesce()
+        self._changed.add(param)
+
+    def _apply_changes(self) -> None:
+        """What users have written reaches the copies that units compute with."""
+        if self._changed:
+            params = list(self._changed)
+            for unit in {param.unit for param in params}:
+                self.backend.units[unit].forget_owed()
+            self.stepped(params)
+
     def stepped(self, params: Sequence[ShardedParameter]) -> None:
-        """An optimizer has changed `params`."""
+        """Somebody has changed `params`, an optimizer as a rule."""
+        self._changed.difference_update(params)
         self.interpreter.stepped({param.unit for param in params})
         for unit in {param.unit for param in params}:
             self.backend.units[unit].accepted = True
@@ -434,6 +458,7 @@ class Engine:
     def settle(self) -> None:
         """Ends what was interrupted, and waits for what is under way: every module then shows this rank's slices."""
         self._end_interrupted(outermost=True)
+        self._apply_changes()
         self.interpreter.quiesce()
 
     def changed(self) -> None:
