@@ -19,12 +19,13 @@ _SPELLINGS = ("{}", "{}_", "__{}__", "__r{}__", "__i{}__", "_foreach_{}", "_fore
 
 # An element of what they return, or write, depends on the same element of each of their arguments alone.
 _ELEMENTWISE = """
-    abs absolute neg negative positive sign sgn signbit add sub subtract rsub mul multiply div divide true_divide truediv
-    floor_divide floordiv fmod remainder mod pow square sqrt rsqrt reciprocal exp exp2 expm1 log log1p log2 log10 logaddexp
-    sin cos tan sinh cosh tanh atan atan2 arctan2 hypot erf sigmoid relu round floor ceil trunc frac clamp clamp_min clamp_max
-    clip maximum minimum fmax fmin lerp addcmul addcdiv nan_to_num copysign heaviside xlogy isnan isinf isfinite
-    eq ne lt le gt ge greater greater_equal less less_equal not_equal and or xor invert logical_and logical_or
-    logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not where masked_fill copy fill zero
+    abs absolute neg negative positive sign sgn signbit add sub subtract rsub mul multiply div divide true_divide
+    truediv floor_divide floordiv fmod remainder mod pow square sqrt rsqrt reciprocal exp exp2 expm1 log log1p log2
+    log10 logaddexp sin cos tan sinh cosh tanh atan atan2 arctan2 hypot erf sigmoid relu round floor ceil trunc frac
+    clamp clamp_min clamp_max clip maximum minimum fmax fmin lerp addcmul addcdiv nan_to_num copysign heaviside
+    xlogy isnan isinf isfinite eq ne lt le gt ge greater greater_equal less less_equal not_equal and or xor invert
+    logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not where masked_fill
+    copy fill zero
 """
 
 # Steps of torch.optim, which write their first arguments.
@@ -46,9 +47,10 @@ _PROPERTIES = """
     element_size get_device has_names retain_grad result_type __reduce_ex__ _is_view
 """
 _ATTRIBUTES = """
-    device dtype layout itemsize requires_grad is_leaf grad_fn _grad_fn grad grad_dtype output_nr retains_grad name names
-    volatile _version _base _backward_hooks _post_accumulate_grad_hooks is_cpu is_cuda is_xpu is_xla is_ipu is_mps is_mtia
-    is_maia is_meta is_nested is_mkldnn is_quantized is_sparse is_sparse_csr is_vulkan _python_dispatch _cdata
+    device dtype layout itemsize requires_grad is_leaf grad_fn _grad_fn grad grad_dtype output_nr retains_grad name
+    names volatile _version _base _backward_hooks _post_accumulate_grad_hooks is_cpu is_cuda is_xpu is_xla is_ipu
+    is_mps is_mtia is_maia is_meta is_nested is_mkldnn is_quantized is_sparse is_sparse_csr is_vulkan
+    _python_dispatch _cdata
 """
 
 

@@ -160,7 +160,9 @@ class Engine:
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
         else:
-            self._end_interrupted(outermost=outermost)
+            self.recover()
+            if outermost:
+                self._end_interrupted(own=1)
             self._apply_changes()
         self.interpreter.pre_forward(unit)
 
@@ -307,20 +309,20 @@ class Engine:
         if self._backward is not None and torch._C._current_graph_task_id() == -1:
             self.give_up()
 
-    def _end_interrupted(self, *, outermost: bool) -> None:
-        """Also where a forward was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions."""
+    def _end_interrupted(self, *, own: int = 0) -> None:
+        """Also where a forward was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions: no more
+        forwards of the model are on the stack than the caller's `own`."""
         self.recover()
-        if outermost and self.interpreter.forward is not None and not self._calls_itself():
+        if self.interpreter.forward is not None and self._forwards_on_the_stack() <= own:
             self.give_up()
 
-    def _calls_itself(self) -> bool:
-        """Whether a forward of the model is on the stack beside the one that begins."""
+    def _forwards_on_the_stack(self) -> int:
         model, calls = self.model(), 0
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
             calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
-        return calls > 1
+        return calls
 
     # ---- accumulation
 
@@ -429,7 +431,7 @@ class Engine:
     def changing(self, param: ShardedParameter) -> None:
         """A function is about to write to `param`, in an optimizer's step or without one."""
         if not self._changed:  # else nothing has begun to read masters since
-            self._end_interrupted(outermost=True)
+            self._end_interrupted()
             if self.interpreter.forward is not None or self._backward is not None:
                 raise ModelError(
                     f"{param.full_name} is written to inside a forward or backward of its model, which computes with a "
@@ -457,7 +459,7 @@ class Engine:
 
     def settle(self) -> None:
         """Ends what was interrupted, and waits for what is under way: every module then shows this rank's slices."""
-        self._end_interrupted(outermost=True)
+        self._end_interrupted()
         self._apply_changes()
         self.interpreter.quiesce()
 

@@ -219,10 +219,11 @@ def _no_gradient(name: str, owner: str) -> ModelError:
 def _refusal(func: Any, args: Any, kwargs: Any = MappingProxyType({})) -> OptimizerError:
     owner = _first_slice(args, kwargs)
     label = f"{owner.full_name} {tuple(owner.global_shape)}" if owner is not None else "a sharded parameter"
+    name = func if isinstance(func, str) else _name_of(func)
     return OptimizerError(
-        f"{func if isinstance(func, str) else _name_of(func)} needs all of {label}, or is not known to do without; each "
-        f"rank holds a slice of it, so the result could differ on every rank: use zm.full_state_dict(model) for whole "
-        f"tensors, `.local` for this rank's slice, or an elementwise function or optimizer"
+        f"{name} needs all of {label}, or is not known to do without; each rank holds a slice of it, so the "
+        f"result could differ on every rank: use zm.full_state_dict(model) for whole tensors, `.local` for this rank's "
+        f"slice, or an elementwise function or optimizer"
     )
 
 
@@ -247,12 +248,12 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
     tensors = args[0] if name == "_foreach_norm" else [args[0]]
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
-    order = 2.0 if order in (None, "fro") else order
     slices = [tensor for tensor in tensors if isinstance(tensor, _Slice)]
     if kwargs.get("dim") is not None or len(args) > 2 or len(slices) != len(tensors):
         raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
-    if name == "linalg_norm" and order != 2.0 and any(tensor.ndim != 1 for tensor in slices):
-        raise _refusal(f"linalg.norm with ord={order!r}, a norm of matrices,", args)
+    frobenius, matrices = order in (None, "fro"), any(tensor.ndim != 1 for tensor in slices)
+    if not frobenius and (isinstance(order, str) or (name == "linalg_norm" and matrices)):
+        raise _refusal(f"{name} with ord={order!r}, a norm of matrices,", args)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in slices):
         raise _no_gradient(name, slices[0].full_name)
     of_model: dict[NormOf, list[int]] = defaultdict(list)  # one function for each model: layouts differ
@@ -260,7 +261,9 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
         of_model[tensor.norm_of].append(index)
     norms: dict[int, Tensor] = {}
     for norm_of, own in of_model.items():
-        norms |= zip(own, norm_of([slices[index].local for index in own], float(order)), strict=True)
+        norms |= zip(
+            own, norm_of([slices[index].local for index in own], 2.0 if frobenius else float(order)), strict=True
+        )
     return [norms[index] for index in range(len(slices))] if name == "_foreach_norm" else norms[0]
 
 
@@ -321,6 +324,8 @@ def _set_by_mask(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _make(func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
+    if torch.is_grad_enabled():
+        _watch_gradient(func.__name__, args, kwargs, result)
     return _show(func, args, kwargs) if result is args[0] else _plain(result)
 
 
@@ -359,8 +364,8 @@ def _keep_memory(func: Any, args: Any, kwargs: Any) -> Any:
         new = value.local if isinstance(value, _Slice) else value
         if (old.dtype, old.device, old.data_ptr(), old.shape) != (new.dtype, new.device, new.data_ptr(), new.shape):
             raise ModelError(
-                f"{target.full_name} is a view of this rank's shard ({old.dtype} on {old.device}), so it can be neither "
-                f"moved nor cast (to {new.dtype} on {new.device}) nor replaced: move and cast the model before "
+                f"{target.full_name} is a view of this rank's shard ({old.dtype} on {old.device}), so it can be "
+                f"neither moved nor cast (to {new.dtype} on {new.device}) nor replaced: move and cast the model before "
                 f"zm.shard, choose dtypes by param_dtype= and master_dtype=, and write values by `.copy_`"
             )
     return func(*args, **kwargs)
@@ -376,14 +381,12 @@ def _no_hook(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _no_grad_of(func: Any, args: Any, kwargs: Any) -> Any:
-    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
-    owner = next((arg for arg in _flat([inputs]) if isinstance(arg, ShardedParameter)), None)
-    if owner is not None:
-        raise ModelError(
-            f"torch.autograd.grad with respect to {owner.full_name}: autograd knows copies of sharded parameters only, "
-            f"and gradients are reduced in backward: call loss.backward() and read `.grad`"
-        )
-    return func(*args, **kwargs)
+    owner = _first_slice(args, kwargs)
+    assert owner is not None
+    raise ModelError(
+        f"torch.autograd.{func.__name__} with respect to {owner.full_name}: autograd knows copies of sharded parameters "
+        f"only, and gradients are reduced in backward: call loss.backward(), without inputs=, and read `.grad`"
+    )
 
 
 _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
@@ -401,6 +404,6 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     # `nn.Module.to` asks the first, and would put a plain parameter in the slice's place where the answer is no.
     _keep_memory: [torch._has_compatible_shallow_copy_type, torch.Tensor.data.__set__],  # type: ignore[attr-defined]
     _no_hook: [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook],
-    _no_grad_of: [torch.autograd.grad],
+    _no_grad_of: [torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward],
 }
 _ALLOWED = {function: kind for kind, functions in _KINDS.items() for function in functions}

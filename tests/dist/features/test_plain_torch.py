@@ -81,9 +81,8 @@ def test_gradients_for_listed_parameters_are_refused(strategy):
     backward(model)
     optimizer.step()
     optimizer.zero_grad()
-    model(inputs()).sum().backward(inputs=list(model.parameters()))
-    with pytest.raises(OptimizerError, match=r"no parameter of the optimizer has a gradient .*without inputs="):
-        optimizer.step()
+    with pytest.raises(ModelError, match=r"torch\.autograd\.backward with respect to 0\.0\.weight.*without inputs="):
+        model(inputs()).sum().backward(inputs=list(model.parameters()))
     backward(model)
     optimizer.step()
 
@@ -326,7 +325,7 @@ def test_drawing_values_for_a_slice_is_refused():
             with pytest.raises(OptimizerError, match=r"_ needs all of 0\.0\.weight"):
                 draw()
         weight.mul_(0.5)
-    with pytest.raises(OptimizerError, match="a transposed view needs all of"):
+    with pytest.raises(OptimizerError, match="T needs all of"):
         weight.T.pow(2)
 
 
@@ -862,7 +861,7 @@ def test_wrappers_and_parts_are_refused():
         nn.parallel.DistributedDataParallel(model)
     with pytest.raises(ModelError, match="DistributedDataParallel has nothing to do here"):
         nn.parallel.DistributedDataParallel(nn.Sequential(model, nn.Linear(1, 1).requires_grad_(False)))
-    with pytest.raises(OptimizerError, match=r"chunk needs all of 0\.0\.weight"):
+    with pytest.raises(OptimizerError, match=r"stride needs all of 0\.0\.weight"):
         fully_shard(nn.Sequential(model), mesh=mesh())
     with pytest.raises(ModelError, match="this model, or a part of it, is sharded already"):
         zm.shard(nn.Sequential(model), mesh(), "node=1")
