@@ -32,6 +32,7 @@ from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.control import Control
 from zeromesh.engine.guard import SlotGuard
+from zeromesh.engine.hooks import as_python
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
 from zeromesh.errors import MismatchError, ModelError, OptimizerError
@@ -215,6 +216,7 @@ class Engine:
         """Of a unit no output of which tells of its backward, the gradients of its own parameters do."""
         engine = weakref.ref(self)
 
+        @as_python
         def arrived(leaf: Tensor) -> None:
             self = engine()
             if self is not None:
@@ -258,6 +260,7 @@ class Engine:
         self._step.weighted = weighted
         engine = weakref.ref(self)
 
+        @as_python
         def ended() -> None:
             self = engine()
             if self is not None:
@@ -493,6 +496,7 @@ class _OutputHook:
     call: Call
     task: int = -1
 
+    @as_python
     def __call__(self, grad: Tensor) -> None:
         engine, task = self.engine(), torch._C._current_graph_task_id()
         if engine is not None and task != self.task:

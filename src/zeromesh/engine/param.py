@@ -310,6 +310,7 @@ def _part_for(target: Any, source: Any) -> Any:
     return source.reshape(-1)[owner.flat_start :][: owner.local.numel()]
 
 
+@torch.no_grad()
 def _fill(func: Any, args: Any, kwargs: Any) -> Any:
     return _write(torch.Tensor.fill_, (*args, *kwargs.values()), {})
 
@@ -384,8 +385,8 @@ def _no_grad_of(func: Any, args: Any, kwargs: Any) -> Any:
     owner = _first_slice(args, kwargs)
     assert owner is not None
     raise ModelError(
-        f"torch.autograd.{func.__name__} with respect to {owner.full_name}: autograd knows copies of sharded parameters "
-        f"only, and gradients are reduced in backward: call loss.backward(), without inputs=, and read `.grad`"
+        f"torch.autograd.{func.__name__} with respect to {owner.full_name}: autograd knows copies of sharded "
+        f"parameters only, and gradients are reduced in backward: call loss.backward(), without inputs=, and read `.grad`"
     )
 
 

@@ -20,7 +20,7 @@ import zeromesh as zm
 from tests.dist.engine.reference import mesh_of
 from tests.dist.pool import Pool
 from zeromesh.engine import chain
-from zeromesh.wires import blocks, coded
+from zeromesh.wires import QuantFormat, blocks, coded
 
 VOCAB, WIDTH, TOKENS, STEPS = 128, 8, 128, 300
 LOSSLESS = "node=3,cluster=0"
@@ -79,7 +79,7 @@ def without_block_scales() -> Iterator[None]:
 
     def one_scale(wire):
         form = coded(wire)
-        return form and replace(form, block=4096)
+        return replace(form, block=4096) if isinstance(form, QuantFormat) else form
 
     with mock.patch.object(blocks, "LARGEST_BLOCK", 4096), mock.patch.object(chain, "coded", one_scale):
         yield
