@@ -386,7 +386,8 @@ def _no_grad_of(func: Any, args: Any, kwargs: Any) -> Any:
     assert owner is not None
     raise ModelError(
         f"torch.autograd.{func.__name__} with respect to {owner.full_name}: autograd knows copies of sharded "
-        f"parameters only, and gradients are reduced in backward: call loss.backward(), without inputs=, and read `.grad`"
+        f"parameters only, and gradients are reduced in backward: call loss.backward(), without inputs=, and read "
+        f"`.grad`"
     )
 
 

@@ -256,6 +256,8 @@ def ahead_of_time(model: Any) -> None:
 @on_ranks(2, timeout_s=50)
 def test_a_compiled_step(strategy):
     """Forward and backward in one compiled function: the engine's own functions are none of its graphs."""
+    # As in `test_compiled_blocks`.
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
     torch._dynamo.reset()
     plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     model = zm.shard(copy.deepcopy(plain), init_device_mesh("cpu", (2,), mesh_dim_names=("node",)), strategy)
