@@ -38,7 +38,8 @@ class RunConfig(Section):
         directory: receives metrics.jsonl, the tokenizer and the checkpoints.
         steps: optimizer steps in all.
         seed: decides the initial weights, which sample is used at which step, and what each rank drops out.
-        device: "auto" takes CUDA where there is a device for each rank, on all machines alike.
+        device: "cpu", the type of an accelerator as torch names it ("cuda"), or "auto", which takes the accelerator of
+            this machine where there is one. Each rank must have one of its own.
         threads: of torch for each rank on the host; by default the cores divided by the local ranks.
         timeout_s: how long a collective may take before the run ends with an error.
     """
@@ -46,7 +47,7 @@ class RunConfig(Section):
     directory: Path
     steps: int = Field(gt=0)
     seed: int = Field(default=0, ge=0, lt=2**63)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = Field(default="auto", pattern=r"^[a-z]+$")
     threads: int | None = Field(default=None, gt=0)
     timeout_s: float = Field(default=600.0, gt=0)
 
