@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,17 @@ from zeromesh.errors import InputError
 MAX_BYTES = 64 << 20
 """Of a file that a person or a tool has written to describe something: thousands of times what any of them takes."""
 
+MAX_DEPTH = 64
+"""Of tables and arrays inside each other."""
+
+_TOO_LARGE = "whole numbers have at most 64 bits"
+
 
 def read_text(path: str | Path, *, kind: str, error: type[InputError] = InputError) -> str:
     """The text of a user's file.
 
     Args:
-        path: of the file; `~` is the user's directory.
+        path: of the file.
         kind: what it should be, for messages: "a cluster file".
         error: to raise.
 
@@ -29,11 +33,12 @@ def read_text(path: str | Path, *, kind: str, error: type[InputError] = InputErr
     """
     try:
         # A pipe without a writer would be waited for, and a device may never end.
-        descriptor = os.open(expanded(path), os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise error(f"{path}: {kind} must be a regular file; this is {_name(status.st_mode)}")
         with open(descriptor, "rb") as stream:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise error(f"{path}: {kind} must be a regular file; this is {_name(status.st_mode)}")
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as why:
         if isinstance(why, InputError):
@@ -47,18 +52,6 @@ def read_text(path: str | Path, *, kind: str, error: type[InputError] = InputErr
         raise error(f"{path}: cannot be read as {kind}: not UTF-8 text: {why}") from why
 
 
-def expanded(path: str | Path) -> Path:
-    """`path` with `~` for the user's directory.
-
-    Raises:
-        InputError: there is no such user.
-    """
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as why:
-        raise InputError(f"{path}: there is no such user's directory: write the path out") from why
-
-
 def parse_toml(text: str, *, where: str, error: type[InputError] = InputError) -> dict[str, Any]:
     """The tables of a TOML file.
 
@@ -68,20 +61,25 @@ def parse_toml(text: str, *, where: str, error: type[InputError] = InputError) -
         error: to raise.
 
     Raises:
-        InputError: `error`, where it is not TOML, or nested or numbered beyond what can be read.
+        InputError: `error`, where it is not TOML, is nested deeper than `MAX_DEPTH`, or has whole numbers beyond the 64
+            bits that TOML gives them.
     """
     try:
-        return tomllib.loads(text)
+        tables = tomllib.loads(text)
+        _require_bounds(tables)
     except (ValueError, RecursionError) as why:
         raise error(f"{where}: not valid TOML: {_reason(why)}") from why
+    return tables
 
 
 def parse_json(text: str, *, where: str, hint: str = "", error: type[InputError] = InputError) -> Any:
-    """What a JSON text says; as `parse_toml`, with a hint at what the text should be."""
+    """What a JSON text says, within the same bounds; `hint` says what the text should be."""
     try:
-        return json.loads(text)
+        found = json.loads(text)
+        _require_bounds(found)
     except (ValueError, RecursionError) as why:
         raise error(f"{where}: not JSON: {_reason(why)}{hint}") from why
+    return found
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -91,12 +89,28 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def _require_bounds(value: Any) -> None:
+    """Raises ValueError for what those who read it would recurse or compute with beyond all measure."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        for one in level:
+            if isinstance(one, int) and not -(2**63) <= one < 2**63:
+                raise ValueError(f"{_TOO_LARGE}, got one of {one.bit_length()}")
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    if level:
+        raise RecursionError
+
+
 def _reason(why: Exception) -> str:
     if isinstance(why, RecursionError):
-        return "tables and arrays are nested too deeply"
-    if "integer string conversion" in str(why):
-        return f"a number has more than {sys.get_int_max_str_digits()} digits"
-    return str(why)
+        return f"tables and arrays are nested more than {MAX_DEPTH} deep"
+    # Python's own bound, of some thousand digits.
+    return f"{_TOO_LARGE}" if "integer string conversion" in str(why) else str(why)
 
 
 def _name(mode: int) -> str:

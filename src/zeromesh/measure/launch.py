@@ -54,7 +54,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
-        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in mesh:
+        if not name.isidentifier() or not size.isdecimal() or len(size) > 9 or int(size) < 1 or name in mesh:
             raise MeshError(f'expected sizes by axis name, outermost first, such as "cluster=2,node=4"; got {text!r}')
         mesh[name] = int(size)
     return mesh

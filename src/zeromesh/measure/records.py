@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import InputError
-from zeromesh.files import write_whole
+from zeromesh.files import parse_json, read_text, write_whole
 from zeromesh.measure.matrix import Cell
 from zeromesh.measure.setting import read_setting
 
@@ -146,7 +146,7 @@ class Records:
 
 
 def _read(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.exists() else None
+    return parse_json(read_text(path, kind="a bench's record"), where=str(path)) if path.exists() else None
 
 
 def _write(path: Path, content: object) -> None:

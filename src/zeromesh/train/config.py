@@ -22,6 +22,14 @@ from zeromesh.train.resize import mesh_text, resize_mesh
 
 AUTO = "auto"
 
+MOST = 2**31
+"""Of any count: what tensors and the host's libraries number with 32 bits."""
+
+MOST_THREADS = 4096
+LONGEST_S = 365 * 24 * 3600.0
+
+Count = Annotated[int, Field(gt=0, lt=MOST)]
+CountOrNone = Annotated[int, Field(ge=0, lt=MOST)]
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
@@ -45,11 +53,11 @@ class RunConfig(Section):
     """
 
     directory: Path
-    steps: int = Field(gt=0)
+    steps: Count
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: str = Field(default="auto", pattern=r"^[a-z]+$")
-    threads: int | None = Field(default=None, gt=0)
-    timeout_s: float = Field(default=600.0, gt=0)
+    threads: Annotated[int, Field(gt=0, le=MOST_THREADS)] | None = None
+    timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
 
 
 class ModelConfig(Section):
@@ -78,7 +86,7 @@ class DataConfig(Section):
 
     files: tuple[str, ...] = Field(min_length=1)
     exclude: tuple[str, ...] = ()
-    seq_len: int = Field(gt=0)
+    seq_len: Count
     tokenizer: str = Field(default="bytes", pattern=r"^(bytes|bpe:\d+|.+\.json)$")
     holdout: float = Field(default=0.05, ge=0, lt=1)
 
@@ -91,8 +99,8 @@ class BatchConfig(Section):
         micro: sequences a rank works on at once.
     """
 
-    global_sequences: int = Field(gt=0)
-    micro: int = Field(gt=0)
+    global_sequences: Count
+    micro: Count
 
 
 class OptimizerConfig(Section):
@@ -111,7 +119,7 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: CountOrNone = 0
     final_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     clip_norm: float = Field(default=1.0, ge=0, allow_inf_nan=True)
 
@@ -124,8 +132,8 @@ class EvalConfig(Section):
         sequences: of the held-out files, the same ones each time.
     """
 
-    every: int = Field(default=0, ge=0)
-    sequences: int = Field(default=64, gt=0)
+    every: CountOrNone = 0
+    sequences: Count = 64
 
 
 class CheckpointConfig(Section):
@@ -138,9 +146,9 @@ class CheckpointConfig(Section):
         resume: "auto" takes the newest complete one in the run's directory, "never" starts anew, a path takes that one.
     """
 
-    every: int = Field(default=0, ge=0)
-    keep: int = Field(default=2, gt=0)
-    keep_every: int = Field(default=0, ge=0)
+    every: CountOrNone = 0
+    keep: Count = 2
+    keep_every: CountOrNone = 0
     resume: str = "auto"
 
 
@@ -161,10 +169,10 @@ class FaultsConfig(Section):
     """
 
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    nonfinite_in_a_row: int = Field(default=3, gt=0)
-    nonfinite_in_all: int = Field(default=20, gt=0)
-    digest_every: int = Field(default=100, ge=0)
-    restarts: int = Field(default=0, ge=0)
+    nonfinite_in_a_row: Count = 3
+    nonfinite_in_all: Count = 20
+    digest_every: CountOrNone = 100
+    restarts: CountOrNone = 0
     resize: bool = False
 
 
@@ -194,7 +202,7 @@ class TrainConfig(Section):
     batch: BatchConfig
     optimizer: OptimizerConfig
     strategy: str
-    mesh: dict[str, Annotated[int, Field(gt=0)]] = Field(min_length=1)
+    mesh: dict[str, Count] = Field(min_length=1)
     eval: EvalConfig = EvalConfig()
     cluster: str | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -206,10 +214,7 @@ class TrainConfig(Section):
     def _of_plan(cls, strategy: str) -> str:
         if not strategy.endswith(".json"):
             return strategy
-        try:
-            return str(Plan.load(strategy).strategy)
-        except OSError as error:
-            raise ConfigError(f"cannot read the plan {strategy}: {error.strerror}") from error
+        return str(Plan.load(strategy).strategy)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -102,7 +102,7 @@ def _make_directory(directory: Path, corpus: Corpus) -> None:
 
 def _keep_text(path: Path, text: str) -> None:
     """Leaves a file alone that holds it, and never half of it."""
-    if not path.exists() or path.read_text() != text:
+    if not path.exists() or path.read_bytes() != text.encode():
         write_whole(path, text)
 
 
