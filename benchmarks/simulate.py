@@ -18,7 +18,7 @@ from zeromesh.cluster import Cluster, preset
 from zeromesh.measure.setting import read_setting
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
-from zeromesh.simulator import Workload, simulate
+from zeromesh.simulator import FixedWorkload, simulate
 
 GOAL_S = 0.1
 REPEATS = 7
@@ -26,7 +26,7 @@ REPEATS = 7
 
 def best_s(model: ModelSpec, cluster: Cluster, strategy: str, micro_batches: int, *, record: bool = False) -> float:
     """CPU seconds of one simulation."""
-    workload = Workload(
+    workload = FixedWorkload(
         seq_len=4096,
         global_batch_tokens=4096 * cluster.world * micro_batches,
         recomputation=Recomputation.FULL,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeromesh.api import plan, shard, simulate
-    from zeromesh.engine.api import accumulate, clip_grad_norm_, elementwise, refresh, zero_grad
+    from zeromesh.engine.api import accumulate, clip_grad_norm_, elementwise, refresh, sum_over_ranks, zero_grad
     from zeromesh.engine.checkpoint import Checkpoints
     from zeromesh.engine.record import record_trace
     from zeromesh.engine.replicas import check_replicas
@@ -41,6 +41,7 @@ _HOMES = {
     "save_safetensors": "zeromesh.engine.safetensors",
     "shard": "zeromesh.api",
     "simulate": "zeromesh.api",
+    "sum_over_ranks": "zeromesh.engine.api",
     "traffic_report": "zeromesh.engine.report",
     "zero_grad": "zeromesh.engine.api",
 }
@@ -64,6 +65,7 @@ __all__ = [
     "save_safetensors",
     "shard",
     "simulate",
+    "sum_over_ranks",
     "traffic_report",
     "zero_grad",
 ]

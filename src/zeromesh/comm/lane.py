@@ -13,8 +13,12 @@ long as the engine and its lanes, and a stream's ticket keeps its job, with all 
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -108,7 +112,7 @@ class _Runner(Protocol):
 class Lane:
     """Runs jobs in order. After a job failed, the lane's later jobs fail at once with the same cause.
 
-    Dropping the lane ends its thread, and a thread that hangs in a job does not keep the process alive.
+    Dropping the lane ends its thread; so does the end of the process, which waits for what is under way (`drain`).
 
     Args:
         name: for threads and messages.
@@ -188,9 +192,17 @@ class _Thread:
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Ticket] | None] = queue.SimpleQueue()
         # The thread holds the queue alone: neither the lane nor, between jobs, anything a job refers to.
-        threading.Thread(target=_work, args=(self._jobs, name), name=f"zeromesh-{name}", daemon=True).start()
+        thread = threading.Thread(target=_work, args=(self._jobs, name), name=f"zeromesh-{name}", daemon=True)
+        thread.start()
+        _threads[thread] = self._jobs
+        self._process = os.getpid()
 
     def put(self, job: Job, ticket: Ticket) -> None:
+        if self._process != os.getpid():
+            raise CommunicationError(
+                f"{ticket.label or 'a job'} cannot run in a process forked from the one that sharded the model: the "
+                f"threads that communicate are not forked with it"
+            )
         self._jobs.put((job, ticket))
 
     def close(self) -> None:
@@ -205,6 +217,43 @@ def _work(jobs: queue.SimpleQueue[tuple[Job, Ticket] | None], name: str) -> None
         del job, item  # before the ticket says so: whoever waits may drop the model and expect its memory back
         ticket._finish(error)
         del ticket, error
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[tuple[Job, Ticket] | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Those that are alive, with their queues."""
+
+DRAIN_S = 60.0
+"""How long the end of a process waits for what is under way: what all ranks have issued ends in moments, and what a
+rank that died has not issued never does."""
+
+FAILED_DRAIN_S = 5.0
+"""The same where this process ends by an exception, as the other ranks may be waiting for it."""
+
+
+@atexit.register
+def drain() -> None:
+    """Lets what is under way end, as the process is about to: a thread that comes back from a collective into an
+    interpreter that is gone would abort the process, whatever exit code it was to have."""
+    longest_s = FAILED_DRAIN_S if hasattr(sys, "last_value") else DRAIN_S
+    ends = time.monotonic() + longest_s
+    for jobs in list(_threads.values()):
+        jobs.put(None)
+    late = []
+    for thread in list(_threads):
+        thread.join(max(0.0, ends - time.monotonic()))
+        late += [thread.name] if thread.is_alive() else []
+    if late:
+        sys.stderr.write(
+            f"zeromesh: {', '.join(late)} still waits for other ranks {longest_s:g} s after this one has ended: "
+            f"another rank has died, or has not made the same calls; this process ends with exit code 1\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+
+os.register_at_fork(after_in_child=_threads.clear)
 
 
 class _Stream:

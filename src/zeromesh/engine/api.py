@@ -18,6 +18,7 @@ from zeromesh.engine.chain import require_wires
 from zeromesh.engine.clip import clip_grad_norm
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import elementwise, watch_optimizers
+from zeromesh.engine.others import keep_others_out
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_modules
 from zeromesh.errors import MeshError, ModelError, NotationError
@@ -34,6 +35,7 @@ __all__ = [
     "refresh",
     "resolve",
     "shard",
+    "sum_over_ranks",
     "zero_grad",
 ]
 
@@ -91,18 +93,8 @@ def shard(
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)
     object.__setattr__(model, "zero_grad", _zero_grad_of(weakref.ref(model)))
-    _keep_others_out(model)
+    keep_others_out(model)
     return model
-
-
-def _keep_others_out(model: nn.Module) -> None:
-    """Of what would move or reduce parameters by itself."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):  # cuDNN's would move the weights out of the memory that is gathered into
-            object.__setattr__(module, "flatten_parameters", lambda: None)
-    # DistributedDataParallel, which launchers wrap models in by themselves, then says that there is nothing to do.
-    names = [name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named]
-    object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", names)
 
 
 def _zero_grad_of(reference: weakref.ref[nn.Module]) -> Callable[..., None]:
@@ -179,7 +171,9 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
-def accumulate(model: nn.Module, *, last: bool, weight: float | None = None) -> AbstractContextManager[None]:
+def accumulate(
+    model: nn.Module, *, last: bool, weight: float | None = None, total: float | None = None
+) -> AbstractContextManager[None]:
     """One micro-batch, forward and backward, of a step of several.
 
     Gradients are averaged over ranks and summed over micro-batches. With weights (the number of tokens, say) they are
@@ -189,12 +183,37 @@ def accumulate(model: nn.Module, *, last: bool, weight: float | None = None) -> 
         model: sharded.
         last: whether the optimizer steps after this one. Its backward reduces over all axes and shows `.grad`.
         weight: of this micro-batch on this rank; may differ between ranks, and be 0.
+        total: of the weights of all the step's micro-batches on all ranks, alike on all of them: see `sum_over_ranks`.
 
     Raises:
-        ModelError: `model` is not sharded, the weight is negative or some micro-batches of the step have weights and
-            some none, or a backward raised in an earlier one (`zm.zero_grad` then begins the step anew).
+        ModelError: `model` is not sharded, the weight is negative or without a total, some micro-batches of the step
+            have weights and some none, or a backward raised in an earlier one (`zm.zero_grad` then begins anew).
     """
-    return engine_of(model).accumulate(last, weight)
+    engine = engine_of(model)
+    return engine.accumulate(last, None if weight is None else _scale(weight, total, engine.control.size))
+
+
+def _scale(weight: float, total: float | None, ranks: int) -> float:
+    """What a gradient counts by, where reductions average over `ranks`. Known before the step, so what is on a wire, or
+    owed to the next step, has the size of a gradient."""
+    if not weight >= 0:
+        raise ModelError(f"the weight of a micro-batch must be zero or more (its number of tokens, say); got {weight}")
+    if total is None or not total >= weight:
+        raise ModelError(
+            f"a micro-batch with a weight needs the total of the step's weights, of all micro-batches on all ranks; "
+            f"got weight={weight}, total={total}: zm.accumulate(model, ..., total=zm.sum_over_ranks(model, own)), "
+            f"where own is the sum of this rank's weights in the step"
+        )
+    return weight * ranks / total if total else 0.0
+
+
+def sum_over_ranks(model: nn.Module, value: float) -> float:
+    """The sum of a number (of the tokens of a step, say) over all ranks of the model's mesh, which all call this.
+
+    Raises:
+        ModelError: `model` is not sharded.
+    """
+    return engine_of(model).control.total(value)
 
 
 def clip_grad_norm_(

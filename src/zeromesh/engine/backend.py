@@ -20,7 +20,7 @@ penalty that a forward computes and does not return, a block whose outputs no ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -34,14 +34,14 @@ from zeromesh.engine.chain import (
     Groups,
     ReduceChain,
     Scratch,
-    owed_early,
     reduce_chain,
     refresh_chain,
     unshard_chain,
 )
-from zeromesh.engine.flat import FlatShards, inside
-from zeromesh.errors import InternalError, ModelError
-from zeromesh.schedule import LaneKind, Op, Reducing, Reduction, Target, lane_axes
+from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.param import ShardedParameter
+from zeromesh.errors import ModelError
+from zeromesh.schedule import LaneKind, Op, Reducing, Reduction, lane_axes
 from zeromesh.strategy import Layout
 
 _NOBODY = 0
@@ -58,50 +58,22 @@ the leaf's address, where gathers and refreshes write."""
 
 @dataclass
 class UnitShards:
-    """One unit on this rank: its flat buffers, and what is collected of the running backward.
+    """One unit on this rank: its flat buffers, and which of its gradients there are.
 
     Args:
         name: of the unit.
         buffers: its flat buffers.
-        used: by (buffer, parameter): whether it has had a gradient since the accumulator was empty.
-        written: by (buffer, parameter): whether its part of the target holds something of this accumulation.
-        num_leaves: parameters that are trained.
-        fired: leaves, as (buffer, parameter), whose gradients the running backward has computed.
-        fires_again: whether one of them has had two.
-        waited: whether some of them are still on their leaves.
-        accepted: whether an optimizer has stepped since gradients were collected.
-        apart: accumulators of a backward whose unit had been reduced before, by buffer.
-        homes: by (buffer, parameter): where the target collects its gradient.
-        factors: what is collected is multiplied by, by buffer: see `ReduceChain.first`.
+        used: by (buffer, parameter): whether it has had a gradient in this step.
+        accepted: whether an optimizer has stepped since gradients were shown.
     """
 
     name: str
     buffers: list[FlatShards]
     used: list[list[bool]] = field(init=False)
-    written: list[list[bool]] = field(init=False)
-    num_leaves: int = field(init=False)
-    fired: set[tuple[int, int]] = field(default_factory=set)
-    fires_again: bool = False
-    waited: bool = False
     accepted: bool = True
-    target: Target | None = None
-    apart: list[Tensor | None] = field(init=False)
-    homes: list[list[Tensor]] = field(default_factory=list)
-    factors: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.used = self._flags()
-        self.written = self._flags()
-        self.num_leaves = sum(len(flags) for flags in self.used)
-        self.apart = [None] * len(self.buffers)
-
-    def _flags(self) -> list[list[bool]]:
-        return [[False] * len(buffer.places) if buffer.spec.trainable else [] for buffer in self.buffers]
-
-    @cached_property
-    def has_frozen(self) -> bool:
-        """Whether it holds parameters that are not trained."""
-        return any(not buffer.spec.trainable for buffer in self.buffers)
+        self.begin_step()
 
     @cached_property
     def sites(self) -> list[Site]:
@@ -120,11 +92,29 @@ class UnitShards:
         leaf = next(leaves, None)
         return None if leaf is None or leaf.is_inference() else leaf
 
-    def forget(self) -> None:
-        """The accumulator is empty."""
+    @cached_property
+    def trained_leaves(self) -> list[nn.Parameter]:
+        return [leaf for buffer in self.buffers if buffer.spec.trainable for leaf in buffer.leaves]
+
+    def begin_step(self) -> None:
+        """The accumulator is empty; gradients that are shown are set aside."""
+        self.used = [[False] * len(buffer.places) if buffer.spec.trainable else [] for buffer in self.buffers]
+        if not any([buffer.set_grads_aside() for buffer in self.buffers]):
+            self.rejected()
+
+    def show_grads(self, flags: Iterator[int], *, reduced: bool) -> None:
+        """Shows as `.grad` what some rank has used.
+
+        Args:
+            flags: by trained parameter, whether any rank has used it.
+            reduced: the state shard holds gradients of this step.
+        """
         for buffer in self.buffers:
-            buffer.let_go()
-        self.used, self.written = self._flags(), self._flags()
+            for position in range(len(buffer.optimizer_grads)):
+                used = bool(next(flags))
+                buffer.show_grad(position, used=used, reduced=reduced)
+                # Of a unit that no rank has used nothing is thrown away, so what is still owed stays.
+                self.accepted = self.accepted and not used
 
     def forget_owed(self) -> None:
         """What error feedback owes belongs to gradients at other parameters than those that are there now."""
@@ -133,63 +123,20 @@ class UnitShards:
                 buffer.owed.zero_()
 
     def rejected(self) -> None:
-        """The gradients that were collected are thrown away, perhaps for their size; so must be what they owe."""
+        """The gradients that were shown are thrown away, perhaps for their size; so must be what they owe."""
         if not self.accepted:
             self.forget_owed()
             self.accepted = True
 
-    def collect_in(self, target: Target) -> None:
-        """Where the running backward's gradients go. WAIT: they stay on their leaves until it is asked again."""
-        if target is Target.WAIT:
-            self.waited = True
-        elif target is not self.target:
-            self._open(target)
-
-    def abort(self) -> None:
-        """After a backward that raised: what it left is dropped, but for what its accumulator has already taken in."""
-        self.end_backward()
-        for buffer in self.buffers:
-            for leaf in buffer.leaves:
-                leaf.grad = None
-
-    def end_backward(self) -> None:
-        """The gradients have been handed on; further ones belong to another backward."""
-        self.target, self.fires_again, self.waited = None, False, False
-        self.fired.clear()
-        self.apart, self.homes = [None] * len(self.buffers), []
-
-    def _open(self, target: Target) -> None:
-        """A first gradient of a backward: the target holds nothing, unless it is the accumulator."""
-        self.target, self.accepted = target, False
-        if target is not Target.ACCUMULATOR:
-            self.written = self._flags()
-        if target is Target.APART:
-            self.apart = [None if b.grads is None else torch.zeros_like(b.grads) for b in self.buffers]
-        self.homes = [b.views(self.collected(index)) for index, b in enumerate(self.buffers)]
-
-    def collected(self, index: int) -> Tensor | None:
-        """The whole flat buffer in which the target collects; None for frozen parameters."""
-        buffer, apart = self.buffers[index], self.apart[index]
-        if not buffer.spec.trainable:
-            return None
-        home = {Target.SLOT: buffer.waiting, Target.APART: apart}.get(self.target or Target.WAIT, buffer.grads)
-        if home is None or home.numel() != buffer.padded:
-            raise InternalError(f"unit {self.name!r} collects gradients in {self.target}, which it does not have")
-        return home
-
 
 @dataclass(slots=True)
 class UnitChains:
-    """The chains of one unit, by buffer; None where there is nothing to do."""
+    """The chains of one unit, of each buffer that has something to do; reductions by index of the buffer."""
 
     unshard: list[GatherChain]
     unshard_kept: list[GatherChain]
     refresh: list[GatherChain]
-    reduce: list[ReduceChain | None]
-
-
-def _unwatched(chain: ReduceChain, unit: str) -> ReduceChain:
-    return chain
+    reduce: dict[int, ReduceChain]
 
 
 class DeviceBackend:
@@ -204,7 +151,8 @@ class DeviceBackend:
 
     Attributes:
         chains: of each unit; `record` puts observed ones in their place while it records.
-        watch_chain: sees the chains that are made on the way.
+        scale: of the gradients of the running micro-batch; None is 1.
+        stale: units whose running backward began with parameters of an older generation, and that.
     """
 
     def __init__(
@@ -221,12 +169,9 @@ class DeviceBackend:
         self.groups = groups
         self.lanes = lanes
         self.scratch = scratch
-        self.weight: float | None = None
-        self.final_scale: Callable[[], Tensor] | None = None
-        self.watch_chain: Callable[[ReduceChain, str], ReduceChain] = _unwatched
+        self.scale: float | None = None
+        self.stale: Mapping[int, int] = {}
         self.chains = [self._bind(unit) for unit in units]
-        for unit, chains in zip(units, self.chains, strict=True):
-            unit.factors = [1.0 if chain is None else chain.first for chain in chains.reduce]
 
     def _bind(self, unit: UnitShards) -> UnitChains:
         groups, scratch = self.groups, self.scratch
@@ -236,7 +181,11 @@ class DeviceBackend:
             unshard=[unshard_chain(b, groups, scratch["unshard"], from_kept=False) for b in sharded],
             unshard_kept=[unshard_chain(b, groups, scratch["unshard"], from_kept=True) for b in sharded],
             refresh=[chain for chain in refreshes if chain is not None],
-            reduce=[None if b.grads is None else reduce_chain(b, groups, scratch, b.grads) for b in unit.buffers],
+            reduce={
+                index: reduce_chain(b, groups, scratch, b.grads)
+                for index, b in enumerate(unit.buffers)
+                if b.grads is not None
+            },
         )
 
     # ---- schedule.Backend
@@ -250,24 +199,22 @@ class DeviceBackend:
         return self._gather("unshard", chains.unshard_kept if from_kept else chains.unshard, unit, after)
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[Ticket]:
-        shards = self.units[unit]
-        self._collect_leftovers(shards, reduction)
-        jobs = [
-            self._reduce_job(shards.name, buffer, chain, shards.apart[index], reduction)
-            for index, (buffer, chain) in enumerate(zip(shards.buffers, self.chains[unit].reduce, strict=True))
-            if chain is not None
-        ]
-        shards.end_backward()
-        if reduction.target is Target.ACCUMULATOR and not reduction.boundary:
-            return Reducing(None, None)
-        chains = [chain for chain in self.chains[unit].reduce if chain is not None]
-        early = [micro for micro, _ in jobs]
-        late = [boundary for _, boundary in jobs] if reduction.boundary else []
-        if not any(chain.boundary for chain in chains):
+        shards, early, late = self.units[unit], list[Job](), list[Job]()
+        chains = self.chains[unit].reduce
+        for index, chain in chains.items():
+            buffer = shards.buffers[index]
+            # No lane is at work on the unit now.
+            before = buffer.reduced.clone() if reduction.add else None
+            if reduction.micro:
+                self._collect(unit, index, chain.first, accumulate=reduction.accumulate and not chain.micro)
+                early.append(partial(chain.run_micro, accumulate=reduction.accumulate))
+            if reduction.boundary:
+                late.append(partial(_finish, chain, buffer, before))
+        if not any(chain.boundary for chain in chains.values()):
             early, late = early + late, []
         taken = done = None
         label = f"reduce {shards.name}"
-        if any(chain.micro for chain in chains):
+        if early and any(chain.micro for chain in chains.values()):
             taken = done = self.lanes["reduce"].submit(partial(_run, early), label)
         else:
             _run(early)
@@ -302,27 +249,8 @@ class DeviceBackend:
         for params, key, _, param, _ in self.units[unit].sites:
             params[key] = param
 
-    def grads_discarded(self, unit: int) -> bool:
-        """Whether no reduced gradient of the unit is alive; zeroes the parts of those that are not, if others are."""
-        shards = self.units[unit]
-        # By place: what holds a gradient here would count as somebody else's holding it.
-        places = [
-            (buffer, used, position)
-            for buffer, used in zip(shards.buffers, shards.used, strict=True)
-            if buffer.spec.trainable
-            for position in range(len(buffer.optimizer_params))
-        ]
-        dead = [(buffer, used, position) for buffer, used, position in places if buffer.is_dropped(position)]
-        if len(dead) == len(places):
-            shards.rejected()
-            shards.forget()
-            return True
-        for buffer in shards.buffers:
-            buffer.let_go()
-        for buffer, used, position in dead:
-            buffer.optimizer_grads[position].local.zero_()
-            used[position] = buffer.optimizer_params[position].grad is not None
-        return False
+    def has_grads(self, unit: int) -> bool:
+        return any(leaf.grad is not None for leaf in self.units[unit].trained_leaves)
 
     def agree(self, words: Tensor) -> Ticket:
         """Replaces `words` by their maximum over all ranks, after the reductions that were issued before."""
@@ -337,122 +265,86 @@ class DeviceBackend:
         assert ticket is not None
         return ticket
 
-    def rescale_owed(self, factor: float) -> None:
-        """Of reductions with each micro-batch, which go before the division by the step's weights."""
-        if factor != 1:
-            for buffer in (buffer for unit in self.units for buffer in unit.buffers):
-                for owed in owed_early(buffer):
-                    owed.mul_(factor)
-
     # ---- gradients
 
-    def collect(self, shards: UnitShards, index: int, position: int) -> None:
-        """Moves the gradient that autograd left on a leaf to where the unit collects, if that is known by now."""
-        if shards.target is None:
-            return
-        leaf = shards.buffers[index].leaves[position]
-        grad, leaf.grad = leaf.grad, None
-        if grad is not None:
-            self._add(shards, index, position, grad)
+    def begin_step(self) -> None:
+        """Nothing is accumulated; lanes are not at work on gradients."""
+        for unit in self.units:
+            unit.begin_step()
 
-    def _add(self, shards: UnitShards, index: int, position: int, grad: Tensor) -> None:
-        grad = grad.to_dense() if grad.is_sparse else grad
-        grad = grad.detach() if grad.requires_grad else grad  # backward(create_graph=True)
-        home, written = shards.homes[index][position], shards.written[index]
-        if self.weight == 0:
-            # Not 0 * grad: a mean over no tokens is NaN.
-            if not written[position]:
-                home.zero_()
-        else:
-            factor = shards.factors[index] * (1.0 if self.weight is None else self.weight)
-            if written[position]:
-                home.add_(grad, alpha=factor)
-            elif factor != 1 and grad.dtype == home.dtype:
-                torch.mul(grad, factor, out=home)
-            else:
-                home.copy_(grad)
-                if factor != 1:
-                    home.mul_(factor)
-        written[position] = shards.used[index][position] = True
+    def drop_leaf_grads(self) -> None:
+        """What a backward that did not end has left."""
+        for unit in self.units:
+            for leaf in unit.trained_leaves:
+                leaf.grad = None
 
-    def _collect_leftovers(self, shards: UnitShards, reduction: Reduction) -> None:
-        """Before a reduction: gradients still on leaves, and zeros where there are none."""
-        shards.collect_in(reduction.target)
-        for index, buffer in enumerate(shards.buffers):
-            home = shards.collected(index)
-            if home is None:
+    def _collect(self, unit: int, index: int, factor: float, *, accumulate: bool) -> None:
+        """Moves the gradients that autograd has left on a buffer's leaves to where they are reduced."""
+        shards, buffer = self.units[unit], self.units[unit].buffers[index]
+        homes, missing, grads = list[Tensor](), list[Tensor](), list[Tensor]()
+        for position, (leaf, home) in enumerate(zip(buffer.leaves, buffer.homes, strict=True)):
+            grad = leaf.grad
+            if grad is None:
+                missing.append(home)
                 continue
-            if shards.waited or not all(shards.written[index]):
-                self._sweep(shards, index)
-            # The slot served longer units before; their remains must not reach the padding.
-            home[buffer.spec.numel :].zero_()
-
-    def _sweep(self, shards: UnitShards, index: int) -> None:
-        for position, leaf in enumerate(shards.buffers[index].leaves):
-            grad, leaf.grad = leaf.grad, None
-            if grad is not None:
-                self._add(shards, index, position, grad)
-            elif not shards.written[index][position]:
-                shards.homes[index][position].zero_()
-                shards.written[index][position] = True
-
-    def _reduce_job(
-        self, unit: str, buffer: FlatShards, chain: ReduceChain, apart: Tensor | None, reduction: Reduction
-    ) -> tuple[Job, Job]:
-        """Of the two lanes."""
-        if not reduction.add:
-            micro = partial(chain.run_micro, accumulate=reduction.accumulate)
-            return micro, partial(self._finish, buffer, chain, buffer.grads)
-        return self._again_job(buffer, chain) if apart is None else self._apart_job(unit, buffer, apart)
-
-    def _again_job(self, buffer: FlatShards, chain: ReduceChain) -> tuple[Job, Job]:
-        """Onto a reduced gradient: of the accumulator nothing else means anything now, so it takes the new one."""
-        before = torch.empty_like(buffer.reduced)
-
-        def micro() -> None:
-            before.copy_(buffer.reduced)
-            chain.run_micro(accumulate=False)
-
-        def add() -> None:
-            self._finish(buffer, chain, buffer.grads)
-            buffer.reduced.add_(before)
-
-        return micro, add
-
-    def _apart_job(self, unit: str, buffer: FlatShards, apart: Tensor) -> tuple[Job, Job]:
-        """Onto a reduced gradient, where the accumulator itself collects and so could not."""
-        separate = self.watch_chain(reduce_chain(buffer, self.groups, self.scratch, apart), unit)
-        part = inside(apart, buffer.grad_range, buffer.state_range)
-
-        def add() -> None:
-            self._finish(buffer, separate, apart)
-            buffer.reduced.add_(part)
-
-        return partial(separate.run_micro, accumulate=False), add
-
-    def _finish(self, buffer: FlatShards, chain: ReduceChain, source: Tensor | None) -> None:
-        """From the accumulator, `source`, to its state shard's part."""
-        assert source is not None
-        # What error feedback owes is carried from step to step, and so must not count in this step's weights.
-        early = buffer.owed is not None
-        scaled = source if early else inside(source, buffer.grad_range, buffer.state_range)
-        if early:
-            self._scale(scaled)
-        chain.run_boundary()
-        if not early:
-            self._scale(scaled)
-
-    def _scale(self, sums: Tensor) -> None:
-        """By the step's weights, in fp32 at least."""
-        scale = self.final_scale  # once: a backward that raises takes it away while the lanes still work
-        if scale is not None:
-            sums.mul_(scale().to(torch.promote_types(sums.dtype, torch.float32)))
+            leaf.grad = None
+            if unit in self.stale:
+                _require_unchanged(buffer.optimizer_params[position], self.stale[unit])
+            shards.used[index][position] = True
+            homes.append(home)
+            grads.append(_plain(grad))
+        if self.scale == 0:  # not 0 * grad: a mean over no tokens is NaN
+            homes, missing, grads = [], [*missing, *homes], []
+        factor *= 1.0 if self.scale is None else self.scale
+        if accumulate:
+            if grads:
+                torch._foreach_add_(homes, grads, alpha=factor)
+            return
+        if missing:
+            torch._foreach_zero_(missing)
+        _copy_scaled(homes, grads, factor)
+        # A slot served longer units before; their remains must not reach the padding.
+        buffer.collected[buffer.spec.numel :].zero_()
 
     def _gather(self, lane: LaneKind, chains: Sequence[GatherChain], unit: int, after: Ticket | None) -> Ticket | None:
         if not chains:
             return None
         label = f"{lane} {self.units[unit].name}"
         return self.lanes[lane].submit(partial(_run, [chain.run for chain in chains]), label, after=after)
+
+
+def _finish(chain: ReduceChain, buffer: FlatShards, before: Tensor | None) -> None:
+    """From the accumulator to its state shard's part, onto what that was `before`."""
+    chain.run_boundary()
+    if before is not None:
+        buffer.reduced.add_(before)
+
+
+def _plain(grad: Tensor) -> Tensor:
+    grad = grad.to_dense() if grad.is_sparse else grad
+    return grad.detach() if grad.requires_grad else grad  # backward(create_graph=True)
+
+
+def _copy_scaled(homes: list[Tensor], grads: list[Tensor], factor: float) -> None:
+    if not grads:
+        return
+    if factor == 1:
+        torch._foreach_copy_(homes, grads)
+        return
+    for home, grad in zip(homes, grads, strict=True):
+        if grad.dtype == home.dtype:
+            torch.mul(grad, factor, out=home)
+        else:
+            home.copy_(grad).mul_(factor)
+
+
+def _require_unchanged(param: ShardedParameter, generation: int) -> None:
+    """What autograd checks of tensors that it has saved, and cannot of views into buffers that are used again."""
+    if param.changed > generation:
+        raise ModelError(
+            f"{param.full_name} has changed since the forward whose backward runs now: run that before the "
+            f"optimizer's step (or load, or zm.refresh), or run the forward again"
+        )
 
 
 def _set_version(in_slot: nn.Parameter | None, version: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,22 +38,10 @@ class Control:
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """`values` reduced over all ranks of the mesh, in place."""
-        return self.reducing(values, operation)()
-
-    def reducing(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Callable[[], Tensor]:
-        """Begins to `reduce`; what is returned waits for the end, in whatever thread."""
-        group = self.group
-        if group is None:
-            return lambda: values
-        with self._naming():
-            work = dist.all_reduce(values, op=operation, group=group, async_op=True)
-
-        def reduced() -> Tensor:
+        if self.group is not None:
             with self._naming():
-                work.wait()
-            return values
-
-        return reduced
+                dist.all_reduce(values, op=operation, group=self.group)
+        return values
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -72,12 +60,18 @@ class Control:
         return held.to(self.device, non_blocking=pinned)
 
     def agree(self, values: Sequence[int]) -> list[int]:
-        """The highest of each of `values` on any rank. The host waits for the other ranks' hosts, and not for what the
-        devices have to do: the words have a stream of their own."""
-        if self.group is None:
-            return list(values)
+        """The highest of each of `values` on any rank."""
+        return list(values) if self.group is None else self._exchange(values, torch.int32, dist.ReduceOp.MAX)
+
+    def total(self, value: float) -> float:
+        """The sum of all ranks' values."""
+        return value if self.group is None else self._exchange([value], torch.float64, dist.ReduceOp.SUM)[0]
+
+    def _exchange(self, values: Sequence[float], dtype: torch.dtype, operation: dist.ReduceOp.RedOpType) -> list[Any]:
+        """The host waits for the other ranks' hosts, and not for what the devices have to do: the words have a stream
+        of their own."""
         with nullcontext() if self.device.type == "cpu" else _stream(self.device):
-            found: list[int] = self.reduce(self.words(values, torch.int32), dist.ReduceOp.MAX).tolist()
+            found: list[Any] = self.reduce(self.words(values, dtype), operation).tolist()
         return found
 
     def broadcast(self, values: Tensor) -> None:

@@ -2,6 +2,16 @@
 
 The engine holds dicts of the modules' parameters, never the modules, and the hooks hold the engine weakly: deleting the
 model frees everything at once.
+
+[Note: Lifetimes] What lives for a while is an object, and its end is that the object is dropped:
+
+    Step            from the first backward after a step's gradients were shown to the end of its last backward
+    Backward        one run of autograd; inside, one may run that autograd starts (reentrant checkpointing)
+    Forward         the interpreter's; as long as a graph may come back to it
+
+A forward or backward that does not end (an exception, Ctrl-C) calls nothing. Whoever comes next finds its object,
+drops it with all that it knew (`give_up`), and begins anew, unless sums of earlier micro-batches are torn by it: then
+everything raises until `zm.zero_grad(model)`.
 """
 
 from __future__ import annotations
@@ -11,7 +21,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -24,13 +34,44 @@ from zeromesh.engine.control import Control
 from zeromesh.engine.guard import SlotGuard
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
-from zeromesh.engine.weights import StepWeights
 from zeromesh.errors import MismatchError, ModelError, OptimizerError
-from zeromesh.schedule import GradState, Interpreter, Schedule
+from zeromesh.schedule import Call, GradState, Interpreter, Schedule
 
 _PRIME = 2**31 - 1
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """What is known of the step whose gradients are being accumulated: [Note: Lifetimes].
+
+    Args:
+        backwards: that have ended.
+        weighted: whether its micro-batches have weights; None before the first.
+        torn: a backward that did not end has left a part of its micro-batch in sums of others.
+        shown: its last backward has ended.
+    """
+
+    backwards: int = 0
+    weighted: bool | None = None
+    torn: bool = False
+    shown: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """One run of autograd: [Note: Lifetimes].
+
+    Args:
+        task: autograd's number of it.
+        ended: what autograd calls at its end; gone once it has been called, or never will be.
+        stale: units that were computed with parameters of an older generation than now, and the oldest of those.
+    """
+
+    task: int
+    ended: Callable[[], object]
+    stale: dict[int, int] = field(default_factory=dict)
 
 
 class Engine:
@@ -62,17 +103,11 @@ class Engine:
         self.interpreter: Interpreter[Ticket] = Interpreter(schedule=schedule, backend=backend)
         if debug:
             self.interpreter.backend = SlotGuard(backend, self.interpreter)
-        self._weights = StepWeights(backend, control)
-        self._task = -1  # autograd's number of the backward that runs
-        self._ended: Callable[[], object] = lambda: None  # what it calls at its end, while it lives
+        self._step = Step(shown=True)
+        self._backward: Backward | None = None
         self._ordered = False
-        self._depth = [0] * len(schedule.units)
-        slots = schedule.memory.gather.slot_of
-        self._shares_slot = [slot is not None and slots.count(slot) > 1 for slot in slots]
-        self._stale: dict[int, int] = {}
         self._on_leaves: dict[tuple[int, int], RemovableHandle] = {}
-        self._torn = False
-        self._running = 0
+        self._watched: set[int] = set()
         self._agreed: Ticket | None = None
 
     @property
@@ -119,59 +154,40 @@ class Engine:
 
     # ---- points, from the hooks
 
-    def pre_forward(self, unit: int) -> None:
+    def pre_forward(self, unit: int, *, outermost: bool) -> None:
+        """Before a unit's forward; `outermost`: that of the whole model."""
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
-        elif unit == 0 and self._running and not self._calls_itself():
-            self._end_interrupted()
-        self.recover()
-        self._depth[unit] += 1
-        self._running += 1
+        else:
+            self._end_interrupted(outermost=outermost)
         self.interpreter.pre_forward(unit)
 
     def post_forward(self, unit: int, outputs: Iterable[Tensor] | None) -> None:
-        """After a unit's forward; makes its outputs' gradients call `pre_backward`. None: not those of this module."""
-        self._depth[unit] -= 1
-        self._running -= 1
+        """After a unit's forward; makes its outputs' gradients call `pre_backward`. None: it has raised."""
+        outputs = None if outputs is None else list(outputs)
         try:
-            if self._depth[unit] == 0:  # else it was a module of the unit that another one of it calls
-                self._post_forward(unit, outputs)
-        finally:
-            if self._running == 0:
-                self.interpreter.leave()
-
-    def _post_forward(self, unit: int, outputs: Iterable[Tensor] | None) -> None:
-        if outputs is None:
-            self.interpreter.post_forward(unit, backward=torch.is_grad_enabled())
-            return
-        outputs = list(outputs)
-        try:
-            if outputs:  # else it may have raised, and that error is the one to be seen
-                self.backend.require_in_place(unit)
-            if self._shares_slot[unit]:
-                self._require_outside(unit, outputs)
+            if outputs:
+                self._require_usable(unit, outputs)
         except ModelError:
             self.interpreter.post_forward(unit, backward=False)
-            if unit == 0:
-                self.interpreter.end_forward(backward=False)
             raise
         # Of a recomputation too: reentrant checkpointing runs a backward of its own from there, and a segment longer
         # than the slots then has to gather its first units again. (Otherwise these hooks are never reached.)
-        tensors = [t for t in outputs if t.requires_grad] if torch.is_grad_enabled() else []
-        if tensors:
-            hook = _OutputHook(weakref.ref(self), unit, self.interpreter.states[unit].generation)
-            for tensor in tensors:
-                handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
-                # A unit that hands on what it was given has its output in common with the one before, and begins first.
-                _put_first(tensor._backward_hooks or {}, handle.id)
-                if tensor.grad_fn is None:  # a leaf outlives the graph, and so would the hook
-                    self._replace_hook((unit, id(tensor)), handle)
-        self.interpreter.post_forward(unit, backward=bool(tensors))
-        if unit == 0:
-            self.interpreter.end_forward(backward=bool(tensors))
+        traced = torch.is_grad_enabled() and outputs is not None
+        tensors = [t for t in outputs or () if t.requires_grad] if traced else []
+        hidden = traced and not outputs and self.schedule.units[unit].trainable
+        call = self.interpreter.post_forward(unit, backward=bool(tensors), hidden=hidden)
+        if call is not None:
+            self._watch_outputs(call, tensors)
+        elif traced and unit not in self._watched:
+            self._watch_leaves(unit)
 
-    def _require_outside(self, unit: int, outputs: Iterable[Tensor]) -> None:
-        """What is returned outlives the unit's turn in its slot."""
+    def _require_usable(self, unit: int, outputs: Iterable[Tensor]) -> None:
+        """Raises ModelError where a forward has put other parameters in their place, or hands out what outlives the
+        unit's turn in its slot."""
+        self.backend.require_in_place(unit)
+        if not self.schedule.shares_slot(unit):
+            return
         slots = {buffer.full.untyped_storage().data_ptr() for buffer in self.backend.units[unit].buffers}
         if any(_storage(tensor) in slots for tensor in outputs):
             raise ModelError(
@@ -179,95 +195,120 @@ class Engine:
                 f"that other units' parameters will use: return a clone, or name the unit in zm.shard(resident=[...])"
             )
 
-    def _replace_hook(self, key: tuple[int, int], handle: RemovableHandle) -> None:
-        before = self._on_leaves.pop(key, None)
-        if before is not None:
-            before.remove()
-        self._on_leaves[key] = handle
+    def _watch_outputs(self, call: Call, tensors: Iterable[Tensor]) -> None:
+        hook = _OutputHook(weakref.ref(self), call)
+        for tensor in tensors:
+            handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
+            # A unit that hands on what it was given has its output in common with the one before, and begins first.
+            _put_first(tensor._backward_hooks or {}, handle.id)
+            if tensor.grad_fn is None:  # a leaf outlives the graph, and so would the hook
+                before = self._on_leaves.pop((call.unit, id(tensor)), None)
+                if before is not None:
+                    before.remove()
+                self._on_leaves[call.unit, id(tensor)] = handle
 
-    def pre_backward(self, unit: int, generation: int) -> None:
-        """The gradient has arrived of an output of `unit`, computed when its parameters were of `generation`."""
+    def _watch_leaves(self, unit: int) -> None:
+        """Of a unit no output of which tells of its backward, the gradients of its own parameters do."""
+        engine = weakref.ref(self)
+
+        def arrived(leaf: Tensor) -> None:
+            self = engine()
+            if self is not None:
+                self._enter_backward()
+
+        self._watched.add(unit)
+        for leaf in self.backend.units[unit].trained_leaves:
+            leaf.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch leaves it so
+
+    def pre_backward(self, call: Call) -> None:
+        """The gradient has arrived of an output of `call`."""
+        unit = call.unit
         # Gradient mode is on in a backward under create_graph=True alone.
         if torch.is_grad_enabled() and self.schedule.memory.gather.slot_of[unit] is not None:
             raise ModelError(
                 f"a backward with create_graph=True through unit {self.backend.units[unit].name or '(root)'!r}: second "
                 f"derivatives need parameters that stay gathered: use stages 0, 1 and 2 only"
             )
-        self._enter_backward()
-        if generation != self.interpreter.states[unit].generation:
-            self._stale[unit] = min(generation, self._stale.get(unit, generation))
-        self.interpreter.pre_backward(unit)
+        backward = self._enter_backward()
+        if call.generation != self.interpreter.states[unit].generation:
+            backward.stale[unit] = min(call.generation, backward.stale.get(unit, call.generation))
+        self.interpreter.pre_backward(call)
 
-    def _require_unchanged(self, unit: int, index: int, position: int) -> None:
-        """What autograd checks of tensors that it has saved, and cannot of views into buffers that are used again."""
-        param = self.backend.units[unit].buffers[index].optimizer_params[position]
-        if param.changed > self._stale[unit]:
+    def _enter_backward(self) -> Backward:
+        """The backward that runs; once in each, autograd is asked to tell when it has ended."""
+        backward, task = self._backward, torch._C._current_graph_task_id()
+        if backward is not None and (backward.task == task or backward.ended() is not None):
+            return backward  # in the second case this one runs inside it
+        if backward is not None:
+            self.give_up()
+        self._require_whole()
+        weighted = self.backend.scale is not None
+        if self._step.shown:
+            self._begin_step()
+        if self._step.weighted not in (None, weighted):
             raise ModelError(
-                f"{param.full_name} has changed since the forward whose backward runs now: run that before the "
-                f"optimizer's step (or load, or zm.refresh), or run the forward again"
+                "either every micro-batch of a step has a weight or none, and its backward runs inside its "
+                "zm.accumulate(model, weight=...); this step has some with and some without"
             )
+        self._step.weighted = weighted
+        engine = weakref.ref(self)
 
-    def grad_ready(self, unit: int, index: int, position: int) -> None:
-        """Autograd has accumulated a leaf's gradient."""
-        if self._task == -1:
-            self._enter_backward()
-        if unit in self._stale:
-            self._require_unchanged(unit, index, position)
-        if self._shares_slot[unit] and not self.interpreter.states[unit].in_use:
-            raise ModelError(
-                f"the backward of unit {self.backend.units[unit].name!r} began unseen, and so may have used another "
-                f"unit's parameters: its forward must return tensors, or tuples, lists, mappings or dataclasses of them"
-            )
-        shards = self.backend.units[unit]
-        if shards.target is None:  # settled at the unit's first gradient, unless its slot is still another's
-            shards.collect_in(self.interpreter.begin_grads(unit))
-        self.backend.collect(shards, index, position)
-        shards.fires_again |= (index, position) in shards.fired
-        shards.fired.add((index, position))
-        # The rest of a unit's backward may use frozen parameters, and one whose gradient comes with each of several
-        # reentrant checkpoints may have another: these have ended when an earlier unit begins.
-        if len(shards.fired) == shards.num_leaves and not (shards.has_frozen or shards.fires_again):
-            self.interpreter.post_backward(unit)
+        def ended() -> None:
+            self = engine()
+            if self is not None:
+                self._end_backward()
 
-    def _enter_backward(self) -> None:
-        """Once per backward: autograd tells when it has ended."""
-        if self._task not in (-1, torch._C._current_graph_task_id()) and self._ended() is None:
-            self._give_up_backward()  # else this one runs inside it
-        if self._task == -1:
-            self._require_whole_sums()
-            self._weights.require_open()
-            self._task = torch._C._current_graph_task_id()
-            self._weights.begin_backward(last=self.interpreter.last)
-            self.interpreter.begin_backward()
-            shown = any(state.grad is GradState.REDUCED for state in self.interpreter.states)
-            self._weights.require_weighable(last=self.interpreter.last, shown=shown)
-            engine = weakref.ref(self)
+        self._backward = Backward(task, weakref.ref(ended))
+        self.backend.stale = self._backward.stale
+        self.interpreter.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
+        return self._backward
 
-            def ended() -> None:
-                self = engine()
-                if self is not None:
-                    self._end_backward()
+    def _end_backward(self) -> None:
+        self.interpreter.end_backward()
+        self._backward = None
+        self._step.backwards += 1
+        if self.interpreter.last:
+            self._show_grads()
+            self._step.shown = True
 
-            self._ended = weakref.ref(ended)
-            torch.autograd.Variable._execution_engine.queue_callback(ended)
+    # ---- endings: [Note: Lifetimes]
 
-    def _require_whole_sums(self) -> None:
-        if self._torn:
+    def _begin_step(self) -> None:
+        """Gradients that are still shown are set aside, to be added to the next."""
+        self._step = Step()
+        self.interpreter.begin_step()
+        self.backend.begin_step()
+
+    def _require_whole(self) -> None:
+        if self._step.torn:
             raise ModelError(
                 "a backward raised and left part of its micro-batch in gradients that are being accumulated: drop them "
                 "with zm.zero_grad(model), and begin the step again"
             )
 
-    def recover(self) -> None:
-        """After a backward that raised, and whose callback therefore never came: nothing is in use any more."""
-        if self._task != -1 and torch._C._current_graph_task_id() == -1:
-            self._give_up_backward()
+    def give_up(self) -> None:
+        """What runs, a forward or a backward, has not ended and will not."""
+        backward, self._backward = self._backward, None
+        self.interpreter.abort()
+        self.backend.drop_leaf_grads()
+        if backward is None or self._step.shown:
+            return
+        if self._step.backwards:
+            self._step.torn = True
+        else:
+            self._step.shown = True  # of which nothing was shown; the next backward begins another
 
-    def _give_up_backward(self) -> None:
-        self._task = -1
-        self._abort()
-        # A part of the micro-batch that raised is in sums that hold others.
-        self._torn = any(state.grad is GradState.PARTIAL for state in self.interpreter.states)
+    def recover(self) -> None:
+        """After a backward that raised, and whose callback therefore never came."""
+        if self._backward is not None and torch._C._current_graph_task_id() == -1:
+            self.give_up()
+
+    def _end_interrupted(self, *, outermost: bool) -> None:
+        """Also where a forward was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions."""
+        self.recover()
+        if outermost and self.interpreter.forward is not None and not self._calls_itself():
+            self.give_up()
 
     def _calls_itself(self) -> bool:
         """Whether a forward of the model is on the stack beside the one that begins."""
@@ -278,50 +319,19 @@ class Engine:
             calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
         return calls > 1
 
-    def _end_interrupted(self) -> None:
-        """Where a forward was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions."""
-        if self._running:
-            self._depth, self._running = [0] * len(self._depth), 0
-            self._abort()
-
-    def _abort(self) -> None:
-        self._stale.clear()
-        self.interpreter.abort()
-        for unit, state in zip(self.backend.units, self.interpreter.states, strict=True):
-            unit.abort()
-            if state.grad is GradState.EMPTY:
-                unit.rejected()
-                unit.forget()  # what its accumulator has taken in of the backward that raised
-
-    def _end_backward(self) -> None:
-        self._task = -1
-        self._weights.count_backward()
-        self._stale.clear()
-        self.interpreter.end_backward()
-        if self.interpreter.last:
-            self._weights.end_step()
-            self._show_grads()
-
     # ---- accumulation
 
     @contextmanager
-    def accumulate(self, last: bool, weight: float | None) -> Iterator[None]:
-        """The micro-batch inside is (not) the last before the step; its gradient counts `weight` times."""
-        interpreter, backend = self.interpreter, self.backend
+    def accumulate(self, last: bool, scale: float | None) -> Iterator[None]:
+        """The micro-batch inside is (not) the last before the step; its gradient is multiplied by `scale`."""
         self.recover()
-        self._require_whole_sums()
-        partial = any(state.grad is GradState.PARTIAL for state in interpreter.states)
-        weight = self._weights.open(weight, partial=partial)
-        before = interpreter.last, backend.weight
-        interpreter.last, backend.weight = last, weight
+        self._require_whole()
+        before = self.interpreter.last, self.backend.scale
+        self.interpreter.last, self.backend.scale = last, scale
         try:
             yield
-        except BaseException:
-            self._weights.give_up()
-            raise
         finally:
-            interpreter.last, backend.weight = before
-        self._weights.close()
+            self.interpreter.last, self.backend.scale = before
 
     # ---- gradients
 
@@ -369,42 +379,35 @@ class Engine:
 
     def _assign(self, flags: Sequence[int]) -> None:
         left = iter(flags)
-        for unit in self.backend.units:
-            unseen = True
-            for buffer in (buffer for buffer in unit.buffers if buffer.spec.trainable):
-                for param, grad in zip(buffer.optimizer_params, buffer.optimizer_grads, strict=True):
-                    _require_own(param, grad)
-                    grad.zeroed = False
-                    used = next(left)
-                    # As in plain torch, a gradient that was zeroed and not dropped stays, of zeros if it is not used.
-                    param.grad = grad if used or param.grad is not None else None
-                    unseen = unseen and not used
-            if unseen:  # by any rank: no gradient is thrown away with what was sent, so what is still owed stays
-                unit.accepted = True
+        for unit, state in zip(self.backend.units, self.interpreter.states, strict=True):
+            unit.show_grads(left, reduced=state.grad is GradState.REDUCED)
 
     def discard_grads(self, *, set_to_none: bool = True) -> None:
         """Forgets all gradients, partial sums included."""
         self.recover()
-        self.interpreter.discard_grads()
-        self._weights.discard()
-        self._torn = False
+        self.interpreter.begin_step()  # before anything is written where a lane may be at work
         for param in self.optimizer_params():
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.zero_()
-        for unit in self.backend.units:
-            unit.rejected()
-            unit.forget()
+        self._begin_step()
+        self._step.shown = True
 
     # ---- optimizers
 
     def before_step(self, params: Sequence[ShardedParameter]) -> None:
         """Masters are about to change: nothing may still read them, and no partial sum may be left out."""
         self.recover()
+        self._require_whole()
         for unit in {param.unit for param in params}:
+            name = self.backend.units[unit].name
+            if self.backend.has_grads(unit):
+                raise OptimizerError(
+                    f"gradients came to unit {name!r} in a backward that zeromesh did not see: its forward must return "
+                    f"tensors, also inside of lists, dicts and dataclasses, to which the gradient comes"
+                )
             if self.interpreter.states[unit].grad is GradState.PARTIAL:
-                name = self.backend.units[unit].name
                 raise OptimizerError(
                     f"unit {name!r} holds gradients of micro-batches that were not reduced: run "
                     f"the last backward before the step under zm.accumulate(model, last=True), or outside zm.accumulate"
@@ -413,7 +416,7 @@ class Engine:
 
     def require_gradients(self, params: Sequence[ShardedParameter]) -> None:
         """Raises OptimizerError where a step of `params`, which have none, comes between a forward and its backward."""
-        if any(self.interpreter.states[param.unit].calls for param in params):
+        if not self.interpreter.awaited.isdisjoint(param.unit for param in params):
             raise OptimizerError(
                 f"no parameter of the optimizer has a gradient ({params[0].full_name}, say), though a forward of the "
                 f"model waits for its backward: run that, without inputs=, since autograd does not know the parameters "
@@ -430,8 +433,7 @@ class Engine:
 
     def settle(self) -> None:
         """Ends what was interrupted, and waits for what is under way: every module then shows this rank's slices."""
-        self._end_interrupted()
-        self.recover()
+        self._end_interrupted(outermost=True)
         self.interpreter.quiesce()
 
     def changed(self) -> None:
@@ -450,16 +452,6 @@ def _storage(tensor: Tensor) -> int:
         return 0
 
 
-def _require_own(param: ShardedParameter, grad: Tensor) -> None:
-    """Plain PyTorch would add to what the user has put in `.grad`."""
-    held = param.grad
-    if held is not None and held is not grad and not held.zeroed and bool(held.local.any()):  # type: ignore[attr-defined]
-        raise ModelError(
-            f"{param.full_name}.grad was set by hand before this backward, which would replace it: set it after the "
-            f"last backward, or add it to what `.grad` is then"
-        )
-
-
 def _put_first(entries: dict[int, T], key: int) -> None:
     """By taking the others out: autograd reads an ordered dict as a plain one, which `move_to_end` leaves as it is."""
     for other in [other for other in entries if other != key]:
@@ -471,12 +463,11 @@ class _OutputHook:
     """On each output of one call of a unit: reports the first gradient that arrives in a backward."""
 
     engine: weakref.ref[Engine]
-    unit: int
-    generation: int
+    call: Call
     task: int = -1
 
     def __call__(self, grad: Tensor) -> None:
         engine, task = self.engine(), torch._C._current_graph_task_id()
         if engine is not None and task != self.task:
             self.task = task
-            engine.pre_backward(self.unit, self.generation)
+            engine.pre_backward(self.call)

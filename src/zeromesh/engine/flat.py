@@ -18,23 +18,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from zeromesh.engine.param import ShardedGrad, ShardedParameter, leave_memory, make_slice
-from zeromesh.engine.units import DTYPE_NAMES, DTYPES, ParamInfo
-from zeromesh.schedule import FlatBuffer
-from zeromesh.schedule.memory import (
-    FEEDBACK_DTYPE,
-    feedback_numel,
-    kept_bytes,
-    kept_wire,
-    master_in_params,
-    slot_dtype,
-)
-from zeromesh.schedule.transfer import reduce_boundary, reduce_micro
-from zeromesh.schedule.unit import Unit
+from zeromesh.engine.param import ShardedGrad, ShardedParameter, leave_memory, make_slice, return_memory
+from zeromesh.engine.units import DTYPES, ParamInfo
+from zeromesh.schedule import FlatBuffer, Placed
+from zeromesh.schedule.placed import FEEDBACK_DTYPE
 from zeromesh.strategy import Axis, Layout
 
 
@@ -48,21 +40,19 @@ class Place:
     stop: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class FlatShards:
     """One flat buffer on this rank; see the module's picture.
 
     Args:
-        spec: lengths and dtypes.
-        layout: the strategy on its mesh.
+        placed: what is held and sent.
         coordinates: of this rank, by axis name.
         places: its parameters.
         device: of all tensors.
         noise: for rounding on quantised wires, by axis; no axis is in the jobs of two lanes.
     """
 
-    spec: FlatBuffer
-    layout: Layout
+    placed: Placed
     coordinates: dict[str, int]
     places: tuple[Place, ...]
     device: torch.device
@@ -77,17 +67,10 @@ class FlatShards:
     optimizer_params: list[ShardedParameter] = field(default_factory=list)
     optimizer_grads: list[ShardedGrad] = field(default_factory=list)
     noise: dict[str, torch.Generator] = field(default_factory=dict)
-    _views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def allocate(
-        cls,
-        unit: Unit,
-        spec: FlatBuffer,
-        infos: Sequence[ParamInfo],
-        layout: Layout,
-        coordinates: dict[str, int],
-        device: torch.device,
+        cls, placed: Placed, infos: Sequence[ParamInfo], coordinates: dict[str, int], device: torch.device
     ) -> FlatShards:
         """Allocates the persistent shards, zeroed; slots come with `bind`."""
         places, start = [], 0
@@ -95,29 +78,36 @@ class FlatShards:
             stop = start + info.param.numel()
             places.append(Place(info=info, shape=info.param.shape, start=start, stop=stop))
             start = stop
-        self = cls(spec=spec, layout=layout, coordinates=coordinates, places=tuple(places), device=device)
-        self.params = self._zeros(layout.param_axes, spec.param_dtype)
+        self = cls(placed=placed, coordinates=coordinates, places=tuple(places), device=device)
+        spec, layout = placed.buffer, placed.layout
+        self.params = self._zeros(placed.numel(layout.param_axes), spec.param_dtype)
         if spec.master_dtype is not None:
-            if master_in_params(layout, spec):
+            if placed.master_in_params:
                 self.master = inside(self.params, self.param_range, self.state_range)
             else:
-                self.master = self._zeros(layout.significant, spec.master_dtype)
-            self.grads = self._zeros(layout.grad_axes, spec.grad_dtype)
-        kept = kept_bytes(layout, unit, spec)
-        if kept:
-            dtype = DTYPES.get(kept_wire(layout, spec), torch.uint8)
-            self.kept = torch.zeros(kept // dtype.itemsize, dtype=dtype, device=device)
-        owed = feedback_numel(layout, spec)
-        if owed:
-            self.owed = torch.zeros(owed, dtype=DTYPES[FEEDBACK_DTYPE], device=device)
+                self.master = self._zeros(placed.numel(layout.significant), spec.master_dtype)
+            self.grads = self._zeros(placed.numel(layout.grad_axes), spec.grad_dtype)
+        if placed.kept_axis is not None:
+            dtype = DTYPES.get(placed.kept_wire, torch.uint8)
+            self.kept = torch.zeros(placed.persistent.kept // dtype.itemsize, dtype=dtype, device=device)
+        if placed.feedback:
+            self.owed = self._zeros(placed.feedback_numel, FEEDBACK_DTYPE)
         return self
 
-    def _zeros(self, axes: Sequence[Axis], dtype: str) -> Tensor:
-        return torch.zeros(self.padded // self.layout.degree(axes), dtype=DTYPES[dtype], device=self.device)
+    def _zeros(self, numel: int, dtype: str) -> Tensor:
+        return torch.zeros(numel, dtype=DTYPES[dtype], device=self.device)
+
+    @property
+    def spec(self) -> FlatBuffer:
+        return self.placed.buffer
+
+    @property
+    def layout(self) -> Layout:
+        return self.placed.layout
 
     @property
     def padded(self) -> int:
-        return self.layout.padded(self.spec.numel)
+        return self.placed.padded
 
     @property
     def name(self) -> str:
@@ -126,25 +116,16 @@ class FlatShards:
 
     @property
     def waiting_dtype(self) -> torch.dtype:
-        return DTYPES[slot_dtype(self.layout, self.spec)]
-
-    @property
-    def narrow(self) -> bool:
-        """Whether the size of what is summed matters: it passes fp16, or something of it is owed to later sums."""
-        if not self.spec.trainable:
-            return False
-        steps = (*reduce_micro(self.layout, self.spec), *reduce_boundary(self.layout, self.spec))
-        dtypes = {DTYPE_NAMES[self.waiting_dtype], self.spec.grad_dtype, *(step.wire for step in steps)}
-        return "fp16" in dtypes or self.owed is not None
+        return DTYPES[self.placed.slot_dtype]
 
     def range_of(self, axes: Sequence[Axis]) -> slice:
         """This rank's range of the flat buffer, sharded over `axes`."""
-        return self.layout.shard(self.padded, axes, self.coordinates)
+        return self.placed.shard(axes, self.coordinates)
 
     @property
     def master_in_params(self) -> bool:
         """Whether the master, if there is one, has no memory of its own."""
-        return self.master is not None and master_in_params(self.layout, self.spec)
+        return self.master is not None and self.placed.master_in_params
 
     @property
     def state_range(self) -> slice:
@@ -187,16 +168,17 @@ class FlatShards:
             _carry_attributes(place.info.param, leaf)
             self.leaves.append(leaf)
 
-    def views(self, whole: Tensor | None) -> list[Tensor]:
-        """Each parameter's part of `whole`, 1-D of `padded` elements, in its shape; made once for each buffer."""
-        if whole is None:
-            return []
-        views = self._views.get(whole.data_ptr())
-        if views is None:
-            views = [whole[place.start : place.stop].view(place.shape) for place in self.places]
-            if whole is self.waiting or whole is self.grads:
-                self._views[whole.data_ptr()] = views
-        return views
+    @property
+    def collected(self) -> Tensor:
+        """Where gradients are copied to, to be reduced: 1-D of `padded` elements."""
+        whole = self.grads if self.waiting is None else self.waiting
+        assert whole is not None
+        return whole
+
+    @cached_property
+    def homes(self) -> list[Tensor]:
+        """Each parameter's part of `collected`, in its shape."""
+        return [self.collected[place.start : place.stop].view(place.shape) for place in self.places]
 
     def make_optimizer_params(self, **attributes: object) -> None:
         """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard)."""
@@ -222,18 +204,39 @@ class FlatShards:
                 local = self.reduced[start - held.start : stop - held.start]
                 self.optimizer_grads.append(make_slice(ShardedGrad, local, False, **common))
 
-    def is_dropped(self, position: int) -> bool:
-        """Whether a reduced gradient is shown no more, or is zeros. What the user has put in its place is none of the
-        sums: the engine looks at it before it shows the next."""
-        grad = self.optimizer_grads[position]
-        return self.optimizer_params[position].grad is not grad or grad.zeroed
-
-    def let_go(self) -> None:
-        """Of gradients that are shown no more: those that somebody else still holds keep their values, as in plain
-        torch, in memory of their own."""
+    def set_grads_aside(self) -> bool:
+        """Leaves `grads` to another step: gradients that are shown, or that somebody holds, keep their values, as in
+        plain torch, in memory of their own. Returns whether any are shown and not zeros."""
+        shown = False
         for index, param in enumerate(self.optimizer_params if self.spec.trainable else ()):
-            if param.grad is not self.optimizer_grads[index] and _references(self.optimizer_grads, index) > _ALONE:
+            held = _references(self.optimizer_grads, index) > _ALONE  # also by `param.grad`
+            zeroed, is_shown = self.optimizer_grads[index].zeroed, param.grad is self.optimizer_grads[index]
+            shown = shown or (param.grad is not None and not (is_shown and zeroed))
+            if held and not (is_shown and zeroed):
                 self.optimizer_grads[index] = leave_memory(self.optimizer_grads[index])
+        return shown
+
+    def show_grad(self, position: int, *, used: bool, reduced: bool) -> None:
+        """Shows a gradient of the step that has ended, added to what is shown already.
+
+        Args:
+            position: of the parameter.
+            used: some rank has had a gradient of it.
+            reduced: `grads` holds it, or zeros.
+        """
+        param, own = self.optimizer_params[position], self.optimizer_grads[position]
+        held = param.grad
+        if held is None:
+            param.grad = own if used else None
+        elif held is not own:
+            assert isinstance(held, ShardedGrad)  # its setter sees to it
+            if reduced:
+                own.local.add_(held.local)
+            else:
+                own.local.copy_(held.local)
+            self.optimizer_grads[position] = return_memory(held, own)
+        # One that was zeroed and not dropped stays, of zeros if it is not used.
+        self.optimizer_grads[position].zeroed = held is own and own.zeroed and not used
 
     def tensors(self) -> dict[str, Tensor]:
         """The persistent tensors, by kind, each storage once."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend
-from zeromesh.errors import InternalError
+from zeromesh.errors import InternalError, ModelError
 from zeromesh.schedule import Interpreter, Op, Reducing, Reduction
 
 Stamp = tuple[int, int]
@@ -62,7 +62,12 @@ class SlotGuard:
         if seen is not None and seen[0] == self._interpreter.states[unit].generation:
             self._check_stamp(unit, "after its use")
             if seen[1] != self._fingerprint(unit):
-                raise InternalError(f"the gathered parameters of unit {self._name(unit)!r} were overwritten in use")
+                raise ModelError(
+                    f"the gathered parameters of unit {self._name(unit)!r} were overwritten in use: its forward, or a "
+                    f"hook of it, writes to them through .data or under torch.no_grad(), which the masters never see. "
+                    f"Change `.local` of the model's parameters between steps and call zm.refresh(model), or compute "
+                    f"with a changed copy, as torch.nn.utils.parametrize does"
+                )
         self._backend.unuse(unit)
 
     def refresh(self, unit: int) -> Ticket | None:
@@ -74,8 +79,8 @@ class SlotGuard:
     def wait(self, ticket: Ticket, op: Op) -> None:
         self._backend.wait(ticket, op)
 
-    def grads_discarded(self, unit: int) -> bool:
-        return self._backend.grads_discarded(unit)
+    def has_grads(self, unit: int) -> bool:
+        return self._backend.has_grads(unit)
 
     def _check_stamp(self, unit: int, when: str) -> None:
         slot = self._slot(unit)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._dynamo import eval_frame
 
+from zeromesh.engine.containers import CastCalls, tensors_of
 from zeromesh.errors import CommunicationError, ModelError
 
 if TYPE_CHECKING:
@@ -31,36 +31,27 @@ def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch
         cast: dtype that floating-point inputs are cast to; None leaves them.
     """
     reference = weakref.ref(engine)
-    for module in modules:
-        # Of joined modules the last one tells that the unit's backward begins, since each hook delays every step. Their
-        # calls are counted all the same, so a unit that lacks a gradient is not taken as finished before the end. All
-        # tell it of a unit with frozen parameters, whose last gradient does not say that its backward has ended.
-        outputs = module is modules[-1] or engine.units[unit].has_frozen
-        _on_module(reference, unit, module, cast, outputs=outputs)
-    for index, buffer in enumerate(engine.units[unit].buffers):
-        for position, leaf in enumerate(buffer.leaves):
-            if leaf.requires_grad:
-                leaf_hook = _leaf_hook(reference, unit, index, position)
-                leaf.register_post_accumulate_grad_hook(leaf_hook)  # type: ignore[no-untyped-call]  # torch leaves it so
+    for index, module in enumerate(modules):
+        _on_module(reference, unit, module, cast, outermost=unit == index == 0)
 
 
 def _on_module(
-    reference: weakref.ref[Engine], unit: int, module: nn.Module, cast: torch.dtype | None, *, outputs: bool
+    reference: weakref.ref[Engine], unit: int, module: nn.Module, cast: torch.dtype | None, *, outermost: bool
 ) -> None:
+    calls = CastCalls(cast) if cast is not None else None
 
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        _alive(reference).pre_forward(unit)
-        if cast is None:
-            return None
-        inside = unit == 0
-        return _cast(args, cast, inside), {key: _cast(value, cast, inside) for key, value in kwargs.items()}
+        _alive(reference).pre_forward(unit, outermost=outermost)
+        return calls.begin(args, kwargs) if calls else None
 
     def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if calls:
+            calls.end(kwargs)
         engine = reference()
         if engine is not None:  # else `pre_forward` has said so
             # Without a result the forward may have raised; a lane that failed too would bury that in a warning.
             with suppress(*([CommunicationError] if result is None else [])):
-                engine.post_forward(unit, tensors_of(result) if outputs else None)
+                engine.post_forward(unit, None if result is None else tensors_of(result))
 
     # What a compiled caller traces must not enter the engine: the hooks run as Python, between graphs. Nor are they and
     # what they call compiled by themselves, which torch would try with any function that runs between graphs;
@@ -73,48 +64,8 @@ def _on_module(
     module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
 
 
-def _leaf_hook(reference: weakref.ref[Engine], unit: int, index: int, position: int) -> Callable[[Tensor], None]:
-    def grad_ready(_: Tensor) -> None:
-        engine = reference()
-        if engine is not None:
-            engine.grad_ready(unit, index, position)
-
-    return grad_ready
-
-
 def _alive(reference: weakref.ref[Engine]) -> Engine:
     engine = reference()
     if engine is None:
         raise ModelError("this module was part of a sharded model that has been deleted, and its parameters with it")
     return engine
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested sequences, mappings and dataclasses (a Hugging Face output is both of the last)."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from tensors_of(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_of(getattr(value, field.name))
-
-
-def _cast(value: Any, dtype: torch.dtype, inside: bool) -> Any:
-    """Floating tensors, and those in tuples; in lists and dicts only `inside`, of what the whole model is given: what
-    units hand each other they may also fill."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if type(value) is tuple:
-        return tuple(_cast(item, dtype, inside) for item in value)
-    if inside and isinstance(value, list):
-        items = [_cast(item, dtype, inside) for item in value]
-        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    if inside and type(value) is dict:
-        cast = {key: _cast(item, dtype, inside) for key, item in value.items()}
-        return cast if any(cast[key] is not item for key, item in value.items()) else value
-    return value

@@ -228,6 +228,13 @@ def leave_memory(grad: ShardedGrad) -> ShardedGrad:
     return _slice_like(grad, local)
 
 
+def return_memory(grad: ShardedGrad, own: ShardedGrad) -> ShardedGrad:
+    """Gives `grad`, which whoever held it before still holds, the memory of `own`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad.data = own.local
+    return grad
+
+
 def _watch_gradient(name: str, args: Any, kwargs: Any, result: Any) -> None:
     """A gradient that arrives at `result` would go on to a slice, where no optimizer looks for it: raises then."""
     tensors = [tensor for tensor in _flat([result]) if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]

@@ -230,13 +230,12 @@ class _Recorder:
 
     def install(self) -> None:
         backend, interpreter = self.engine.backend, self.engine.interpreter
-        self._before = (backend.lanes, backend.chains, backend.watch_chain, interpreter.watch)
+        self._before = (backend.lanes, backend.chains, interpreter.watch)
         self._records = {name: group.record for name, group in backend.groups.items()}
         inline = self.engine.schedule.layout.strategy.overlap == "none"
         lanes = {kind: _WatchedLane(lane, self, inline) for kind, lane in backend.lanes.items()}
         backend.lanes = lanes  # type: ignore[assignment]  # all that the backend does is submit
         backend.chains = [self._unit(c, u.name) for c, u in zip(backend.chains, backend.units, strict=True)]
-        backend.watch_chain = self._reduce
         interpreter.watch = self.point
         for name, group in backend.groups.items():
             group.record = self._counting(self._records[name])
@@ -248,7 +247,7 @@ class _Recorder:
 
     def remove(self) -> None:
         backend, interpreter = self.engine.backend, self.engine.interpreter
-        backend.lanes, backend.chains, backend.watch_chain, interpreter.watch = self._before
+        backend.lanes, backend.chains, interpreter.watch = self._before
         for name, record in self._records.items():
             backend.groups[name].record = record
         for hook in self._hooks:
@@ -267,7 +266,7 @@ class _Recorder:
             unshard=[self._gather(chain, "unshard", unit) for chain in chains.unshard],
             unshard_kept=[self._gather(chain, "unshard", unit) for chain in chains.unshard_kept],
             refresh=[self._gather(chain, "refresh", unit) for chain in chains.refresh],
-            reduce=[None if chain is None else self._reduce(chain, unit) for chain in chains.reduce],
+            reduce={index: self._reduce(chain, unit) for index, chain in chains.reduce.items()},
         )
 
     def _gather(self, chain: GatherChain, kind: str, unit: str) -> GatherChain:

@@ -115,13 +115,18 @@ def _show(state: dict[str, Any], prefix: str, params: Mapping[str, ShardedParame
 
 def _take(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Copies what is given for parameters into the shards; torch's own loading then finds them in place."""
-    held: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    held |= module.named_buffers(remove_duplicate=False)
+    held = {  # not by `named_parameters`, which checkpoint wrappers override
+        f"{name}.{key}" if name else key: value
+        for name, part in module.named_modules(remove_duplicate=False)
+        for key, value in (part._parameters | part._buffers).items()
+        if value is not None
+    }
+    given = {clean_name(key.removeprefix(prefix)): key for key in state if key.startswith(prefix)}
     for actual, param in held.items():
         name = clean_name(actual)
-        if prefix + name not in state:
+        if name not in given:
             continue
-        value = state.pop(prefix + name)
+        value = state.pop(given[name])
         if isinstance(param, ShardedParameter) and isinstance(value, Tensor) and value.shape == param.global_shape:
             _copy(name, param, value)
             value = param

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zeromesh.engine.shardable import can_shard, require_apart
 from zeromesh.errors import ModelError, nearest
 from zeromesh.model import module_units
-from zeromesh.model.module_units import clean_name, find_blocks, find_edges, is_sharded, unwrapped
-from zeromesh.schedule import FlatBuffer, Role, Unit, adopts_root, joined_name, neighbours
+from zeromesh.model.module_units import clean_name, find_blocks, find_edges, unwrapped
+from zeromesh.schedule import FlatBuffer, Role, Unit, joined_name, neighbours
 
 UnitClasses = Sequence[type[nn.Module] | str]
 
@@ -97,18 +98,13 @@ class ModuleUnit:
         """Takes the modules and parameters of `other`, which follows in the forward."""
         self.names += other.names
         self.modules += other.modules
-        self.adopt(other)
-
-    def adopt(self, other: ModuleUnit) -> None:
-        """Takes the parameters of `other` alone."""
         for key, infos in other.groups.items():
             self.groups.setdefault(key, []).extend(infos)
-        other.groups = {}
 
     def describe(self, precision: Precision) -> Unit:
         """The unit as the schedule sees it."""
-        buffers = tuple(
-            precision.buffer(dtype, sum(info.param.numel() for info in infos), trainable)
+        buffers = tuple(  # parameters without elements have a buffer too, and buffers have elements
+            precision.buffer(dtype, max(1, sum(info.param.numel() for info in infos)), trainable)
             for (dtype, trainable), infos in self.groups.items()
         )
         return Unit(name=self.name, role=self.role, buffers=buffers)
@@ -137,7 +133,7 @@ def find_units(
     blocks = _named_classes(model, classes) if classes is not None else find_blocks(model)
     edges = [] if classes is not None else [edge for edge in find_edges(model, blocks) if edge is not None]
     _check_resident(resident, [names[module] for module in blocks])
-    chosen = {module for module in (*blocks, *edges) if module is not model}
+    chosen = {module for module in (*blocks, *edges) if names[module]}  # the root's wrappers wrap no unit
     units = {model: ModuleUnit(names=[""], modules=[model], role=Role.RESIDENT)}
     for module in (module for module in names if module in chosen):
         nested = any(_inside(names[module], names[other]) for other in chosen)
@@ -150,15 +146,11 @@ def find_units(
 
 def join_modules(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes: int) -> list[ModuleUnit]:
     """The modules of what `zeromesh.schedule.join_units` joins."""
-    described = [unit.describe(precision) for unit in units]
     joined: list[ModuleUnit] = []
-    groups = neighbours(described, bucket_bytes)
-    for first, *others in groups:
+    for first, *others in neighbours([unit.describe(precision) for unit in units], bucket_bytes):
         for other in others:
             units[first].join(units[other])
         joined.append(units[first])
-    if adopts_root(described, groups, bucket_bytes):
-        joined[1].adopt(joined[0])
     return joined
 
 
@@ -167,7 +159,7 @@ def modules_by_unit(model: nn.Module, units: Sequence[ModuleUnit]) -> dict[str, 
     names = {clean_name(name): module for name, module in model.named_modules()}
     found: dict[str, list[nn.Module]] = {unit.name: [] for unit in units}
     by_module = {names[name]: unit for unit in units for name in unit.names}
-    for module, _, home in _walk(model, model, by_module):
+    for module, _, home in _walk(model, names[""], by_module):
         found[by_module[home].name].append(module)
     return found
 
@@ -204,9 +196,9 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit], precision: Pre
     for owner, name, home in _walk(model, model, units):
         for key, param in owner._parameters.items():
             full_name = clean_name(f"{name}.{key}" if name else key)
-            if param is not None and _can_shard(param, full_name):
-                _require_rows_kept(owner, param, full_name)
+            if param is not None and can_shard(owner, param, full_name):
                 homes.setdefault(param, []).append((owner, key, home, full_name))
+    require_apart({param: places[0][3] for param, places in homes.items()})
     for param, places in homes.items():
         home = places[0][2] if len({place[2] for place in places}) == 1 else model
         # A module that is registered twice has two names and one site.
@@ -217,30 +209,6 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit], precision: Pre
         for infos in unit.groups.values():
             # Odd sizes last, so that all others stay aligned for vector loads and matrix units, in two bytes too.
             infos.sort(key=lambda info: info.param.numel() % 8 != 0)
-
-
-def _require_rows_kept(owner: nn.Module, param: nn.Parameter, name: str) -> None:
-    """Raises ModelError for rows that each forward would change in a gathered copy, and the master never see."""
-    if param.requires_grad and isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.max_norm is not None:
-        raise ModelError(
-            f"{name} is renormalised in place by each forward ({type(owner).__name__} with max_norm={owner.max_norm}), "
-            f"on the rows that a rank looks up: ranks would hold different rows. Drop max_norm, or freeze the weight"
-        )
-
-
-def _can_shard(param: nn.Parameter, name: str) -> bool:
-    """Whether the parameter is sharded; frozen ones of other dtypes (quantised weights, say) stay as they are."""
-    if param._backward_hooks or param._post_accumulate_grad_hooks:
-        raise ModelError(
-            f"{name} has hooks for its gradient, which would never be called: a sharded parameter's gradient comes in "
-            f"parts, reduced later. Remove them and change `.grad` after the last backward, before the step"
-        )
-    if param.requires_grad and not is_sharded(param):
-        raise ModelError(
-            f"{name} has dtype {param.dtype}; parameters that are trained must be fp64, fp32, bf16 or fp16. "
-            f"Convert it, or freeze it (requires_grad=False): it then stays whole on every rank"
-        )
-    return is_sharded(param)
 
 
 def _walk(

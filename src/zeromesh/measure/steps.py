@@ -29,7 +29,7 @@ from zeromesh.measure.replay import Compute, Replayed, read_schedule, replay, sc
 from zeromesh.measure.shapes import SHAPES
 from zeromesh.model.transformer import build
 from zeromesh.schedule import BUCKET_BYTES
-from zeromesh.simulator import Workload, simulate
+from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.trace import Event, Trace
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def predict(schedule: Mapping[str, Any], cluster: Cluster, batch: Batch, compute
 
 def planned_s(strategy: str, cluster: Cluster, batch: Batch) -> float:
     """Seconds of the same step as the planner has it: from the probed cluster alone, at its rate of large products."""
-    workload = Workload(
+    workload = FixedWorkload(
         seq_len=batch.tokens,
         global_batch_tokens=batch.sequences * batch.tokens * batch.micro_batches * cluster.world,
         micro_batch=batch.sequences,

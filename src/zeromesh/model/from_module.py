@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeromesh.errors import ModelError
 from zeromesh.model.module_trace import Product, UnitTrace, trace
-from zeromesh.model.module_units import DTYPES, ModuleUnit, cut, is_sharded, without_recomputation
+from zeromesh.model.module_units import DTYPES, CutUnit, cut, is_sharded, without_recomputation
 from zeromesh.model.spec import (
     ActivationSpec,
     AttentionSpec,
@@ -157,7 +157,7 @@ def _fake(value: Any) -> Any:
 # From traces to specs -----------------------------------------------------------------------------------------------
 
 
-def _unit(unit: ModuleUnit, runs: Sequence[tuple[int, Measured]]) -> UnitSpec:
+def _unit(unit: CutUnit, runs: Sequence[tuple[int, Measured]]) -> UnitSpec:
     seq_len, measured = runs[0]
     found = measured[unit.name]
     products = sum(2.0 * p.rows * p.inner * p.outer * p.count for p in found.products)
@@ -177,9 +177,7 @@ def _unit(unit: ModuleUnit, runs: Sequence[tuple[int, Measured]]) -> UnitSpec:
     )
 
 
-def _tensor(
-    key: str, parameter: nn.Parameter, unit: ModuleUnit, products: Sequence[Product], seq_len: int
-) -> TensorSpec:
+def _tensor(key: str, parameter: nn.Parameter, unit: CutUnit, products: Sequence[Product], seq_len: int) -> TensorSpec:
     owner = unit.module.get_submodule(key.rpartition(".")[0])
     return TensorSpec(
         name=key,
@@ -198,7 +196,7 @@ def _active_share(parameter: nn.Parameter, products: Sequence[Product], tokens: 
     return 1.0
 
 
-def _is_head(unit: ModuleUnit, key: str) -> bool:
+def _is_head(unit: CutUnit, key: str) -> bool:
     """Whether a lookup table is tied to a layer that multiplies with it."""
     weight = unit.module.get_parameter(key)
     others = (part for part in unit.module.modules() if isinstance(part, nn.Linear))
@@ -227,7 +225,7 @@ def _attention(found: UnitTrace, seq_len: int) -> AttentionSpec | None:
     )
 
 
-def _activations(unit: ModuleUnit, runs: Sequence[tuple[int, Measured]]) -> ActivationSpec:
+def _activations(unit: CutUnit, runs: Sequence[tuple[int, Measured]]) -> ActivationSpec:
     seq_len, measured = runs[0]
     found = measured[unit.name]
     saved = _per_token([(length, traces[unit.name].saved_bytes) for length, traces in runs])

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zeromesh.errors import ModelError
-from zeromesh.model.module_units import ModuleUnit, clean_name
+from zeromesh.model.module_units import CutUnit, clean_name
 from zeromesh.model.spec import UnitKind
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ class UnitTrace:
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Attributes every operation of the forward pass to the unit, and to the module, that runs it."""
 
-    def __init__(self, module: nn.Module, units: Sequence[ModuleUnit]) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[CutUnit]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.traces: dict[str, UnitTrace] = {unit.name: UnitTrace() for unit in units}
         self._names = {id(part): clean_name(name) for name, part in module.named_modules()}
@@ -209,7 +209,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         return enter
 
 
-def trace(module: nn.Module, units: Sequence[ModuleUnit], inputs: Mapping[str, Any]) -> dict[str, UnitTrace]:
+def trace(module: nn.Module, units: Sequence[CutUnit], inputs: Mapping[str, Any]) -> dict[str, UnitTrace]:
     """One forward and backward of `module` on `inputs`, inside a FakeTensorMode.
 
     Raises:

@@ -1,9 +1,9 @@
 """Cuts a module into units, by the rule that the engine follows too. Imports torch.
 
 Blocks are the modules that Hugging Face's `_no_split_modules` names, else the members of its repeated lists
-(`ModuleList` or `Sequential` of two or more of one class that hold parameters); of nested ones the outermost. Input
-embedding and output head are units of their own unless they share a parameter with anything else; the root holds the
-rest. Wrappers for checkpointing and compilation are looked through.
+(`ModuleList` or `Sequential` of two or more of one class that hold parameters); of nested ones the outermost. The
+model's input embedding and output head are units of their own, unless they share a parameter with anything else; the
+root holds the rest. Wrappers for checkpointing and compilation are looked through.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def without_recomputation(module: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleUnit:
+class CutUnit:
     """A module that is one unit. The root's parameters are those of no other unit."""
 
     name: str
@@ -74,20 +74,20 @@ class ModuleUnit:
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
 
-def cut(module: nn.Module) -> list[ModuleUnit]:
+def cut(module: nn.Module) -> list[CutUnit]:
     """The units of `module`: root first, where it holds parameters, then in order of registration."""
     uses = _uses(module)
-    inner: list[ModuleUnit] = []
+    inner: list[CutUnit] = []
     claimed: set[int] = set()
     for name, kind, part in _candidates(module):
         within = _uses(part)
         named = ((clean_name(key), p) for key, p in part.named_parameters() if is_sharded(p))
         own = tuple((key, p) for key, p in named if uses[id(p)] == within[id(p)])
-        inner.append(ModuleUnit(name=clean_name(name), kind=kind, module=part, parameters=own))
+        inner.append(CutUnit(name=clean_name(name), kind=kind, module=part, parameters=own))
         claimed.update(id(p) for _, p in own)
     left = ((name, p) for name, p in module.named_parameters() if id(p) not in claimed)
     rest = tuple((clean_name(name), p) for name, p in left if is_sharded(p))
-    root = [ModuleUnit(name="", kind=UnitKind.ROOT, module=module, parameters=rest)] if rest else []
+    root = [CutUnit(name="", kind=UnitKind.ROOT, module=module, parameters=rest)] if rest else []
     return [*root, *inner]
 
 
@@ -114,26 +114,36 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         found = [module for module in model.modules() if type(module).__name__ in set(named)]
         if found:
             return _outer(model, found)
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
-    members = [[unwrapped(child) for child in children] for children in lists]
-    repeated = [group for group in members if len({type(child) for child in group}) == 1 and _has_params(group[0])]
-    return _outer(model, [child for group in repeated for child in group])
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    members = [[unwrapped(child) for child in every._modules.values() if child is not None] for every in lists]
+    alike = [group for group in members if len(group) > 1 and len({type(child) for child in group}) == 1]
+    return _outer(model, [child for group in alike if _has_params(group[0]) for child in group])
 
 
 def find_edges(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module | None, nn.Module | None]:
-    """The input embedding and the output head: as the module says, else the first embedding and the last linear layer
-    outside the blocks; none where there are no blocks, or what is tied to something else."""
+    """The input embedding and the output head: what a Hugging Face model says that they are; of others the first
+    embedding ahead of the blocks and the last linear layer behind them.
+
+    None where there are no blocks, and in the place of what is tied to something else or has no forward of its own: no
+    call of it would say when its parameters are needed.
+    """
     inside = {inner for block in blocks for inner in block.modules()}
-    outside = [module for module in model.modules() if module not in inside]
     holders = _holders(model)
 
     def own(edge: nn.Module | None) -> nn.Module | None:
-        alone = edge is not None and all(len(holders[param]) == 1 for param in edge.parameters())
-        return edge if blocks and edge not in inside and alone else None
+        if edge is None or edge in inside or type(edge).forward is nn.Module.forward:
+            return None
+        return edge if all(len(holders[param]) == 1 for param in edge.parameters()) else None
 
-    embedding = _accessor(model, "get_input_embeddings") or _first(outside, nn.Embedding)
-    head = _accessor(model, "get_output_embeddings") or _first(outside[::-1], nn.Linear)
-    return own(embedding), own(head)
+    if not blocks:
+        return None, None
+    if hasattr(model, "get_input_embeddings"):
+        return own(_accessor(model, "get_input_embeddings")), own(_accessor(model, "get_output_embeddings"))
+    order = {module: index for index, module in enumerate(model.modules())}
+    places = [order[block] for block in blocks]
+    ahead = [module for module in order if order[module] < min(places)]
+    behind = [module for module in order if order[module] > max(places) and module not in inside]
+    return own(_first(ahead, nn.Embedding)), own(_first(behind[::-1], nn.Linear))
 
 
 def _outer(model: nn.Module, found: Sequence[nn.Module]) -> list[nn.Module]:

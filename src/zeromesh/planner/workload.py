@@ -8,7 +8,7 @@ from math import ceil
 
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation
-from zeromesh.simulator import Workload as FixedWorkload
+from zeromesh.simulator import FixedWorkload
 from zeromesh.strategy.plan import settle_dtypes
 
 MAX_MICRO_BATCH = 64

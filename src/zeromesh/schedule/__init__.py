@@ -1,13 +1,16 @@
 """One training step as data, and the interpreter that engine and simulator run it with. Torch-free.
 
-Reading order: `unit` (what is scheduled), `transfer` (its collectives), `memory` (its buffers), `program` (points and
-ops), `interpreter` (who carries them out), `step` (the canonical order of points).
+Reading order: `unit` (what is scheduled), `transfer` (one collective), `placed` (what is held and sent of a flat
+buffer), `memory` (all buffers), `program` (points and ops), `calls` (where forward and backward are), `interpreter`
+(who carries ops out), `step` (the canonical order).
 """
 
+from zeromesh.schedule.calls import Call
 from zeromesh.schedule.interpreter import Interpreter
-from zeromesh.schedule.memory import MemoryPlan, Persistent, SlotPlan
+from zeromesh.schedule.memory import MemoryPlan, SlotPlan
+from zeromesh.schedule.placed import Persistent, Placed, Route, place
 from zeromesh.schedule.program import Action, Op, PointKind, Schedule
-from zeromesh.schedule.state import Backend, GradState, Reducing, Reduction, Target
+from zeromesh.schedule.state import Backend, GradState, Reducing, Reduction
 from zeromesh.schedule.step import Counted, run_step, sent_bytes_per_axis, step_transfers
 from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes
 from zeromesh.schedule.unit import (
@@ -16,7 +19,6 @@ from zeromesh.schedule.unit import (
     FlatBuffer,
     Role,
     Unit,
-    adopts_root,
     join_units,
     joined_name,
     neighbours,
@@ -29,6 +31,7 @@ __all__ = [
     "LANES",
     "Action",
     "Backend",
+    "Call",
     "Counted",
     "FlatBuffer",
     "GradState",
@@ -37,20 +40,21 @@ __all__ = [
     "MemoryPlan",
     "Op",
     "Persistent",
+    "Placed",
     "PointKind",
     "Reducing",
     "Reduction",
     "Role",
+    "Route",
     "Schedule",
     "SlotPlan",
-    "Target",
     "Transfer",
     "Unit",
-    "adopts_root",
     "join_units",
     "joined_name",
     "lane_axes",
     "neighbours",
+    "place",
     "run_step",
     "sent_bytes_per_axis",
     "step_transfers",

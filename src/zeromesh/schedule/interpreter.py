@@ -13,22 +13,29 @@ points issue the same collectives in the same order.
 [Note: Generations] Every step, load or change by hand raises a unit's generation; a copy made from an older one is not
 used again.
 
-[Note: Gradient states] EMPTY: nothing accumulated. PARTIAL: the accumulator holds micro-batches, reduced over the axes
-of `grad_axes` only. REDUCED: its state shard holds the reduced gradient; a further backward is reduced by itself, then
-added, so nothing is reduced twice.
+[Note: Gradient states] Of one step, which begins with the first backward after the last one's. EMPTY: nothing
+accumulated. PARTIAL: the accumulator holds micro-batches, reduced over the axes of `grad_axes` only. REDUCED: its state
+shard holds the reduced gradient; what else the same backward brings is reduced by itself, then added, so nothing is
+reduced twice.
+
+[Note: Turns] Where parameters are sharded all ranks call the same units in the same order, and a unit is reduced as
+soon as its calls are over: [Note: Reverse]. Elsewhere ranks may call different units, so reductions are issued in the
+reverse of an order that all share, each once in a backward: a unit waits for those after it, and one that nothing on
+this rank will come back to sends zeros. What is not known to be over by then has its turn when autograd has ended.
 """
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from zeromesh.errors import InternalError, ModelError
-from zeromesh.schedule.memory import REDUCE_SLOTS
+from zeromesh.schedule.calls import Backward, Call, Forward
 from zeromesh.schedule.program import Action, Op, PointKind, Schedule
-from zeromesh.schedule.state import Backend, GradState, Reduction, Slots, Target, UnitState
+from zeromesh.schedule.state import Backend, GradState, Reduction, Slots, UnitState
 
 T = TypeVar("T")
 
@@ -45,10 +52,12 @@ class Interpreter(Generic[T]):
         schedule: what to do where.
         backend: who does it.
         last: whether the running micro-batch is the last before the optimizer's step; set by the driver.
-        in_backward: from a backward's first gradient to its end.
         watch: is told of every point as it is reached, before its ops; an observer for traces.
         states: by unit.
         gather_slots, reduce_slots: which unit has which.
+        forward: that runs, outside a backward or (a recomputation) inside.
+        backward: that runs.
+        awaited: units whose forward no backward has followed.
         seen: units in the order of their first forward.
         digest: of the gathers since the last step, to be compared between ranks.
     """
@@ -56,16 +65,17 @@ class Interpreter(Generic[T]):
     schedule: Schedule
     backend: Backend[T]
     last: bool = True
-    in_backward: bool = False
     watch: Callable[[PointKind, int], None] = _unwatched
     states: list[UnitState[T]] = field(init=False)
     gather_slots: Slots[T] = field(init=False)
     reduce_slots: Slots[T] = field(init=False)
+    forward: Forward | None = None
+    backward: Backward | None = None
     seen: list[int] = field(default_factory=list)
     digest: int = 0
-    _turn: int = 0
-    _learnt: bool = False
-    _apart: list[int] = field(default_factory=list)
+    awaited: set[int] = field(default_factory=set)
+    _graphs: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
+    _forwards: int = 0
 
     def __post_init__(self) -> None:
         self.states = [UnitState() for _ in self.schedule.units]
@@ -76,60 +86,70 @@ class Interpreter(Generic[T]):
 
     def pre_forward(self, unit: int) -> None:
         """Before a unit's forward, or its repetition inside the backward."""
-        if self.in_backward:
+        if self.forward is None:
+            self._forwards += 1
+            self.forward = Forward(self._forwards)
+        self.forward.begin(unit)
+        if self.backward is not None:
             return self._run(PointKind.PRE_RECOMPUTE, unit)
-        self.states[unit].visited = True
         if unit not in self.seen:
             self.seen.append(unit)
         self._run(PointKind.PRE_FORWARD, unit)
 
-    def post_forward(self, unit: int, *, backward: bool) -> None:
-        """After a unit's forward; `backward` says whether its outputs will bring it to PRE_BACKWARD."""
-        if self.in_backward:
-            return self._run(PointKind.POST_RECOMPUTE, unit)
-        self.states[unit].calls += backward
-        self._run(PointKind.POST_FORWARD, unit)
+    def post_forward(self, unit: int, *, backward: bool, hidden: bool = False) -> Call | None:
+        """After a unit's forward.
 
-    def end_forward(self, *, backward: bool) -> None:
-        """After the root's forward: without a backward to come, what stayed gathered may go."""
-        if not backward and not self.in_backward:
-            self._run(PointKind.END_FORWARD)
-
-    def leave(self) -> None:
-        """When the outermost forward has ended."""
-        if not self.in_backward:
+        Args:
+            unit: its index.
+            backward: whether its outputs will bring the call that is returned to `pre_backward`.
+            hidden: nothing of its outputs can, though a gradient may come to its parameters.
+        """
+        forward = self.forward
+        if forward is None:  # it was given up from inside
+            return None
+        end = forward.end(unit, backward=backward)
+        if hidden:
+            forward.hidden.add(unit)
+        if not forward.running:
+            self.forward = None
+        if not forward.runs(unit):
+            self._run(PointKind.POST_RECOMPUTE if self.backward is not None else PointKind.POST_FORWARD, unit)
+        if self.forward is None and self.backward is None:
+            # Without a backward to come, what stayed gathered may go.
+            if not forward.calls and not forward.hidden:
+                self._run(PointKind.END_FORWARD)
             self._run(PointKind.LEAVE)
+        if end is None:
+            return None
+        self.awaited.add(unit)
+        self._graphs.add(forward)
+        return Call(forward, unit, end, self.states[unit].generation)
 
     def begin_backward(self) -> None:
         """When the first gradient of a backward has arrived; once is enough."""
-        if self.in_backward:
-            return
-        self.in_backward, self._turn = True, 0
-        for unit, state in enumerate(self.states):
-            if state.grad is GradState.REDUCED:
-                # Under way only after a backward that was interrupted: its sums must not fall into new gradients.
-                self._settle_reduction(state, Op(Action.SYNC, -1))
-                if self.backend.grads_discarded(unit):
-                    state.grad = GradState.EMPTY
-        self._run(PointKind.BEGIN_BACKWARD)
+        if self.backward is None:
+            self.backward = Backward()
 
-    def pre_backward(self, unit: int) -> None:
+    def pre_backward(self, call: Call) -> None:
         """When the gradient of a call's output has arrived."""
         self.begin_backward()
-        self.states[unit].entered += 1
-        self._finish_later_units(unit)
-        self._run(PointKind.PRE_BACKWARD, unit)
-
-    def post_backward(self, unit: int) -> None:
-        """When the gradients of the unit's trainable parameters are there, or an earlier unit's backward has begun."""
-        self._run(PointKind.POST_BACKWARD, unit)
+        assert self.backward is not None
+        for later in sorted(self.backward.reached, key=lambda forward: -forward.number):
+            if later.number > call.forward.number:
+                self._go_back(later, 0)
+        self._go_back(call.forward, call.end)
+        if not self.states[call.unit].in_use:  # its turn had passed: entered once more
+            self._run(PointKind.PRE_BACKWARD, call.unit)
 
     def end_backward(self) -> None:
         """When autograd has ended. After a last micro-batch every reduced gradient is there on return."""
+        self.begin_backward()
+        assert self.backward is not None
+        for forward in sorted(self.backward.reached, key=lambda forward: -forward.number):
+            self._go_back(forward, 0)
         self._run(PointKind.END_BACKWARD)
-        self.in_backward = False
-        for state in self.states:  # still visited: a further backward of the same forward may reach them
-            state.calls, state.entered, state.ready = 0, 0, False
+        self.backward = None
+        self.awaited.clear()
 
     def stepped(self, units: Iterable[int]) -> None:
         """An optimizer, a load or the user has changed the masters of `units`."""
@@ -137,47 +157,32 @@ class Interpreter(Generic[T]):
         changed = set(units)
         for unit in changed:
             self.invalidate(unit)
-            self.states[unit].visited = False
         for op in self.schedule.ops(PointKind.STEPPED):
             if op.unit in changed or op.action is Action.SYNC:
                 self._do(op)
 
     # ---- for the back end
 
-    def begin_grads(self, unit: int, *, in_turn: bool = False) -> Target:
-        """Where to put the gradients of `unit` that the running backward computes; settled at the first of them.
-
-        Args:
-            in_turn: it is reduced now, so no other unit is to have its slot before it.
-        """
-        state = self.states[unit]
-        if state.target in (None, Target.WAIT):
-            state.target = self._acquire(unit, in_turn=in_turn)
-        assert state.target is not None
-        return state.target
-
     def invalidate(self, unit: int) -> None:
         """Raises the unit's generation: [Note: Generations]."""
         state = self.states[unit]
-        if state.in_use and self.in_backward:
+        if state.in_use and self.backward is not None:
             raise InternalError(f"unit {self.schedule.units[unit].name!r} changed while its backward runs")
         state.generation += 1
 
-    def discard_grads(self) -> None:
-        """Forgets what was accumulated and not yet stepped on."""
+    def begin_step(self) -> None:
+        """Nothing is accumulated any more; what is under way writes what nobody reads, and is waited for."""
         for state in self.states:
             self._settle_reduction(state, Op(Action.SYNC, -1))
             state.grad = GradState.EMPTY
 
     def abort(self) -> None:
-        """After a forward or backward that raised: nothing is in use any more; partial sums are kept."""
+        """After a forward or backward that did not end: nothing is in use any more."""
         for unit, state in enumerate(self.states):
             if state.in_use:
                 self._reshard(unit)
-            if state.target is not None:
-                self._free_reduce_slot(unit)
-            state.target, state.ready, state.visited, state.calls, state.entered = None, False, False, 0, 0
-        self.in_backward = False
+        self.forward = self.backward = None
+        self.awaited.clear()
 
     def quiesce(self) -> None:
         """Waits for everything in flight: before masters change, are saved or loaded."""
@@ -189,7 +194,31 @@ class Interpreter(Generic[T]):
     def adopt(self, order: Sequence[int]) -> None:
         """Continues with units in `order`, as the first step has shown it; between steps only."""
         self.schedule = self.schedule.reordered(order)
-        self._learnt = True
+
+    # ---- back through the calls of a forward
+
+    def _go_back(self, forward: Forward, to: int) -> None:
+        """Passes the marks of `forward` from `to` on: [Note: Reverse]."""
+        backward = self.backward
+        assert backward is not None
+        if forward not in backward.reached:
+            forward.visited = True
+            for unit in forward.hidden:
+                self._require_seen(unit)
+        position = backward.reached.get(forward, len(forward.marks))
+        while position > to:
+            position -= 1
+            backward.reached[forward] = position
+            mark = forward.marks[position]
+            if mark is None:
+                continue
+            unit, ends = mark
+            if ends:
+                self._run(PointKind.PRE_BACKWARD, unit)
+                continue
+            backward.left[forward, unit] += 1
+            if backward.has_left(forward, unit):
+                self._run(PointKind.POST_BACKWARD, unit)
 
     # ---- ops
 
@@ -202,8 +231,7 @@ class Interpreter(Generic[T]):
         match op.action:
             case Action.REFRESH:
                 self._refresh(op.unit)
-            # Ready: its backward is done, as that of a root whose last layers are its own may be, early.
-            case Action.PREFETCH if not self.states[op.unit].ready:
+            case Action.PREFETCH:
                 self._gather(op.unit, prefetch=True)
             case Action.UNSHARD:
                 self._unshard(op)
@@ -211,8 +239,9 @@ class Interpreter(Generic[T]):
                 self._reshard(op.unit)
             case Action.DROP:
                 self._drop(op)
+            case Action.REDUCE if self.schedule.shards_params:
+                self._reduce(op.unit)
             case Action.REDUCE:
-                self.states[op.unit].ready = True
                 self._take_turns()
             case Action.SYNC if op.unit < 0:
                 self.quiesce()
@@ -247,7 +276,7 @@ class Interpreter(Generic[T]):
         if owner is not None and owner != unit and not self._evict(owner, unit, prefetch):
             return
         self.gather_slots.owner[slot] = unit
-        from_kept = self._has_kept(unit) and self.in_backward and state.kept == state.generation
+        from_kept = self._has_kept(unit) and self.backward is not None and state.kept == state.generation
         self.digest = zlib.crc32(b"%d %d" % (unit, from_kept), self.digest)
         state.ticket = self.backend.unshard(unit, from_kept=from_kept, after=state.refreshing)
         state.full = state.kept = state.generation
@@ -260,7 +289,7 @@ class Interpreter(Generic[T]):
         state = self.states[owner]
         if prefetch and (state.in_use or state.ticket is not None):
             return False
-        if state.in_use and not self.in_backward:
+        if state.in_use and self.backward is None:
             names = [self.schedule.units[index].name for index in (owner, unit)]
             raise ModelError(
                 f"units {names[0]!r} and {names[1]!r} are in use at once but share a gather slot, since neither is "
@@ -268,8 +297,7 @@ class Interpreter(Generic[T]):
             )
         if state.in_use:
             # A unit that is called again earlier in the graph: the calls after that point have finished their backward.
-            self.backend.unuse(owner)
-            state.in_use = False
+            self._reshard(owner)
         self._settle(state, "ticket", Op(Action.UNSHARD, unit))
         state.full = 0
         return True
@@ -281,154 +309,80 @@ class Interpreter(Generic[T]):
             self.backend.unuse(unit)
 
     def _drop(self, op: Op) -> None:
+        """A gather that nobody has waited for goes on: whoever is next to write to the slot or its source waits for it.
+        Here a rank that has gathered what no other has would wait for ever, before ranks compare what they did."""
         self._reshard(op.unit)
         state = self.states[op.unit]
-        # A gather that nobody waited for still writes into the slot.
-        self._settle(state, "ticket", op)
         state.full = state.kept = 0
 
-    # ---- reductions, in an order that all ranks share
-
-    def _acquire(self, unit: int, *, in_turn: bool = False) -> Target:
-        slot = self.schedule.memory.reduce.slot_of[unit]
-        if slot is None:
-            if self.states[unit].grad is not GradState.REDUCED:
-                return Target.ACCUMULATOR
-            self._bound_apart(unit)
-            return Target.APART
-        if not in_turn and not self.schedule.shards_params and not self._is_next(unit, slot):
-            return Target.WAIT
-        owner = self.reduce_slots.owner[slot]
-        if owner is not None:
-            holder = self.states[owner]
-            if holder.target not in (None, Target.WAIT):
-                return Target.WAIT
-            self._settle(holder, "taking", Op(Action.REDUCE, unit))
-        self.reduce_slots.owner[slot] = unit
-        return Target.SLOT
-
-    def _bound_apart(self, unit: int) -> None:
-        """A gradient that is collected apart takes memory of its own until it is reduced: waits for the oldest of
-        those under way where there are as many as slots would be. They are issued in an order that all ranks share,
-        so whoever waits for one waits for ranks that wait for earlier ones at most."""
-        under_way = [other for other in self._apart if self.states[other].reducing is not None]
-        for other in under_way[: len(under_way) + 1 - REDUCE_SLOTS]:
-            self._settle_reduction(self.states[other], Op(Action.REDUCE, unit))
-            under_way.remove(other)
-        self._apart = under_way
-
-    def _is_next(self, unit: int, slot: int) -> bool:
-        """Whether no other unit is to reduce from the slot first. Ranks may get there in different orders where no
-        parameters are sharded; were a slot taken out of turn, it would have to be emptied out of turn."""
-        left = self.schedule.order[: len(self.schedule.order) - self._turn]
-        sharing = [other for other in left if self.schedule.memory.reduce.slot_of[other] == slot]
-        return not sharing or sharing[-1] == unit
-
-    def _slot_owner(self, unit: int) -> int:
-        slot = self.schedule.memory.reduce.slot_of[unit]
-        owner = None if slot is None else self.reduce_slots.owner[slot]
-        if owner is None:
-            raise InternalError(f"unit {self.schedule.units[unit].name!r} waits for a reduce slot that nobody holds")
-        return owner
-
-    def _free_reduce_slot(self, unit: int) -> None:
-        slot = self.schedule.memory.reduce.slot_of[unit]
-        if slot is not None and self.reduce_slots.owner[slot] == unit:
-            self.reduce_slots.owner[slot] = None
-
-    def _finish_later_units(self, unit: int) -> None:
-        """Units after `unit` in the forward whose every call has entered its backward have finished it: what of their
-        parameters has no gradient by now was not used. Not so units inside `unit`, which may share its output, and one
-        that holds the root's parameters (`adopts_root`), which have theirs at the end."""
-        order, units = self.schedule.order, self.schedule.units
-        adopted = not self.schedule.shards_params and not units[0].buffers
-        for later in reversed(order[order.index(unit) + 1 :]):
-            state = self.states[later]
-            if adopted and later == 1:
-                continue
-            running = (state.in_use or state.target is not None) and not units[unit].encloses(units[later])
-            if running and not state.ready and state.entered and state.entered >= state.calls:
-                self.post_backward(later)
+    # ---- reductions: [Note: Turns]
 
     def _take_turns(self) -> None:
-        order = self.schedule.order
-        while self._turn < len(order):
-            unit = order[-1 - self._turn]
-            if not self._may_pass(unit):
-                break
-            self._turn += 1
-        # Units whose turn has passed (called again, or unseen by the order): in the order in which they end.
-        for position in range(self._turn):
-            self._reduce_if_ready(order[-1 - position])
+        order, backward = self.schedule.order, self.backward
+        assert backward is not None
+        while backward.turn < len(order) and not self._is_awaited(order[-1 - backward.turn]):
+            self._reduce_in_turn(order[-1 - backward.turn])
 
-    def _may_pass(self, unit: int) -> bool:
-        """Reduces `unit` if it is its turn; False where the ranks must wait for it."""
-        state = self.states[unit]
-        if self._reduce_if_ready(unit) or not self.schedule.units[unit].trainable:
-            return True
-        if self.schedule.shards_params:
-            return state.calls == 0 or self._bypassed(unit)
-        if state.visited:
-            return False
-        self._reduce_unseen(unit)
-        return True
+    def _is_awaited(self, unit: int) -> bool:
+        """Whether this rank may come back to a call of the unit, in this backward."""
+        backward = self.backward
+        assert backward is not None
+        for forward in self._graphs:
+            over = forward.visited and forward not in backward.reached  # in another backward
+            if unit in forward.hidden or not (over or backward.has_left(forward, unit)):
+                return True
+        return False
 
-    def _bypassed(self, unit: int) -> bool:
-        """Whether the backward is past a unit whose output got no gradient: one before it, in an order that all ranks
-        have learnt, has been entered. If it is entered later all the same, its turn has passed."""
-        if not self._learnt or self.states[unit].entered:
-            return False
-        order, units = self.schedule.order, self.schedule.units
-        before = order[: order.index(unit)]
-        return any(self.states[other].entered and not units[other].encloses(units[unit]) for other in before)
-
-    def _reduce_unseen(self, unit: int) -> None:
-        """A unit that this rank has not called; others may have, where parameters are not sharded, and reduce over the
-        axes of `grad_axes` then. Over the others too in a last backward, and after one whose gradient was kept."""
+    def _reduce_in_turn(self, unit: int) -> None:
+        assert self.backward is not None
+        self.backward.turn += 1
         micro = self.schedule.layout.degree(self.schedule.layout.grad_axes) > 1
-        if micro or self.last or self.states[unit].grad is GradState.REDUCED:
+        if self.schedule.units[unit].trainable and (micro or self.last or self.backend.has_grads(unit)):
             self._reduce(unit)
 
-    def _reduce_if_ready(self, unit: int) -> bool:
-        if not self.states[unit].ready:
-            return False
-        self.states[unit].ready = False
-        self._reduce(unit)
-        return True
-
-    def _reduce(self, unit: int) -> None:
-        target, state = self.begin_grads(unit, in_turn=True), self.states[unit]
-        while target is Target.WAIT:  # for a unit that collects in the slot
-            self._reduce(self._slot_owner(unit))
-            target = self.begin_grads(unit, in_turn=True)
-        add = state.grad is GradState.REDUCED
-        boundary = self.last or add
-        reduction = Reduction(target=target, accumulate=state.grad is GradState.PARTIAL, boundary=boundary, add=add)
+    def _reduce(self, unit: int, *, micro: bool = True) -> None:
+        state, slot = self.states[unit], self.schedule.memory.reduce.slot_of[unit]
+        assert self.backward is not None
+        self.backward.reduced.add(unit)
+        if slot is not None and micro:
+            owner = self.reduce_slots.owner[slot]
+            if owner is not None:
+                self._settle(self.states[owner], "taking", Op(Action.REDUCE, unit))
+            self.reduce_slots.owner[slot] = unit
         self._settle_reduction(state, Op(Action.REDUCE, unit))
-        issued = self.backend.reduce(unit, reduction)
+        add = state.grad is GradState.REDUCED
+        issued = self.backend.reduce(
+            unit,
+            Reduction(micro=micro, accumulate=state.grad is GradState.PARTIAL, boundary=self.last, add=add),
+        )
         state.taking, state.reducing = issued.taken, issued.done
-        if target is Target.APART:
-            self._apart.append(unit)
-        state.grad = GradState.REDUCED if boundary else GradState.PARTIAL
-        state.target = None
+        state.grad = GradState.REDUCED if self.last else GradState.PARTIAL
 
     def _flush(self, op: Op) -> None:
+        backward = self.backward
+        assert backward is not None
         for position, unit in enumerate(reversed(self.schedule.order)):
-            state, passed = self.states[unit], position < self._turn
-            self._turn = max(self._turn, position)
+            if position == backward.turn and not self.schedule.shards_params:
+                self._reduce_in_turn(unit)
             if not self.schedule.units[unit].trainable:
                 continue
-            pending = self.last and state.grad is GradState.PARTIAL
-            if state.ready or state.target is not None or pending:
-                state.ready = False
+            if self.backend.has_grads(unit):
+                self._require_seen(unit)
                 self._reduce(unit)
-            elif not self.schedule.shards_params and not passed:
-                self._reduce_unseen(unit)
-        self._turn = len(self.schedule.order)
-        at_once = self.schedule.layout.strategy.overlap == "none"
+            elif self.last and self.states[unit].grad is GradState.PARTIAL:
+                self._reduce(unit, micro=False)
         for state in self.states:
-            if at_once or state.grad is GradState.REDUCED:  # shown as `.grad` from here on
+            if self.last or self.schedule.layout.strategy.overlap == "none":  # shown as `.grad` from here on
                 self._settle_reduction(state, op)
+
+    def _require_seen(self, unit: int) -> None:
+        """Raises ModelError for gradients computed with what happened to be in a slot that others share."""
+        assert self.backward is not None
+        if self.schedule.shares_slot(unit) and unit not in self.backward.reduced:
+            raise ModelError(
+                f"the backward of unit {self.schedule.units[unit].name!r} began unseen, and so may have used another "
+                f"unit's parameters: its forward must return tensors, or tuples, lists, mappings or dataclasses of them"
+            )
 
     def _settle_reduction(self, state: UnitState[T], op: Op) -> None:
         self._settle(state, "taking", op)

@@ -4,11 +4,10 @@
 forward and backward; ``last`` marks the micro-batch after which the optimizer steps::
 
     PRE_FORWARD(u)   POST_FORWARD(u)    around a unit's forward
-    END_FORWARD                         the root's forward has ended, and no backward will come
+    END_FORWARD                         the outermost forward has ended, and no backward will come
     LEAVE                               the outermost forward has ended, the root's or that of a unit called by itself
-    BEGIN_BACKWARD                      the first gradient has arrived
-    PRE_BACKWARD(u)  POST_BACKWARD(u)   a gradient of its output has arrived; its trainable parameters have theirs (of a
-                                        unit with frozen ones, and one that did not use all: an earlier unit begins)
+    PRE_BACKWARD(u)  POST_BACKWARD(u)   a gradient of a call's output has arrived; one has arrived of a call before all
+                                        of its calls, and its parameters have theirs
     PRE_RECOMPUTE(u) POST_RECOMPUTE(u)  around a forward that activation checkpointing repeats inside the backward
     END_BACKWARD                        autograd has nothing left to do
     STEPPED(u)                          an optimizer has updated the unit
@@ -24,17 +23,18 @@ forward and backward; ``last`` marks the micro-batch after which the optimizer s
     SYNC        wait for the unit's reduction, or for all traffic (-1), in overlap modes that expose it
     FLUSH       queue what is left, wait for all reductions after a last micro-batch
 
-Where no parameters are sharded there is nothing to gather or to free unit by unit: all units are opened when the
-backward begins and closed when forward or backward end, and a unit's own points have little to do.
+Where no parameters are sharded a unit may be called many times, by parts (`zeromesh.schedule.unit.join`), and has no
+slot to give back: it stays open until the outermost forward has ended.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from zeromesh.schedule.memory import MemoryPlan
+from zeromesh.schedule.placed import Placed, place
 from zeromesh.schedule.unit import Role, Unit
 from zeromesh.strategy import Layout
 
@@ -46,7 +46,6 @@ class PointKind(enum.Enum):
     POST_FORWARD = "post_forward"
     END_FORWARD = "end_forward"
     LEAVE = "leave"
-    BEGIN_BACKWARD = "begin_backward"
     PRE_BACKWARD = "pre_backward"
     POST_BACKWARD = "post_backward"
     PRE_RECOMPUTE = "pre_recompute"
@@ -89,6 +88,7 @@ class Schedule:
     Args:
         layout: the strategy on its mesh.
         units: in the order in which the model registers them, root first.
+        placed: the buffers of each.
         order: unit indices in the order of the forward.
         memory: every buffer, in bytes.
         program: ops by (point, unit); unit is -1 for points of no unit.
@@ -96,6 +96,7 @@ class Schedule:
 
     layout: Layout
     units: tuple[Unit, ...]
+    placed: tuple[tuple[Placed, ...], ...] = field(repr=False)
     order: tuple[int, ...]
     memory: MemoryPlan
     program: Program = field(repr=False)
@@ -109,12 +110,13 @@ class Schedule:
             units: root first; block units in the order of the model's repeated list.
             workspace_bytes: what the collectives need beside the regions they work on.
         """
-        order = tuple(range(len(units)))
+        order, placed = tuple(range(len(units))), place(layout, units)
         return cls(
             layout=layout,
             units=tuple(units),
+            placed=placed,
             order=order,
-            memory=MemoryPlan.of(layout, units, layout.strategy.prefetch, workspace_bytes),
+            memory=MemoryPlan.of(layout, units, placed, workspace_bytes),
             program=_program(layout, units, order),
         )
 
@@ -132,6 +134,11 @@ class Schedule:
     def shards_params(self) -> bool:
         return self.layout.degree(self.layout.param_axes) > 1
 
+    def shares_slot(self, unit: int) -> bool:
+        """Whether other units are gathered into the unit's slot."""
+        slots = self.memory.gather.slot_of
+        return slots[unit] is not None and slots.count(slots[unit]) > 1
+
     def describe(self) -> str:
         """The program as text, one line per point: the golden form that tests compare."""
         lines = [
@@ -142,42 +149,22 @@ class Schedule:
 
 
 def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> Program:
-    if layout.degree(layout.param_axes) == 1:
-        return _whole_program(layout, units, order)
+    sharded = layout.degree(layout.param_axes) > 1
     program: Program = {}
     for position, unit in enumerate(order):
-        ahead = tuple(_ahead(units, order[position + 1 :], layout.strategy.prefetch))
-        behind = _ahead(units, tuple(reversed(order[:position])), layout.strategy.prefetch)
-        program[PointKind.PRE_FORWARD, unit] = (
-            Op(Action.UNSHARD, unit),
-            *_prefetches(layout, ahead),
-        )
+        ahead, behind = order[position + 1 :], tuple(reversed(order[:position]))
+        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(layout, units, ahead))
         # A block's content stays in its slot: where forward turns into backward the last ones need no second gather.
-        program[PointKind.POST_FORWARD, unit] = (Op(Action.RESHARD, unit),)
-        program[PointKind.PRE_BACKWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(layout, behind))
+        program[PointKind.POST_FORWARD, unit] = (Op(Action.RESHARD, unit),) if sharded else ()
+        program[PointKind.PRE_BACKWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(layout, units, behind))
         program[PointKind.PRE_RECOMPUTE, unit] = (Op(Action.UNSHARD, unit),)
         program[PointKind.POST_RECOMPUTE, unit] = ()
         # The gather for the unit before was issued at PRE_BACKWARD: on one communicator it must not queue behind this.
         program[PointKind.POST_BACKWARD, unit] = (Op(Action.DROP, unit), *_reduce(layout, units, unit))
     drop = _each(Action.DROP, order)
     program[PointKind.END_FORWARD, -1] = drop
+    program[PointKind.LEAVE, -1] = () if sharded else _each(Action.RESHARD, order)
     program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *drop)
-    program[PointKind.STEPPED, -1] = _stepped(layout, units, order)
-    return program
-
-
-def _whole_program(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> Program:
-    """Where no parameters are sharded."""
-    program: Program = {}
-    for unit in order:
-        # The unit after the root may hold the root's parameters: `adopts_root`.
-        opened = (0, 1)[: len(units)] if unit == 0 else (unit,)
-        program[PointKind.PRE_FORWARD, unit] = _each(Action.UNSHARD, opened)
-        program[PointKind.PRE_RECOMPUTE, unit] = (Op(Action.UNSHARD, unit),)
-        program[PointKind.POST_BACKWARD, unit] = (Op(Action.RESHARD, unit), *_reduce(layout, units, unit))
-    program[PointKind.LEAVE, -1] = _each(Action.RESHARD, order)
-    program[PointKind.BEGIN_BACKWARD, -1] = _each(Action.UNSHARD, order)
-    program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *_each(Action.RESHARD, order))
     program[PointKind.STEPPED, -1] = _stepped(layout, units, order)
     return program
 
@@ -200,17 +187,15 @@ def _reduce(layout: Layout, units: Sequence[Unit], unit: int) -> tuple[Op, ...]:
     return (Op(Action.REDUCE, unit), *exposed)
 
 
-def _ahead(units: Sequence[Unit], following: Sequence[int], prefetch: int) -> Iterator[int]:
+def _prefetches(layout: Layout, units: Sequence[Unit], following: Sequence[int]) -> tuple[Op, ...]:
     """The next `prefetch` block units, and whatever else is gathered before the last of them."""
-    blocks = 0
+    ops: list[Op] = []
+    blocks = (
+        0 if layout.degree(layout.param_axes) > 1 and layout.strategy.overlap != "none" else layout.strategy.prefetch
+    )
     for unit in following:
-        if blocks == prefetch:
-            return
+        if blocks == layout.strategy.prefetch:
+            break
         blocks += units[unit].role is Role.BLOCK
-        yield unit
-
-
-def _prefetches(layout: Layout, units: Iterable[int]) -> tuple[Op, ...]:
-    if layout.strategy.overlap == "none":
-        return ()
-    return tuple(Op(Action.PREFETCH, unit) for unit in units)
+        ops.append(Op(Action.PREFETCH, unit))
+    return tuple(ops)

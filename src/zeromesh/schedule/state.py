@@ -22,31 +22,18 @@ class GradState(enum.Enum):
     REDUCED = "reduced"
 
 
-class Target(enum.Enum):
-    """Where a unit's gradients of the running backward are collected.
-
-    SLOT: its reduce slot. ACCUMULATOR: added where they stay. APART: a temporary of the accumulator's size, since that
-    one already holds a reduced gradient. WAIT: its slot is another unit's; they stay where autograd left them.
-    """
-
-    SLOT = "slot"
-    ACCUMULATOR = "accumulator"
-    APART = "apart"
-    WAIT = "wait"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """What to do with the gradients a unit has collected in one backward.
+    """What to do with the gradients that autograd has left of a unit.
 
     Args:
-        target: where they are; WAIT means nothing was collected before the unit's turn came.
-        accumulate: add to the accumulator (else overwrite it).
+        micro: reduce them over the axes of `grad_axes`, into the accumulator.
+        accumulate: add to what the accumulator holds (else overwrite it).
         boundary: go on to the state shard: the gradient the optimizer sees.
-        add: the state shard already holds a reduced gradient; add to it.
+        add: the state shard already holds a reduced gradient of this step; add to it.
     """
 
-    target: Target
+    micro: bool = True
     accumulate: bool
     boundary: bool
     add: bool
@@ -78,7 +65,7 @@ class Backend(Protocol[T]):
         ...
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[T]:
-        """Reduce the gradients that the unit has collected."""
+        """Reduce the gradients that autograd has left of the unit; zeros where there are none."""
         ...
 
     def wait(self, ticket: T, op: Op) -> None:
@@ -93,8 +80,8 @@ class Backend(Protocol[T]):
         """The unit's gathered parameters may go: point the model away from them."""
         ...
 
-    def grads_discarded(self, unit: int) -> bool:
-        """Whether the user has dropped or zeroed the reduced gradient since it was reduced."""
+    def has_grads(self, unit: int) -> bool:
+        """Whether autograd has left gradients of the unit that were not handed to `reduce`."""
         ...
 
 
@@ -110,14 +97,9 @@ class UnitState(Generic[T]):
         in_use: the model is pointed at what was gathered.
         ticket: of a gather under way.
         refreshing: of a refresh under way.
-        visited: called since the last step.
-        calls: forwards whose backward is to come.
-        entered: of these, how many backwards have begun.
-        grad: what its accumulator holds.
-        target: where the running backward puts its gradients; None before the first of them.
-        ready: all gradients are there, and wait for the unit's turn to be reduced.
         taking: of what still reads the reduce slot.
         reducing: of a reduction under way.
+        grad: what its accumulator holds of this step.
     """
 
     generation: int = 1
@@ -127,14 +109,9 @@ class UnitState(Generic[T]):
     in_use: bool = False
     ticket: T | None = None
     refreshing: T | None = None
-    visited: bool = False
-    calls: int = 0
-    entered: int = 0
-    grad: GradState = GradState.EMPTY
-    target: Target | None = None
-    ready: bool = False
     taking: T | None = None
     reducing: T | None = None
+    grad: GradState = GradState.EMPTY
 
 
 @dataclass(slots=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from zeromesh.schedule import transfer
 from zeromesh.schedule.interpreter import Interpreter
+from zeromesh.schedule.placed import Route
 from zeromesh.schedule.program import Op, Schedule
 from zeromesh.schedule.state import Reducing, Reduction
 from zeromesh.schedule.transfer import Transfer
@@ -22,60 +22,54 @@ def run_step(
     interpreter: Interpreter[T],
     *,
     micro_batches: int,
-    compute: Callable[[Phase, int], None] = lambda phase, unit: None,
-    recompute: bool = False,
+    compute: Callable[[Phase, int], None] = lambda phase, part: None,
+    recompute: Callable[[int], bool] = lambda part: False,
+    parts: Sequence[int] | None = None,
 ) -> None:
     """Drives `interpreter` through the micro-batches of one step, up to and without the optimizer.
 
     Args:
         interpreter: over units of which the first is the root, whose forward encloses the others'.
         micro_batches: at least 1.
-        compute: called between the points around a unit's forward, recomputation or backward.
-        recompute: whether block units repeat their forward in the backward, each by itself.
+        compute: called between the points around a part's forward, recomputation or backward.
+        recompute: whether a part's forward is repeated in the backward.
+        parts: the unit that each part is a call of, root first; None where each unit is one, under its own number.
     """
     for micro in range(micro_batches):
-        run_micro_batch(interpreter, last=micro == micro_batches - 1, compute=compute, recompute=recompute)
+        last = micro == micro_batches - 1
+        run_micro_batch(interpreter, last=last, compute=compute, recompute=recompute, parts=parts)
 
 
 def run_micro_batch(
-    interpreter: Interpreter[T], *, last: bool, compute: Callable[[Phase, int], None], recompute: bool
+    interpreter: Interpreter[T],
+    *,
+    last: bool,
+    compute: Callable[[Phase, int], None],
+    recompute: Callable[[int], bool] = lambda part: False,
+    parts: Sequence[int] | None = None,
 ) -> None:
     """One forward and backward of `run_step`, for whoever need not run all of them."""
-    inner = [unit for unit in interpreter.schedule.order if unit != ROOT]
+    order = interpreter.schedule.order
+    called = zip(order, order, strict=True) if parts is None else enumerate(parts)
     interpreter.last = last
-    _forward(interpreter, inner, compute)
-    _backward(interpreter, inner, compute, recompute)
-
-
-def _forward(interpreter: Interpreter[T], inner: list[int], compute: Callable[[Phase, int], None]) -> None:
+    calls = []
     interpreter.pre_forward(ROOT)
-    for unit in inner:
+    for part, unit in called:
+        if part == ROOT:
+            continue
         interpreter.pre_forward(unit)
-        compute("forward", unit)
-        interpreter.post_forward(unit, backward=True)
+        compute("forward", part)
+        calls.append((part, interpreter.post_forward(unit, backward=True)))
     compute("forward", ROOT)
-    interpreter.post_forward(ROOT, backward=True)
-    interpreter.end_forward(backward=True)
-    interpreter.leave()
-
-
-def _backward(
-    interpreter: Interpreter[T], inner: list[int], compute: Callable[[Phase, int], None], recompute: bool
-) -> None:
-    interpreter.pre_backward(ROOT)
-    interpreter.begin_grads(ROOT)
-    compute("backward", ROOT)
-    for unit in reversed(inner):
-        shape = interpreter.schedule.units[unit]
-        interpreter.pre_backward(unit)
-        if recompute and not interpreter.schedule.resident(unit):
-            interpreter.pre_forward(unit)
-            compute("recompute", unit)
-            interpreter.post_forward(unit, backward=False)
-        if shape.trainable:
-            interpreter.begin_grads(unit)
-        compute("backward", unit)
-        interpreter.post_backward(unit)
+    calls.append((ROOT, interpreter.post_forward(ROOT, backward=True)))
+    for part, call in reversed(calls):
+        assert call is not None  # its backward comes
+        interpreter.pre_backward(call)
+        if recompute(part):
+            interpreter.pre_forward(call.unit)
+            compute("recompute", part)
+            interpreter.post_forward(call.unit, backward=False)
+        compute("backward", part)
     interpreter.end_backward()
 
 
@@ -86,22 +80,23 @@ class Counted:
     schedule: Schedule
     sent: list[tuple[int, Transfer]] = field(default_factory=list)
 
-    def _list(self, unit: int, transfers: list[Transfer]) -> None:
-        self.sent.extend((unit, step) for step in transfers)
+    def _list(self, unit: int, route: Route) -> None:
+        self.sent.extend((unit, step) for step in route.steps)
 
     def refresh(self, unit: int) -> None:
-        for buffer in self.schedule.units[unit].buffers:
-            self._list(unit, transfer.refresh(self.schedule.layout, buffer))
+        for placed in self.schedule.placed[unit]:
+            self._list(unit, placed.routes["refresh"])
 
     def unshard(self, unit: int, *, from_kept: bool, after: None) -> None:
-        for buffer in self.schedule.units[unit].buffers:
-            self._list(unit, transfer.unshard(self.schedule.layout, buffer, from_kept=from_kept))
+        for placed in self.schedule.placed[unit]:
+            self._list(unit, placed.from_kept if from_kept else placed.routes["unshard"])
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[None]:
-        for buffer in self.schedule.units[unit].buffers:
-            self._list(unit, transfer.reduce_micro(self.schedule.layout, buffer))
+        for placed in self.schedule.placed[unit]:
+            if reduction.micro:
+                self._list(unit, placed.routes["reduce"])
             if reduction.boundary:
-                self._list(unit, transfer.reduce_boundary(self.schedule.layout, buffer))
+                self._list(unit, placed.routes["boundary"])
         return Reducing(None, None)
 
     def wait(self, ticket: None, op: Op) -> None:
@@ -113,8 +108,9 @@ class Counted:
     def unuse(self, unit: int) -> None:
         """There is no model."""
 
-    def grads_discarded(self, unit: int) -> bool:
-        return True
+    def has_grads(self, unit: int) -> bool:
+        """Each is reduced when its unit's backward ends."""
+        return False
 
 
 def step_transfers(schedule: Schedule, *, micro_batches: int, recompute: bool = False) -> list[tuple[int, Transfer]]:
@@ -122,7 +118,7 @@ def step_transfers(schedule: Schedule, *, micro_batches: int, recompute: bool = 
     counted = Counted(schedule)
     interpreter = Interpreter(schedule=schedule, backend=counted)
     interpreter.stepped(range(len(schedule.units)))
-    run_step(interpreter, micro_batches=micro_batches, recompute=recompute)
+    run_step(interpreter, micro_batches=micro_batches, recompute=lambda unit: recompute and not schedule.resident(unit))
     return counted.sent
 
 

@@ -89,37 +89,30 @@ def neighbours(units: Sequence[Unit], bucket_bytes: int) -> list[list[int]]:
     """Which units, by index, are joined: neighbours, until their parameters take `bucket_bytes`.
 
     For strategies that shard no parameters: a unit then only says what is reduced together, and a collective has a cost
-    of its own, whatever it carries. The root stays as it is (see `adopts_root`), and so do units inside others.
+    of its own, whatever it carries. Units inside others stay as they are. The root's parameters, as a rule a few, are
+    the last whose gradients are there, as are those of the first units: they go together.
     """
     groups: list[list[int]] = []
     room = 0
     for index, unit in enumerate(units):
-        size = unit.bytes
-        if room > 0 and not _alone(unit, units):
+        alone = _alone(unit, units)
+        if room > 0 and not alone:
             groups[-1].append(index)
-            room -= size
+            room -= unit.bytes
         else:
             groups.append([index])
-            room = bucket_bytes - size if size < bucket_bytes and not _alone(unit, units) else 0
+            room = 0 if alone else bucket_bytes - unit.bytes
     return groups
 
 
-def adopts_root(units: Sequence[Unit], groups: Sequence[Sequence[int]], bucket_bytes: int) -> bool:
-    """Whether the first of the `neighbours` after the root takes over its parameters, which are as a rule a few: the
-    two are the last whose gradients are there."""
-    root = units[0]
-    small = bool(root.buffers) and root.bytes < bucket_bytes
-    return small and len(groups) > 1 and not _alone(units[groups[1][0]], units)
-
-
 def _alone(unit: Unit, units: Sequence[Unit]) -> bool:
-    others = (other for other in units if other.name not in ("", unit.name))
-    return unit.name == "" or any(unit.encloses(other) or other.encloses(unit) for other in others)
+    others = (other for other in units if "" not in (other.name, unit.name) and other.name != unit.name)
+    return any(unit.encloses(other) or other.encloses(unit) for other in others)
 
 
 def joined_name(names: Sequence[str]) -> str:
-    """Of units that are joined."""
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    """Of units that are joined; the root's where it is one of them."""
+    return names[0] if len(names) == 1 or not names[0] else f"{names[0]} to {names[-1]}"
 
 
 def join(units: Sequence[Unit]) -> Unit:
@@ -138,8 +131,4 @@ def join(units: Sequence[Unit]) -> Unit:
 def join_units(units: Sequence[Unit], bucket_bytes: int) -> tuple[list[Unit], list[list[int]]]:
     """The units that are left, root first, and which ones of `units` each stands for."""
     groups = neighbours(units, bucket_bytes)
-    joined = [join([units[index] for index in group]) for group in groups]
-    if adopts_root(units, groups, bucket_bytes):
-        joined[1] = replace(join([joined[1], joined[0]]), name=joined[1].name)
-        joined[0] = replace(joined[0], buffers=())
-    return joined, groups
+    return [join([units[index] for index in group]) for group in groups], groups

@@ -86,7 +86,7 @@ class ClockBackend:
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[Job]:
         after = self._reducing.get(unit)
-        micro = self.chains.reduce_micro(unit)
+        micro = self.chains.reduce_micro(unit) if reduction.micro else ()
         boundary = self.chains.reduce_boundary(unit) if reduction.boundary else ()
         if boundary and not self.mechanics.overlap_boundary:
             job = self._defer(unit, micro, boundary, after)
@@ -111,8 +111,9 @@ class ClockBackend:
     def unuse(self, unit: int) -> None:
         """There is no model."""
 
-    def grads_discarded(self, unit: int) -> bool:
-        return True
+    def has_grads(self, unit: int) -> bool:
+        """Each is reduced when its unit's backward ends."""
+        return False
 
     # ---- the driver's side
 

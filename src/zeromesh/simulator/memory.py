@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zeromesh.cost.memory import Overhead
@@ -35,29 +36,44 @@ class MemoryBytes:
 
 def optimizer_bytes(schedule: Schedule) -> float:
     """The master copy, where it is not the compute copy, and two moments of its size, on one device."""
-    layout = schedule.layout
     states = 0.0
-    for unit in schedule.units:
-        for buffer in unit.buffers:
-            if buffer.master_dtype is not None:
-                shard = layout.padded(buffer.numel) // layout.degree(layout.significant)
-                states += MOMENTS * shard * ITEM_BYTES[buffer.master_dtype]
+    for placed in (placed for unit in schedule.placed for placed in unit):
+        dtype = placed.buffer.master_dtype
+        if dtype is not None:
+            states += MOMENTS * placed.numel(schedule.layout.significant) * ITEM_BYTES[dtype]
     return schedule.memory.master_bytes + states
 
 
 def step_bytes(schedule: Schedule, per_element: float) -> float:
     """What the optimizer's step needs for a moment, when no activation is alive."""
     layout = schedule.layout
-    trainable = sum(layout.padded(b.numel) for unit in schedule.units for b in unit.buffers if b.trainable)
+    trainable = sum(placed.padded for unit in schedule.placed for placed in unit if placed.buffer.trainable)
     return per_element * trainable / layout.degree(layout.significant)
 
 
-def reduce_transients(schedule: Schedule) -> tuple[float, ...]:
-    """By unit: reduce buffers alive during its backward where none are planned: its own, and one more in flight."""
+def unreduced_bytes(schedule: Schedule, specs: Sequence[Sequence[UnitSpec]], *, planned: bool) -> tuple[float, ...]:
+    """By unit: gradients alive during its backward that are part of no buffer.
+
+    Args:
+        schedule: of the units.
+        specs: what each unit holds.
+        planned: autograd leaves the unit's gradients, which are then copied into memory that is there; else it adds
+            each to reduce buffers that come and go: the unit's own, and one more in flight.
+    """
+    if planned:
+        return tuple(
+            float(sum(b.numel * ITEM_BYTES[b.param_dtype] for b in unit.buffers if b.trainable))
+            for unit in schedule.units
+        )
     slots = schedule.memory.reduce
     own = [0.0 if slot is None else float(slots.slot_bytes[slot]) for slot in slots.slot_of]
     block = max((own[i] for i in range(len(own)) if not schedule.resident(i)), default=0.0)
-    return tuple(size if schedule.resident(i) else size + block for i, size in enumerate(own))
+    found = []
+    for index, (unit, held) in enumerate(zip(schedule.units, specs, strict=True)):
+        item = max((ITEM_BYTES[b.param_dtype] for b in unit.buffers), default=0)
+        largest = max((t.num_elements for spec in held for t in spec.tensors if t.trainable), default=0) * item
+        found.append(largest + own[index] + (0.0 if schedule.resident(index) else block))
+    return tuple(found)
 
 
 def memory_bytes(schedule: Schedule, activations: float, overhead: Overhead, *, planned: bool) -> MemoryBytes:
@@ -83,17 +99,16 @@ class Activations:
     """Bytes of activations at each moment of a micro-batch.
 
     A unit's forward leaves what it saves. Its backward holds that, what was recomputed, its working memory and the
-    gradient of its largest weight, which autograd makes before it is added to where gradients are collected; then all
-    of it goes. The root's last norm has run between blocks and head: what it has saved goes when the head's backward
-    ends, although the schedule, in which the root encloses all others, opens it first.
+    gradients that autograd makes before they are copied to where they are reduced; then all of it goes. The root's last
+    norm has run between blocks and head: what it has saved goes when the head's backward ends, although the schedule,
+    in which the root encloses all others, opens it first.
     """
 
     specs: tuple[UnitSpec, ...]
     tokens: int
     seq_len: int
     recomputation: Recomputation
-    item_bytes: int
-    transients: tuple[float, ...] = ()  # by unit, further bytes during its backward
+    gradients: tuple[float, ...]  # by part, of its unit, during its backward
     now: float = 0.0
     peak: float = 0.0
     record: bool = False
@@ -116,9 +131,7 @@ class Activations:
         """The unit's backward (or the recomputation before it) starts."""
         spec = self.specs[unit]
         extra = self.tokens * spec.backward_peak_bytes(self.seq_len, self.recomputation) - self._saved(unit)
-        largest = max((t.num_elements for t in spec.tensors if t.trainable), default=0) * self.item_bytes
-        transient = self.transients[unit] if self.transients else 0.0
-        self._set(self.now + extra + largest + transient, at_s)
+        self._set(self.now + extra + self.gradients[unit], at_s)
 
     def leave_backward(self, unit: int, before: float, at_s: float) -> None:
         """The unit's backward has ended; `before` is what `now` was when it was entered."""

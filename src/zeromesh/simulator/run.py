@@ -9,26 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from typing import TypeVar
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost.compute import ComputeModel, UnitSeconds
 from zeromesh.cost.constants import Constants, default_constants
 from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.model import ModelSpec, Recomputation, UnitSpec
-from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule, workspace_by_lane
+from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
+from zeromesh.schedule import Interpreter, Schedule, workspace_by_lane
 from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
 from zeromesh.simulator.mechanics import Mechanics, find_engine
-from zeromesh.simulator.memory import Activations, MemoryBytes, memory_bytes, reduce_transients, step_bytes
+from zeromesh.simulator.memory import Activations, MemoryBytes, memory_bytes, step_bytes, unreduced_bytes
 from zeromesh.simulator.network import Job
 from zeromesh.simulator.result import AxisTraffic, Simulation
 from zeromesh.simulator.units import schedule_units
-from zeromesh.simulator.workload import Workload
+from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.trace import Trace
+
+T = TypeVar("T")
 
 DEFAULT_MARGIN = 0.08
 
@@ -37,7 +39,7 @@ def simulate(
     model: ModelSpec,
     cluster: Cluster,
     strategy: Strategy | str,
-    workload: Workload,
+    workload: FixedWorkload,
     *,
     engine: str | Mechanics = "zeromesh",
     constants: Constants | None = None,
@@ -73,7 +75,7 @@ def static_memory(
     model: ModelSpec,
     cluster: Cluster,
     strategy: Strategy | str,
-    workload: Workload,
+    workload: FixedWorkload,
     *,
     engine: str | Mechanics = "zeromesh",
     constants: Constants | None = None,
@@ -86,7 +88,7 @@ def static_memory(
 class _Setup:
     model: ModelSpec
     cluster: Cluster
-    workload: Workload
+    workload: FixedWorkload
     mechanics: Mechanics
     strategy: Strategy  # as asked for; the schedule's is the engine's
     constants: Constants
@@ -101,7 +103,7 @@ class _Setup:
         model: ModelSpec,
         cluster: Cluster,
         strategy: Strategy | str,
-        workload: Workload,
+        workload: FixedWorkload,
         engine: str | Mechanics,
         constants: Constants,
     ) -> _Setup:
@@ -149,9 +151,15 @@ class _Setup:
         """What computes, in order; several may be one unit of the schedule."""
         return tuple(spec for specs in self.specs for spec in specs)
 
-    def by_part(self, sizes: Sequence[float]) -> tuple[float, ...]:
+    def by_part(self, values: Sequence[T]) -> tuple[T, ...]:
         """What is known by unit, by part."""
-        return tuple(size for size, specs in zip(sizes, self.specs, strict=True) for _ in specs)
+        return tuple(value for value, specs in zip(values, self.specs, strict=True) for _ in specs)
+
+    def recomputed(self) -> frozenset[int]:
+        """The parts whose forward is repeated in the backward, whatever they are joined with."""
+        if self.workload.recomputation is Recomputation.NONE:
+            return frozenset()
+        return frozenset(index for index, spec in enumerate(self.parts()) if spec.kind is UnitKind.BLOCK)
 
     def part_seconds(self) -> list[UnitSeconds]:
         """Of each part."""
@@ -193,13 +201,12 @@ class _Step:
             workload.micro_batch_tokens,
             workload.seq_len,
             workload.recomputation,
-            ITEM_BYTES[workload.param_dtype],
-            () if setup.mechanics.planned else setup.by_part(reduce_transients(setup.schedule)),
+            setup.by_part(unreduced_bytes(setup.schedule, setup.specs, planned=setup.mechanics.planned)),
             record=record,
         )
         self.seconds = setup.part_seconds()
-        ends = list(accumulate(len(specs) for specs in setup.specs))
-        self.parts = [range(end - len(specs), end) for end, specs in zip(ends, setup.specs, strict=True)]
+        self.units = setup.by_part(range(len(setup.specs)))
+        self.recomputed = setup.recomputed()
         self.step_s = 0.0
         self._entered: dict[int, float] = {}
 
@@ -241,27 +248,19 @@ class _Step:
 
     def _micro_batch(self, index: int, *, last: bool) -> None:
         self.backend.micro_batch = index
-        recompute = self.setup.workload.recomputation is not Recomputation.NONE
-        run_micro_batch(self.interpreter, last=last, compute=self._compute, recompute=recompute)
+        recompute = self.recomputed.__contains__
+        run_micro_batch(self.interpreter, last=last, compute=self._compute, recompute=recompute, parts=self.units)
         self.backend.end_micro_batch()
         if last:
             self.backend.drain()
         self.backend.micro_batch = -1
 
-    def _compute(self, phase: Phase, unit: int) -> None:
+    def _compute(self, phase: Phase, part: int) -> None:
+        backend, activations, seconds, unit = self.backend, self.activations, self.seconds[part], self.units[part]
         if phase == "forward":
-            for part in self.parts[unit]:
-                self.backend.compute("forward", unit, self.seconds[part].forward)
-                self.activations.forward(part, self.backend.now_s)
-        elif len(self.parts[unit]) == 1:
-            self._backward(phase, unit, self.parts[unit][0])
-        elif phase == "backward":  # each part is recomputed when its own backward comes
-            for part in reversed(self.parts[unit]):
-                self._backward("recompute", unit, part)
-                self._backward("backward", unit, part)
-
-    def _backward(self, phase: Phase, unit: int, part: int) -> None:
-        backend, activations, seconds = self.backend, self.activations, self.seconds[part]
+            backend.compute("forward", unit, seconds.forward)
+            activations.forward(part, backend.now_s)
+            return
         if part not in self._entered:
             self._entered[part] = activations.now
             activations.enter_backward(part, backend.now_s)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from zeromesh.model import ModelSpec, UnitKind, UnitSpec
 from zeromesh.model.spec import ActivationSpec, PerToken
 from zeromesh.schedule import FlatBuffer, Role, Unit, join_units
-from zeromesh.simulator.workload import Workload
+from zeromesh.simulator.workload import FixedWorkload
 
 _NOTHING = UnitSpec(
     name="",
@@ -19,7 +19,7 @@ _NOTHING = UnitSpec(
 
 
 def schedule_units(
-    model: ModelSpec, workload: Workload, bucket_bytes: int = 0
+    model: ModelSpec, workload: FixedWorkload, bucket_bytes: int = 0
 ) -> tuple[tuple[Unit, ...], tuple[tuple[UnitSpec, ...], ...]]:
     """The units that the engine would cut `model` into, root first, each with the description of what it holds: one
     unit of the model, or several neighbours, joined up to `bucket_bytes`. The root is there also where it holds
@@ -32,7 +32,7 @@ def schedule_units(
     return tuple(joined), tuple(tuple(specs[index] for index in group) for group in groups)
 
 
-def _pairs(model: ModelSpec, workload: Workload) -> Iterator[tuple[Unit, UnitSpec]]:
+def _pairs(model: ModelSpec, workload: FixedWorkload) -> Iterator[tuple[Unit, UnitSpec]]:
     for spec in model.units:
         role = Role.BLOCK if spec.kind is UnitKind.BLOCK else Role.RESIDENT
         buffers = _buffers(spec, workload)
@@ -41,7 +41,7 @@ def _pairs(model: ModelSpec, workload: Workload) -> Iterator[tuple[Unit, UnitSpe
             yield Unit(name=name, role=role, buffers=buffers), spec
 
 
-def _buffers(spec: UnitSpec, workload: Workload) -> tuple[FlatBuffer, ...]:
+def _buffers(spec: UnitSpec, workload: FixedWorkload) -> tuple[FlatBuffer, ...]:
     reduce = workload.reduce_dtype or workload.param_dtype
     sizes = ((spec.num_trainable, workload.master_dtype), (spec.num_frozen, None))
     return tuple(

@@ -10,7 +10,7 @@ from zeromesh.strategy.plan import settle_dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class FixedWorkload:
     """One training step.
 
     Args:

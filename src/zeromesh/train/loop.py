@@ -344,17 +344,18 @@ class Trainer:
         tokens = 0
         batches = list(self.sampler.rank_batches(batch, self.ranks.rank))
         for position, indices in enumerate(batches):
-            with accumulate(self.model, last=position == len(batches) - 1, weight=self._weight(indices)):
-                loss, weight = self._loss(self.corpus.training, indices)
+            last, weight = position == len(batches) - 1, self._weight(len(indices))
+            with accumulate(self.model, last=last, weight=weight, total=self._weight(self.sampler.global_sequences)):
+                loss, targets = self._loss(self.corpus.training, indices)
                 loss.backward()  # type: ignore[no-untyped-call]
-            if weight:  # as in `evaluate`
-                loss_sum += loss.detach().double() * weight
-            tokens += weight
+            if targets:  # as in `evaluate`
+                loss_sum += loss.detach().double() * targets
+            tokens += targets
         return loss_sum, tokens
 
-    def _weight(self, indices: list[int]) -> float:
-        """Targets in a micro-batch: what it counts in the mean over the global batch's tokens."""
-        return float(len(indices) * self.config.data.seq_len)
+    def _weight(self, sequences: int) -> float:
+        """Targets in so many sequences: what they count in the mean over the global batch's tokens."""
+        return float(sequences * self.config.data.seq_len)
 
     def _loss(self, sequences: Sequences, indices: list[int]) -> tuple[Tensor, int]:
         """Mean loss of a micro-batch, and its targets.

@@ -323,10 +323,11 @@ def mesh_of(*shape: int, device: str = "cpu") -> DeviceMesh:
 def backward(model: nn.Module, case: Case, step: int) -> None:
     """All micro-batches of one step on this rank."""
     before = shown(model)
-    for micro in range(case.micro_batches):
-        tokens, targets, count = batch(case, step, micro, dist.get_rank())
+    batches = [batch(case, step, micro, dist.get_rank()) for micro in range(case.micro_batches)]
+    total = zm.sum_over_ranks(model, float(sum(count for _, _, count in batches))) if case.weighted else None
+    for micro, (tokens, targets, count) in enumerate(batches):
         last = case.every_last or micro == case.micro_batches - 1
-        with zm.accumulate(model, last=last, weight=float(count) if case.weighted else None):
+        with zm.accumulate(model, last=last, weight=float(count) if case.weighted else None, total=total):
             loss = loss_of(model, tokens, targets)
             (loss if case.weighted else loss / case.micro_batches).backward()
         if not last and shown(model) != before:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, Case, backward, check, mesh_of, sharded
@@ -16,7 +17,7 @@ from tests.dist.engine.test_faults import CASE, STRATEGY, slot_reused_too_early,
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.guard import SlotGuard, fingerprint
-from zeromesh.errors import InternalError
+from zeromesh.errors import InternalError, ModelError
 
 
 def debug():
@@ -53,6 +54,23 @@ def test_a_change_by_hand_needs_a_refresh(refreshed):
         with nullcontext() if refreshed else pytest.raises(InternalError, match=r"zm\.refresh"):
             backward(model, CASE, 1)
         dist.barrier()
+
+
+class Clamping(nn.Linear):
+    """Keeps its weights in bounds, as a critic does."""
+
+    def forward(self, x):
+        self.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", ["node=3", "node=1"])
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_forward_that_changes_its_weights_is_told_what_to_do(strategy):
+    blocks = nn.ModuleList(Clamping(4, 4) for _ in range(2))
+    model = zm.shard(nn.Sequential(blocks), mesh_of(2), strategy, units=[Clamping], bucket_bytes=0, debug=True)
+    with pytest.raises(ModelError, match=r"unit '0\.0' were overwritten in use.*\.data.*zm\.refresh"):
+        blocks[0](torch.ones(1, 4))
 
 
 @on_ranks(2)

@@ -153,7 +153,7 @@ def test_a_rank_with_another_model():
 def test_a_rank_that_joins_other_units():
     """`bucket_bytes` counts where it joins other units; elsewhere ranks may differ in it, as in `debug` and `init`."""
     rank = dist.get_rank()
-    with pytest.raises(MismatchError, match=r"all ranks must have the same model; rank 0 has .* to .*rank 1 has "):
+    with pytest.raises(MismatchError, match=r"the same model; rank 0 has .* of 8 module.*rank 1 has .* of 1 module"):
         shard(CASE.build(), "node=1,cluster=1", mesh_of(2, 2), bucket_bytes=0 if rank == 1 else 1 << 20)
     shard(CASE.build(), "node=3,cluster=1", mesh_of(2, 2), bucket_bytes=rank, debug=rank == 1, init=nn.Module.float)
 
@@ -302,24 +302,6 @@ def test_whole_tensor_functions_of_a_slice():
     with pytest.raises(OptimizerError, match=r"sum needs all of embed\.weight \(11, 7\).*use zm\.full_state_dict"):
         param.sum()
     assert param.shape == (11, 7) and param.ndim == 2 and param.local.dim() == 1
-
-
-@on_ranks(2, timeout_s=TIMEOUT_S)
-def test_weights_for_some_micro_batches_only():
-    model = shard(CASE.build(), "node=3")
-    tokens, targets, _ = batch(CASE, 0, 0, dist.get_rank())
-    with zm.accumulate(model, last=False, weight=3.0):
-        loss_of(model, tokens, targets).backward()
-    with (
-        pytest.raises(ModelError, match="either every micro-batch of a step has a weight or none"),
-        zm.accumulate(model, last=True),
-    ):
-        pass
-    with (
-        pytest.raises(ModelError, match=r"weight of a micro-batch must be zero or more .*; got -1"),
-        zm.accumulate(model, last=True, weight=-1.0),
-    ):
-        pass
 
 
 @on_ranks(2, timeout_s=TIMEOUT_S)

@@ -165,98 +165,51 @@ def test_half_a_micro_batch_among_others_is_refused(strategy):
 
 @STAGES
 @on_ranks(2)
-def test_every_backward_of_a_micro_batch_has_its_weight(strategy):
-    base, rank = chain(), dist.get_rank()
-    x, weight = inputs(rank), 1.0 + 2 * rank
-    model = sharded(base, strategy)
-    with zm.accumulate(model, last=True, weight=weight):
-        out = model(x)
-        out.sum().backward(retain_graph=True)
-        out.square().sum().backward()
-    out = base(x)
-    ((out.sum() + out.square().sum()) * weight / 4.0 * 2).backward()  # weights 1 and 3, two ranks
-    same_grads(model, base)
-
-
-@STAGES
-@on_ranks(2)
-def test_a_step_that_was_given_up_leaves_no_weight(strategy):
-    base, x = fragile(), inputs(dist.get_rank())
-    model = sharded(base, strategy)
-    optimizer = sgd(model)
-    with pytest.raises(KeyError), zm.accumulate(model, last=True, weight=8.0):
-        raise KeyError
-    with zm.accumulate(model, last=False, weight=5.0):
-        pass  # a batch without a loss
-    with booming(), zm.accumulate(model, last=True, weight=3.0):
-        model(x).sum().backward()
-    optimizer.zero_grad()
-    for _ in range(2):
-        with zm.accumulate(model, last=True, weight=4.0):
-            model(x).sum().backward()
-        base.zero_grad()
-        base(x).sum().backward()
-        same_grads(model, base)
-        optimizer.zero_grad()
-
-
-@STAGES
-@on_ranks(2)
 def test_weights_count_where_gradients_do(strategy):
-    """What raises after its backward, or is dropped in its block; each against the mean over what is left."""
+    """Whatever else a micro-batch goes through: two backwards, none, an error after its own, one that is given up."""
     base, rank = fragile(), dist.get_rank()
     model = sharded(base, strategy)
+    weight = 1.0 + 2 * rank  # 1 and 3
 
-    def micro(seed, weight, last, *, after=lambda: None, before=lambda: None):
-        with zm.accumulate(model, last=last, weight=weight):
-            before()
-            model(inputs(2 * seed + rank)).sum().backward()
-            after()
-
-    def fail():
-        raise KeyError
-
-    def drop_and_fail():
-        zm.zero_grad(model)
-        fail()
-
-    def held_against(**weights):
-        total = 2 * sum(weights.values())
+    def expect(*terms):
         base.zero_grad()
-        for seed, weight in weights.items():
-            (base(inputs(2 * int(seed[1:]) + rank)).sum() * weight / total * 2).backward()
+        for seed, share in terms:
+            (base(inputs(2 * seed + rank)).sum() * weight * share / 4.0 * 2).backward()
         same_grads(model, base)
         zm.zero_grad(model)
 
-    micro(0, 5.0, False)
-    with pytest.raises(KeyError):
-        micro(1, 3.0, False, after=fail)  # its gradient is in the sums
-    micro(2, 4.0, True)
-    held_against(s0=5.0, s1=3.0, s2=4.0)
-
-    micro(0, 5.0, False)
-    with pytest.raises(KeyError):
-        micro(1, 3.0, False, before=fail)
-    micro(2, 4.0, True)
-    held_against(s0=5.0, s2=4.0)
-
-    micro(0, 5.0, False)
-    with pytest.raises(KeyError):
-        micro(1, 3.0, True, before=drop_and_fail)
-    micro(2, 4.0, True)
-    held_against(s2=4.0)
-
-    micro(0, 5.0, False)
-    micro(1, 3.0, True, before=lambda: zm.zero_grad(model))
-    held_against(s1=3.0)
+    with zm.accumulate(model, last=True, weight=weight, total=4.0):
+        out = model(inputs(rank)).sum()
+        out.backward(retain_graph=True)
+        (out * 2).backward()
+    expect((0, 3))
+    with zm.accumulate(model, last=False, weight=5.0, total=8.0):
+        pass  # a batch without a loss
+    with pytest.raises(KeyError), zm.accumulate(model, last=False, weight=weight, total=8.0):
+        model(inputs(rank)).sum().backward()
+        raise KeyError  # its gradient is in the sums
+    with zm.accumulate(model, last=True, weight=weight, total=8.0):
+        model(inputs(2 + rank)).sum().backward()
+    expect((0, 0.5), (1, 0.5))
+    with booming(), zm.accumulate(model, last=True, weight=weight, total=4.0):
+        model(inputs(rank)).sum().backward()
+    with zm.accumulate(model, last=True, weight=weight, total=4.0):
+        model(inputs(rank)).sum().backward()
+    expect((0, 1))
 
 
 @on_ranks(2)
-def test_a_backward_outside_its_weight_is_refused():
+def test_a_weight_needs_its_total_and_its_backward():
     model = sharded(chain(), "node=1")
-    with zm.accumulate(model, last=True, weight=8.0):
+    total = zm.sum_over_ranks(model, 8.0)
+    assert total == 16.0
+    for wrong in ({"weight": 8.0}, {"weight": 8.0, "total": 4.0}, {"weight": -1.0, "total": 4.0}):
+        with pytest.raises(ModelError, match=r"total of the step's weights|must be zero or more"):
+            zm.accumulate(model, last=True, **wrong)
+    with zm.accumulate(model, last=False, weight=8.0, total=total):
+        model(inputs()).sum().backward()
         loss = model(inputs()).sum()
-    with pytest.raises(ModelError, match="must run inside its zm.accumulate"):
+    with pytest.raises(ModelError, match=r"either every micro-batch of a step has a weight or none"):
         loss.backward()
 
 

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import zeromesh as zm
 from tests.dist.features.parity import close, local_part
@@ -21,6 +23,11 @@ from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
+
+
+def same_values(model: nn.Module, plain: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        close(ours.local, local_part(ours, theirs.detach()), name)
 
 
 def backward(model: nn.Module, seed: int = 0) -> None:
@@ -112,25 +119,79 @@ def test_an_optimizer_of_two_models_steps_where_one_has_gradients():
 
 @STAGES
 @on_ranks(2)
-def test_a_gradient_that_was_set_by_hand_is_not_replaced(strategy):
-    model = sharded(chain(), strategy)
-    backward(model)
-    saved = [param.grad.clone() for param in model.parameters()]
-    model.zero_grad()
-    for param, grad in zip(model.parameters(), saved, strict=True):
-        param.grad = grad
-    with pytest.raises(ModelError, match=r"0\.0\.weight\.grad was set by hand before this backward"):
-        backward(model, 1)
-    plain = chain()
-    backward(plain, 1)
-    model.zero_grad(set_to_none=False)
-    backward(model, 1)
-    same_grads(model, plain)
-    for zeros in (torch.zeros_like, lambda grad: grad * 0):
+def test_a_backward_adds_to_gradients_that_were_set_by_hand(strategy):
+    plain, model = chain(), sharded(chain(), strategy)
+    for seed in (0, 1):
+        backward(model, seed)
+        backward(plain, seed)
+        for param in plain.parameters():
+            param.grad = param.grad * 2
         for param in model.parameters():
-            param.grad = zeros(param.grad)
+            param.grad = param.grad * 2
+    held = [param.grad for param in model.parameters()]
+    backward(model, 2)
+    backward(plain, 2)
+    same_grads(model, plain)
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), held, strict=True))
+    plain.zero_grad()
+    model.zero_grad(set_to_none=False)
+    for zeros in (torch.zeros_like, lambda grad: grad * 0):
+        backward(plain, 1)
         backward(model, 1)
         same_grads(model, plain)
+        plain.zero_grad()
+        for param in model.parameters():
+            param.grad = zeros(param.grad)
+
+
+@pytest.mark.parametrize("picks", ["head", "biases", "later group"])
+@STAGES
+@on_ranks(2)
+def test_an_optimizer_may_hold_some_of_the_parameters(strategy, picks):
+    """The others keep their gradients, which nobody drops; neither theirs nor its own may be lost, or reduced twice."""
+    plain, model = chain(), sharded(chain(), strategy)
+    optimizers = []
+    for each in (plain, model):
+        named = dict(each.named_parameters())
+        last = list(named)[-1].rsplit(".", 1)[0]
+        chosen = [p for n, p in named.items() if (n.endswith("bias") if picks == "biases" else n.startswith(last))]
+        optimizers.append(torch.optim.SGD(chosen, lr=0.1))
+    for step in range(3):
+        if picks == "later group" and step == 1:
+            for optimizer, each in zip(optimizers, (plain, model), strict=True):
+                optimizer.add_param_group({"params": [next(each.parameters())]})
+        for micro in range(2):
+            with zm.accumulate(model, last=micro == 1):
+                backward(model, 2 * step + micro)
+            backward(plain, 2 * step + micro)
+        same_grads(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_values(model, plain)
+
+
+@pytest.mark.parametrize("how", ["mixed", "none", "zero"])
+@STAGES
+@on_ranks(2)
+def test_gradients_are_dropped_kept_and_zeroed_side_by_side(strategy, how):
+    plain, model = chain(), sharded(chain(), strategy)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(4):
+        for micro in range(3):
+            with zm.accumulate(model, last=micro == 2):
+                backward(model, 3 * step + micro)
+            backward(plain, 3 * step + micro)
+        same_grads(model, plain)
+        for optimizer, each in zip(optimizers, (plain, model), strict=True):
+            optimizer.step()
+            for index, param in enumerate(each.parameters()):
+                kind = (index + step) % 3
+                if kind == 0 and how in ("mixed", "none"):
+                    param.grad = None
+                elif kind == 1 and how in ("mixed", "zero"):
+                    param.grad.zero_()
+    same_values(model, plain)
 
 
 # ---- what takes the place of parameters
@@ -474,6 +535,41 @@ def test_frozen_blocks_whose_outputs_no_hook_can_see_are_not_used_unseen():
         model(SimpleNamespace(x=x)).x.sum().backward()
 
 
+class Partly(Wrapped):
+    """Returns tensors too, of which the loss uses none, or that have no gradient."""
+
+    def __init__(self, beside: str) -> None:
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, held):
+        out = super().forward(held)
+        return (out, out.x.detach() if self.beside == "detached" else out.x.sum()) if self.beside else out
+
+
+@pytest.mark.parametrize("beside", ["", "detached", "unused"])
+@STAGES
+@on_ranks(2)
+def test_a_model_whose_outputs_no_hook_can_see(strategy, beside):
+    """The loss is made of what lies in an object that is no container, as training loops of Hugging Face's may get."""
+    plain = Partly(beside).double()
+    model = sharded(plain, strategy)
+    expected, optimizer = sgd(plain), sgd(model)
+    for step in range(2):
+        for one in (model, plain):
+            outputs = [one(SimpleNamespace(x=inputs(step * 10 + rank))) for rank in range(2)]
+            losses = [(out[0] if isinstance(out, tuple) else out).x.square().sum() for out in outputs]
+            (losses[dist.get_rank()] if one is model else sum(losses) / 2).backward()
+        if beside == "unused":
+            with pytest.raises(OptimizerError, match="a backward that zeromesh did not see"):
+                optimizer.step()
+            return
+        same_grads(model, plain)
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+
+
 # ---- what a forward does with the parameters themselves
 
 
@@ -503,7 +599,10 @@ def test_parameters_that_a_forward_replaces_are_refused(strategy):
         model = zm.shard(blocks.double(), mesh(), strategy, units=[Codebook], bucket_bytes=0)
         blocks[2].way = way
         for grad in (True, False):
-            with torch.set_grad_enabled(grad), pytest.raises(ModelError, match=r"where zm.shard has put 2\.lin\.weight"):
+            with (
+                torch.set_grad_enabled(grad),
+                pytest.raises(ModelError, match=r"where zm.shard has put 2\.lin\.weight"),
+            ):
                 model(inputs())
         blocks[2].way = ""
         if way == "assigned":  # else the layer's memory is another for good
@@ -761,8 +860,40 @@ def test_wrappers_and_parts_are_refused():
     model = sharded(chain(), "node=1")
     with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):
         nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ModelError, match="DistributedDataParallel has nothing to do here"):
+        nn.parallel.DistributedDataParallel(nn.Sequential(model, nn.Linear(1, 1).requires_grad_(False)))
+    with pytest.raises(OptimizerError, match=r"chunk needs all of 0\.0\.weight"):
+        fully_shard(nn.Sequential(model), mesh=mesh())
     with pytest.raises(ModelError, match="this model, or a part of it, is sharded already"):
         zm.shard(nn.Sequential(model), mesh(), "node=1")
+
+
+def in_ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+
+
+@STAGES
+@pytest.mark.parametrize("wrap", [in_ddp, replicate])
+@on_ranks(2)
+def test_a_sharded_part_of_a_replicated_model(strategy, wrap):
+    """Each reduces what is its own, from the first step on, and nothing is broadcast over slices."""
+    torch.manual_seed(dist.get_rank())  # of what is replicated, DDP takes the first rank's too
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), chain(2), nn.Linear(WIDTH, WIDTH).double())
+    for param in plain.parameters():
+        dist.broadcast(param.data, 0)
+    model = copy.deepcopy(plain)
+    zm.shard(model[1], mesh(), strategy, bucket_bytes=0)
+    wrapped = wrap(model)
+    first, theirs = sgd(model), sgd(plain)
+    for step in range(2):
+        wrapped(inputs(2 * step + dist.get_rank())).square().mean().backward()
+        (sum(plain(inputs(2 * step + rank)).square().mean() for rank in range(2)) / 2).backward()
+        first.step()
+        theirs.step()
+        for ours, param in zip(model.parameters(), plain.parameters(), strict=True):
+            close(*((ours.local, local_part(ours, param)) if isinstance(ours, ShardedParameter) else (ours, param)), "")
+        first.zero_grad()
+        theirs.zero_grad()
 
 
 @STAGES

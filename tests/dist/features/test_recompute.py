@@ -311,3 +311,32 @@ def test_blocks_that_inductor_compiles(tmp_path):
         same_params(model, plain)
         torch._dynamo.reset()
     assert list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("strategy", ["node=3", "node=1"])
+@on_ranks(2, timeout_s=50)
+def test_wrappers_around_what_is_sharded(strategy, compiled):
+    """Units are found under them; state dicts have the names of what is wrapped, and take those of the wrapper too."""
+
+    def blocks() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))).double()
+
+    plain, inner = blocks(), blocks()
+    wrapped: Any = checkpoint_wrapper(torch.compile(inner, backend="eager") if compiled else inner)  # type: ignore[arg-type]
+    model = zm.shard(wrapped, kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",)), strategy, bucket_bytes=0)
+    assert [unit.name for unit in engine_of(model).units] == ["", "0", "1"]
+    batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)).double() for rank in range(2)]
+    model(batches[dist.get_rank()]).square().mean().backward()
+    sum(plain(batch).square().mean() / 2 for batch in batches).backward()  # type: ignore[union-attr]
+    for net_ in (model, plain):
+        torch.optim.SGD(net_.parameters(), lr=0.1).step()
+    expected, state = plain.state_dict(), model.state_dict()
+    assert list(state) == list(expected)
+    found = zm.full_state_dict(model)
+    assert all(torch.allclose(found[name], expected[name]) for name in found) and len(found) % 4 == 0
+    prefix = "_orig_mod." if compiled else ""
+    model.load_state_dict({f"{prefix}{name}": value * 2 for name, value in expected.items()})
+    found = zm.full_state_dict(model)
+    assert all(torch.allclose(found[name], 2 * expected[name]) for name in found)

@@ -16,7 +16,7 @@ from zeromesh.engine.units import Precision, find_units, join_modules
 from zeromesh.model import UnitKind
 from zeromesh.model.from_module import from_module
 from zeromesh.model.module_units import cut, recomputes
-from zeromesh.simulator import Workload, simulate
+from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.simulator.units import schedule_units
 
 transformers = pytest.importorskip("transformers")
@@ -98,7 +98,7 @@ def test_parameters_that_are_alike_once_sharded_are_one_buffer() -> None:
     assert [len(unit.buffers) for unit in engine] == [1, 2, 1, 1]
     x = torch.zeros(1, 8, 16)
     spec = from_module(module, seq_len=8, inputs=(x,))
-    planned = schedule_units(spec, Workload(seq_len=8, global_batch_tokens=8))[0]
+    planned = schedule_units(spec, FixedWorkload(seq_len=8, global_batch_tokens=8))[0]
     assert [unit.buffers for unit in planned][1:] == [unit.buffers for unit in engine][1:]
     own = [unit.describe(Precision()) for unit in find_units(module)]
     assert [len(unit.buffers) for unit in own] == [1, 3, 2, 2]
@@ -125,7 +125,7 @@ class Quantised(nn.Module):
 def test_frozen_parameters_of_other_dtypes_are_whole_on_every_rank() -> None:
     module = Quantised()
     spec, plain = from_module(module, seq_len=64), replace(from_module(module, seq_len=64), whole_bytes=0.0)
-    workload = Workload(seq_len=64, global_batch_tokens=256)
+    workload = FixedWorkload(seq_len=64, global_batch_tokens=256)
     planned = [unit.buffers for unit in schedule_units(spec, workload)[0] if unit.buffers]
     engine = [unit.describe(Precision(param=torch.bfloat16)).buffers for unit in find_units(module)]
     assert planned == [buffers for buffers in engine if buffers]
@@ -164,5 +164,5 @@ def test_the_planners_units_are_the_engines(name: str, bucket_bytes: int) -> Non
         module = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
     precision = Precision(param=torch.bfloat16)
     engine = [unit.describe(precision) for unit in join_modules(find_units(module), precision, bucket_bytes)]
-    workload = Workload(seq_len=128, global_batch_tokens=128)
+    workload = FixedWorkload(seq_len=128, global_batch_tokens=128)
     assert list(schedule_units(from_module(module, seq_len=128), workload, bucket_bytes)[0]) == engine

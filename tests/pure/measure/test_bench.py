@@ -19,7 +19,7 @@ from zeromesh.measure.shapes import SHAPES
 from zeromesh.measure.steps import Batch, compute_of, median_compute, predict, to_json
 from zeromesh.model.transformer import build
 from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
-from zeromesh.simulator import Workload, simulate
+from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.strategy import Layout
 from zeromesh.trace import Event, Trace
 
@@ -279,7 +279,7 @@ def test_the_best_predicted_is_held_against_the_best_measured(bench):
     rows = bench.rows(cells)
     cluster, errors = bench.probe_of(TREE).cluster, [abs(row.planned_s / row.step_s - 1) for row in rows]
     model, batch = build(SHAPES[BATCH.model].transformer, dtype=BATCH.dtype), BATCH.sequences * BATCH.tokens
-    work = Workload(
+    work = FixedWorkload(
         seq_len=BATCH.tokens,
         global_batch_tokens=4 * batch * BATCH.micro_batches,
         micro_batch=BATCH.sequences,

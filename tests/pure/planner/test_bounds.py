@@ -18,6 +18,7 @@ from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Candidate, Evaluator
 from zeromesh.planner.fixed import choices
 from zeromesh.planner.space import Space
+from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.simulator import ENGINES, find_engine, simulate
 from zeromesh.strategy import Strategy
 
@@ -101,7 +102,7 @@ def test_what_a_given_strategy_needs_at_least_is_all_but_a_gradient_in_flight(st
     model, cluster = MODELS["wide"], small_cluster(4, 4)
     workload = Workload(seq_len=256, global_batch_tokens=256 * 16 * 2)
     evaluator = Evaluator(model, cluster, workload, engine, default_constants(), 0.08)
-    largest = max(tensor.num_elements for unit in model.units for tensor in unit.tensors)
+    largest = max(unit.num_params for unit in model.units) + BUCKET_BYTES / 2
     in_flight = 0.0 if ENGINES[engine].planned else 2 * 2 * model.num_params
     for candidate, least in choices(evaluator, Strategy.parse(strategy)):
         found = evaluator.simulation(candidate).memory.total

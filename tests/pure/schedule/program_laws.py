@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from zeromesh.schedule import LANES, GradState, Interpreter, LaneKind, Op, Reducing, Reduction, Role, Schedule, Target
+from zeromesh.schedule import LANES, Call, Interpreter, LaneKind, Op, Reducing, Reduction, Role, Schedule
 
 ROOT = 0
 
@@ -66,8 +66,7 @@ class Checked:
     accumulated: list[Counter[Contribution]] = field(init=False)
     reduced: list[Counter[Contribution]] = field(init=False)
     leaves: list[Counter[Contribution]] = field(init=False)
-    discarded: bool = False
-    sent: list[tuple[int, bool]] = field(default_factory=list)
+    sent: list[tuple[int, bool, bool]] = field(default_factory=list)
     waits: int = 0
     interrupted_wait: int | None = None
 
@@ -103,34 +102,26 @@ class Checked:
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[Job]:
         slot = self.schedule.memory.reduce.slot_of[unit]
-        assert (reduction.target is Target.SLOT) == (slot is not None)
-        leftovers, self.leaves[unit] = self.leaves[unit], Counter()
-        if slot is not None:
-            owner, before = self.waiting.get(slot, (unit, Counter()))
-            self.waiting[slot] = (unit, before + leftovers if owner == unit else leftovers)
-        elif reduction.target is Target.ACCUMULATOR:
-            self.accumulated[unit] += leftovers
-        apart = leftovers
-        communicates = reduction.boundary or self.schedule.layout.degree(self.schedule.layout.grad_axes) > 1
-        if communicates:
-            self.sent.append((unit, reduction.boundary))
+        terms, self.leaves[unit] = self.leaves[unit], Counter()
+        assert reduction.micro or not terms, f"the gradients of {unit} are left behind"
+        before = self.reduced[unit] if reduction.add else Counter()
+        if reduction.micro and slot is not None:
+            assert slot not in self.waiting, f"{unit} writes gradients over those of {self.waiting[slot][0]}"
+            self.waiting[slot] = (unit, terms)
+        elif reduction.micro:
+            self.accumulated[unit] = (self.accumulated[unit] if reduction.accumulate else Counter()) + terms
+        micro = reduction.micro and self.schedule.layout.degree(self.schedule.layout.grad_axes) > 1
+        if micro or reduction.boundary:
+            self.sent.append((unit, micro, reduction.boundary))
 
         def take() -> None:
-            nonlocal apart
-            if slot is None:
-                return
-            owner, terms = self.waiting.pop(slot)
-            assert owner == unit, f"the reduction of {unit} finds the gradients of {owner} in its slot"
-            if reduction.add:
-                apart = terms
-            else:
-                self.accumulated[unit] = (self.accumulated[unit] if reduction.accumulate else Counter()) + terms
+            if slot is not None and reduction.micro:
+                owner, waiting = self.waiting.pop(slot)
+                assert owner == unit, f"the reduction of {unit} finds the gradients of {owner} in its slot"
+                self.accumulated[unit] = (self.accumulated[unit] if reduction.accumulate else Counter()) + waiting
 
         def finish() -> None:
-            if reduction.add:
-                self.reduced[unit] += apart
-            else:
-                self.reduced[unit], self.accumulated[unit] = self.accumulated[unit], Counter()
+            self.reduced[unit], self.accumulated[unit] = self.accumulated[unit] + before, Counter()
 
         taken = self.lanes["reduce"].submit(take)
         return Reducing(taken, self.lanes["boundary"].submit(finish, taken) if reduction.boundary else taken)
@@ -148,10 +139,8 @@ class Checked:
     def unuse(self, unit: int) -> None:
         self.used.discard(unit)
 
-    def grads_discarded(self, unit: int) -> bool:
-        if self.discarded:
-            self.reduced[unit] = Counter()
-        return self.discarded
+    def has_grads(self, unit: int) -> bool:
+        return bool(self.leaves[unit])
 
     # ---- what computation sees
 
@@ -162,24 +151,6 @@ class Checked:
         held = (unit, self.params[unit]) if slot is None else self.gathered.get(slot)
         assert held == (unit, self.master[unit]), f"{unit} computes with {held}, its master is {self.master[unit]}"
 
-    def compute_grads(self, interpreter: Interpreter[Job], unit: int, contribution: Contribution) -> None:
-        """Autograd has computed the gradients of a unit: they go where the interpreter says."""
-        self.leaves[unit][contribution] += 1
-        target = interpreter.begin_grads(unit)
-        if target is Target.WAIT:
-            return
-        moved, self.leaves[unit] = self.leaves[unit], Counter()
-        slot = self.schedule.memory.reduce.slot_of[unit]
-        if target is Target.SLOT:
-            assert slot is not None
-            owner, before = self.waiting.get(slot, (unit, Counter()))
-            assert owner == unit, f"{unit} writes gradients over those of {owner}"
-            self.waiting[slot] = (unit, before + moved)
-        elif target is Target.ACCUMULATOR:
-            self.accumulated[unit] += moved
-        else:
-            self.leaves[unit] = moved  # a temporary of its own, until its reduction
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
@@ -189,14 +160,12 @@ class Pass:
         calls: units in the order in which they are called, root aside; one may stand twice.
         backward: whether a backward follows.
         recompute: whether the backward repeats each block's forward.
-        unused: units of which some parameters get no gradient, so that their end is never seen.
         unreached: units whose output gets no gradient.
     """
 
     calls: tuple[int, ...]
     backward: bool = True
     recompute: bool = False
-    unused: frozenset[int] = frozenset()
     unreached: frozenset[int] = frozenset()
 
 
@@ -215,65 +184,62 @@ class Script:
 
     def run(self, one: Pass, *, last: bool) -> None:
         self.interpreter.last = last
-        self.forward(one)
+        calls = self.forward(one)
         if one.backward:
-            self.backward(one)
-            self.backend.discarded = False
-            for unit, shape in enumerate(self.backend.schedule.units):
-                shown = last or self.interpreter.states[unit].grad is GradState.REDUCED
-                if shape.trainable and shown:
-                    assert self.backend.reduced[unit] == self.expected[unit], f"gradient of {unit}"
+            self.backward(one, calls)
+            if last:
+                for unit, shape in enumerate(self.backend.schedule.units):
+                    if shape.trainable:
+                        assert self.backend.reduced[unit] == self.expected[unit], f"gradient of {unit}"
+                self.begin_step()
         self.micro += 1
 
-    def forward(self, one: Pass) -> None:
-        interpreter = self.interpreter
+    def begin_step(self) -> None:
+        """What was shown is set aside."""
+        self.interpreter.begin_step()
+        for expected in self.expected:
+            expected.clear()
+        self.backend.reduced = [Counter() for _ in self.expected]
+        self.backend.accumulated = [Counter() for _ in self.expected]
+
+    def forward(self, one: Pass) -> list[Call]:
+        """The calls that autograd will reach, in order, the root's last."""
+        interpreter, calls = self.interpreter, list[Call | None]()
         interpreter.pre_forward(ROOT)
         for unit in one.calls:
             interpreter.pre_forward(unit)
             self.backend.require_valid(unit)
             self.backend.require_valid(ROOT)
-            interpreter.post_forward(unit, backward=one.backward)
-        interpreter.post_forward(ROOT, backward=one.backward)
-        interpreter.end_forward(backward=one.backward)
-        interpreter.leave()
+            calls.append(interpreter.post_forward(unit, backward=one.backward))
+        calls.append(interpreter.post_forward(ROOT, backward=one.backward))
+        return [call for call in calls if call is not None]
 
-    def backward(self, one: Pass) -> None:
+    def backward(self, one: Pass, calls: list[Call]) -> None:
         interpreter, backend = self.interpreter, self.backend
-        interpreter.pre_backward(ROOT)
-        backend.require_valid(ROOT)
-        reached = [unit for unit in one.calls if unit not in one.unreached]
-        left = Counter(reached)
-        for unit in reversed(reached):
-            left[unit] -= 1
-            interpreter.pre_backward(unit)
-            shape = backend.schedule.units[unit]
-            if one.recompute and shape.role is Role.BLOCK:
-                interpreter.pre_forward(unit)
-                backend.require_valid(unit)
-                interpreter.post_forward(unit, backward=False)
-            backend.require_valid(unit)
-            if left[unit]:
+        for call in reversed(calls):
+            if call.unit in one.unreached:
                 continue
-            if shape.trainable:
-                self.grads(unit)
-            if shape.trainable and unit not in one.unused:
-                interpreter.post_backward(unit)
-        self.grads(ROOT)
+            interpreter.pre_backward(call)
+            backend.require_valid(call.unit)
+            if one.recompute and backend.schedule.units[call.unit].role is Role.BLOCK:
+                interpreter.pre_forward(call.unit)
+                backend.require_valid(call.unit)
+                interpreter.post_forward(call.unit, backward=False)
+            backend.require_valid(ROOT)
+            self.grads(call.unit)
         interpreter.end_backward()
 
     def grads(self, unit: int) -> None:
-        contribution = (self.step, self.micro, unit)
-        self.expected[unit][contribution] += 1
-        self.backend.compute_grads(self.interpreter, unit, contribution)
+        """Autograd has computed the gradients of a unit."""
+        if self.backend.schedule.units[unit].trainable:
+            contribution = (self.step, self.micro, unit)
+            self.expected[unit][contribution] += 1
+            self.backend.leaves[unit][contribution] += 1
 
-    def optimize(self, units: set[int], *, zero: bool) -> None:
+    def optimize(self, units: set[int]) -> None:
         """The optimizer changes the masters of `units`, as the engine's hooks report it."""
         self.interpreter.quiesce()
         for unit in units:
             self.backend.master[unit] += 1
         self.interpreter.stepped(units)
-        if zero:
-            self.backend.discarded = True
-            for expected in self.expected:
-                expected.clear()
         self.step += 1

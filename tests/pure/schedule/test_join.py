@@ -20,9 +20,9 @@ def unit(name: str, numel: int = 10, role: Role = Role.BLOCK, *more: FlatBuffer)
     [
         (0, [[0], [1], [2], [3], [4]]),
         (20, [[0], [1], [2], [3], [4]]),
-        (21, [[0], [1, 2], [3, 4]]),
-        (41, [[0], [1, 2, 3], [4]]),
-        (1000, [[0], [1, 2, 3, 4]]),
+        (21, [[0, 1], [2, 3], [4]]),
+        (41, [[0, 1, 2], [3, 4]]),
+        (1000, [[0, 1, 2, 3, 4]]),
     ],
 )
 def test_neighbours_are_joined_until_the_bucket_is_full(bucket_bytes: int, groups: list[list[int]]) -> None:
@@ -32,7 +32,7 @@ def test_neighbours_are_joined_until_the_bucket_is_full(bucket_bytes: int, group
 
 def test_units_inside_others_stay_as_they_are() -> None:
     units = [unit(""), unit("a"), unit("b"), unit("b.inner"), unit("c"), unit("d")]
-    assert neighbours(units, 1000) == [[0], [1], [2], [3], [4, 5]]
+    assert neighbours(units, 1000) == [[0, 1], [2], [3], [4, 5]]
 
 
 def test_a_joined_unit_has_one_buffer_of_a_kind() -> None:
@@ -43,24 +43,9 @@ def test_a_joined_unit_has_one_buffer_of_a_kind() -> None:
     assert join([joined]) == joined
 
 
-def test_the_unit_after_a_small_root_takes_its_parameters() -> None:
+def test_a_small_root_goes_with_the_first_units_and_a_large_one_stays() -> None:
     units = [unit("", 5), *(unit(f"layers.{index}") for index in range(4))]
     joined, groups = join_units(units, 41)
-    assert groups == [[0], [1, 2, 3], [4]]
-    assert [(one.name, sum(b.numel for b in one.buffers)) for one in joined] == [
-        ("", 0),
-        ("layers.0 to layers.2", 35),
-        ("layers.3", 10),
-    ]
-
-
-@pytest.mark.parametrize(
-    "units",
-    [
-        [unit("", 21), unit("a"), unit("b")],  # as long as a bucket
-        [unit("", 5), unit("a"), unit("a.inner")],  # with another inside
-        [unit("", 5)],
-    ],
-)
-def test_a_root_that_keeps_its_parameters(units: list[Unit]) -> None:
-    assert join_units(units, 42)[0][0] == units[0]
+    assert groups == [[0, 1, 2], [3, 4]]
+    assert [(one.name, one.buffers[0].numel) for one in joined] == [("", 25), ("layers.2 to layers.3", 20)]
+    assert join_units([unit("", 21), *units[1:]], 42)[1][0] == [0]

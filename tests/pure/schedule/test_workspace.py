@@ -9,7 +9,7 @@ import pytest
 from tests.pure.planner.setups import small_cluster, small_model
 from zeromesh.schedule import workspace_by_lane
 from zeromesh.schedule.workspace import overlapped_terms, part_numel
-from zeromesh.simulator import Workload, find_engine, simulate
+from zeromesh.simulator import FixedWorkload, find_engine, simulate
 from zeromesh.strategy import Layout
 
 MESH = [("node", 4), ("cluster", 4)]
@@ -41,7 +41,7 @@ def test_simulations_count_it(cores: float | None, expected: int) -> None:
     """Of our engine, on the backend that the devices have."""
     cluster = small_cluster(4, 4)
     cluster = replace(cluster, device=replace(cluster.device, cores=cores))
-    work = Workload(seq_len=256, global_batch_tokens=256 * 16)
+    work = FixedWorkload(seq_len=256, global_batch_tokens=256 * 16)
     ours, without = (
         simulate(small_model(), cluster, "node=3,cluster=1", work, engine=engine).memory
         for engine in ("zeromesh", replace(find_engine("zeromesh"), workspace=False))

@@ -11,7 +11,7 @@ from zeromesh.model import Recomputation
 from zeromesh.model import preset as model_preset
 from zeromesh.schedule import Schedule
 from zeromesh.schedule.step import sent_bytes_per_axis
-from zeromesh.simulator import ENGINES, Workload, simulate
+from zeromesh.simulator import ENGINES, FixedWorkload, simulate
 from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Layout
 
@@ -31,8 +31,8 @@ STRATEGIES = [
 ]
 
 
-def work(micro_batches: int = 2, world: int = 16, seq_len: int = 512, **fields) -> Workload:
-    return Workload(seq_len=seq_len, global_batch_tokens=seq_len * world * micro_batches, **fields)
+def work(micro_batches: int = 2, world: int = 16, seq_len: int = 512, **fields) -> FixedWorkload:
+    return FixedWorkload(seq_len=seq_len, global_batch_tokens=seq_len * world * micro_batches, **fields)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -225,11 +225,11 @@ def test_the_json_has_the_documented_keys():
 
 
 def test_a_batch_that_does_not_divide_says_what_it_costs():
-    workload = Workload(seq_len=512, global_batch_tokens=512 * 40)
+    workload = FixedWorkload(seq_len=512, global_batch_tokens=512 * 40)
     with pytest.raises(ConfigError, match=r"would last 3 micro-batches and the devices idle 17% .* 16384 or 24576"):
         simulate(GPT2, A800.take(16), "node=3,cluster=1", workload)
     with pytest.raises(ConfigError, match="micro_batch must be at least 1"):
-        Workload(seq_len=512, global_batch_tokens=512, micro_batch=0)
+        FixedWorkload(seq_len=512, global_batch_tokens=512, micro_batch=0)
     with pytest.raises(ConfigError, match="unknown engine 'fdsp'; did you mean fsdp"):
         simulate(GPT2, A800.take(16), "node=3,cluster=1", work(), engine="fdsp")
 

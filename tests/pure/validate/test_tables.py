@@ -11,7 +11,7 @@ from zeromesh.cluster import preset
 from zeromesh.cost import default_constants
 from zeromesh.errors import InputError
 from zeromesh.model import preset as model_preset
-from zeromesh.simulator import Workload, simulate
+from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.validate.assumptions import assumed, assumptions
 from zeromesh.validate.claims import Claim
 from zeromesh.validate.page import page, remarks
@@ -105,7 +105,7 @@ def test_model_state_of_the_memory_profile_is_within_three_percent(tables):
 
 def test_reserved_memory_leaves_out_what_is_no_tensors():
     """Also on one node, whose outer axis has no communicator."""
-    cluster, workload = preset("a100-8x-hdr").take(8), Workload(seq_len=2048, global_batch_tokens=2048 * 8)
+    cluster, workload = preset("a100-8x-hdr").take(8), FixedWorkload(seq_len=2048, global_batch_tokens=2048 * 8)
     step = simulate(model_preset("llama2-7b"), cluster, "zero3", workload, engine="fsdp")
     tensors = step.memory.total - step.memory.overhead
     expected = tensors + default_constants().allocator_share * step.memory.activations

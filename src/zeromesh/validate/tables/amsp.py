@@ -9,7 +9,7 @@ from zeromesh.cluster import preset as cluster_preset
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.model import preset as model_preset
 from zeromesh.model.shape import EAGER, FUSED
-from zeromesh.simulator import ENGINES, Mechanics, Simulation, Workload, simulate
+from zeromesh.simulator import ENGINES, FixedWorkload, Mechanics, Simulation, simulate
 from zeromesh.validate.assumptions import assumed
 from zeromesh.validate.row import Row, predicted_row, published
 
@@ -54,7 +54,7 @@ def amsp_step(
         kernels: "" for the assumed ones.
     """
     tokens = GLOBAL_BATCH_TOKENS if micro_batches is None else micro_batches * gpus * SEQ_LEN
-    workload = Workload(
+    workload = FixedWorkload(
         seq_len=SEQ_LEN,
         global_batch_tokens=tokens,
         grad_dtype=assumed("amsp", "grad_dtype").value,

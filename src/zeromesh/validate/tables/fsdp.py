@@ -10,7 +10,7 @@ from zeromesh.cost import default_constants
 from zeromesh.model import Recomputation
 from zeromesh.model import preset as model_preset
 from zeromesh.model.shape import EAGER, FUSED
-from zeromesh.simulator import Simulation, Workload, simulate
+from zeromesh.simulator import FixedWorkload, Simulation, simulate
 from zeromesh.validate.assumptions import assumed
 from zeromesh.validate.row import Row, predicted_row, published
 
@@ -49,7 +49,7 @@ def foundry_rows() -> Iterator[Row]:
 def _foundry_step(entry: dict[str, str], engine: str = "fsdp") -> Simulation:
     gpus, seq_len = int(entry["# GPUs"]), int(entry["SeqLen (T)"])
     pure = entry["MP Mode"] == "PURE"
-    workload = Workload(
+    workload = FixedWorkload(
         seq_len=seq_len,
         global_batch_tokens=gpus * seq_len * int(entry["MicroBatchSize"]) * int(entry["GradAccum"]),
         micro_batch=int(entry["MicroBatchSize"]),
@@ -121,7 +121,7 @@ def _titan_steps(entry: dict[str, str], cluster_name: str, engine: str = "fsdp")
             model,
             cluster,
             "zero3",
-            Workload(
+            FixedWorkload(
                 seq_len=int(entry["seq_len"]),
                 global_batch_tokens=int(entry["global_batch"]) * int(entry["seq_len"]),
                 micro_batch=int(entry["local_batch"]),

@@ -11,7 +11,7 @@ from zeromesh.cluster import preset as cluster_preset
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
 from zeromesh.model.shape import EAGER, FUSED, MEGATRON, Kernels
-from zeromesh.simulator import ENGINES, Workload, simulate
+from zeromesh.simulator import ENGINES, FixedWorkload, simulate
 from zeromesh.simulator.allocated import AllocatedPeak
 from zeromesh.validate.assumptions import assumed
 from zeromesh.validate.row import Row, predicted_row, published
@@ -49,7 +49,7 @@ def _internevo_gb(entry: dict[str, str], step_bytes: str, kernels: str, length: 
     seq_len = int(length)
     gpus = int(entry["gpus"])
     model = model_preset(f"internlm-{entry['model'].lower()}", kernels=_KERNELS[kernels])
-    workload = Workload(
+    workload = FixedWorkload(
         seq_len=seq_len,
         global_batch_tokens=seq_len * gpus * int(entry["micro_bsz"]) * int(entry["micro_num"]),
         micro_batch=int(entry["micro_bsz"]),
@@ -90,7 +90,7 @@ def galvatron_rows() -> Iterator[Row]:
 
 def _galvatron_mib(layers: int, what: str, recomputation: Recomputation) -> list[float]:
     if what == "ms":
-        workload = Workload(seq_len=2048, global_batch_tokens=2048 * 8, param_dtype="fp32")
+        workload = FixedWorkload(seq_len=2048, global_batch_tokens=2048 * 8, param_dtype="fp32")
         cluster = cluster_preset("a100-8x-hdr").take(8)
         memory = simulate(_layers(layers, FUSED), cluster, "zero3", workload, engine="fsdp").memory
         return [(memory.params + memory.grads + memory.optimizer) / _MEBIBYTE]

@@ -14,7 +14,7 @@ from zeromesh.model import preset as model_preset
 from zeromesh.model.presets import preset_shape
 from zeromesh.model.shape import EAGER, Kernels
 from zeromesh.model.transformer import build
-from zeromesh.simulator import ENGINES, Mechanics, Workload, simulate
+from zeromesh.simulator import ENGINES, FixedWorkload, Mechanics, simulate
 from zeromesh.validate.assumptions import assumed
 from zeromesh.validate.row import Row, predicted_row, published
 
@@ -72,7 +72,7 @@ def zeropp_rows() -> Iterator[Row]:
 @cache
 def _zeropp_ratio(gigabits: str, tokens: int, shape: str, recomputation: str, overlap: str) -> float:
     cluster = cluster_preset(f"dgx2-v100-{gigabits}g").take(384)
-    workload = Workload(
+    workload = FixedWorkload(
         seq_len=1024,
         global_batch_tokens=tokens * 384,
         micro_batch=tokens // 1024,
@@ -145,7 +145,7 @@ def paro_step_s(
     model = model_preset(_PARO_MODELS[size], kernels=_PARO_KERNELS[kernels or assumed("paro", "kernels").value])
     micro_batches = 135 if "540 sequences" in scenario else 10
     trainable = _TRAINABLE[next(key for key in _TRAINABLE if scenario.startswith(key))]
-    workload = Workload(
+    workload = FixedWorkload(
         seq_len=512,
         global_batch_tokens=512 * 4 * micro_batches * gpus,
         micro_batch=4,
@@ -203,7 +203,7 @@ def _frontier_ratio(shape: str, micro_batch: str, accumulation: str, strategy: s
 def frontier_step_s(shape: str, micro_batch: int, micro_batches: int, strategy: str, gcds: int) -> float:
     """Seconds of one step."""
     seq_len = int(assumed("frontier", "seq_len").value)
-    workload = Workload(
+    workload = FixedWorkload(
         seq_len=seq_len,
         global_batch_tokens=seq_len * micro_batch * micro_batches * gcds,
         micro_batch=micro_batch,

@@ -1,0 +1,111 @@
+"""Which parameters a strategy says the place of, and which it cannot: each unit computes with plain tensors, views of
+one flat buffer, whose gradients are reduced later."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import combinations, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.errors import ModelError
+from zeromesh.model.module_units import is_sharded
+
+
+def can_shard(owner: nn.Module, param: nn.Parameter, name: str) -> bool:
+    """Whether the parameter is sharded; frozen ones of other dtypes (quantised weights, say) stay as they are.
+
+    Raises:
+        ModelError: what it is, or has, would be lost.
+    """
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ModelError(
+            f"{name} has hooks for its gradient, which would never be called: a sharded parameter's gradient comes in "
+            f"parts, reduced later. Remove them and change `.grad` after the last backward, before the step"
+        )
+    if param.requires_grad and not is_sharded(param):
+        raise ModelError(
+            f"{name} has dtype {param.dtype}; parameters that are trained must be fp64, fp32, bf16 or fp16. "
+            f"Convert it, or freeze it (requires_grad=False): it then stays whole on every rank"
+        )
+    if not is_sharded(param):
+        return False
+    _require_plain(param, name)
+    # Rows that each forward would change in a gathered copy, and the master never see.
+    if param.requires_grad and isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.max_norm is not None:
+        raise ModelError(
+            f"{name} is renormalised in place by each forward ({type(owner).__name__} with max_norm={owner.max_norm}), "
+            f"on the rows that a rank looks up: ranks would hold different rows. Drop max_norm, or freeze the weight"
+        )
+    return True
+
+
+def _require_plain(param: nn.Parameter, name: str) -> None:
+    kind = type(param)
+    if isinstance(param, nn.UninitializedParameter):
+        raise ModelError(
+            f"{name} has no shape yet ({kind.__name__}): run the model once on a sample, on every rank, before zm.shard"
+        )
+    if kind.__name__ == "DTensor":
+        raise ModelError(
+            f"{name} is a DTensor, sharded already (by parallelize_module or fully_shard, say): zm.shard cuts plain "
+            f"tensors, whole on every rank, over the axes of its own mesh. Give it modules without DTensors"
+        )
+    plain = nn.Parameter.__torch_function__, Tensor.__torch_dispatch__
+    if (kind.__torch_function__, kind.__torch_dispatch__) != plain:
+        raise ModelError(
+            f"{name} is a {kind.__name__}, a subclass of Tensor that computes in its own way, and would be a plain "
+            f"{param.dtype} tensor once it is sharded. Leave its module out of what zm.shard is given, or make it a "
+            f"plain parameter; a frozen one may hold its values in tensors of integers, which stay whole"
+        )
+    own = getattr(param, "grad_dtype", param.dtype) if param.requires_grad else param.dtype
+    if own != param.dtype:
+        raise ModelError(
+            f"{name} has grad_dtype={own}, which would be lost: gradients are computed in the compute dtype, sent in "
+            f"reduce_dtype and summed in grad_dtype, for all parameters. Unset it and give zm.shard these options"
+        )
+
+
+def require_apart(params: Mapping[nn.Parameter, str]) -> None:
+    """Raises ModelError where two parameters, given with their names, share memory and one of them is trained: they
+    would have a master each, and drift apart."""
+    by_storage: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for param in params:
+        if param.numel():
+            by_storage[param.untyped_storage()._cdata].append(param)
+    for sharing in by_storage.values():
+        sharing.sort(key=lambda param: _span(param)[0])
+        if all(_span(first)[1] <= _span(second)[0] for first, second in pairwise(sharing)):
+            continue
+        for first, second in combinations(sharing, 2):
+            if (first.requires_grad or second.requires_grad) and _overlap(first, second):
+                raise ModelError(
+                    f"{params[first]} and {params[second]} share memory and are not one parameter, so that each would "
+                    f"be trained by itself. Tie them by assigning the parameter itself (one.weight = other.weight), or "
+                    f"give one a copy"
+                )
+
+
+def _span(param: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that lie between its first and its last element."""
+    first = int(param.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    return first * param.itemsize, (last + 1) * param.itemsize
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether a byte of their storage belongs to both; they may be cut out of it like the columns of a matrix."""
+    (start, stop), (other_start, other_stop) = _span(first), _span(second)
+    if stop <= other_start or other_stop <= start:
+        return False
+    begin = min(start, other_start)
+    mask = torch.zeros(max(stop, other_stop) - begin, dtype=torch.bool, device="cpu")
+
+    def bytes_of(param: Tensor) -> Tensor:
+        size, strides = param.itemsize, [stride * param.itemsize for stride in param.stride()]
+        return mask.as_strided((*param.shape, size), (*strides, 1), _span(param)[0] - begin)
+
+    bytes_of(first).fill_(True)
+    return bool(bytes_of(second).any())

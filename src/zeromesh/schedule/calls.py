@@ -1,0 +1,95 @@
+"""Where forward and backward are: the calls of units, and how far back autograd has come.
+
+[Note: Reverse] Autograd runs what is ready in the reverse of the order in which it was recorded. So when the gradient
+arrives of what a call has returned, all calls that began after that one had ended are over: theirs have come, and those
+of them whose output got no gradient will never be reached. A backward therefore goes through the marks of a forward in
+reverse: past the end of a call, that call is entered; past its beginning, it is left, and the gradients of its
+parameters are there. Calls that autograd skips are passed in their turn, so ranks that have called the same units in
+the same order issue the same collectives, whichever of the outputs their losses use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Forward:
+    """One forward that no other one of the same model encloses. Whoever waits for its backward keeps it alive.
+
+    Args:
+        number: grows with each forward.
+        marks: beginnings (False) and ends (True) of the calls that a backward will come back to, with their units; None
+            for those of other calls.
+        running: where the beginnings of calls under way will be marked, with their units; innermost last.
+        calls: how many of the marked calls each unit has.
+        hidden: units that have returned nothing that a gradient could be seen to arrive at.
+        visited: a backward has come back to it.
+    """
+
+    number: int
+    marks: list[tuple[int, bool] | None] = field(default_factory=list)
+    running: list[tuple[int, int]] = field(default_factory=list)
+    calls: Counter[int] = field(default_factory=Counter)
+    hidden: set[int] = field(default_factory=set)
+    visited: bool = False
+
+    def begin(self, unit: int) -> None:
+        self.running.append((len(self.marks), unit))
+        self.marks.append(None)
+
+    def end(self, unit: int, *, backward: bool) -> int | None:
+        """The place of the call's end among the marks; None if no backward will come back to it."""
+        # An interrupt that a forward has caught leaves calls inside of it without an end.
+        while self.running and self.running[-1][1] != unit:
+            self.running.pop()
+        begun, _ = self.running.pop()
+        if not backward:
+            return None
+        self.marks[begun] = (unit, False)
+        self.marks.append((unit, True))
+        self.calls[unit] += 1
+        return len(self.marks) - 1
+
+    def runs(self, unit: int) -> bool:
+        """Whether a call of the unit is under way."""
+        return any(running == unit for _, running in self.running)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One forward of a unit, as its backward will know it.
+
+    Args:
+        forward: that it was a part of.
+        unit: its index.
+        end: the place of its end among the forward's marks.
+        generation: of the unit's parameters then.
+    """
+
+    forward: Forward
+    unit: int
+    end: int
+    generation: int
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """One run of autograd: [Note: Reverse].
+
+    Args:
+        reached: by forward, how many of its marks are still to be passed.
+        left: by forward and unit: how many of its calls have been left.
+        reduced: units whose gradients were handed on.
+        turn: units in the reverse of the shared order whose reductions are issued or need not be.
+    """
+
+    reached: dict[Forward, int] = field(default_factory=dict)
+    left: Counter[tuple[Forward, int]] = field(default_factory=Counter)
+    reduced: set[int] = field(default_factory=set)
+    turn: int = 0
+
+    def has_left(self, forward: Forward, unit: int) -> bool:
+        """Whether all of the unit's calls in `forward` are over."""
+        return self.left[forward, unit] == forward.calls[unit]
