@@ -120,7 +120,10 @@ def without(directory: Path) -> None:
 FILES: list[tuple[Prepare, str]] = [
     (without, "run.toml: cannot be read as a configuration: No such file"),
     (as_directory, "run.toml: a configuration must be a regular file; this is a directory"),
-    (lambda directory: (directory / "run.toml").write_bytes(b"\xff\xfe\x00"), "run.toml: cannot be read as a configuration: not UTF-8"),
+    (
+        lambda directory: (directory / "run.toml").write_bytes(b"\xff\xfe\x00"),
+        "run.toml: cannot be read as a configuration: not UTF-8",
+    ),
     (write("run.toml", ""), "strategy is missing"),
     (write("run.toml", "[[["), "run.toml: not valid TOML"),
     (replaced("steps = 2", "steps = 2\nsteps = 3"), "run.toml: not valid TOML"),
