@@ -46,4 +46,4 @@ def test_entry_point_does_not_import_torch(name: str) -> None:
 
 
 def test_refusal_works() -> None:
-    assert "imported torch" in run(REFUSE_TORCH + "import zeromesh.train.ranks").stderr
+    assert "imported torch" in run(REFUSE_TORCH + "import zeromesh.launch.ranks").stderr
