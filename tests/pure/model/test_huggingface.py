@@ -90,5 +90,5 @@ def test_weights_are_no_config(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_says_so() -> None:
-    with pytest.raises(ModelError, match="cannot be read as a config.json: No such file"):
+    with pytest.raises(ModelError, match=r"cannot be read as a config\.json: No such file"):
         load_model("nowhere/config.json")
