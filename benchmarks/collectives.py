@@ -31,11 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zeromesh.comm import (
     AxisGroup,
-    QuantFormat,
     all_gather,
     all_reduce,
-    hierarchical_all_gather,
-    hierarchical_reduce_scatter,
     ho_ring_all_gather,
     ho_ring_reduce_scatter,
     make_groups,
@@ -47,6 +44,7 @@ from zeromesh.comm import (
 from zeromesh.comm.transport import Exchange, pieces
 from zeromesh.strategy import Layout
 from zeromesh.units import parse_bytes
+from zeromesh.wires import QuantFormat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], object]
@@ -108,8 +106,9 @@ class Line:
             ("all_reduce", "zeromesh"): lambda: all_reduce(region, group, workspace=workspace, scale=1.0),
             ("all_reduce", "torch"): lambda: dist.all_reduce(region, group=native),
         }
-        for wire in ("int8", "int4"):
-            calls |= self._quantised(QuantFormat.of(wire), wire, workspace, summed)
+        for bits in (8, 4):
+            form = QuantFormat(bits=bits)
+            calls |= self._quantised(form, str(form), workspace, summed)
         return calls
 
     def _quantised(
@@ -148,13 +147,28 @@ class Levels:
         return {
             ("all_gather", "torch"): lambda: GATHER(region, own, group=native),
             ("all_gather", "flat ring"): lambda: flat_gather(region, self.whole),
-            ("all_gather", "two-level"): lambda: hierarchical_all_gather(region, node, cluster),
+            ("all_gather", "two-level"): lambda: two_level_gather(region, node, cluster),
             ("all_gather", "ho_ring"): lambda: ho_ring_all_gather(region, node, cluster),
             ("reduce_scatter", "torch"): lambda: SCATTER(out, region, group=native),
             ("reduce_scatter", "flat ring"): lambda: flat_reduce(region, out, partial, self.whole),
-            ("reduce_scatter", "two-level"): scatter(hierarchical_reduce_scatter),
+            ("reduce_scatter", "two-level"): scatter(two_level_reduce),
             ("reduce_scatter", "ho_ring"): scatter(ho_ring_reduce_scatter),
         }
+
+
+def two_level_gather(region: torch.Tensor, node: AxisGroup, cluster: AxisGroup) -> None:
+    """One level after the other."""
+    all_gather(region.chunk(node.size)[node.rank], cluster)
+    all_gather(region, node)
+
+
+def two_level_reduce(
+    region: torch.Tensor, out: torch.Tensor, node: AxisGroup, cluster: AxisGroup, *, workspace: torch.Tensor
+) -> None:
+    """One level after the other."""
+    part = region.chunk(node.size)[node.rank]
+    reduce_scatter(region, part, node, workspace=workspace)
+    reduce_scatter(part, out, cluster, workspace=workspace)
 
 
 FLAT_BYTES = 256 << 10

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.comm import QuantFormat
-from zeromesh.comm.quantise import Quantiser
 from zeromesh.comm.quantised import PIECE_NUMEL
 from zeromesh.comm.summing import Target, parts
 from zeromesh.measure.setting import read_setting
+from zeromesh.wires import QuantFormat
+from zeromesh.wires.blocks.quantiser import Quantiser
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RANKS = 4
@@ -78,7 +78,7 @@ class Case:
 
     def on_gpu(self) -> dict[str, Callable[[], object]]:
         """What runs each operation."""
-        from zeromesh.comm.kernels import TritonQuantiser
+        from zeromesh.wires.blocks.kernels import TritonQuantiser
 
         quantiser, whole = TritonQuantiser(self.form), slice(0, self.values.numel())
         return {
@@ -91,7 +91,8 @@ class Case:
 
     def on_cpu(self) -> dict[str, Callable[[], object]]:
         """The same piece by piece."""
-        quantiser = Quantiser(self.form, PIECE_NUMEL, self.values.device)
+        memory = torch.zeros(self.form.memory_bytes(PIECE_NUMEL), dtype=torch.uint8)
+        quantiser = Quantiser(self.form, PIECE_NUMEL, memory)
 
         def pieces() -> Iterator[tuple[slice, slice]]:
             for part in parts(self.values.numel(), PIECE_NUMEL):

@@ -79,7 +79,7 @@ class NonFiniteError(ZeromeshError, RuntimeError):
 
 
 class RanksFailedError(ZeromeshError, RuntimeError):
-    """Ranks of an emulated cluster failed, or were ended at their timeout."""
+    """Ranks that were started from here failed, or were ended at their timeout."""
 
 
 class MismatchError(ZeromeshError, RuntimeError):

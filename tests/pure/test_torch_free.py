@@ -10,7 +10,7 @@ import pytest
 TORCH_FREE = ["cluster", "model", "strategy", "schedule", "cost", "simulator", "planner", "report", "trace", "units"]
 READS_MODULES = ("zeromesh.model.from_module", "zeromesh.model.module_")
 """The one exception: what reads an arbitrary nn.Module, imported where it is needed."""
-ENTRY_POINTS = ["zeromesh", "zeromesh.errors", "zeromesh.cli.app", "zeromesh.train"]
+ENTRY_POINTS = ["zeromesh", "zeromesh.wires", "zeromesh.errors", "zeromesh.cli.app", "zeromesh.train"]
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -46,4 +46,4 @@ def test_entry_point_does_not_import_torch(name: str) -> None:
 
 
 def test_refusal_works() -> None:
-    assert "imported torch" in run(REFUSE_TORCH + "import zeromesh.train.ranks").stderr
+    assert "imported torch" in run(REFUSE_TORCH + "import zeromesh.launch.ranks").stderr

@@ -21,7 +21,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Every rank calls it; at most one flat buffer is whole on a device at a time.
 
     Returns:
-        By original name, tied parameters under each of their names; an empty dict on the other ranks.
+        By original name, in the model's order, tied parameters under each of their names; an empty dict on the other
+        ranks.
 
     Raises:
         ModelError: the model has parameters that came after `zm.shard`.
@@ -38,6 +39,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 state.update(dict.fromkeys(place.info.names, whole))
     if engine.control.rank == 0:
         state.update({name: b.detach().to("cpu", copy=True) for name, b in persistent_buffers(model)})
+        state = {name: state[name] for name in model.state_dict() if name in state}
     return state
 
 

@@ -24,8 +24,9 @@ def random_pieces(rank: int) -> list[Piece]:
     """Of torch on the CPU and on this rank's device, of Python and of numpy."""
     states = {"torch": torch.get_rng_state(), "python": _python(), "numpy": _numpy()}
     # Else nothing has been drawn there, and to ask would take memory on the device.
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it so
-        states["cuda"] = torch.cuda.get_rng_state()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and torch.get_device_module(device).is_initialized():
+        states[device.type] = torch.get_device_module(device).get_rng_state()
     return [whole(f"{PREFIX}{rank}.{key}", value) for key, value in states.items()]
 
 
@@ -67,8 +68,9 @@ def restore_random(pieces: Iterable[Piece]) -> None:
 def _restore(states: Mapping[str, Tensor]) -> None:
     if "torch" in states:
         torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type])
     if "python" in states:
         *words, has_gauss, gauss = states["python"].tolist()
         random.setstate((3, tuple(words), _float(gauss) if has_gauss else None))

@@ -63,9 +63,8 @@ def mesh_of(text: str, ranks: int, lab: Lab | None) -> dict[str, int]:
 
 
 def _ranks_here() -> int:
-    """One for each device, or for each processor core, up to `MOST_HERE`, where there are not two devices."""
-    from zeromesh.comm.device import visible_devices
+    """One for each device, or for each processor core, up to `MOST_HERE`, where there are no devices."""
+    from zeromesh.launch.device import visible_devices
     from zeromesh.measure.setting import usable_cores
 
-    devices = visible_devices()
-    return devices if devices > 1 else min(MOST_HERE, max(2, usable_cores()))
+    return visible_devices() or min(MOST_HERE, max(2, usable_cores()))

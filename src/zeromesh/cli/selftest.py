@@ -29,9 +29,9 @@ def selftest(
     """
     from zeromesh.cli.measuring import emulated, mesh_of
     from zeromesh.errors import InputError
+    from zeromesh.launch.failure import end_process
     from zeromesh.measure.launch import under_torchrun
     from zeromesh.measure.selftest import selftest as run
-    from zeromesh.train.processes import end_process
 
     if steps < 1:
         raise InputError(f"--steps must be at least 1, got {steps}")

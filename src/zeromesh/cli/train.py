@@ -20,8 +20,8 @@ def train(
     The exit code is 0 when the run is done, 2 when the configuration is wrong, 75 when the run was preempted and has
     saved its state (run the same command again), and 1 for anything else.
     """
+    from zeromesh.launch.failure import end_process
     from zeromesh.train import train as run
-    from zeromesh.train.processes import end_process
 
     code = run(config, overrides or ())
     if code == 1:

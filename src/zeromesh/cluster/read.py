@@ -30,7 +30,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +40,7 @@ from zeromesh.cluster.cluster import Cluster
 from zeromesh.cluster.device import MATRIX_DTYPES, Device
 from zeromesh.cluster.level import OPERATIONS, Level
 from zeromesh.errors import ClusterError, InputError, nearest
+from zeromesh.files import parse_toml, read_text
 
 _T = TypeVar("_T")
 _REQUIRED: Any = object()
@@ -52,10 +52,7 @@ def read_cluster(path: str | Path) -> Cluster:
     Raises:
         ClusterError: the file cannot be read, or a key is missing, unknown, unitless, negative or of the wrong type.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"{path}: cannot be read as a cluster file: {error}") from error
+    text = read_text(path, kind="a cluster file", error=ClusterError)
     return complete(parse_cluster(text, where=str(path)))
 
 
@@ -65,11 +62,7 @@ def parse_cluster(text: str, *, where: str = "cluster file") -> Cluster:
     Raises:
         ClusterError: as `read_cluster`.
     """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ClusterError(f"{where}: not valid TOML: {error}") from error
-    root = _Table(table, where, "")
+    root = _Table(parse_toml(text, where=where, error=ClusterError), where, "")
     root.only("name", "description", "device", "level", "sources")
     try:
         return Cluster(

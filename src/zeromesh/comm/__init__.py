@@ -10,7 +10,6 @@ from zeromesh.comm.collectives import (
 )
 from zeromesh.comm.groups import AxisGroup, Sent, make_groups, mesh_group
 from zeromesh.comm.lane import Lane, Ticket
-from zeromesh.comm.quantise import QuantFormat
 from zeromesh.comm.quantised import (
     check_quantisable,
     noise_generator,
@@ -19,25 +18,17 @@ from zeromesh.comm.quantised import (
     quantised_reduce_scatter,
     restore_kept,
 )
-from zeromesh.comm.two_level import (
-    hierarchical_all_gather,
-    hierarchical_reduce_scatter,
-    ho_ring_all_gather,
-    ho_ring_reduce_scatter,
-)
+from zeromesh.comm.two_level import ho_ring_all_gather, ho_ring_reduce_scatter
 
 __all__ = [
     "AxisGroup",
     "Lane",
-    "QuantFormat",
     "Sent",
     "Ticket",
     "all_gather",
     "all_reduce",
     "all_reduce_max",
     "check_quantisable",
-    "hierarchical_all_gather",
-    "hierarchical_reduce_scatter",
     "ho_ring_all_gather",
     "ho_ring_reduce_scatter",
     "make_groups",

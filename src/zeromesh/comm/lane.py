@@ -228,12 +228,16 @@ DRAIN_S = 60.0
 """How long the end of a process waits for what is under way: what all ranks have issued ends in moments, and what a
 rank that died has not issued never does."""
 
+FAILED_DRAIN_S = 5.0
+"""The same where this process ends by an exception, as the other ranks may be waiting for it."""
+
 
 @atexit.register
 def drain() -> None:
     """Lets what is under way end, as the process is about to: a thread that comes back from a collective into an
     interpreter that is gone would abort the process, whatever exit code it was to have."""
-    ends = time.monotonic() + DRAIN_S
+    longest_s = FAILED_DRAIN_S if hasattr(sys, "last_value") else DRAIN_S
+    ends = time.monotonic() + longest_s
     for jobs in list(_threads.values()):
         jobs.put(None)
     late = []
@@ -242,8 +246,8 @@ def drain() -> None:
         late += [thread.name] if thread.is_alive() else []
     if late:
         sys.stderr.write(
-            f"zeromesh: {', '.join(late)} still waits for other ranks {DRAIN_S:g} s after this one has ended: another "
-            f"rank has died, or has not made the same calls; this process ends with exit code 1\n"
+            f"zeromesh: {', '.join(late)} still waits for other ranks {longest_s:g} s after this one has ended: "
+            f"another rank has died, or has not made the same calls; this process ends with exit code 1\n"
         )
         sys.stderr.flush()
         os._exit(1)

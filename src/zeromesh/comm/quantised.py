@@ -1,7 +1,7 @@
-"""Collectives over one axis on quantised wires: the shapes of `collectives`, with messages of `quantise`.
+"""Collectives over one axis on quantised wires: the shapes of `collectives`, with messages of a `WireFormat`.
 
 Each quantises once, also where several axes follow each other, so k axes are k quantisations of a value and the error
-is within `QuantFormat.error_bound(k)` of the largest value::
+is within `WireFormat.error_bound(k)` of the largest value::
 
     all_gather       own chunk -> message -> all ranks dequantise it, the sender too: replicas are equal to the bit
     reduce_scatter   chunk i -> message to rank i, which adds up what it got in fp32, in the order of the ranks, and its
@@ -15,13 +15,11 @@ what hides them is the computation beside the lane. So pieces are as long as the
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,13 +28,11 @@ from torch import Tensor
 from zeromesh.comm.collectives import even_chunks, uneven_chunks
 from zeromesh.comm.groups import AxisGroup, Channel
 from zeromesh.comm.host import hosted
-from zeromesh.comm.quantise import QuantFormat, Quantiser
 from zeromesh.comm.summing import Target, parts
 from zeromesh.comm.transport import Exchange, Wait, bytes_of
 from zeromesh.errors import InputError, InternalError
-
-if TYPE_CHECKING:
-    from zeromesh.comm.kernels import TritonQuantiser
+from zeromesh.wires import WireFormat
+from zeromesh.wires.codec import Codec
 
 WINDOW = 2
 """Pieces in flight on gloo: one on the wire while the next is quantised."""
@@ -46,17 +42,15 @@ PIECE_NUMEL = 1 << 18
 link."""
 
 
-def check_quantisable(dtype: torch.dtype, axis: str, device_type: str = "cpu") -> None:
+def check_quantisable(form: WireFormat, dtype: torch.dtype, axis: str, device_type: str = "cpu") -> None:
     """Says at construction what an axis cannot do.
 
     Raises:
-        InputError: values of this dtype cannot go over a quantised wire, or the device's kernels are not installed.
+        InputError: values of this dtype cannot go over a quantised wire, or the device's kernels are not there.
     """
-    if device_type != "cpu" and importlib.util.find_spec("triton") is None:
-        raise InputError(
-            f"axis {axis}: quantised wires on {device_type} need Triton's kernels, and triton is not installed: "
-            f"pip install triton, or drop the @"
-        )
+    missing = form.missing_on(device_type)
+    if missing:
+        raise InputError(f"axis {axis}: {missing}, or drop the @")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InputError(f"axis {axis}: a quantised wire carries fp32, bf16 or fp16 values; got {dtype}")
 
@@ -72,22 +66,11 @@ def noise_generator(group: AxisGroup, name: str = "") -> torch.Generator:
     return generator.manual_seed(zlib.crc32(f"{group.name} {group.rank} {name}".encode()))
 
 
-def _quantiser(
-    form: QuantFormat, numel: int, workspace: Tensor, generator: torch.Generator | None
-) -> Quantiser | TritonQuantiser:
-    if workspace.is_cpu:
-        memory = workspace[: Quantiser.memory_bytes(form, numel)]
-        return Quantiser(form, numel, workspace.device, generator, memory)
-    from zeromesh.comm.kernels import TritonQuantiser  # Triton need not be installed where it is not used
-
-    return TritonQuantiser(form, generator)
-
-
 @hosted
 def quantised_all_gather(
     region: Tensor,
     group: AxisGroup,
-    form: QuantFormat,
+    form: WireFormat,
     *,
     workspace: Tensor,
     generator: torch.Generator | None = None,
@@ -111,7 +94,7 @@ def quantised_all_gather(
     _all_gather(chunks, wire, group.gather, "all_gather", kept=kept)
 
 
-def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: QuantFormat, *, workspace: Tensor) -> None:
+def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: WireFormat, *, workspace: Tensor) -> None:
     """Fills `region` from the messages that a gather over `group` kept: the same bits, and nothing is sent.
 
     Args:
@@ -121,7 +104,7 @@ def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: QuantForm
     chunks = even_chunks(region, group.size)
     wire = _Wire.cut(form, group, workspace, None)
     for pieces, messages in zip(wire.cut_up(chunks), wire.cut_kept(keep, chunks), strict=True):
-        wire.dequantise_all(messages, pieces)
+        wire.codec.dequantise_each(messages, pieces)
 
 
 @hosted
@@ -129,7 +112,7 @@ def quantised_reduce_scatter(
     region: Tensor,
     out: Tensor,
     group: AxisGroup,
-    form: QuantFormat,
+    form: WireFormat,
     *,
     workspace: Tensor,
     scale: float = 1.0,
@@ -163,7 +146,7 @@ def quantised_reduce_scatter(
 def quantised_all_reduce(
     tensor: Tensor,
     group: AxisGroup,
-    form: QuantFormat,
+    form: WireFormat,
     *,
     workspace: Tensor,
     scale: float = 1.0,
@@ -197,21 +180,21 @@ class _Wire:
     """
 
     group: AxisGroup
-    form: QuantFormat
-    quantiser: Quantiser | TritonQuantiser
+    form: WireFormat
+    codec: Codec
     numel: int
     incoming: Sequence[Tensor]
     outgoing: Sequence[Tensor]
 
     @classmethod
-    def cut(cls, form: QuantFormat, group: AxisGroup, workspace: Tensor, generator: torch.Generator | None) -> _Wire:
-        unit = 8 * form.block  # keeps every view that follows on a multiple of eight bytes
+    def cut(cls, form: WireFormat, group: AxisGroup, workspace: Tensor, generator: torch.Generator | None) -> _Wire:
+        unit = 8 * form.granule  # keeps every view that follows on a multiple of eight bytes
         # Also of a device's workspace, if it exchanges over gloo: what it keeps has been cut on the host (`comm.host`).
         gloo = group.backend == "gloo"
         window, longest = (WINDOW, PIECE_NUMEL) if gloo else (1, workspace.numel())
 
         def memory_bytes(numel: int) -> int:  # kernels take none
-            return Quantiser.memory_bytes(form, numel) if gloo or workspace.is_cpu else 0
+            return form.memory_bytes(numel) if gloo or workspace.is_cpu else 0
 
         each = memory_bytes(unit) + 2 * window * group.size * form.message_bytes(unit)
         numel = min(longest // unit, workspace.numel() // each) * unit
@@ -224,7 +207,7 @@ class _Wire:
         return cls(
             group=group,
             form=form,
-            quantiser=_quantiser(form, numel, workspace, generator),
+            codec=form.codec(numel, workspace, generator),
             numel=numel,
             incoming=rounds[:window],
             outgoing=rounds[window:],
@@ -237,32 +220,7 @@ class _Wire:
 
     def exchange(self, channel: Channel, operation: str, chunks: Sequence[Tensor]) -> Exchange:
         lengths = (chunk.numel() for chunk in chunks)
-        form = self.form
-        shape = (*lengths, self.numel, form.bits, form.block, form.scale_dtype.itemsize)
-        return Exchange(self.group, channel, operation, *shape)
-
-    def quantise_others(
-        self, pieces: Sequence[Tensor], messages: Sequence[Tensor], residuals: Sequence[Tensor] | None
-    ) -> Iterator[Tensor]:
-        """All ranks' messages, each once it is written; this rank's own is not."""
-        own = self.group.rank
-        if not isinstance(self.quantiser, Quantiser) and _equally_long(pieces):
-            self.quantiser.quantise_all(pieces, messages, residuals, skipped=own)
-            yield from messages
-            return
-        for rank, (piece, message) in enumerate(zip(pieces, messages, strict=True)):
-            if rank != own:
-                self.quantiser.quantise(piece, message, None if residuals is None else residuals[rank])
-            yield message
-
-    def dequantise_all(self, messages: Sequence[Tensor], pieces: Sequence[Tensor], *, skipped: int = -1) -> None:
-        """Writes what every rank's message holds to its piece, but for the skipped rank's."""
-        if not isinstance(self.quantiser, Quantiser) and _equally_long(pieces):
-            self.quantiser.dequantise_all(messages, pieces, skipped=skipped)
-            return
-        for rank, (message, piece) in enumerate(zip(messages, pieces, strict=True)):
-            if rank != skipped:
-                self.quantiser.dequantise(message, piece)
+        return Exchange(self.group, channel, operation, *lengths, self.numel, str(self.form))
 
     def room(self, slot: Tensor, piece: Tensor) -> Tensor:
         """The part of a slot that the message of a piece takes."""
@@ -292,10 +250,6 @@ class _Wire:
         ]
 
 
-def _equally_long(pieces: Sequence[Tensor]) -> bool:
-    return len({piece.numel() for piece in pieces}) == 1
-
-
 def _all_gather(
     chunks: Sequence[Tensor],
     wire: _Wire,
@@ -320,14 +274,14 @@ def _all_gather(
         message = wire.room(wire.outgoing[index % wire.window][0], own) if kept is None else incoming[rank]
 
         def fill() -> Sequence[Tensor]:
-            wire.quantiser.quantise(own, message)
-            wire.quantiser.dequantise(message, own)
+            wire.codec.quantise(own, message)
+            wire.codec.dequantise(message, own)
             return [message] * len(incoming)
 
         return _swap_messages(exchange, incoming, fill)
 
     def end(index: int) -> None:
-        wire.dequantise_all(arriving(index), rounds[index], skipped=rank)
+        wire.codec.dequantise_each(arriving(index), rounds[index], skipped=rank)
 
     _run(exchange, len(rounds), wire.window, start, end)
 
@@ -345,7 +299,7 @@ def _reduce_scatter(
 
     def end(index: int) -> None:
         own = rounds[index][rank]
-        wire.quantiser.reduce(wire.incoming[index % wire.window], own, rank, target, wire.part(index, own))
+        wire.codec.reduce(wire.incoming[index % wire.window], own, rank, target, wire.part(index, own))
 
     _run(exchange, len(rounds), wire.window, start, end)
 
@@ -370,11 +324,11 @@ def _all_reduce(chunks: Sequence[Tensor], residuals: Sequence[Tensor] | None, ta
         message = wire.room(wire.outgoing[slots][rank], own)  # which no term has left from
         residual = None if lost is None else lost[index][rank]
         part = wire.part(index, own)
-        wire.quantiser.requantise(wire.incoming[slots], own, rank, target, part, message, residual)
+        wire.codec.requantise(wire.incoming[slots], own, rank, target, part, message, residual)
         return _swap_messages(exchange, sums(index), lambda: [message] * len(chunks))
 
     def end(index: int) -> None:
-        wire.dequantise_all(sums(index), rounds[index], skipped=rank)
+        wire.codec.dequantise_each(sums(index), rounds[index], skipped=rank)
 
     _run(exchange, len(rounds), wire.window, start, end, turn)
 
@@ -386,7 +340,9 @@ def _swap_terms(
     slots, own = index % wire.window, pieces[wire.group.rank]
     incoming = [wire.room(slot, own) for slot in wire.incoming[slots]]
     outgoing = [wire.room(slot, piece) for slot, piece in zip(wire.outgoing[slots], pieces, strict=True)]
-    return _swap_messages(exchange, incoming, lambda: wire.quantise_others(pieces, outgoing, residuals))
+    return _swap_messages(
+        exchange, incoming, lambda: wire.codec.quantise_each(pieces, outgoing, residuals, skipped=wire.group.rank)
+    )
 
 
 def _run(

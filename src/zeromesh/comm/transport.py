@@ -54,10 +54,10 @@ class Exchange:
     Args:
         group, channel: whose.
         operation: for tags, messages and the observer.
-        shape: lengths that all ranks must agree on.
+        shape: lengths, and formats, that all ranks must agree on.
     """
 
-    def __init__(self, group: AxisGroup, channel: Channel, operation: str, *shape: int) -> None:
+    def __init__(self, group: AxisGroup, channel: Channel, operation: str, *shape: int | str) -> None:
         self.group = group
         self.operation = operation
         self.process_group = channel.process_group

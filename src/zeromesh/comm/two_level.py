@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zeromesh.comm.collectives import all_gather, even_chunks, reduce_scatter
+from zeromesh.comm.collectives import even_chunks
 from zeromesh.comm.groups import AxisGroup, Channel
 from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import SumScratch, Target, parts, sum_dtype
@@ -38,46 +38,6 @@ from zeromesh.schedule.workspace import OVERLAP_WINDOW, overlapped_terms
 
 LAG = 2
 """Rounds by which the sums over minor follow those over major: their messages have that long to arrive."""
-
-
-def hierarchical_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup) -> None:
-    """Fills `region` over minor, then over major.
-
-    Args:
-        region: [Note: Two levels]; this rank's shard is filled.
-
-    Raises:
-        CommunicationError: a peer died or stalled, or issued something else.
-    """
-    all_gather(even_chunks(region, major.size)[major.rank], minor)
-    all_gather(region, major)
-
-
-def hierarchical_reduce_scatter(
-    region: Tensor,
-    out: Tensor,
-    major: AxisGroup,
-    minor: AxisGroup,
-    *,
-    workspace: Tensor,
-    scales: tuple[float, float] = (1.0, 1.0),
-    accumulate: bool = False,
-) -> None:
-    """Sums this rank's shard of every rank's `region` into `out`, over major, then over minor.
-
-    Args:
-        region: [Note: Two levels]; its part of this rank's index on major is overwritten.
-        out: as long as one shard; may be this rank's shard of `region`.
-        workspace: `workspace_bytes` bytes.
-        scales: factors of the sum over major and of that over minor.
-        accumulate: add to `out`.
-
-    Raises:
-        CommunicationError: a peer died or stalled, or issued something else.
-    """
-    part = even_chunks(region, major.size)[major.rank]
-    reduce_scatter(region, part, major, workspace=workspace, scale=scales[0])
-    reduce_scatter(part, out, minor, workspace=workspace, scale=scales[1], accumulate=accumulate)
 
 
 @hosted

@@ -13,7 +13,7 @@ from zeromesh.cost.constants import Constants
 from zeromesh.cost.group import Group
 from zeromesh.schedule.transfer import Transfer, wire_bytes
 from zeromesh.strategy import Axis
-from zeromesh.strategy.stage import quantised
+from zeromesh.wires import coded
 
 _SUMMED_NATIVELY = ("fp64", "fp32")
 """On the wire of an all-reduce; in others the engine scatters and gathers, and sums in fp32 itself."""
@@ -117,7 +117,7 @@ class TransferModel:
         group = self.group(axes)
         ranks = prod(axis.size for axis in axes)
         full_bytes = ranks * wire_bytes(-(-numel // ranks), wire)
-        if quantised(wire) is None:
+        if coded(wire) is None:
             return collective_cost(group, operation, full_bytes, self.constants, algorithm=algorithm)
         return self._quantised(group, operation, numel, full_bytes, algorithm)
 

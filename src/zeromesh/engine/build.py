@@ -22,7 +22,7 @@ from zeromesh.engine.materialise import Init, Materialiser
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.model.module_units import clean_name
-from zeromesh.schedule import LANES, Schedule, Unit, workspace_by_lane
+from zeromesh.schedule import LANES, Schedule, workspace_by_lane
 from zeromesh.schedule.memory import SlotPlan, aligned
 from zeromesh.schedule.transfer import LaneKind
 from zeromesh.strategy import Layout
@@ -89,7 +89,7 @@ def build_engine(
     workspace = workspace_by_lane(layout, next((group.backend for group in groups.values()), ""))
     schedule = Schedule.of(layout, units, workspace_bytes=sum(workspace.values()))
     coordinates = layout.coordinates(control.rank)
-    shards = _fill_shards(model, modules, units, layout, coordinates, control, device, init)
+    shards = _fill_shards(model, modules, schedule, coordinates, control, device, init)
     inline, staging = layout.strategy.overlap == "none", schedule.memory.staging
 
     def allocate() -> dict[LaneKind, Scratch]:
@@ -145,8 +145,7 @@ def _bytes(count: int, device: torch.device) -> Tensor:
 def _fill_shards(
     model: nn.Module,
     modules: Sequence[ModuleUnit],
-    units: Sequence[Unit],
-    layout: Layout,
+    schedule: Schedule,
     coordinates: dict[str, int],
     control: Control,
     device: torch.device,
@@ -156,11 +155,11 @@ def _fill_shards(
     materialiser = Materialiser(model, modules, device, init, control.rank == 0)
     inside = modules_by_unit(model, modules)
     shards = []
-    for module, unit in zip(modules, units, strict=True):
+    for module, unit, placed in zip(modules, schedule.units, schedule.placed, strict=True):
         buffers = []
         materialiser.unit(module, inside[module.name])
-        for spec, infos in zip(unit.buffers, module.groups.values(), strict=True):
-            buffer = FlatShards.allocate(unit, spec, infos, layout, coordinates, device)
+        for each, infos in zip(placed, module.groups.values(), strict=True):
+            buffer = FlatShards.allocate(each, infos, coordinates, device)
             buffer.fill(_values(buffer, control))
             buffers.append(buffer)
             _retire(buffer, unit.name)

@@ -18,7 +18,7 @@ them; the values are the same to the bit.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +33,6 @@ from zeromesh.comm import (
     reduce_scatter,
     sums_in_place,
 )
-from zeromesh.comm.quantise import QuantFormat
 from zeromesh.comm.quantised import (
     check_quantisable,
     noise_generator,
@@ -42,13 +41,12 @@ from zeromesh.comm.quantised import (
     quantised_reduce_scatter,
     restore_kept,
 )
-from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.units import DTYPE_NAMES, DTYPES
+from zeromesh.engine.flat import FlatShards, inside
+from zeromesh.engine.units import DTYPES
 from zeromesh.errors import NotationError
-from zeromesh.schedule import LaneKind, Transfer, Unit, transfer
-from zeromesh.schedule.memory import slot_dtype
-from zeromesh.strategy import Axis, Layout
-from zeromesh.strategy.stage import quantised
+from zeromesh.schedule import ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
+from zeromesh.strategy import Layout
+from zeromesh.wires import WireFormat, coded
 
 Groups = Mapping[str, AxisGroup]
 
@@ -77,7 +75,7 @@ class Gather:
     region: Tensor
     own: Tensor
     source: Tensor | None
-    form: QuantFormat | None
+    form: WireFormat | None
     keep: Tensor | None = None
 
     def run(self, workspace: Tensor) -> None:
@@ -96,7 +94,7 @@ class Restore:
     messages: Tensor
     region: Tensor
     group: AxisGroup
-    form: QuantFormat
+    form: WireFormat
 
     def run(self, workspace: Tensor) -> None:
         restore_kept(self.messages, self.region, self.group, self.form, workspace=workspace)
@@ -113,15 +111,6 @@ class OverlappedGather:
         if self.minor.source is not None:
             self.minor.own.copy_(self.minor.source)
         ho_ring_all_gather(self.major.region, self.major.group, self.minor.group)
-
-
-def _overlap_gathers(steps: Sequence[Gather]) -> Iterator[Gather | OverlappedGather]:
-    """The same gathers, neighbours overlapped where one works inside the other; a copy between them forbids it."""
-    todo = deque(steps)
-    while todo:
-        step = todo.popleft()
-        inside = bool(todo) and todo[0].source is None and step.form is None and todo[0].form is None
-        yield OverlappedGather(step, todo.popleft()) if inside else step
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,38 +134,38 @@ class GatherChain:
 
 def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, *, from_kept: bool) -> GatherChain:
     """Gathers `params` (or `kept`) into `full`, filling `kept` on the way."""
-    steps = transfer.unshard(shards.layout, shards.spec, from_kept=from_kept)
-    whole = slice(0, shards.padded)
+    placed, whole = shards.placed, slice(0, shards.padded)
     if not from_kept or shards.kept is None:
-        return _gather_chain(shards, steps, shards.params, shards.full, whole, groups, scratch, shards.kept)
-    if shards.kept.dtype != torch.uint8:
-        return _gather_chain(shards, steps, shards.kept, shards.full, whole, groups, scratch, None)
-    restore = _restore(shards, groups)
-    chain = _gather_chain(shards, steps, restore.region, shards.full, whole, groups, scratch, None)
+        route = placed.routes["unshard"]
+        return _gather_chain(shards, route, shards.params, shards.full, whole, groups, scratch, shards.kept)
+    restore = _restore(shards, groups) if shards.kept.dtype == torch.uint8 else None
+    source = shards.kept if restore is None else restore.region
+    chain = _gather_chain(shards, placed.from_kept, source, shards.full, whole, groups, scratch, None)
     return replace(chain, restore=restore)
 
 
 def _restore(shards: FlatShards, groups: Groups) -> Restore:
     """From the kept messages into the part of `full` that the gather over the kept axes filled."""
-    axis = transfer.kept_axis(shards.layout)
-    assert axis is not None and shards.kept is not None
-    step = next(s for s in transfer.unshard(shards.layout, shards.spec) if s.axis is axis)
-    region = _region(shards, shards.full, slice(0, shards.padded), step)
-    return Restore(shards.kept, region, groups[axis.name], QuantFormat.of(step.wire))
+    placed = shards.placed
+    step = next(s for s in placed.routes["unshard"].steps if s.axis is placed.kept_axis)
+    form = coded(step.wire)
+    assert shards.kept is not None and form is not None
+    region = shards.full[placed.region(step, shards.coordinates)]
+    return Restore(shards.kept, region, groups[step.axis.name], form)
 
 
 def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch) -> GatherChain | None:
     """Casts `master` and gathers it into `params`; None if nothing is left to do."""
-    steps = transfer.refresh(shards.layout, shards.spec)
-    if shards.master is None or (shards.master_in_params and not steps):
+    route = shards.placed.routes["refresh"]
+    if shards.master is None or (shards.master_in_params and not route.steps):
         return None
     # The alias keeps autograd's version counter out of it: no graph outlives the optimizer's step.
-    return _gather_chain(shards, steps, shards.master, shards.params.data, shards.param_range, groups, scratch, None)
+    return _gather_chain(shards, route, shards.master, shards.params.data, shards.param_range, groups, scratch, None)
 
 
 def _gather_chain(
     shards: FlatShards,
-    transfers: Sequence[Transfer],
+    route: Route,
     source: Tensor,
     destination: Tensor,
     held: slice,
@@ -184,26 +173,23 @@ def _gather_chain(
     scratch: Scratch,
     kept: Tensor | None,
 ) -> GatherChain:
-    steps, current = [], source
-    for step in transfers:
-        region, keep = _region(shards, destination, held, step), None
-        if kept is not None and step.axis is transfer.kept_axis(shards.layout):
-            if kept.dtype == torch.uint8:
-                keep = kept
-            else:
-                region = kept
-        elif DTYPES.get(step.wire, destination.dtype) != destination.dtype:
+    """Along `route`, in `destination`, which covers `held` of the buffer."""
+    placed, current, steps = shards.placed, source, list[Gather]()
+    for step in route.steps:
+        region, keep = inside(destination, held, placed.region(step, shards.coordinates)), None
+        if kept is not None and step.axis is placed.kept_axis:
+            region, keep = (region, kept) if kept.dtype == torch.uint8 else (kept, None)
+        elif step in route.staged:
             region = scratch.region(step.numel, DTYPES[step.wire])
         group = groups[step.axis.name]
         own = _own_chunk(region, group)
-        form = _form(step, stochastic=False)
-        steps.append(Gather(group, region, own, None if _same(own, current) else current, form, keep))
+        moved = None if _same(own, current) else current
+        steps.append(Gather(group, region, own, moved, coded(step.wire), keep))
         current = region
-    last = None if _same(destination, current) else current
-    # Not where regions are staged: whether one lies inside the next would then depend on the rank.
-    staged = any(DTYPES.get(step.wire) != destination.dtype for step in transfers)
-    overlapped = shards.layout.strategy.collective == "ho_ring" and not staged
-    return GatherChain(tuple(_overlap_gathers(steps) if overlapped else steps), destination, last, scratch.workspace)
+    todo, last = iter(steps), None if _same(destination, current) else current
+    grouped = [[next(todo) for _ in group] for group in route.groups]
+    together = tuple(OverlappedGather(*pair) if len(pair) > 1 else pair[0] for pair in grouped)
+    return GatherChain(together, destination, last, scratch.workspace)
 
 
 def require_wires(layout: Layout, units: Iterable[Unit], device_type: str) -> None:
@@ -213,45 +199,29 @@ def require_wires(layout: Layout, units: Iterable[Unit], device_type: str) -> No
         InputError: an axis cannot quantise these values, or not on this device.
         NotationError: a gather would stage regions of two widths.
     """
-    for buffer in (buffer for unit in units for buffer in unit.buffers):
-        held = DTYPES[buffer.param_dtype]
-        for gathers in (transfer.unshard(layout, buffer), transfer.refresh(layout, buffer)):
-            _require_one_width(gathers, held)
-            _require_quantisable(gathers, held, device_type)
-        if buffer.trainable:
-            waiting, summed = DTYPES[slot_dtype(layout, buffer)], DTYPES[buffer.grad_dtype]
-            _require_quantisable(transfer.reduce_micro(layout, buffer), waiting, device_type)
-            _require_quantisable(transfer.reduce_boundary(layout, buffer), summed, device_type)
+    for placed in {placed for unit in place(layout, units) for placed in unit}:
+        _require_one_width(placed.routes["unshard"])
+        _require_one_width(placed.routes["refresh"])
+        for route in placed.routes.values():
+            _require_quantisable(route.steps, DTYPES[route.held], device_type)
 
 
-def _require_one_width(transfers: Sequence[Transfer], dtype: torch.dtype) -> None:
+def _require_one_width(route: Route) -> None:
     """Staged regions lie in the same memory: a rank's chunk of the next one is where the one before left it, or beside
     that. Of another width it would overlap."""
-    staged = {step.wire: DTYPES[step.wire] for step in transfers if DTYPES.get(step.wire, dtype) != dtype}
-    if len({wire.itemsize for wire in staged.values()}) > 1:
+    wires = dict.fromkeys(step.wire for step in route.staged)
+    if len({ITEM_BYTES[wire] for wire in wires}) > 1:
         raise NotationError(
-            f"parameters in {DTYPE_NAMES[dtype]} cannot be gathered over axes in {' and in '.join(staged)}, of other "
+            f"parameters in {route.held} cannot be gathered over axes in {' and in '.join(wires)}, of other "
             f"widths: give these axes one wire dtype, or let one of them have the parameters' own"
         )
 
 
 def _require_quantisable(transfers: Sequence[Transfer], dtype: torch.dtype, device_type: str) -> None:
     for step in transfers:
-        if quantised(step.wire):
-            check_quantisable(dtype, step.axis.name, device_type)
-
-
-def _form(step: Transfer, *, stochastic: bool) -> QuantFormat | None:
-    """The quantised format of a transfer; None for a lossless wire."""
-    return QuantFormat.of(step.wire, stochastic=stochastic) if quantised(step.wire) else None
-
-
-def _region(shards: FlatShards, buffer: Tensor, held: slice, step: Transfer) -> Tensor:
-    """The region of `buffer`, which covers `held`, that this rank's collective over `step.axis` works on."""
-    order: tuple[Axis, ...] = shards.layout.significant
-    above = order[: order.index(step.axis)] if step.axis in order else order
-    region = shards.layout.shard(shards.padded, above, shards.coordinates)
-    return buffer[region.start - held.start : region.stop - held.start]
+        form = coded(step.wire)
+        if form is not None:
+            check_quantisable(form, dtype, step.axis.name, device_type)
 
 
 def _own_chunk(region: Tensor, group: AxisGroup) -> Tensor:
@@ -273,7 +243,7 @@ class Reduce:
     staged: Tensor | None
     out: Tensor
     accumulates: bool
-    form: QuantFormat | None
+    form: WireFormat | None
     noise: torch.Generator | None
     owed: Tensor | None
     scale: float
@@ -283,20 +253,6 @@ class Reduce:
         """Whether it is the backend's own all-reduce, in place."""
         wire = self.region if self.staged is None else self.staged
         return self.operation == "all_reduce" and self.form is None and sums_in_place(wire.dtype)
-
-    @property
-    def plain(self) -> bool:
-        """Whether it is lossless and in the region's own dtype."""
-        return self.form is None and self.staged is None
-
-    def leads_to(self, other: Reduce) -> bool:
-        """Whether both can work at once: scatters, the other on what this one leaves, or gathers of the sum, the other
-        with this one's region as its chunk."""
-        if not (self.plain and other.plain and self.operation == other.operation != "all_reduce"):
-            return False
-        if self.operation == "reduce_scatter":
-            return _same(self.out, other.region)
-        return _same(self.region, _own_chunk(other.region, other.group))
 
     def run(self, workspace: Tensor, accumulate: bool) -> None:
         add = accumulate and self.accumulates
@@ -317,7 +273,7 @@ class Reduce:
         if self.staged is not None:
             self.region.copy_(wire)
 
-    def _run_quantised(self, form: QuantFormat, workspace: Tensor, add: bool) -> None:
+    def _run_quantised(self, form: WireFormat, workspace: Tensor, add: bool) -> None:
         scale, noise = self.scale, self.noise
         if self.operation == "all_reduce":
             quantised_all_reduce(
@@ -370,19 +326,6 @@ class OverlappedReduce:
         )
 
 
-def _overlap_reductions(steps: Sequence[Reduce]) -> Iterator[Reduce | OverlappedReduce]:
-    """The same reductions, neighbours overlapped where one leads to the other."""
-    todo = deque(steps)
-    while todo:
-        step = todo.popleft()
-        if not (todo and step.leads_to(todo[0])):
-            yield step
-        elif step.operation == "all_gather":
-            yield OverlappedReduce(major=todo.popleft(), minor=step)
-        else:
-            yield OverlappedReduce(major=step, minor=todo.popleft())
-
-
 @dataclass(frozen=True, slots=True)
 class ReduceChain:
     """A unit's reductions of one buffer: a micro-batch's into the accumulator, and the boundary's from there.
@@ -414,37 +357,37 @@ def reduce_chain(
     shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind, Scratch], accumulator: Tensor
 ) -> ReduceChain:
     """From `waiting` into `accumulator` (of the gradient shard's length), and on to its state shard's part."""
-    micro: list[Reduce] = []
-    transfers = transfer.reduce_micro(shards.layout, shards.spec)
-    current = shards.waiting
-    owed = _owed(shards)
-    for step in transfers:
-        assert current is not None
-        into = accumulator if step is transfers[-1] else None
-        reduction = _reduction(step, current, groups, scratch["reduce"], into, owed.get(step.axis.name), shards)
-        micro.append(reduction)
-        current = reduction.out
-    boundary: list[Reduce] = []
-    current = accumulator
-    for step in transfer.reduce_boundary(shards.layout, shards.spec):
+    early, late = shards.placed.routes["reduce"], shards.placed.routes["boundary"]
+    steps: list[Reduce] = []
+    source, owed = shards.waiting, _owed(shards)
+    for step in early.steps:
+        assert source is not None
+        into = accumulator if step is early.steps[-1] else None
+        steps.append(_reduction(step, source, groups, scratch["reduce"], into, owed.get(step.axis.name), shards))
+        source = steps[-1].out
+    current, scattered = accumulator, dict[str, Tensor]()
+    for step in late.steps:
         if step.operation == "all_gather":  # back to the region that was scattered over the same axis
-            current = next(before.region for before in boundary if before.group.name == step.axis.name)
-        reduction = _reduction(step, current, groups, scratch["boundary"], None, owed.get(step.axis.name), shards)
-        boundary.append(reduction)
-        current = reduction.out
-    first, steps = _scaled_early([*micro, *boundary])
-    overlapping = shards.layout.strategy.collective == "ho_ring"
-    early, late = (
-        tuple(_overlap_reductions(part) if overlapping else part) for part in (steps[: len(micro)], steps[len(micro) :])
-    )
-    return ReduceChain(early, late, scratch["reduce"], scratch["boundary"], first)
+            current = scattered[step.axis.name]
+        scattered[step.axis.name] = current
+        steps.append(_reduction(step, current, groups, scratch["boundary"], None, owed.get(step.axis.name), shards))
+        current = steps[-1].out
+    first, steps = _scaled_early(steps)
+    todo = iter(steps)
+    micro, boundary = (tuple(_together([next(todo) for _ in group]) for group in r.groups) for r in (early, late))
+    return ReduceChain(micro, boundary, scratch["reduce"], scratch["boundary"], first)
+
+
+def _together(steps: Sequence[Reduce]) -> Reduce | OverlappedReduce:
+    if len(steps) == 1:
+        return steps[0]
+    first, second = steps
+    return OverlappedReduce(second, first) if first.operation == "all_gather" else OverlappedReduce(first, second)
 
 
 def _owed(shards: FlatShards) -> dict[str, Tensor]:
     """What error feedback owes, by axis."""
-    if shards.owed is None:
-        return {}
-    return {step.axis.name: shards.owed[part] for step, part in transfer.feedback(shards.layout, shards.spec)}
+    return {} if shards.owed is None else {axis: shards.owed[part] for axis, part in shards.placed.feedback.items()}
 
 
 def _scaled_early(steps: Sequence[Reduce]) -> tuple[float, list[Reduce]]:
@@ -471,7 +414,9 @@ def _reduction(
     staged = None if wire == region.dtype else scratch.region(step.numel, wire)
     scatter = step.operation == "reduce_scatter"
     out = into if into is not None else (_own_chunk(region, group) if scatter else region)
-    form = _form(step, stochastic=owed is None)
+    form = coded(step.wire)
+    if form is not None and owed is None:
+        form = form.unbiased()
     noise = None
     if form is not None and form.stochastic:
         # One for all chains of the buffer: begun anew, it would round each backward's gradient the same way.

@@ -32,6 +32,7 @@ from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.control import Control
 from zeromesh.engine.guard import SlotGuard
+from zeromesh.engine.hooks import as_python
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
 from zeromesh.errors import MismatchError, ModelError, OptimizerError
@@ -106,7 +107,9 @@ class Engine:
         self._step = Step(shown=True)
         self._backward: Backward | None = None
         self._ordered = False
+        self._changed: set[ShardedParameter] = set()
         self._on_leaves: dict[tuple[int, int], RemovableHandle] = {}
+        self._watched: set[int] = set()
         self._agreed: Ticket | None = None
 
     @property
@@ -158,7 +161,10 @@ class Engine:
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
         else:
-            self._end_interrupted(outermost=outermost)
+            self.recover()
+            if outermost:
+                self._end_interrupted(own=1)
+            self._apply_changes()
         self.interpreter.pre_forward(unit)
 
     def post_forward(self, unit: int, outputs: Iterable[Tensor] | None) -> None:
@@ -178,6 +184,8 @@ class Engine:
         call = self.interpreter.post_forward(unit, backward=bool(tensors), hidden=hidden)
         if call is not None:
             self._watch_outputs(call, tensors)
+        elif traced and unit not in self._watched:
+            self._watch_leaves(unit)
 
     def _require_usable(self, unit: int, outputs: Iterable[Tensor]) -> None:
         """Raises ModelError where a forward has put other parameters in their place, or hands out what outlives the
@@ -204,6 +212,20 @@ class Engine:
                     before.remove()
                 self._on_leaves[call.unit, id(tensor)] = handle
 
+    def _watch_leaves(self, unit: int) -> None:
+        """Of a unit no output of which tells of its backward, the gradients of its own parameters do."""
+        engine = weakref.ref(self)
+
+        @as_python
+        def arrived(leaf: Tensor) -> None:
+            self = engine()
+            if self is not None:
+                self._enter_backward()
+
+        self._watched.add(unit)
+        for leaf in self.backend.units[unit].trained_leaves:
+            leaf.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch leaves it so
+
     def pre_backward(self, call: Call) -> None:
         """The gradient has arrived of an output of `call`."""
         unit = call.unit
@@ -225,6 +247,7 @@ class Engine:
             return backward  # in the second case this one runs inside it
         if backward is not None:
             self.give_up()
+        self._apply_changes()
         self._require_whole()
         weighted = self.backend.scale is not None
         if self._step.shown:
@@ -237,6 +260,7 @@ class Engine:
         self._step.weighted = weighted
         engine = weakref.ref(self)
 
+        @as_python
         def ended() -> None:
             self = engine()
             if self is not None:
@@ -288,20 +312,20 @@ class Engine:
         if self._backward is not None and torch._C._current_graph_task_id() == -1:
             self.give_up()
 
-    def _end_interrupted(self, *, outermost: bool) -> None:
-        """Also where a forward was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions."""
+    def _end_interrupted(self, *, own: int = 0) -> None:
+        """Also where a forward was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions: no more
+        forwards of the model are on the stack than the caller's `own`."""
         self.recover()
-        if outermost and self.interpreter.forward is not None and not self._calls_itself():
+        if self.interpreter.forward is not None and self._forwards_on_the_stack() <= own:
             self.give_up()
 
-    def _calls_itself(self) -> bool:
-        """Whether a forward of the model is on the stack beside the one that begins."""
+    def _forwards_on_the_stack(self) -> int:
         model, calls = self.model(), 0
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
             calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
-        return calls > 1
+        return calls
 
     # ---- accumulation
 
@@ -385,8 +409,13 @@ class Engine:
         self.recover()
         self._require_whole()
         for unit in {param.unit for param in params}:
+            name = self.backend.units[unit].name
+            if self.backend.has_grads(unit):
+                raise OptimizerError(
+                    f"gradients came to unit {name!r} in a backward that zeromesh did not see: its forward must return "
+                    f"tensors, also inside of lists, dicts and dataclasses, to which the gradient comes"
+                )
             if self.interpreter.states[unit].grad is GradState.PARTIAL:
-                name = self.backend.units[unit].name
                 raise OptimizerError(
                     f"unit {name!r} holds gradients of micro-batches that were not reduced: run "
                     f"the last backward before the step under zm.accumulate(model, last=True), or outside zm.accumulate"
@@ -402,8 +431,29 @@ class Engine:
                 f"that a sharded model shows; or run such a forward under torch.no_grad()"
             )
 
+    def changing(self, param: ShardedParameter) -> None:
+        """A function is about to write to `param`, in an optimizer's step or without one."""
+        if not self._changed:  # else nothing has begun to read masters since
+            self._end_interrupted()
+            if self.interpreter.forward is not None or self._backward is not None:
+                raise ModelError(
+                    f"{param.full_name} is written to inside a forward or backward of its model, which computes with a "
+                    f"copy of it: change parameters between steps"
+                )
+            self.interpreter.quiesce()
+        self._changed.add(param)
+
+    def _apply_changes(self) -> None:
+        """What users have written reaches the copies that units compute with."""
+        if self._changed:
+            params = list(self._changed)
+            for unit in {param.unit for param in params}:
+                self.backend.units[unit].forget_owed()
+            self.stepped(params)
+
     def stepped(self, params: Sequence[ShardedParameter]) -> None:
-        """An optimizer has changed `params`."""
+        """Somebody has changed `params`, an optimizer as a rule."""
+        self._changed.difference_update(params)
         self.interpreter.stepped({param.unit for param in params})
         for unit in {param.unit for param in params}:
             self.backend.units[unit].accepted = True
@@ -412,7 +462,8 @@ class Engine:
 
     def settle(self) -> None:
         """Ends what was interrupted, and waits for what is under way: every module then shows this rank's slices."""
-        self._end_interrupted(outermost=True)
+        self._end_interrupted()
+        self._apply_changes()
         self.interpreter.quiesce()
 
     def changed(self) -> None:
@@ -445,6 +496,7 @@ class _OutputHook:
     call: Call
     task: int = -1
 
+    @as_python
     def __call__(self, grad: Tensor) -> None:
         engine, task = self.engine(), torch._C._current_graph_task_id()
         if engine is not None and task != self.task:

@@ -25,16 +25,8 @@ from torch import Tensor, nn
 
 from zeromesh.engine.param import ShardedGrad, ShardedParameter, leave_memory, make_slice, return_memory
 from zeromesh.engine.units import DTYPES, ParamInfo
-from zeromesh.schedule import FlatBuffer
-from zeromesh.schedule.memory import (
-    FEEDBACK_DTYPE,
-    feedback_numel,
-    kept_bytes,
-    kept_wire,
-    master_in_params,
-    slot_dtype,
-)
-from zeromesh.schedule.unit import Unit
+from zeromesh.schedule import FlatBuffer, Placed
+from zeromesh.schedule.placed import FEEDBACK_DTYPE
 from zeromesh.strategy import Axis, Layout
 
 
@@ -53,16 +45,14 @@ class FlatShards:
     """One flat buffer on this rank; see the module's picture.
 
     Args:
-        spec: lengths and dtypes.
-        layout: the strategy on its mesh.
+        placed: what is held and sent.
         coordinates: of this rank, by axis name.
         places: its parameters.
         device: of all tensors.
         noise: for rounding on quantised wires, by axis; no axis is in the jobs of two lanes.
     """
 
-    spec: FlatBuffer
-    layout: Layout
+    placed: Placed
     coordinates: dict[str, int]
     places: tuple[Place, ...]
     device: torch.device
@@ -80,13 +70,7 @@ class FlatShards:
 
     @classmethod
     def allocate(
-        cls,
-        unit: Unit,
-        spec: FlatBuffer,
-        infos: Sequence[ParamInfo],
-        layout: Layout,
-        coordinates: dict[str, int],
-        device: torch.device,
+        cls, placed: Placed, infos: Sequence[ParamInfo], coordinates: dict[str, int], device: torch.device
     ) -> FlatShards:
         """Allocates the persistent shards, zeroed; slots come with `bind`."""
         places, start = [], 0
@@ -94,29 +78,36 @@ class FlatShards:
             stop = start + info.param.numel()
             places.append(Place(info=info, shape=info.param.shape, start=start, stop=stop))
             start = stop
-        self = cls(spec=spec, layout=layout, coordinates=coordinates, places=tuple(places), device=device)
-        self.params = self._zeros(layout.param_axes, spec.param_dtype)
+        self = cls(placed=placed, coordinates=coordinates, places=tuple(places), device=device)
+        spec, layout = placed.buffer, placed.layout
+        self.params = self._zeros(placed.numel(layout.param_axes), spec.param_dtype)
         if spec.master_dtype is not None:
-            if master_in_params(layout, spec):
+            if placed.master_in_params:
                 self.master = inside(self.params, self.param_range, self.state_range)
             else:
-                self.master = self._zeros(layout.significant, spec.master_dtype)
-            self.grads = self._zeros(layout.grad_axes, spec.grad_dtype)
-        kept = kept_bytes(layout, unit, spec)
-        if kept:
-            dtype = DTYPES.get(kept_wire(layout, spec), torch.uint8)
-            self.kept = torch.zeros(kept // dtype.itemsize, dtype=dtype, device=device)
-        owed = feedback_numel(layout, spec)
-        if owed:
-            self.owed = torch.zeros(owed, dtype=DTYPES[FEEDBACK_DTYPE], device=device)
+                self.master = self._zeros(placed.numel(layout.significant), spec.master_dtype)
+            self.grads = self._zeros(placed.numel(layout.grad_axes), spec.grad_dtype)
+        if placed.kept_axis is not None:
+            dtype = DTYPES.get(placed.kept_wire, torch.uint8)
+            self.kept = torch.zeros(placed.persistent.kept // dtype.itemsize, dtype=dtype, device=device)
+        if placed.feedback:
+            self.owed = self._zeros(placed.feedback_numel, FEEDBACK_DTYPE)
         return self
 
-    def _zeros(self, axes: Sequence[Axis], dtype: str) -> Tensor:
-        return torch.zeros(self.padded // self.layout.degree(axes), dtype=DTYPES[dtype], device=self.device)
+    def _zeros(self, numel: int, dtype: str) -> Tensor:
+        return torch.zeros(numel, dtype=DTYPES[dtype], device=self.device)
+
+    @property
+    def spec(self) -> FlatBuffer:
+        return self.placed.buffer
+
+    @property
+    def layout(self) -> Layout:
+        return self.placed.layout
 
     @property
     def padded(self) -> int:
-        return self.layout.padded(self.spec.numel)
+        return self.placed.padded
 
     @property
     def name(self) -> str:
@@ -125,16 +116,16 @@ class FlatShards:
 
     @property
     def waiting_dtype(self) -> torch.dtype:
-        return DTYPES[slot_dtype(self.layout, self.spec)]
+        return DTYPES[self.placed.slot_dtype]
 
     def range_of(self, axes: Sequence[Axis]) -> slice:
         """This rank's range of the flat buffer, sharded over `axes`."""
-        return self.layout.shard(self.padded, axes, self.coordinates)
+        return self.placed.shard(axes, self.coordinates)
 
     @property
     def master_in_params(self) -> bool:
         """Whether the master, if there is one, has no memory of its own."""
-        return self.master is not None and master_in_params(self.layout, self.spec)
+        return self.master is not None and self.placed.master_in_params
 
     @property
     def state_range(self) -> slice:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 
 _AS_PYTHON = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 """A function's, and that of whatever it calls."""
+
+_FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
+
+
+def as_python(function: _FunctionT) -> _FunctionT:
+    """What a compiled caller traces must not enter the engine: such functions run as Python, between graphs. Nor are
+    they and what they call compiled by themselves, which torch would try with any function that runs between graphs.
+    `torch.compiler.disable` says the same and costs each call two microseconds, and seconds of imports."""
+    setattr(function, "_torchdynamo_disable", True)  # noqa: B010  # functions have no such attribute for mypy
+    eval_frame.set_code_exec_strategy(function.__code__, _AS_PYTHON)
+    return function
 
 
 def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch.dtype | None) -> None:
@@ -40,10 +51,12 @@ def _on_module(
 ) -> None:
     calls = CastCalls(cast) if cast is not None else None
 
+    @as_python
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         _alive(reference).pre_forward(unit, outermost=outermost)
         return calls.begin(args, kwargs) if calls else None
 
+    @as_python
     def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if calls:
             calls.end(kwargs)
@@ -53,12 +66,6 @@ def _on_module(
             with suppress(*([CommunicationError] if result is None else [])):
                 engine.post_forward(unit, None if result is None else tensors_of(result))
 
-    # What a compiled caller traces must not enter the engine: the hooks run as Python, between graphs. Nor are they and
-    # what they call compiled by themselves, which torch would try with any function that runs between graphs;
-    # `torch.compiler.disable` says the same and costs each call two microseconds, and seconds of imports.
-    for hook in (pre_forward, post_forward):
-        setattr(hook, "_torchdynamo_disable", True)  # noqa: B010  # functions have no such attribute for mypy
-        eval_frame.set_code_exec_strategy(hook.__code__, _AS_PYTHON)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     # always_call: after a forward that raised, nothing may count as in use.
     module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)

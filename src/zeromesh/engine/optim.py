@@ -10,6 +10,7 @@ first step, unless the user has vouched for it with `zm.elementwise(optimizer)`.
 from __future__ import annotations
 
 import importlib
+import inspect
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from zeromesh.engine.hooks import as_python
 from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
 from zeromesh.engine.units import DTYPE_NAMES
 from zeromesh.errors import OptimizerError
@@ -91,6 +93,7 @@ def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+@as_python
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held = tuple(map(id, _params(optimizer)))
     if _checked.get(optimizer) != held:
@@ -161,6 +164,7 @@ def _part_of(value: SlicedTensor, param: ShardedParameter) -> torch.Tensor:
     return piece.part(start, stop).local if start < stop else piece.local[:0]
 
 
+@as_python
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     graded = set(map(id, _graded.pop(optimizer, ())))
     for engine, params in _by_engine(optimizer).items():
@@ -238,6 +242,15 @@ def _require_reduced(optimizer: Optimizer, plain: Iterable[torch.Tensor]) -> Non
                 )
 
 
+def _steps_as_a_known_one(kind: type[Optimizer]) -> bool:
+    """Whether its `step` is that of one of torch's elementwise optimizers, inherited or its own."""
+    for base in kind.__mro__:
+        if base.__name__ in ELEMENTWISE and base.__module__.startswith("torch.optim"):
+            # Torch wraps the `step` of each class of which there is an optimizer.
+            return inspect.unwrap(kind.step) is inspect.unwrap(getattr(base, "step"))  # noqa: B009  # a `type` for mypy
+    return False
+
+
 def _check(optimizer: Optimizer) -> None:
     params = list(_params(optimizer))
     for param in params:
@@ -257,8 +270,7 @@ def _check(optimizer: Optimizer) -> None:
     _require_reduced(optimizer, (param for param in params if type(param) is not ShardedParameter))
     if any(type(param) is ShardedParameter for param in params):
         kind = type(optimizer)
-        known = kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
-        if not known and optimizer not in _vouched:
+        if not _steps_as_a_known_one(kind) and optimizer not in _vouched:
             raise OptimizerError(
                 f"each rank holds a slice of every parameter, so the optimizer must work element by element; "
                 f"{kind.__module__}.{kind.__name__} is not known to. If it does, call zm.elementwise(optimizer); if it "

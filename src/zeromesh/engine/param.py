@@ -2,25 +2,30 @@
 
 [Note: Slices] To C++, a `ShardedParameter` is a plain 1-D tensor, a view of the flat master: plain, foreach and fused
 optimizers run on it at full speed. To Python, `shape`, `ndim`, `size()` and `numel()` are the original parameter's,
-since people split weight decay by them. Elementwise functions are right on slices. Norms are not, so they are taken
-over all ranks; whatever else would mix elements raises, since its result would silently be of one slice. So does what
-autograd would differentiate: a unit computes with leaves of its own, and a slice gets no gradient from autograd.
+since people split weight decay by them. What may be done with it is a list (`zeromesh.engine.allowed`): elementwise
+functions, norms, which are taken over all ranks, and what tells as much of a slice as of the whole. Everything else
+raises, since its result would silently be of one slice. So does what autograd would differentiate: a unit computes with
+leaves of its own, and a slice gets no gradient from autograd.
 
 What an elementwise function returns of a slice is a slice of a tensor too, and guarded likewise: `p.grad / 2` may be
-the gradient from then on, and `p.grad.isnan().any()` raises rather than let ranks decide differently. Copies and new
-tensors (`clone`, `detach`, `to`, `zeros_like`: `_PLAIN`) are this rank's own, as optimizers' states are.
+the gradient from then on, and `p.grad.isnan().any()` raises rather than let ranks decide differently. So are `p.data`
+and `p.detach()`. Copies and new tensors (`clone`, `to`, `zeros_like`) are this rank's own, as optimizers' states are.
+
+A write to a parameter, or through what shows its values, tells the engine, which brings copies up to date.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeromesh.engine import allowed
 from zeromesh.errors import ModelError, OptimizerError
 
 NormOf = Callable[[Sequence[Tensor], float], list[Tensor]]
@@ -28,33 +33,6 @@ NormOf = Callable[[Sequence[Tensor], float], list[Tensor]]
 
 AgreeMax = Callable[[Tensor], None]
 """Replaces a tensor by its maximum over all ranks."""
-
-# Functions that only make sense on whole tensors. Elementwise ones are far more numerous and new ones appear with every
-# release of torch, so the refused are listed; tests run all of torch.optim's allowed optimizers against this.
-_REFUSED = frozenset(
-    """
-    sum mean prod std var std_mean var_mean max min amax amin aminmax argmax argmin all any median mode quantile
-    nanmedian nansum nanmean norm dist cdist matmul mm bmm mv dot vdot addmm addmv addbmm baddbmm addr outer ger
-    inner linear conv1d conv2d conv3d embedding einsum tensordot softmax log_softmax logsumexp cumsum cumprod sort
-    topk argsort unique view reshape view_as reshape_as transpose permute t unsqueeze squeeze flatten unflatten
-    expand expand_as repeat cat stack split chunk tensor_split unbind index_select gather scatter scatter_
-    scatter_add_ index_add_ index_copy_ index_fill_ take masked_select nonzero histc bincount trace diag tril triu
-    svd qr cholesky matrix_norm cond det inv inverse pinverse cross renorm normalize layer_norm rms_norm group_norm
-    batch_norm roll flip rot90 __getitem__ __setitem__ __matmul__ __rmatmul__ tolist item numpy __array__
-    mse_loss l1_loss smooth_l1_loss huber_loss cosine_similarity pairwise_distance vecdot linalg_vecdot linalg_matmul
-    linalg_matrix_norm kthvalue select narrow index_put index_put_ equal allclose
-    count_nonzero normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_
-    """.split()  # noqa: SIM905  # a page of quotes and commas is harder to read
-)
-_PLAIN = frozenset(
-    """
-    clone detach to as_subclass type float double half bfloat16 cpu cuda contiguous
-    zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
-    """.split()  # noqa: SIM905  # likewise
-)
-_NORMS = frozenset({"vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"})
-_UNSCALE = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
-_ZERO = frozenset({"zero_", "_foreach_zero_"})
 
 
 class _Slice(torch.Tensor):
@@ -65,6 +43,7 @@ class _Slice(torch.Tensor):
     norm_of: NormOf
     agree_max: AgreeMax
     zeroed: bool
+    owner: ShardedParameter | None = None  # of whose values it is a view
     # Asked by optimizers of each tensor in each step: an attribute of Tensor costs a detour, one of ours does not.
     is_sparse = False
 
@@ -108,29 +87,11 @@ class _Slice(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__
-        if func in _GUARDED:
-            _GUARDED[func](*args, **(kwargs or {}))
-        if name in ("__get__", "__set__"):  # attributes: most calls of a step by far
-            with torch._C.DisableTorchFunctionSubclass():
-                return _plain(func(*args))
-        if func is torch.numel:
-            return args[0].numel()
-        if name in _REFUSED and not _sets_by_mask(name, args):
-            raise _refusal(name, args)
-        kwargs = kwargs or {}
+        act, kwargs = _ALLOWED.get(func), kwargs or {}
+        if act is None:
+            raise _refusal(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _NORMS:
-                return _norm(name, args, kwargs)
-            result = func(*args, **kwargs)
-            if torch.is_grad_enabled():
-                _watch_gradient(name, args, kwargs, result)
-            if name in _UNSCALE:
-                _agree_on_found_inf(args)
-            if name.endswith("_") and (name.startswith("__i") or not name.endswith("__")):
-                _note_zeroed(args[0], name in _ZERO)
-                return result
-            return _plain(result) if name in _PLAIN else _of_slice(name, result, args, kwargs)
+            return act(func, args, kwargs)
 
 
 class ShardedParameter(_Slice, nn.Parameter):
@@ -196,26 +157,23 @@ def _plain(result: Any) -> Any:
 
 
 def _of_slice(name: str, result: Any, args: Any, kwargs: Any) -> Any:
-    """What has an element for each of a slice's is a slice too, of a tensor of the same shape; what has not, raises."""
+    """What an elementwise function has made of slices is a slice too, of a tensor of the same shape."""
     if name.startswith("_foreach_") and isinstance(result, list | tuple):
         lists = [arg for arg in [*args, *kwargs.values()] if isinstance(arg, list | tuple)]
         name = name.removeprefix("_foreach_")
         return [_of_slice(name, one, [arg[i] for arg in lists if i < len(arg)], {}) for i, one in enumerate(result)]
-    several = type(result).__module__ == "torch.return_types"
-    if not several and (type(result) is not torch.Tensor or kwargs.get("out") is not None):
+    owner = _first_slice(args, kwargs)
+    if owner is None or result is NotImplemented:
         return result
-    owner = next((arg for arg in _flat([args, [*kwargs.values()]]) if isinstance(arg, _Slice)), None)
-    if owner is None:
-        return result
-    if several or result.shape != owner.local.shape:
+    if not isinstance(result, torch.Tensor) or result.shape != owner.local.shape:
         raise _refusal(name, [owner])
     # What autograd has made stays as it is: `_watch_gradient` looks at gradients that arrive there.
     return result if result.grad_fn is not None else _slice_like(owner, result)
 
 
-def _slice_like(owner: _Slice, local: Tensor) -> ShardedGrad:
-    """Values for the elements of the owner's slice."""
-    common = {name: getattr(owner, name) for name in ("full_name", "global_shape", "norm_of", "agree_max")}
+def _slice_like(like: _Slice, local: Tensor) -> ShardedGrad:
+    """Values for the elements of another slice."""
+    common = {name: getattr(like, name) for name in ("full_name", "global_shape", "norm_of", "agree_max")}
     made: ShardedGrad = make_slice(ShardedGrad, local, False, **common)
     return made
 
@@ -258,18 +216,24 @@ def _no_gradient(name: str, owner: str) -> ModelError:
     )
 
 
-def _refusal(name: str, args: Any) -> OptimizerError:
-    owner = next((arg for arg in _flat(args) if isinstance(arg, _Slice)), None)
+def _refusal(func: Any, args: Any, kwargs: Any = MappingProxyType({})) -> OptimizerError:
+    owner = _first_slice(args, kwargs)
     label = f"{owner.full_name} {tuple(owner.global_shape)}" if owner is not None else "a sharded parameter"
+    name = func if isinstance(func, str) else _name_of(func)
     return OptimizerError(
-        f"{name} needs all of {label}, but each rank holds a slice of it, so the result would differ on every rank; "
-        f"use zm.full_state_dict(model) for whole tensors, `.local` for this rank's slice, or an elementwise optimizer"
+        f"{name} needs all of {label}, or is not known to do without; each rank holds a slice of it, so the "
+        f"result could differ on every rank: use zm.full_state_dict(model) for whole tensors, `.local` for this rank's "
+        f"slice, or an elementwise function or optimizer"
     )
 
 
-def _sets_by_mask(name: str, args: Any) -> bool:
-    """Whether elements are set where a condition on elements holds, as `sign[sign > 0] = 1` does."""
-    return name == "__setitem__" and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool
+def _name_of(func: Any) -> str:
+    name: str = func.__name__
+    return func.__self__.__name__ if name in ("__get__", "__set__") else name
+
+
+def _first_slice(args: Any, kwargs: Any) -> _Slice | None:
+    return next((arg for arg in _flat([args, [*kwargs.values()]]) if isinstance(arg, _Slice)), None)
 
 
 def _flat(args: Any) -> Any:
@@ -280,14 +244,16 @@ def _flat(args: Any) -> Any:
             yield arg
 
 
-def _norm(name: str, args: Any, kwargs: Any) -> Any:
+def _norm(func: Any, args: Any, kwargs: Any) -> Any:
+    name = func.__name__
     tensors = args[0] if name == "_foreach_norm" else [args[0]]
-    order = args[1] if len(args) > 1 else kwargs.get("ord")
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
     slices = [tensor for tensor in tensors if isinstance(tensor, _Slice)]
     if kwargs.get("dim") is not None or len(args) > 2 or len(slices) != len(tensors):
         raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
-    if name == "linalg_norm" and order is not None and any(tensor.ndim != 1 for tensor in slices):
-        raise _refusal(f"linalg.norm with ord={order!r}, a norm of matrices,", args)
+    frobenius, matrices = order in (None, "fro"), any(tensor.ndim != 1 for tensor in slices)
+    if not frobenius and (isinstance(order, str) or (name == "linalg_norm" and matrices)):
+        raise _refusal(f"{name} with ord={order!r}, a norm of matrices,", args)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in slices):
         raise _no_gradient(name, slices[0].full_name)
     of_model: dict[NormOf, list[int]] = defaultdict(list)  # one function for each model: layouts differ
@@ -296,74 +262,150 @@ def _norm(name: str, args: Any, kwargs: Any) -> Any:
     norms: dict[int, Tensor] = {}
     for norm_of, own in of_model.items():
         norms |= zip(
-            own, norm_of([slices[index].local for index in own], 2.0 if order is None else float(order)), strict=True
+            own, norm_of([slices[index].local for index in own], 2.0 if frobenius else float(order)), strict=True
         )
     return [norms[index] for index in range(len(slices))] if name == "_foreach_norm" else norms[0]
 
 
-def _agree_on_found_inf(args: Any) -> None:
+# ---- what the list allows, by kind
+
+
+def _read(func: Any, args: Any, kwargs: Any) -> Any:
+    return _plain(func(*args, **kwargs))
+
+
+def _compute(func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(kwargs.get("out"), _Slice):
+        raise _refusal(f"{func.__name__}(out=...)", args, kwargs)
+    result = func(*args, **kwargs)
+    if torch.is_grad_enabled():
+        _watch_gradient(func.__name__, args, kwargs, result)
+    return result if kwargs.get("out") is not None else _of_slice(func.__name__, result, args, kwargs)
+
+
+def _write(func: Any, args: Any, kwargs: Any) -> Any:
+    targets = args[0] if isinstance(args[0], list | tuple) else args[:1]
+    for target in targets:
+        owner = target if isinstance(target, ShardedParameter) else getattr(target, "owner", None)
+        if owner is not None and (engine := owner.engine()) is not None:
+            engine.changing(owner)
+    if func is torch.Tensor.copy_:
+        args = (args[0], _part_for(args[0], args[1]), *args[2:])
+    result = func(*args, **kwargs)
+    if torch.is_grad_enabled():
+        _watch_gradient(func.__name__, args, kwargs, result)
+    for target in targets:
+        if isinstance(target, _Slice):
+            target.zeroed = func in allowed.ZEROING
+    return result
+
+
+def _part_for(target: Any, source: Any) -> Any:
+    """This rank's part of what is to be copied, if it is a whole tensor."""
+    owner = target if isinstance(target, ShardedParameter) else getattr(target, "owner", None)
+    if owner is None or isinstance(source, _Slice) or not isinstance(source, torch.Tensor):
+        return source
+    if source.shape != owner.global_shape or source.dim() == 0:
+        return source
+    return source.reshape(-1)[owner.flat_start :][: owner.local.numel()]
+
+
+@torch.no_grad()
+def _fill(func: Any, args: Any, kwargs: Any) -> Any:
+    return _write(torch.Tensor.fill_, (*args, *kwargs.values()), {})
+
+
+def _set_by_mask(func: Any, args: Any, kwargs: Any) -> Any:
+    """Elements for which a condition on elements holds, as in `sign[sign > 0] = 1`."""
+    target, mask, value = args
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or getattr(value, "numel", lambda: 1)() != 1:
+        raise _refusal(func, args)
+    return _write(func, (target, mask.as_subclass(torch.Tensor), value), {})
+
+
+def _make(func: Any, args: Any, kwargs: Any) -> Any:
+    result = func(*args, **kwargs)
+    if torch.is_grad_enabled():
+        _watch_gradient(func.__name__, args, kwargs, result)
+    return _show(func, args, kwargs) if result is args[0] else _plain(result)
+
+
+def _show(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same memory, outside of autograd."""
+    shown = _slice_like(args[0], args[0].local)
+    shown.owner = args[0] if isinstance(args[0], ShardedParameter) else args[0].owner
+    return shown
+
+
+def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     """A step is skipped by all ranks or by none: each rank has looked at its slices only."""
+    _write(func, args, kwargs)
     for agree in dict.fromkeys(tensor.agree_max for tensor in args[0] if isinstance(tensor, _Slice)):
         agree(args[1])
 
 
-def _note_zeroed(target: Any, zeroed: bool) -> None:
-    for tensor in target if isinstance(target, list | tuple) else (target,):
-        if isinstance(tensor, _Slice):
-            tensor.zeroed = zeroed
+def _count(func: Any, args: Any, kwargs: Any) -> int:
+    return math.prod(args[0].global_shape)
 
 
-def _keep_trainable(target: Any, value: bool = True) -> None:
+def _keep_trainable(func: Any, args: Any, kwargs: Any) -> Any:
     """Whether a parameter is trained decided its buffers and its place in them."""
-    if isinstance(target, ShardedParameter) and bool(value) != target.requires_grad:
+    target, value = args[0], bool([*args[1:], *kwargs.values(), True][0])
+    if isinstance(target, ShardedParameter) and value != target.requires_grad:
         was, now = ("trainable", "freeze") if target.requires_grad else ("frozen", "unfreeze")
         raise ModelError(f"{target.full_name} was {was} when zm.shard was called: {now} it before zm.shard")
+    return func(*args, **kwargs)
 
 
-def _keep_memory(target: Any, value: Tensor) -> None:
+def _keep_memory(func: Any, args: Any, kwargs: Any) -> Any:
     """A slice is a view of the master: other memory would not be gathered."""
-    if not isinstance(target, _Slice):
-        return
-    old = target.local
-    new = value.local if isinstance(value, _Slice) else value
-    if (old.dtype, old.device, old.data_ptr(), old.shape) != (new.dtype, new.device, new.data_ptr(), new.shape):
-        raise ModelError(
-            f"{target.full_name} is a view of this rank's shard ({old.dtype} on {old.device}), so it can be neither "
-            f"moved nor cast (to {new.dtype} on {new.device}) nor replaced: move and cast the model before zm.shard, "
-            f"choose dtypes by param_dtype= and master_dtype=, and write values by `.local.copy_` and zm.refresh(model)"
-        )
+    target, value = args
+    if isinstance(target, _Slice):
+        old = target.local
+        new = value.local if isinstance(value, _Slice) else value
+        if (old.dtype, old.device, old.data_ptr(), old.shape) != (new.dtype, new.device, new.data_ptr(), new.shape):
+            raise ModelError(
+                f"{target.full_name} is a view of this rank's shard ({old.dtype} on {old.device}), so it can be "
+                f"neither moved nor cast (to {new.dtype} on {new.device}) nor replaced: move and cast the model before "
+                f"zm.shard, choose dtypes by param_dtype= and master_dtype=, and write values by `.copy_`"
+            )
+    return func(*args, **kwargs)
 
 
-def _no_hook(target: Any, hook: Any) -> None:
-    if isinstance(target, ShardedParameter):
+def _no_hook(func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[0], ShardedParameter):
         raise ModelError(
-            f"a hook on {target.full_name} would never be called: autograd computes gradients for copies of "
+            f"a hook on {args[0].full_name} would never be called: autograd computes gradients for copies of "
             f"parameters, and they are reduced later. Change `.grad` after the last backward, before the step"
         )
+    return func(*args, **kwargs)
 
 
-def _no_grad_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
-    owner = next((arg for arg in _flat([inputs]) if isinstance(arg, ShardedParameter)), None)
-    if owner is not None:
-        raise ModelError(
-            f"torch.autograd.grad with respect to {owner.full_name}: autograd knows copies of sharded parameters only, "
-            f"and gradients are reduced in backward: call loss.backward() and read `.grad`"
-        )
+def _no_grad_of(func: Any, args: Any, kwargs: Any) -> Any:
+    owner = _first_slice(args, kwargs)
+    assert owner is not None
+    raise ModelError(
+        f"torch.autograd.{func.__name__} with respect to {owner.full_name}: autograd knows copies of sharded "
+        f"parameters only, and gradients are reduced in backward: call loss.backward(), without inputs=, and read "
+        f"`.grad`"
+    )
 
 
-def _no_view(target: Any, *_: Any) -> None:
-    raise _refusal("a transposed view", [target])
-
-
-# By torch's function, since most attributes are set all the time and these never.
-_GUARDED: dict[Any, Callable[..., None]] = {
-    torch.Tensor.requires_grad.__set__: _keep_trainable,  # type: ignore[attr-defined]  # a getset_descriptor
-    torch.Tensor.requires_grad_: _keep_trainable,
-    torch.Tensor.data.__set__: _keep_memory,  # type: ignore[attr-defined]  # a getset_descriptor
-    # `nn.Module.to` asks this, and would put a plain parameter in the slice's place where the answer is no.
-    torch._has_compatible_shallow_copy_type: _keep_memory,
-    torch.Tensor.register_hook: _no_hook,
-    torch.Tensor.register_post_accumulate_grad_hook: _no_hook,
-    torch.autograd.grad: _no_grad_of,
-    **{getattr(torch.Tensor, name).__get__: _no_view for name in ("T", "mT", "H", "mH")},
+_KINDS: dict[Callable[..., Any], Iterable[Any]] = {
+    _read: allowed.PROPERTIES,
+    _compute: allowed.OUT_OF_PLACE,
+    _write: allowed.IN_PLACE,
+    _fill: allowed.FILLS,
+    _make: allowed.NEW,
+    _norm: allowed.NORMS,
+    _unscale: allowed.UNSCALING,
+    _count: [torch.numel],
+    _set_by_mask: [torch.Tensor.__setitem__],
+    _show: [torch.detach, torch.Tensor.detach, torch.Tensor.data.__get__],  # type: ignore[attr-defined]
+    _keep_trainable: [torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__],  # type: ignore[attr-defined]
+    # `nn.Module.to` asks the first, and would put a plain parameter in the slice's place where the answer is no.
+    _keep_memory: [torch._has_compatible_shallow_copy_type, torch.Tensor.data.__set__],  # type: ignore[attr-defined]
+    _no_hook: [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook],
+    _no_grad_of: [torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward],
 }
+_ALLOWED = {function: kind for kind, functions in _KINDS.items() for function in functions}

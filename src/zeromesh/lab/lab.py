@@ -17,11 +17,11 @@ from zeromesh.lab import counters as link_counters
 from zeromesh.lab.check import check_kernel
 from zeromesh.lab.counters import LinkBytes
 from zeromesh.lab.environment import environment
-from zeromesh.lab.job import Launch, OnLine, RankResult, raise_failed, run_ranks
 from zeromesh.lab.plan import Wiring
 from zeromesh.lab.registry import PREFIX, Registry
 from zeromesh.lab.shell import check_host, execute, execute_json
 from zeromesh.lab.tree import Place, Tree
+from zeromesh.launch.processes import Launch, OnLine, RankResult, raise_failed, run_ranks
 
 #: One command for all ranks, or a function from a rank's place to its command.
 RankCommand = Sequence[str] | Callable[[Place], Sequence[str]]

@@ -34,7 +34,7 @@ from zeromesh.strategy import Layout
 from zeromesh.trace import Trace
 
 if TYPE_CHECKING:
-    from zeromesh.measure.ranks import Ranks
+    from zeromesh.launch.ranks import Ranks
 
 CLOSE = 0.03
 """A predicted best counts as right if what it takes is within 3 % of the measured best."""

@@ -6,24 +6,20 @@ the options, and returns something that JSON can hold; rank 0's is the result.
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import InputError, MeasurementError, MeshError
-from zeromesh.lab.job import Launch, RankResult, raise_failed, run_ranks
-from zeromesh.train.environment import Launched, check_address
+from zeromesh.launch.environment import Launched, check_address
+from zeromesh.launch.job import make_job
+from zeromesh.launch.processes import local_launches, raise_failed, run_ranks
 
 if TYPE_CHECKING:
     from zeromesh.lab import Lab, Tree
-    from zeromesh.lab.job import OnLine
+    from zeromesh.launch.processes import OnLine
 
 Mesh = Mapping[str, int]
 """Sizes by axis name, outermost first, as in torch's DeviceMesh."""
@@ -58,7 +54,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
-        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in mesh:
+        if not name.isidentifier() or not size.isdecimal() or len(size) > 9 or int(size) < 1 or name in mesh:
             raise MeshError(f'expected sizes by axis name, outermost first, such as "cluster=2,node=4"; got {text!r}')
         mesh[name] = int(size)
     return mesh
@@ -121,36 +117,35 @@ def on_all_ranks(
     if launched is not None:
         _require_world(mesh, launched.world)
         check_address(os.environ)
-        result = run_task(task, options, mesh, None)
+        result = run_task(None, task=task, mesh=mesh, options=options)
         return result if is_first() else None
     if lab is not None:
         _require_world(mesh, lab.tree.world_size)
-    with tempfile.TemporaryDirectory(prefix="zeromesh-") as name:
-        directory = Path(name)
-        job = {"task": task, "options": dict(options), "mesh": dict(mesh), "local": lab is None}
-        (directory / "job.json").write_text(json.dumps(job))
-        command = (sys.executable, "-m", "zeromesh.measure.worker", name)
+    whole = {"task": task, "mesh": dict(mesh), "options": dict(options)}
+    with make_job(f"{__name__}:{run_task.__name__}", whole, local=lab is None) as job:
         if lab is None:
-            if shutil.which("setpriv") is None:
-                raise MeasurementError(
-                    "processes are started with setpriv (package util-linux): start torchrun instead"
-                )
-            launches = [Launch(rank=rank, argv=command, env=env) for rank, env in _environments(prod(mesh.values()))]
+            threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as torchrun does, and the lab
+            launches = local_launches(job.command, prod(mesh.values()), threads)
             results = run_ranks(launches, timeout_s=timeout_s, on_line=on_line)
         else:
-            results = lab.run(command, timeout_s=timeout_s, on_line=on_line)
-        _raise_failures(directory, results)
-        return json.loads((directory / "result.json").read_text())
+            results = lab.run(job.command, timeout_s=timeout_s, on_line=on_line)
+        first = next(iter(job.failures()), None)
+        if first is not None and first.is_input:
+            raise InputError(first.message)
+        raise_failed(results)
+        return job.result()
 
 
-def run_task(task: str, options: Mapping[str, Any], mesh: Mesh, store: Path | None) -> Any:
-    """Runs `task` as the rank that the environment names; `store` as for `ranks.join`."""
-    from zeromesh.measure.ranks import join
+def run_task(store_file: Path | None, *, task: str, mesh: Mesh, options: Mapping[str, Any]) -> Any:
+    """Runs `task` as the rank that the environment names; `store_file` as for `join_ranks`."""
+    from functools import partial
 
-    module, _, function = task.partition(":")
-    run: Callable[..., Any] = getattr(importlib.import_module(f"zeromesh.measure.{module}"), function)
-    with join(mesh, store) as ranks:
-        return run(ranks, **options)
+    from zeromesh.launch.ranks import join_ranks
+    from zeromesh.launch.worker import find_task
+    from zeromesh.measure.places import require_places
+
+    with join_ranks(mesh, store_file, agree=partial(require_places, mesh)) as ranks:
+        return find_task(f"zeromesh.measure.{task}")(ranks, **options)
 
 
 def require_several(mesh: Mesh) -> None:
@@ -162,20 +157,3 @@ def require_several(mesh: Mesh) -> None:
 def _require_world(mesh: Mesh, world: int) -> None:
     if prod(mesh.values()) != world:
         raise MeshError(f"the mesh {mesh_text(mesh)} has {prod(mesh.values())} ranks; {world} are there")
-
-
-def _environments(world: int) -> list[tuple[int, dict[str, str]]]:
-    around = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun does, and the lab
-    if sys.platform == "linux":
-        # On one machine the loopback device is there, whatever the host's name resolves to.
-        around.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    return [(rank, around | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
-
-
-def _raise_failures(directory: Path, results: tuple[RankResult, ...]) -> None:
-    failures = [json.loads(path.read_text()) for path in directory.glob("failure-*.json")]
-    first = min(failures, key=lambda failure: float(failure["at_s"]), default=None)
-    if first is not None and first["is_input"]:
-        raise InputError(first["message"])
-    raise_failed(results)

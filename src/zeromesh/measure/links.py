@@ -20,7 +20,7 @@ import torch.distributed as dist
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.engine.build import mesh_axes
 from zeromesh.errors import MeasurementError
-from zeromesh.measure.ranks import Ranks
+from zeromesh.launch.ranks import Ranks
 from zeromesh.strategy import Layout
 
 SMALLEST_BYTES = 1 << 14

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.measure.places import machine_id
-from zeromesh.measure.ranks import Ranks
+from zeromesh.launch.device import device_name, machine_id
+from zeromesh.launch.ranks import Ranks
 from zeromesh.measure.setting import processor_name, usable_cores
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -26,7 +26,7 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
     all. `by_rank` has every rank's.
     """
     here = _ranks_on_this_machine()
-    memory = _host_memory() / here if ranks.on_cpu else torch.cuda.get_device_properties(ranks.device).total_memory
+    memory = _host_memory() / here if ranks.on_cpu else _device_memory(ranks.device)
     copies = _copy_rates(ranks)
     products = {name: _product_rates(ranks, dtype) for name, dtype in DTYPES.items()}
     figure = statistics.mean if ranks.on_cpu else min
@@ -43,7 +43,7 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
 
 def _name(device: torch.device) -> str:
     if device.type != "cpu":
-        return torch.cuda.get_device_name(device)
+        return device_name(device)
     return f"{processor_name()}, {torch.get_num_threads()} thread(s)"
 
 
@@ -51,6 +51,11 @@ def _ranks_on_this_machine() -> int:
     machines: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(machines, machine_id())
     return machines.count(machine_id())
+
+
+def _device_memory(device: torch.device) -> int:
+    memory: int = torch.get_device_module(device).get_device_properties(device).total_memory
+    return memory
 
 
 def _host_memory() -> int:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeromesh as zm
+from zeromesh.launch.ranks import Ranks
 from zeromesh.measure.llama import loss_of, make_llama
-from zeromesh.measure.ranks import Ranks
 from zeromesh.measure.shapes import SHAPES
 
 MICRO_BATCHES, SEQUENCES, TOKENS, STEPS = 2, 2, 16, 3

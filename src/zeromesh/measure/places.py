@@ -4,38 +4,31 @@ joins machines, while an outer one stays inside them, describes no cluster."""
 from __future__ import annotations
 
 import json
-import platform
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from zeromesh.errors import MeshError
+from zeromesh.launch.device import machine_id
 
 
-def machine_id() -> str:
-    """The kernel's boot id: emulated clusters have several hosts' networks and one kernel."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text().strip() if boot_id.exists() else platform.node()
-
-
-def require_places(mesh: Mapping[str, int], machine: str, store: Store, rank: int, world: int) -> None:
+def require_places(mesh: Mapping[str, int], store: Store, rank: int, world: int, *, machine: str | None = None) -> None:
     """Compares the ranks' meshes with each other and with where the ranks are; collective.
 
     Args:
         mesh: sizes by axis name, outermost first, as this rank has it.
-        machine: that this rank is on.
         store: that all ranks see, of this start alone.
         rank, world: this rank, and how many there are.
+        machine: that this rank is on; None: this one.
 
     Raises:
         MeshError: on every rank.
     """
     store = PrefixStore("zeromesh/places", store)
-    store.set(str(rank), json.dumps([list(mesh.items()), machine]))
+    store.set(str(rank), json.dumps([list(mesh.items()), machine or machine_id()]))
     if rank == 0:
         said = [json.loads(store.get(str(other))) for other in range(world)]
         store.set("wrong", _other_mesh([one[0] for one in said]) or wrong_order(mesh, [one[1] for one in said]))

@@ -17,7 +17,7 @@ from zeromesh.units import format_bytes_per_s
 
 if TYPE_CHECKING:
     from zeromesh.lab import Lab
-    from zeromesh.measure.ranks import Ranks
+    from zeromesh.launch.ranks import Ranks
 
 SCATTERING = ("all_gather", "reduce_scatter")
 """The operations that a level's rate and latency are the mean of."""

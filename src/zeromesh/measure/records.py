@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import InputError
+from zeromesh.files import parse_json, read_text, write_whole
 from zeromesh.measure.matrix import Cell
 from zeromesh.measure.setting import read_setting
 
@@ -145,15 +146,8 @@ class Records:
 
 
 def _read(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.exists() else None
+    return parse_json(read_text(path, kind="a bench's record"), where=str(path)) if path.exists() else None
 
 
 def _write(path: Path, content: object) -> None:
     write_whole(path, json.dumps(content))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is whole if it is there: who reads it, or ends this process, may do so at any moment."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text)
-    unfinished.replace(path)

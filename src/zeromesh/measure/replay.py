@@ -100,7 +100,7 @@ def replay(schedule: Schedule, cluster: Cluster, compute: Compute, *, micro_batc
     interpreter.stepped(range(len(names)))
     for micro in range(micro_batches):
         clock.micro_batch = micro
-        run_micro_batch(interpreter, last=micro == micro_batches - 1, compute=computed, recompute=False)
+        run_micro_batch(interpreter, last=micro == micro_batches - 1, compute=computed)
     clock.drain()
     clock.micro_batch = -1
     share = schedule.layout.degree(schedule.layout.significant)

@@ -27,17 +27,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import InputError
+from zeromesh.files import write_whole
 from zeromesh.measure.cluster_file import cluster_toml
 from zeromesh.measure.launch import Mesh, is_first, mesh_text, on_all_ranks
 from zeromesh.measure.probe import Probe, from_raw
-from zeromesh.measure.records import write_whole
 from zeromesh.measure.setting import read_setting
 from zeromesh.measure.steps import Batch, from_json, median_step, predict
 from zeromesh.units import format_bytes_per_s
 
 if TYPE_CHECKING:
     from zeromesh.lab import Lab
-    from zeromesh.measure.ranks import Ranks
+    from zeromesh.launch.ranks import Ranks
 
 PARITY = 1e-9
 """fp64 sums in another order differ by some 1e-13 after three steps of AdamW; a wrong summand by 1e-3 and more."""
@@ -269,12 +269,15 @@ def environment(ranks: Ranks, mesh: Mesh) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from zeromesh.launch.device import device_name
+
     hosts: list[Any] = [None] * ranks.world
     dist.all_gather_object(hosts, platform.node())
     device = {}
     if not ranks.on_cpu:
-        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch's
-        device = {"device_name": torch.cuda.get_device_name(), "nccl": str(nccl)}
+        module = torch.get_device_module(ranks.device)
+        nccl = f"{module.nccl.version()}" if hasattr(module, "nccl") else "none"
+        device = {"device_name": device_name(ranks.device), "nccl": nccl}
     return {
         **_here(mesh),
         "torch": torch.__version__,

@@ -33,7 +33,7 @@ from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.trace import Event, Trace
 
 if TYPE_CHECKING:
-    from zeromesh.measure.ranks import Ranks
+    from zeromesh.launch.ranks import Ranks
 
 DTYPES = ("fp32", "bf16")
 

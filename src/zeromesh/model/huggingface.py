@@ -5,12 +5,12 @@ Defaults of keys that a file leaves out are those of the transformers class of t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import ModelError, nearest
+from zeromesh.files import parse_json, read_text
 from zeromesh.model.shape import EAGER, Kernels, TransformerShape
 from zeromesh.model.spec import ModelSpec
 from zeromesh.model.transformer import build
@@ -24,12 +24,8 @@ def read_config(path: Path, *, dtype: str = "bf16", kernels: Kernels = EAGER) ->
     Raises:
         ModelError: no such file, not JSON, a missing or invalid key, or a `model_type` that is not read here.
     """
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # of the encoding, or of JSON
-        raise ModelError(f"{path}: not JSON: {error}; a model is given by its config.json") from error
+    text = read_text(path, kind="a config.json", error=ModelError)
+    config = parse_json(text, where=str(path), hint="; a model is given by its config.json", error=ModelError)
     if not isinstance(config, dict):
         raise ModelError(f"{path}: a table of keys is required, got {type(config).__name__}")
     return from_config(config, name=_name(config, path), where=str(path), dtype=dtype, kernels=kernels)

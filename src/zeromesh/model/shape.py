@@ -100,6 +100,13 @@ MEGATRON = Kernels(fused_norm=True, fused_attention=True, fused_activation=True,
 """Megatron-core's: fusions/fused_bias_swiglu.py saves its input alone, fusions/fused_cross_entropy.py one copy of the
 logits in bf16."""
 
+_MOST = {
+    "layers": 1_000,
+    "experts": 10_000,
+    **dict.fromkeys(("hidden", "heads", "ffn", "vocab", "kv_heads", "head_dim", "max_positions", "window"), 1 << 24),
+}
+"""Several times what any published model has. Each layer is a unit, which the simulator steps through."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
@@ -145,6 +152,9 @@ class TransformerShape:
         for field in ("hidden", "layers", "heads", "ffn", "vocab", "kv_heads", "head_dim"):
             if getattr(self, field) < 1:
                 raise ModelError(f"model {self.name}: {field} must be at least 1, got {getattr(self, field)}")
+        for field, most in _MOST.items():
+            if (getattr(self, field) or 0) > most:
+                raise ModelError(f"model {self.name}: {field} must be at most {most}, got {getattr(self, field)}")
         if self.family not in FAMILIES:
             raise ModelError(f"model {self.name}: family must be one of {', '.join(FAMILIES)}, got {self.family!r}")
         if self.heads % self.kv_heads:

@@ -14,7 +14,6 @@ the forward's two, since it computes the scores again. `ModelSpec.model_flops_pe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -259,16 +258,6 @@ class ModelSpec:
             raise ModelError(f"model {self.name}: at least one unit is required, got none")
         if self.dtype not in DTYPE_BYTES:
             raise ModelError(f"model {self.name}: dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
-
-    def each_unit(self) -> Iterator[UnitSpec]:
-        """Every unit, equal ones repeated."""
-        for unit in self.units:
-            for _ in range(unit.count):
-                yield unit
-
-    @property
-    def num_units(self) -> int:
-        return sum(unit.count for unit in self.units)
 
     @property
     def num_params(self) -> int:

@@ -43,7 +43,7 @@ def with_trainable(model: ModelSpec, choice: str) -> ModelSpec:
 
 def _rank(choice: str) -> int:
     text = choice.removeprefix("lora:")
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise ModelError(f"trainable: lora needs a rank of at least 1, as in lora:16, got {choice!r}")
     return int(text)
 

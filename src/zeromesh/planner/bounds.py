@@ -57,17 +57,17 @@ from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import Operation, Transfer
 from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Axis, Stage, Wire
-from zeromesh.strategy.stage import quantised
 from zeromesh.strategy.strategy import Collective
+from zeromesh.wires import coded
 
 Floats = npt.NDArray[np.float64]
 
 PREFETCH = 1
 """Units gathered ahead, the notation's default; the planner searches no other."""
 
-_PARAM_STAGES = [Stage.THREE, Stage.THREE_KEPT, Stage.DEFERRED, Stage.DEFERRED_KEPT]
-_KEPT_STAGES = [Stage.THREE_KEPT, Stage.DEFERRED_KEPT]
-_GRAD_STAGES = [Stage.THREE, Stage.THREE_KEPT, Stage.TWO]
+_PARAM_STAGES = [stage for stage in Stage if stage.shards_params]
+_DROPPED_STAGES = [stage for stage in _PARAM_STAGES if not stage.kept]
+_GRAD_STAGES = [stage for stage in Stage if stage.shards_grads]
 
 
 (
@@ -268,7 +268,7 @@ class Bounds:
         for level, sizes in enumerate(block.sizes):
             replicated = sizes[-1] > 1
             whole |= rounded & replicated
-            if quantised(self._axis(level, Stage.ZERO, 2).wire.grad):
+            if coded(self._axis(level, Stage.ZERO, 2).wire.grad):
                 rounded |= replicated
         return ~whole
 
@@ -420,7 +420,7 @@ class Bounds:
         by_param = block.degree(*_PARAM_STAGES).astype(np.float64)
         by_grad = block.degree(*_GRAD_STAGES).astype(np.float64)
         by_state = _state_degree(block)
-        dropped = block.degree(Stage.THREE, Stage.DEFERRED).astype(np.float64)
+        dropped = block.degree(*_DROPPED_STAGES).astype(np.float64)
         # A quantised refresh needs a master of its own: the bound leaves it out.
         master = 0.0 if work.param_dtype == work.master_dtype else DTYPE_BYTES[work.master_dtype]
         blocks = sum(unit.count * unit.num_params for unit in model.units if unit.kind is UnitKind.BLOCK)
@@ -473,7 +473,7 @@ def _operations(stage: Stage) -> Iterator[tuple[Operation, bool]]:
     """What an axis of `stage` sends, and whether every micro-batch: the README's table of stages."""
     if stage.shards_params:
         yield "all_gather", True
-    if stage in (Stage.ONE, Stage.TWO):
+    if stage.shards_states and not stage.shards_params:
         yield "all_gather", False
     if stage.shards_states:
         yield "reduce_scatter", stage.shards_grads
@@ -481,7 +481,7 @@ def _operations(stage: Stage) -> Iterator[tuple[Operation, bool]]:
         yield "all_reduce", False
 
 
-_TIERS = ((Stage.THREE, Stage.THREE_KEPT), (Stage.TWO, Stage.DEFERRED, Stage.DEFERRED_KEPT), (Stage.ONE,))
+_TIERS = [tuple(stage for stage in Stage if stage.significance == tier) for tier in range(3)]
 
 
 def _state_degree(block: Block) -> Floats:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.schedule import FlatBuffer
-from zeromesh.schedule.memory import master_in_params
-from zeromesh.schedule.transfer import kept_axis, wire_bytes
+from zeromesh.schedule.placed import Placed
+from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.simulator.memory import MOMENTS
 from zeromesh.strategy import Layout
-from zeromesh.strategy.stage import quantised
+from zeromesh.wires import coded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class ModelState:
 
 def bytes_each(wire: str) -> float:
     """Bytes of one element on a wire, the scales of quantised blocks included."""
-    form = quantised(wire)
-    numel = form.block if form else 1
+    form = coded(wire)
+    numel = form.granule if form else 1
     return wire_bytes(numel, wire) / numel
 
 
@@ -74,14 +74,12 @@ def model_state(
     by_param, by_grad = layout.degree(layout.param_axes), layout.degree(layout.grad_axes)
     by_state = layout.degree(layout.significant)
     buffer = FlatBuffer(numel=num_params, param_dtype=param_dtype, master_dtype=master_dtype)
-    master = 0.0 if master_in_params(layout, buffer) else DTYPE_BYTES[master_dtype]
+    placed = Placed.of(layout, buffer)
+    master = 0.0 if placed.master_in_params else DTYPE_BYTES[master_dtype]
     dropped = layout.degree([axis for axis in layout.param_axes if not axis.stage.kept])
-    has_kept_copy = bool(layout.kept_axes) and 1 < dropped < by_param
-    axis = kept_axis(layout)
-    kept_width = bytes_each((axis.wire.param if axis else None) or param_dtype)
     return ModelState(
         params=DTYPE_BYTES[param_dtype] * num_params / by_param,
         grads=DTYPE_BYTES[grad_dtype] * trainable / by_grad,
         optimizer=(master + moment_bytes(master_dtype)) * trainable / by_state,
-        kept=kept_width * num_params / dropped if has_kept_copy else 0.0,
+        kept=bytes_each(placed.kept_wire) * num_params / dropped if placed.kept_axis else 0.0,
     )

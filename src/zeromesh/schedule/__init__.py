@@ -1,12 +1,14 @@
 """One training step as data, and the interpreter that engine and simulator run it with. Torch-free.
 
-Reading order: `unit` (what is scheduled), `transfer` (its collectives), `memory` (its buffers), `program` (points and
-ops), `calls` (where forward and backward are), `interpreter` (who carries ops out), `step` (the canonical order).
+Reading order: `unit` (what is scheduled), `transfer` (one collective), `placed` (what is held and sent of a flat
+buffer), `memory` (all buffers), `program` (points and ops), `calls` (where forward and backward are), `interpreter`
+(who carries ops out), `step` (the canonical order).
 """
 
 from zeromesh.schedule.calls import Call
 from zeromesh.schedule.interpreter import Interpreter
-from zeromesh.schedule.memory import MemoryPlan, Persistent, SlotPlan
+from zeromesh.schedule.memory import MemoryPlan, SlotPlan
+from zeromesh.schedule.placed import Persistent, Placed, Route, place
 from zeromesh.schedule.program import Action, Op, PointKind, Schedule
 from zeromesh.schedule.state import Backend, GradState, Reducing, Reduction
 from zeromesh.schedule.step import Counted, run_step, sent_bytes_per_axis, step_transfers
@@ -38,10 +40,12 @@ __all__ = [
     "MemoryPlan",
     "Op",
     "Persistent",
+    "Placed",
     "PointKind",
     "Reducing",
     "Reduction",
     "Role",
+    "Route",
     "Schedule",
     "SlotPlan",
     "Transfer",
@@ -50,6 +54,7 @@ __all__ = [
     "joined_name",
     "lane_axes",
     "neighbours",
+    "place",
     "run_step",
     "sent_bytes_per_axis",
     "step_transfers",

@@ -309,10 +309,10 @@ class Interpreter(Generic[T]):
             self.backend.unuse(unit)
 
     def _drop(self, op: Op) -> None:
+        """A gather that nobody has waited for goes on: whoever is next to write to the slot or its source waits for it.
+        Here a rank that has gathered what no other has would wait for ever, before ranks compare what they did."""
         self._reshard(op.unit)
         state = self.states[op.unit]
-        # A gather that nobody waited for still writes into the slot.
-        self._settle(state, "ticket", op)
         state.full = state.kept = 0
 
     # ---- reductions: [Note: Turns]

@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from zeromesh.schedule.memory import MemoryPlan
+from zeromesh.schedule.placed import Placed, place
 from zeromesh.schedule.unit import Role, Unit
 from zeromesh.strategy import Layout
 
@@ -87,6 +88,7 @@ class Schedule:
     Args:
         layout: the strategy on its mesh.
         units: in the order in which the model registers them, root first.
+        placed: the buffers of each.
         order: unit indices in the order of the forward.
         memory: every buffer, in bytes.
         program: ops by (point, unit); unit is -1 for points of no unit.
@@ -94,6 +96,7 @@ class Schedule:
 
     layout: Layout
     units: tuple[Unit, ...]
+    placed: tuple[tuple[Placed, ...], ...] = field(repr=False)
     order: tuple[int, ...]
     memory: MemoryPlan
     program: Program = field(repr=False)
@@ -107,12 +110,13 @@ class Schedule:
             units: root first; block units in the order of the model's repeated list.
             workspace_bytes: what the collectives need beside the regions they work on.
         """
-        order = tuple(range(len(units)))
+        order, placed = tuple(range(len(units))), place(layout, units)
         return cls(
             layout=layout,
             units=tuple(units),
+            placed=placed,
             order=order,
-            memory=MemoryPlan.of(layout, units, layout.strategy.prefetch, workspace_bytes),
+            memory=MemoryPlan.of(layout, units, placed, workspace_bytes),
             program=_program(layout, units, order),
         )
 

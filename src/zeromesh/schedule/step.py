@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from zeromesh.schedule import transfer
 from zeromesh.schedule.interpreter import Interpreter
+from zeromesh.schedule.placed import Route
 from zeromesh.schedule.program import Op, Schedule
 from zeromesh.schedule.state import Reducing, Reduction
 from zeromesh.schedule.transfer import Transfer
@@ -23,7 +23,7 @@ def run_step(
     *,
     micro_batches: int,
     compute: Callable[[Phase, int], None] = lambda phase, part: None,
-    recompute: bool = False,
+    recompute: Callable[[int], bool] = lambda part: False,
     parts: Sequence[int] | None = None,
 ) -> None:
     """Drives `interpreter` through the micro-batches of one step, up to and without the optimizer.
@@ -32,8 +32,8 @@ def run_step(
         interpreter: over units of which the first is the root, whose forward encloses the others'.
         micro_batches: at least 1.
         compute: called between the points around a part's forward, recomputation or backward.
-        recompute: whether block units repeat their forward in the backward, part by part.
-        parts: the unit that each part is a call of, root first; None where each unit is one.
+        recompute: whether a part's forward is repeated in the backward.
+        parts: the unit that each part is a call of, root first; None where each unit is one, under its own number.
     """
     for micro in range(micro_batches):
         last = micro == micro_batches - 1
@@ -45,15 +45,18 @@ def run_micro_batch(
     *,
     last: bool,
     compute: Callable[[Phase, int], None],
-    recompute: bool,
+    recompute: Callable[[int], bool] = lambda part: False,
     parts: Sequence[int] | None = None,
 ) -> None:
     """One forward and backward of `run_step`, for whoever need not run all of them."""
-    units = interpreter.schedule.order if parts is None else parts
+    order = interpreter.schedule.order
+    called = zip(order, order, strict=True) if parts is None else enumerate(parts)
     interpreter.last = last
     calls = []
     interpreter.pre_forward(ROOT)
-    for part, unit in enumerate(units[1:], 1):
+    for part, unit in called:
+        if part == ROOT:
+            continue
         interpreter.pre_forward(unit)
         compute("forward", part)
         calls.append((part, interpreter.post_forward(unit, backward=True)))
@@ -62,7 +65,7 @@ def run_micro_batch(
     for part, call in reversed(calls):
         assert call is not None  # its backward comes
         interpreter.pre_backward(call)
-        if recompute and not interpreter.schedule.resident(call.unit):
+        if recompute(part):
             interpreter.pre_forward(call.unit)
             compute("recompute", part)
             interpreter.post_forward(call.unit, backward=False)
@@ -77,23 +80,23 @@ class Counted:
     schedule: Schedule
     sent: list[tuple[int, Transfer]] = field(default_factory=list)
 
-    def _list(self, unit: int, transfers: list[Transfer]) -> None:
-        self.sent.extend((unit, step) for step in transfers)
+    def _list(self, unit: int, route: Route) -> None:
+        self.sent.extend((unit, step) for step in route.steps)
 
     def refresh(self, unit: int) -> None:
-        for buffer in self.schedule.units[unit].buffers:
-            self._list(unit, transfer.refresh(self.schedule.layout, buffer))
+        for placed in self.schedule.placed[unit]:
+            self._list(unit, placed.routes["refresh"])
 
     def unshard(self, unit: int, *, from_kept: bool, after: None) -> None:
-        for buffer in self.schedule.units[unit].buffers:
-            self._list(unit, transfer.unshard(self.schedule.layout, buffer, from_kept=from_kept))
+        for placed in self.schedule.placed[unit]:
+            self._list(unit, placed.from_kept if from_kept else placed.routes["unshard"])
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[None]:
-        for buffer in self.schedule.units[unit].buffers:
+        for placed in self.schedule.placed[unit]:
             if reduction.micro:
-                self._list(unit, transfer.reduce_micro(self.schedule.layout, buffer))
+                self._list(unit, placed.routes["reduce"])
             if reduction.boundary:
-                self._list(unit, transfer.reduce_boundary(self.schedule.layout, buffer))
+                self._list(unit, placed.routes["boundary"])
         return Reducing(None, None)
 
     def wait(self, ticket: None, op: Op) -> None:
@@ -115,7 +118,7 @@ def step_transfers(schedule: Schedule, *, micro_batches: int, recompute: bool = 
     counted = Counted(schedule)
     interpreter = Interpreter(schedule=schedule, backend=counted)
     interpreter.stepped(range(len(schedule.units)))
-    run_step(interpreter, micro_batches=micro_batches, recompute=recompute)
+    run_step(interpreter, micro_batches=micro_batches, recompute=lambda unit: recompute and not schedule.resident(unit))
     return counted.sent
 
 

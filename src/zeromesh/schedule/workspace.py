@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeromesh.schedule.transfer import LANES, LaneKind, lane_axes
 from zeromesh.strategy import Layout
-from zeromesh.strategy.stage import quantised
+from zeromesh.wires import coded
 
 GLOO_BYTES = 8 << 20
 """Room for pieces of 1 MiB from one peer and of half a MiB from three."""
@@ -54,4 +54,4 @@ def _needs_workspace(layout: Layout, lane: LaneKind) -> bool:
     if lane in ("reduce", "boundary"):
         return bool(axes)
     # A lossless gather works in place; a quantised one needs room for its messages.
-    return any(quantised(axis.wire.param) for axis in axes)
+    return any(coded(axis.wire.param) for axis in axes)

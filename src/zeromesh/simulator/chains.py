@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from math import prod
+from typing import Literal
 
 from zeromesh.cost.collective import Algorithm, CollectiveCost, Operation, overlapped_cost
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.schedule import Schedule, Transfer, Unit, transfer
-from zeromesh.schedule.memory import kept_numel, slot_dtype
-from zeromesh.schedule.transfer import wire_bytes
+from zeromesh.schedule import LaneKind, Placed, Route, Schedule, Transfer
+from zeromesh.schedule.transfer import slice_bytes, wire_bytes
 from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.schedule.workspace import collective_bytes, overlapped_terms, part_numel
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
 from zeromesh.strategy import Axis
-from zeromesh.strategy.stage import quantised
+from zeromesh.wires import coded
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,54 +37,47 @@ class Chains:
 
     def unshard(self, unit: int, *, from_kept: bool) -> tuple[Work, ...]:
         """Gathers of the unit's parameters."""
-        return self._get(("unshard", from_kept), unit)
+        return self._get("from_kept" if from_kept else "unshard", unit)
 
     def refresh(self, unit: int) -> tuple[Work, ...]:
         """Gathers of its updated parameters."""
-        return self._get(("refresh",), unit)
+        return self._get("refresh", unit)
 
     def reduce_micro(self, unit: int) -> tuple[Work, ...]:
         """Reductions after every micro-batch."""
-        return self._get(("reduce_micro",), unit)
+        return self._get("reduce", unit)
 
     def reduce_boundary(self, unit: int) -> tuple[Work, ...]:
         """Reductions to the state shard."""
-        return self._get(("reduce_boundary",), unit)
+        return self._get("boundary", unit)
 
-    def _get(self, what: tuple[object, ...], unit: int) -> tuple[Work, ...]:
-        shape = self.schedule.units[unit]
-        key = (*what, shape.role, shape.buffers)
+    def _get(self, lane: LaneKind | Literal["from_kept"], unit: int) -> tuple[Work, ...]:
+        placed = self.schedule.placed[unit]
+        key = (lane, *map(id, placed))  # equal units have the same
         if key not in self._built:
-            self._built[key] = self._build(what, shape)
+            self._built[key] = tuple(work for buffer in placed for work in self._build(lane, buffer))
         return self._built[key]
 
-    def _build(self, what: tuple[object, ...], unit: Unit) -> tuple[Work, ...]:
-        layout = self.schedule.layout
-        chain: list[Work] = []
-        for buffer in unit.buffers:
-            match what:
-                case ("unshard", bool(from_kept)):
-                    kept = not from_kept and kept_numel(layout, unit, buffer) > 0
-                    steps = transfer.unshard(layout, buffer, from_kept=from_kept)
-                    chain += self._works(steps, "unshard", buffer.param_dtype, kept=kept)
-                case ("refresh",):
-                    chain += self._refresh(transfer.refresh(layout, buffer), buffer.param_dtype)
-                case ("reduce_micro",):
-                    held = slot_dtype(layout, buffer)
-                    chain += self._works(transfer.reduce_micro(layout, buffer), "reduce", held)
-                case ("reduce_boundary",):
-                    chain += self._boundary(transfer.reduce_boundary(layout, buffer), buffer.grad_dtype)
-        return tuple(chain)
+    def _build(self, lane: LaneKind | Literal["from_kept"], placed: Placed) -> list[Work]:
+        match lane:
+            case "from_kept":
+                return self._works(placed.from_kept, "unshard")
+            case "refresh":
+                return self._refresh(placed.routes[lane])
+            case "unshard" | "reduce":
+                return self._works(placed.routes[lane], lane)
+            case "boundary":
+                return self._boundary(placed.routes[lane])
 
-    def _works(self, transfers: Sequence[Transfer], kind: str, held: str, *, kept: bool = False) -> list[Work]:
+    def _works(self, route: Route, kind: str) -> list[Work]:
         if not self.mechanics.joint and self._algorithm == "ho_ring":
-            return [self._pair(steps, kind) for steps in transfer.overlapped(transfers, held, kept=kept)]
+            return [self._pair(steps, kind) for steps in route.groups]
         works: list[Work] = []
-        for (operation, wire), same in groupby(transfers, key=lambda step: (step.operation, step.wire)):
+        for (operation, wire), same in groupby(route.steps, key=lambda step: (step.operation, step.wire)):
             steps = list(same)
             # A quantised reduction is an all-to-all, which goes level by level (qgZ, arXiv 2306.10209): flat, every
             # rank would send to every other through the node's links.
-            by_level = operation != "all_gather" and quantised(wire) is not None
+            by_level = operation != "all_gather" and coded(wire) is not None
             if len(steps) > 1 and self._joint and not by_level:
                 works.append(self._joined([s.axis for s in steps], operation, max(s.numel for s in steps), wire, kind))
             else:
@@ -118,7 +111,7 @@ class Chains:
         return Work(first.name, (*inner.axes, *outer.axes), cost, (*inner.sent_bytes, *outer.sent_bytes))
 
     def _slice_numel(self, shard_bytes: int, item_bytes: int, steps: Sequence[Transfer], *, gather: bool) -> int:
-        longest = transfer.slice_bytes(shard_bytes)
+        longest = slice_bytes(shard_bytes)
         if gather:
             return longest // item_bytes
         numel = part_numel(
@@ -150,18 +143,18 @@ class Chains:
         moved = 2 * self.mechanics.copies * wire_bytes(numel, wire)
         return replace(cost, seconds=cost.seconds + self.model.compute.memory(moved))
 
-    def _boundary(self, transfers: Sequence[Transfer], held: str) -> list[Work]:
-        if not self.mechanics.owners or not transfers:
-            return self._works(transfers, "reduce", held)
+    def _boundary(self, route: Route) -> list[Work]:
+        if not self.mechanics.owners or not route.steps:
+            return self._works(route, "reduce")
         # Every rank gets the whole sum and drops what it does not own.
-        first = transfers[0]
-        return [self._joined([step.axis for step in transfers], "all_reduce", first.numel, first.wire, "reduce")]
+        first = route.steps[0]
+        return [self._joined([step.axis for step in route.steps], "all_reduce", first.numel, first.wire, "reduce")]
 
-    def _refresh(self, transfers: Sequence[Transfer], held: str) -> list[Work]:
-        if not self.mechanics.owners or not transfers:
-            return self._works(transfers, "refresh", held)
-        axes = [step.axis for step in transfers]
-        whole = self._joined(axes, "broadcast", transfers[-1].numel, transfers[-1].wire, "refresh")
+    def _refresh(self, route: Route) -> list[Work]:
+        if not self.mechanics.owners or not route.steps:
+            return self._works(route, "refresh")
+        axes, last = [step.axis for step in route.steps], route.steps[-1]
+        whole = self._joined(axes, "broadcast", last.numel, last.wire, "refresh")
         # One broadcast per owner and step: with more owners than units, several in each unit's share.
         per_unit = max(1.0, prod(axis.size for axis in axes) / len(self.schedule.units))
         cost = replace(

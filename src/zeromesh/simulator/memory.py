@@ -36,20 +36,18 @@ class MemoryBytes:
 
 def optimizer_bytes(schedule: Schedule) -> float:
     """The master copy, where it is not the compute copy, and two moments of its size, on one device."""
-    layout = schedule.layout
     states = 0.0
-    for unit in schedule.units:
-        for buffer in unit.buffers:
-            if buffer.master_dtype is not None:
-                shard = layout.padded(buffer.numel) // layout.degree(layout.significant)
-                states += MOMENTS * shard * ITEM_BYTES[buffer.master_dtype]
+    for placed in (placed for unit in schedule.placed for placed in unit):
+        dtype = placed.buffer.master_dtype
+        if dtype is not None:
+            states += MOMENTS * placed.numel(schedule.layout.significant) * ITEM_BYTES[dtype]
     return schedule.memory.master_bytes + states
 
 
 def step_bytes(schedule: Schedule, per_element: float) -> float:
     """What the optimizer's step needs for a moment, when no activation is alive."""
     layout = schedule.layout
-    trainable = sum(layout.padded(b.numel) for unit in schedule.units for b in unit.buffers if b.trainable)
+    trainable = sum(placed.padded for unit in schedule.placed for placed in unit if placed.buffer.trainable)
     return per_element * trainable / layout.degree(layout.significant)
 
 

@@ -16,7 +16,7 @@ from zeromesh.cost.compute import ComputeModel, UnitSeconds
 from zeromesh.cost.constants import Constants, default_constants
 from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.model import ModelSpec, Recomputation, UnitSpec
+from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
 from zeromesh.schedule import Interpreter, Schedule, workspace_by_lane
 from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulator.chains import Chains
@@ -155,6 +155,12 @@ class _Setup:
         """What is known by unit, by part."""
         return tuple(value for value, specs in zip(values, self.specs, strict=True) for _ in specs)
 
+    def recomputed(self) -> frozenset[int]:
+        """The parts whose forward is repeated in the backward, whatever they are joined with."""
+        if self.workload.recomputation is Recomputation.NONE:
+            return frozenset()
+        return frozenset(index for index, spec in enumerate(self.parts()) if spec.kind is UnitKind.BLOCK)
+
     def part_seconds(self) -> list[UnitSeconds]:
         """Of each part."""
         workload, parts = self.workload, self.parts()
@@ -200,6 +206,7 @@ class _Step:
         )
         self.seconds = setup.part_seconds()
         self.units = setup.by_part(range(len(setup.specs)))
+        self.recomputed = setup.recomputed()
         self.step_s = 0.0
         self._entered: dict[int, float] = {}
 
@@ -241,7 +248,7 @@ class _Step:
 
     def _micro_batch(self, index: int, *, last: bool) -> None:
         self.backend.micro_batch = index
-        recompute = self.setup.workload.recomputation is not Recomputation.NONE
+        recompute = self.recomputed.__contains__
         run_micro_batch(self.interpreter, last=last, compute=self._compute, recompute=recompute, parts=self.units)
         self.backend.end_micro_batch()
         if last:

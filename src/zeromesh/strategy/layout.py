@@ -123,6 +123,12 @@ class Layout:
         whole = self.strategy.collective != "ho_ring" or axes[-1].wire.quantised
         return axes[:-1] if whole else axes
 
+    def above(self, axis: Axis) -> tuple[Axis, ...]:
+        """The axes that cut the region which a collective over `axis` works on: of sharded ones those that are more
+        significant, of a replicated one all."""
+        order = self.significant
+        return order[: order.index(axis)] if axis in order else order
+
     def degree(self, axes: Sequence[Axis]) -> int:
         """Number of shards over the given axes."""
         return prod(axis.size for axis in axes)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from zeromesh.errors import InputError
+from zeromesh.files import parse_json, read_text
 from zeromesh.strategy.stage import FLOAT_DTYPES
 from zeromesh.strategy.strategy import Strategy
 
@@ -86,14 +87,14 @@ class Plan:
             InputError: not a plan of ours, or a field is missing or unknown; names `source`.
         """
         try:
-            data = json.loads(text)
+            data = parse_json(text, where=source, hint="; not a zeromesh plan: write one with `zeromesh plan -o`")
             version = data.pop("zeromesh_plan")
             if version != 1:
                 raise InputError(f"{source}: plan format must be 1; got {version}")
             data["strategy"] = Strategy.parse(data["strategy"])
             data["mesh"] = tuple((name, int(size)) for name, size in data["mesh"].items())
             return cls(**data)
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except (OverflowError, AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{source}: not a zeromesh plan ({error}); write one with `zeromesh plan -o`") from error
@@ -101,4 +102,4 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan file written by `zeromesh plan -o`."""
-        return cls.from_json(Path(path).read_text(), source=str(path))
+        return cls.from_json(read_text(path, kind="a plan"), source=str(path))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
-import re
 from dataclasses import dataclass
-from functools import cache
 
 from zeromesh.errors import NotationError, nearest
+from zeromesh.wires import DTYPES, coded, spellings
 
 
 class Stage(enum.Enum):
@@ -66,57 +65,13 @@ class Stage(enum.Enum):
     @property
     def significance(self) -> int:
         """Rank of this stage in the order in which buffers are chunked: 3 first, then 2 or 3d, then 1."""
-        if self.shards_params and self.shards_grads:
-            return 0
-        return {Stage.TWO: 1, Stage.DEFERRED: 1, Stage.DEFERRED_KEPT: 1, Stage.ONE: 2, Stage.ZERO: 3}[self]
+        return 3 - self.shards_params - self.shards_grads - self.shards_states
 
 
 FLOAT_DTYPES = ("fp64", "fp32", "bf16", "fp16")
 """Of parameters, gradients and masters in memory."""
 
-WIRE_DTYPES = ("fp32", "bf16", "fp16", "int8", "int4")
 _FEEDBACK = "+ef"
-
-QUANTISED_BLOCK = 128
-"""Elements that share one fp32 scale on a quantised wire, unless it says otherwise. Smaller blocks bound the error more
-tightly and cost 4/128 byte an element more: 3 % of int8's bytes."""
-
-LARGEST_BLOCK = 1024
-_QUANTISED = re.compile(r"int(?P<bits>[48])(\[(?P<block>\d{1,9})\])?", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class Quantised:
-    """A quantised wire's dtype: `int8`, or `int4[32]` with blocks of its own.
-
-    Args:
-        bits: of an element, 8 or 4.
-        block: elements that share one scale, a multiple of 8 from 8 to `LARGEST_BLOCK`.
-    """
-
-    bits: int
-    block: int = QUANTISED_BLOCK
-
-    def __post_init__(self) -> None:
-        if self.block % 8 or not 8 <= self.block <= LARGEST_BLOCK:
-            raise NotationError(
-                f"blocks of a quantised wire have a multiple of 8 elements, 8 to {LARGEST_BLOCK}, as in "
-                f"int{self.bits}[32]; got {self}"
-            )
-
-    def __str__(self) -> str:
-        return f"int{self.bits}" + (f"[{self.block}]" if self.block != QUANTISED_BLOCK else "")
-
-
-@cache
-def quantised(dtype: str | None) -> Quantised | None:
-    """What a wire's dtype says of its blocks; None where it is not quantised.
-
-    Raises:
-        NotationError: a block that cannot be.
-    """
-    match = _QUANTISED.fullmatch(dtype or "")
-    return match and Quantised(int(match["bits"]), int(match["block"] or QUANTISED_BLOCK))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +92,14 @@ class Wire:
             dtype = getattr(self, part)
             if dtype is None:
                 continue
-            blocks = quantised(dtype)
-            if blocks is not None:
-                object.__setattr__(self, part, str(blocks))  # int8[128] is int8
-            elif dtype not in WIRE_DTYPES:
+            form = coded(dtype)
+            if form is not None:
+                object.__setattr__(self, part, str(form))  # int8[128] is int8
+            elif dtype not in DTYPES:
                 raise NotationError(
-                    f"a wire's dtype must be one of {', '.join(WIRE_DTYPES)}, the last two also with a block, as in "
-                    f"int4[32]; got {dtype!r}: {nearest(dtype, WIRE_DTYPES)}"
+                    f"a wire must be one of {', '.join(spellings())}; got {dtype!r}: {nearest(dtype, spellings())}"
                 )
-        if self.feedback and not quantised(self.grad):
+        if self.feedback and not coded(self.grad):
             raise NotationError(
                 f"{_FEEDBACK} makes up for what quantised gradients lose, as in @/int4{_FEEDBACK}; "
                 f"the gradients of this wire are {self.grad or 'not quantised'}"
@@ -170,7 +124,7 @@ class Wire:
 
     @property
     def quantised(self) -> bool:
-        return any(quantised(dtype) for dtype in (self.param, self.grad))
+        return any(coded(dtype) is not None for dtype in (self.param, self.grad))
 
     def __str__(self) -> str:
         return "" if self.default else f"@{self.param or ''}/{self.grad or ''}{_FEEDBACK if self.feedback else ''}"

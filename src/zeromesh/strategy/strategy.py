@@ -30,7 +30,9 @@ COLLECTIVES: tuple[Collective, ...] = ("auto", "flat", "hierarchical", "ho_ring"
 OVERLAPS: tuple[Overlap, ...] = ("all", "gather", "none")
 MAX_PREFETCH = 64
 
-_AXIS = re.compile(r"(?P<name>[A-Za-z_]\w*)(\[(?P<split>\d+|\*)\])?=(?P<stage>[^@\s]*)(?:@(?P<wire>[^@]*))?", re.ASCII)
+_AXIS = re.compile(
+    r"(?P<name>[A-Za-z_]\w*)(\[(?P<split>\d{1,9}|\*)\])?=(?P<stage>[^@\s]*)(?:@(?P<wire>[^@]*))?", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ def _parse_options(options: Iterable[str]) -> dict[str, object]:
             raise NotationError(f"expected an option as in ;prefetch=2; got {option!r}: {nearest(key, _OPTIONS)}")
         if key in parsed:
             raise NotationError(f"option {key} is given twice")
-        if key == "prefetch" and not value.isdecimal():
+        if key == "prefetch" and not (value.isdecimal() and len(value) < 9):
             raise NotationError(f"prefetch must be a whole number of units, as in ;prefetch=2; got {value!r}")
         parsed[key] = int(value) if key == "prefetch" else value
     return parsed

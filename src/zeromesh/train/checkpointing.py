@@ -14,10 +14,10 @@ from zeromesh.checkpoint.checkpoints import Checkpoints, Restored
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.storage import open_storage
 from zeromesh.errors import CheckpointError
+from zeromesh.launch.ranks import Ranks, collective, from_first, on_any
 from zeromesh.train.config import TrainConfig
 from zeromesh.train.corpus import TOKENIZER, Corpus
 from zeromesh.train.nonfinite import NonFinite
-from zeromesh.train.ranks import Ranks, collective, from_first, on_any
 from zeromesh.train.resize import mesh_text
 
 LOOKING = "waiting for rank 0 to look for checkpoints"

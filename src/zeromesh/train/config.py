@@ -22,6 +22,14 @@ from zeromesh.train.resize import mesh_text, resize_mesh
 
 AUTO = "auto"
 
+MOST = 2**31
+"""Of any count: what tensors and the host's libraries number with 32 bits."""
+
+MOST_THREADS = 4096
+LONGEST_S = 365 * 24 * 3600.0
+
+Count = Annotated[int, Field(gt=0, lt=MOST)]
+CountOrNone = Annotated[int, Field(ge=0, lt=MOST)]
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
@@ -38,17 +46,18 @@ class RunConfig(Section):
         directory: receives metrics.jsonl, the tokenizer and the checkpoints.
         steps: optimizer steps in all.
         seed: decides the initial weights, which sample is used at which step, and what each rank drops out.
-        device: "auto" takes CUDA where there is a device for each rank, on all machines alike.
+        device: "cpu", the type of an accelerator as torch names it ("cuda"), or "auto", which takes the accelerator of
+            this machine where there is one. Each rank must have one of its own.
         threads: of torch for each rank on the host; by default the cores divided by the local ranks.
         timeout_s: how long a collective may take before the run ends with an error.
     """
 
     directory: Path
-    steps: int = Field(gt=0)
+    steps: Count
     seed: int = Field(default=0, ge=0, lt=2**63)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int | None = Field(default=None, gt=0)
-    timeout_s: float = Field(default=600.0, gt=0)
+    device: str = Field(default="auto", pattern=r"^[a-z]+$")
+    threads: Annotated[int, Field(gt=0, le=MOST_THREADS)] | None = None
+    timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
 
 
 class ModelConfig(Section):
@@ -77,7 +86,7 @@ class DataConfig(Section):
 
     files: tuple[str, ...] = Field(min_length=1)
     exclude: tuple[str, ...] = ()
-    seq_len: int = Field(gt=0)
+    seq_len: Count
     tokenizer: str = Field(default="bytes", pattern=r"^(bytes|bpe:\d+|.+\.json)$")
     holdout: float = Field(default=0.05, ge=0, lt=1)
 
@@ -90,8 +99,8 @@ class BatchConfig(Section):
         micro: sequences a rank works on at once.
     """
 
-    global_sequences: int = Field(gt=0)
-    micro: int = Field(gt=0)
+    global_sequences: Count
+    micro: Count
 
 
 class OptimizerConfig(Section):
@@ -110,7 +119,7 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: CountOrNone = 0
     final_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     clip_norm: float = Field(default=1.0, ge=0, allow_inf_nan=True)
 
@@ -123,8 +132,8 @@ class EvalConfig(Section):
         sequences: of the held-out files, the same ones each time.
     """
 
-    every: int = Field(default=0, ge=0)
-    sequences: int = Field(default=64, gt=0)
+    every: CountOrNone = 0
+    sequences: Count = 64
 
 
 class CheckpointConfig(Section):
@@ -137,9 +146,9 @@ class CheckpointConfig(Section):
         resume: "auto" takes the newest complete one in the run's directory, "never" starts anew, a path takes that one.
     """
 
-    every: int = Field(default=0, ge=0)
-    keep: int = Field(default=2, gt=0)
-    keep_every: int = Field(default=0, ge=0)
+    every: CountOrNone = 0
+    keep: Count = 2
+    keep_every: CountOrNone = 0
     resume: str = "auto"
 
 
@@ -160,10 +169,10 @@ class FaultsConfig(Section):
     """
 
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    nonfinite_in_a_row: int = Field(default=3, gt=0)
-    nonfinite_in_all: int = Field(default=20, gt=0)
-    digest_every: int = Field(default=100, ge=0)
-    restarts: int = Field(default=0, ge=0)
+    nonfinite_in_a_row: Count = 3
+    nonfinite_in_all: Count = 20
+    digest_every: CountOrNone = 100
+    restarts: CountOrNone = 0
     resize: bool = False
 
 
@@ -193,7 +202,7 @@ class TrainConfig(Section):
     batch: BatchConfig
     optimizer: OptimizerConfig
     strategy: str
-    mesh: dict[str, Annotated[int, Field(gt=0)]] = Field(min_length=1)
+    mesh: dict[str, Count] = Field(min_length=1)
     eval: EvalConfig = EvalConfig()
     cluster: str | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -205,10 +214,7 @@ class TrainConfig(Section):
     def _of_plan(cls, strategy: str) -> str:
         if not strategy.endswith(".json"):
             return strategy
-        try:
-            return str(Plan.load(strategy).strategy)
-        except OSError as error:
-            raise ConfigError(f"cannot read the plan {strategy}: {error.strerror}") from error
+        return str(Plan.load(strategy).strategy)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

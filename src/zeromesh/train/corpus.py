@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeromesh.errors import ConfigError
+from zeromesh.launch.ranks import collective, from_first
 from zeromesh.train.config import DataConfig
-from zeromesh.train.ranks import collective, from_first
 from zeromesh.train.text import TrainedTokenizer, digest, find_files, make_tokenizer
 
 TOKENIZER = "digest of the tokenizer"

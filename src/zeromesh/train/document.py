@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, InputError
+from zeromesh.files import parse_toml, read_text
 
 IsPath = Callable[[str, str], bool]
 
@@ -24,16 +24,8 @@ def read_document(path: Path, overrides: Sequence[str], *, is_path: IsPath) -> d
     Raises:
         ConfigError: the file cannot be read or is not TOML, or an override has no key.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read the configuration {path}: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    text = read_text(path, kind="a configuration", error=ConfigError)
+    document = parse_toml(text, where=str(path), error=ConfigError)
     resolved: dict[str, Any] = _resolve(document, path.resolve().parent, is_path)
     for override in overrides:
         key, value = parse_override(override)
@@ -52,8 +44,8 @@ def parse_override(override: str) -> tuple[str, Any]:
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set must be key.path=value, as in --set run.steps=100; got {override!r}")
     try:
-        return key, tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return key, parse_toml(f"value = {text}", where="--set")["value"]
+    except InputError:
         return key, text.strip()
 
 
@@ -98,5 +90,8 @@ def _resolve(value: Any, base: Path, is_path: IsPath, key: str = "") -> Any:
     if isinstance(value, list):
         return [_resolve(inner, base, is_path, key) for inner in value]
     if isinstance(value, str) and is_path(key, value) and not value.startswith("{"):
-        return str(base / Path(value).expanduser())
+        try:
+            return str(base / Path(value).expanduser())
+        except RuntimeError as error:
+            raise ConfigError(f"{key}: {value}: there is no such user's directory: write the path out") from error
     return value

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from zeromesh.errors import ConfigError, nearest
+from zeromesh.files import parse_json, read_text
 from zeromesh.train.config import ModelConfig
 
 
@@ -47,10 +47,8 @@ def build_language_model(config: ModelConfig, vocab_size: int) -> nn.Module:
 def _description(config: Path | dict[str, Any]) -> dict[str, Any]:
     if isinstance(config, dict):
         return dict(config)
-    try:
-        description = json.loads(config.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.config: cannot read {config} as a Hugging Face config.json: {error}") from error
+    text = read_text(config, kind="model.config (a Hugging Face config.json)", error=ConfigError)
+    description = parse_json(text, where=f"model.config: {config}", error=ConfigError)
     if not isinstance(description, dict):
         raise ConfigError(f"model.config: {config} must hold a JSON object; got {type(description).__name__}")
     return description
@@ -62,7 +60,7 @@ def _hf_config(description: dict[str, Any], *, strict: bool) -> Any:
 
     fields = dict(description)
     model_type = fields.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         close = nearest(str(model_type), CONFIG_MAPPING.keys())
         clause = close if close.startswith("did") else 'for example "llama", "qwen2" or "mixtral"'
         raise ConfigError(f"model.config.model_type must be one that transformers knows; got {model_type!r}; {clause}")

@@ -1,7 +1,6 @@
 """Starts a run: as one of torchrun's processes, alone, or as the parent of local processes.
 
-Local processes meet in a file, so no port is guessed; gloo binds its own. Each is a fresh interpreter, and ends when
-its parent does.
+Each local process is a fresh interpreter, and ends when its parent does.
 
 Exit codes: 0 done; 2 wrong input; 75 preempted and saved; 1 anything else.
 """
@@ -10,17 +9,23 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import traceback
 import uuid
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from zeromesh.errors import InputError, InternalError, ZeromeshError
+from zeromesh.launch.environment import NO_NAME, Launched, check_address
+from zeromesh.launch.job import RENDEZVOUS, make_folder, make_job
+from zeromesh.launch.processes import EXIT_PREEMPTED, Sigterm, local_launches, run_ranks
 from zeromesh.train.config import TrainConfig, load_config
-from zeromesh.train.environment import NO_NAME, Launched, check_address
+from zeromesh.train.ending import Ending, verdict
 from zeromesh.train.preemption import noticing_sigterm
-from zeromesh.train.processes import EXIT_INPUT, EXIT_PREEMPTED, Ending, Failure, Forwarder, LocalProcesses, verdict
+
+EXIT_INPUT = 2
+GRACE_S = 10.0
+"""What the other ranks get to end by themselves once one has: to report their own error, or to finish saving."""
 
 
 def train(config_path: Path, overrides: Sequence[str] = ()) -> int:
@@ -47,14 +52,9 @@ def train(config_path: Path, overrides: Sequence[str] = ()) -> int:
 
 
 def _run_here(config: TrainConfig, launched: Launched | None) -> int:
-    with noticing_sigterm(), tempfile.TemporaryDirectory(prefix="zeromesh-") as directory:
-        from zeromesh.train.loop import run_training
-        from zeromesh.train.ranks import join_ranks
-
-        store_file = None if launched else Path(directory) / "rendezvous"
+    with nullcontext() if launched else make_folder() as directory:
         try:
-            with join_ranks(config.run, config.mesh, store_file, launched) as ranks:
-                finished = run_training(config, ranks)
+            finished = _run_rank(config, directory and directory / RENDEZVOUS)
         except (InputError, InternalError):
             raise
         except ZeromeshError as error:
@@ -66,11 +66,29 @@ def _run_here(config: TrainConfig, launched: Launched | None) -> int:
     return 0 if finished else EXIT_PREEMPTED
 
 
+def _run_rank(config: TrainConfig, store_file: Path | None) -> bool:
+    with noticing_sigterm():
+        from zeromesh.launch.ranks import join_ranks
+        from zeromesh.train.loop import run_training
+
+        run = config.run
+        with join_ranks(
+            config.mesh, store_file, device=run.device, threads=run.threads, timeout_s=run.timeout_s
+        ) as ranks:
+            return run_training(config, ranks)
+
+
+def run_local_rank(store_file: Path | None, *, config: str) -> None:
+    """The task of each local rank."""
+    if not _run_rank(TrainConfig.model_validate_json(config), store_file):
+        sys.exit(EXIT_PREEMPTED)
+
+
 def _run_local(config: TrainConfig) -> int:
     """Start local processes, and start them again where that may help, `faults.restarts` times."""
     # SLURM has a name that outlives this process, and is the same when the job comes back from the queue.
     job = NO_NAME if "SLURM_JOB_ID" in os.environ else uuid.uuid4().hex
-    with Forwarder() as sigterm:
+    with Sigterm() as sigterm:
         for restarts in range(config.faults.restarts + 1):
             ending = _attempt(config, sigterm, restarts, job)
             if ending.reason:
@@ -82,14 +100,10 @@ def _run_local(config: TrainConfig) -> int:
         return ending.code
 
 
-def _attempt(config: TrainConfig, sigterm: Forwarder, restarts: int, job: str) -> Ending:
+def _attempt(config: TrainConfig, sigterm: Sigterm, restarts: int, job: str) -> Ending:
     environment = {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_RUN_ID": job}
-    with tempfile.TemporaryDirectory(prefix="zeromesh-") as name:
-        directory = Path(name)
-        (directory / "config.json").write_text(config.model_dump_json())
-        command = [sys.executable, "-m", "zeromesh.train.worker", name]
-        with LocalProcesses(command, config.world, environment=environment) as processes:
-            sigterm.to(processes)
-            codes = processes.wait()
-        preempted = sigterm.asked and config.checkpoint.every > 0
-        return verdict(codes, Failure.read_all(directory), processes.ended_by_us, preempted=preempted)
+    task, options = f"{__name__}:{run_local_rank.__name__}", {"config": config.model_dump_json()}
+    with make_job(task, options, prints=False) as made:
+        launches = local_launches(made.command, config.world, environment)
+        results = run_ranks(launches, grace_s=GRACE_S, sigterm=sigterm)
+        return verdict(results, made.failures(), preempted=sigterm.asked and config.checkpoint.every > 0)

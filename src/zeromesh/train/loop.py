@@ -19,6 +19,8 @@ from torch.nn import functional
 from zeromesh.engine.api import accumulate, clip_grad_norm_, shard, zero_grad
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
+from zeromesh.files import write_whole
+from zeromesh.launch.ranks import Ranks, collective, first_at_work, from_first, on_any
 from zeromesh.observe.replicas import check_replicas
 from zeromesh.observe.report import memory_report, traffic_report
 from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
@@ -31,7 +33,6 @@ from zeromesh.train.nonfinite import NonFinite, Remedy, describe
 from zeromesh.train.planning import choose_strategy
 from zeromesh.train.preemption import end_at_once, was_asked
 from zeromesh.train.progress import Progress, show_progress
-from zeromesh.train.ranks import Ranks, collective, first_at_work, from_first, on_any
 from zeromesh.train.sampler import Sampler
 from zeromesh.train.summary import Row, fault_lines, gather_rows, header, table
 
@@ -101,10 +102,8 @@ def _make_directory(directory: Path, corpus: Corpus) -> None:
 
 def _keep_text(path: Path, text: str) -> None:
     """Leaves a file alone that holds it, and never half of it."""
-    if not path.exists() or path.read_text() != text:
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(text)
-        partial.replace(path)
+    if not path.exists() or path.read_bytes() != text.encode():
+        write_whole(path, text)
 
 
 def _build(config: TrainConfig, ranks: Ranks, vocab_size: int) -> nn.Module:

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from zeromesh.files import write_whole
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
@@ -59,7 +61,7 @@ class MetricsFile:
             self._file: TextIO = _open(path, steps_done)
         except OSError as error:
             self._warn(error)
-            self._file = path.open("a")
+            self._file = path.open("a", encoding="utf-8")
 
     def append(self, metrics: StepMetrics) -> None:
         fields = {name: value for name, value in asdict(metrics).items() if value is not None}
@@ -103,18 +105,16 @@ class MetricsFile:
 
 def _open(path: Path, steps_done: int) -> TextIO:
     kept = _lines_up_to(path, steps_done)
-    partial = path.with_suffix(".jsonl.partial")
-    partial.write_text("".join(kept))
-    partial.replace(path)
-    return path.open("a")
+    write_whole(path, "".join(kept))
+    return path.open("a", encoding="utf-8")
 
 
 def _lines_up_to(path: Path, steps_done: int) -> list[str]:
-    """Complete lines of at most that step; a line that a kill cut short is dropped."""
+    """Complete lines of at most that step; one that a kill cut short, or that a disk has spoilt, is dropped."""
     if steps_done == 0 or not path.exists():
         return []
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             if line.endswith("\n") and json.loads(line)["step"] <= steps_done:
                 kept.append(line)

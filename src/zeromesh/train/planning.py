@@ -6,11 +6,11 @@ import torch.distributed as dist
 from torch import nn
 
 from zeromesh.cluster import Cluster
+from zeromesh.launch.ranks import from_first
 from zeromesh.model import Recomputation
 from zeromesh.model.from_module import from_module
 from zeromesh.planner import Planned, Workload, plan
 from zeromesh.train.config import TrainConfig
-from zeromesh.train.ranks import from_first
 from zeromesh.units import format_bytes, format_seconds
 
 REASONS = 3

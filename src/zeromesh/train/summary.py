@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeromesh.launch.device import device_name
 from zeromesh.observe.report import MemoryLine, TrafficLine
 from zeromesh.train.config import TrainConfig
 from zeromesh.train.corpus import Corpus
@@ -55,15 +56,11 @@ def header(
         f" strategy {config.layout().strategy}",
         f"{corpus.num_files} files, {corpus.training.tokens.numel():,} tokens; vocabulary {corpus.vocab_size:,}",
         f"{tokens:,} tokens a step: {sampler.micro_batches} micro-batches of up to {config.batch.micro} sequences"
-        f" of {config.data.seq_len} on each of {config.world} ranks ({_name(device)})",
+        f" of {config.data.seq_len} on each of {config.world} ranks ({device_name(device)})",
     ]
     if steps_done >= config.run.steps:
         lines.append(f"all {config.run.steps} steps are done: nothing is left to do")
     return "\n".join(lines)
-
-
-def _name(device: torch.device) -> str:
-    return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def fault_lines(counts: NonFinite) -> list[str]:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeromesh.errors import ConfigError
+from zeromesh.files import read_text
 from zeromesh.train.config import DataConfig
 
 END_OF_TEXT = "<|endoftext|>"
@@ -146,7 +147,7 @@ def make_tokenizer(name: str, training_texts: Sequence[bytes]) -> ByteTokenizer 
         return ByteTokenizer()
     try:
         if not name.startswith("bpe:"):
-            return TrainedTokenizer(Path(name).read_text())
+            return TrainedTokenizer(read_text(name, kind="data.tokenizer (a tokenizer.json)", error=ConfigError))
         size = int(name.removeprefix("bpe:"))
         if size < ByteTokenizer.vocab_size:
             raise ConfigError(f"data.tokenizer: bpe needs at least 257 tokens, one for each byte; got {size}")

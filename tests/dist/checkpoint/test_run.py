@@ -21,9 +21,9 @@ from tests.dist.pool import Pool, kept
 from zeromesh.engine.api import engine_of
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.errors import CheckpointError
+from zeromesh.launch.ranks import Ranks
 from zeromesh.train import checkpointing, loop
 from zeromesh.train.config import ModelConfig, TrainConfig
-from zeromesh.train.ranks import Ranks
 
 Mesh = tuple[tuple[str, int], ...]
 TWO: Mesh = (("cluster", 1), ("node", 2))
@@ -85,7 +85,7 @@ def train(config: TrainConfig, stop_after: int | None = None) -> tuple[bool, Any
     mesh = kept(init_device_mesh, "cpu", tuple(config.mesh.values()), mesh_dim_names=tuple(config.mesh))
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")
-    ranks = Ranks(rank=rank, world=world, local_rank=rank, local_world=world, device=device, mesh=mesh)
+    ranks = Ranks(rank=rank, world=world, device=device, mesh=mesh)
     trainers: list[loop.Trainer] = []
 
     class Watched(loop.Trainer):

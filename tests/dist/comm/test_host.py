@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.dist.pool import kept, on_ranks
 from zeromesh.comm import (
     AxisGroup,
-    QuantFormat,
     all_gather,
     all_reduce,
     all_reduce_max,
@@ -21,6 +20,7 @@ from zeromesh.comm import (
 )
 from zeromesh.comm.host import hosted
 from zeromesh.strategy import Layout
+from zeromesh.wires import QuantFormat
 
 CHUNK = 640
 

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import kept, on_ranks
 from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, make_groups, reduce_scatter
-from zeromesh.comm.quantise import QuantFormat
 from zeromesh.comm.quantised import (
     noise_generator,
     quantised_all_gather,
@@ -21,9 +20,10 @@ from zeromesh.comm.quantised import (
     quantised_reduce_scatter,
 )
 from zeromesh.strategy import Layout
+from zeromesh.wires import QuantFormat
 
 WORLD = 3
-INT8, INT4 = QuantFormat.of("int8"), QuantFormat.of("int4", stochastic=True)
+INT8, INT4 = QuantFormat(bits=8), QuantFormat(bits=4, stochastic=True)
 
 
 def make_line() -> AxisGroup:

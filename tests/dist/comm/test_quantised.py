@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept, on_ranks
 from zeromesh.comm import AxisGroup, Sent, make_groups, workspace_bytes
-from zeromesh.comm.quantise import QuantFormat, Quantiser
 from zeromesh.comm.quantised import (
     check_quantisable,
     noise_generator,
@@ -23,6 +22,7 @@ from zeromesh.comm.quantised import (
 from zeromesh.errors import InputError, InternalError
 from zeromesh.schedule.transfer import Transfer, wire_bytes
 from zeromesh.strategy import Layout
+from zeromesh.wires import QuantFormat, coded
 
 SHAPES = {1: (3,), 2: (2, 2), 3: (2, 2, 2)}
 
@@ -157,7 +157,7 @@ def test_reduce_scatter_sums_dequantised_chunks_in_the_order_of_the_ranks():
     out = torch.zeros(chunk)
     own = values(group.rank, 3 * chunk, 5, 1.0)
     quantised_reduce_scatter(own.clone(), out, group, form, workspace=workspace(group), scale=0.5)
-    quantiser, message = Quantiser(form, 384, torch.device("cpu")), torch.zeros(form.message_bytes(chunk)).byte()
+    quantiser, message = form.codec(384, torch.zeros(form.memory_bytes(384)).byte(), None), torch.zeros(form.message_bytes(chunk)).byte()
     total = torch.zeros(chunk)
     for rank in range(3):
         part = values(rank, 3 * chunk, 5, 1.0)[group.rank * chunk :][:chunk]
@@ -233,7 +233,7 @@ def test_error_feedback_of_an_all_reduce_covers_both_its_quantisations():
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 @on_ranks(2)
 def test_bytes_sent(wire):
-    group, form = grid((2,))["a"], QuantFormat.of(wire)
+    group, form = grid((2,))["a"], coded(wire)
     seen: list[Sent] = []
     group.record = seen.append
     region = torch.zeros(600_000)
@@ -252,7 +252,7 @@ def test_bytes_of_an_all_reduce_whose_last_chunks_are_shorter(numel):
     """Stated as the mean of the ranks, rounded up."""
     group, seen = grid((3,))["a"], list[Sent]()
     group.record = seen.append
-    quantised_all_reduce(torch.ones(numel), group, QuantFormat.of("int8"), workspace=workspace(group))
+    quantised_all_reduce(torch.ones(numel), group, QuantFormat(bits=8), workspace=workspace(group))
     sent = torch.tensor(sum(one.sent_bytes for one in seen))
     dist.all_reduce(sent)
     axis = Layout.of("a=0@/int8", [("a", 3)]).axes[0]
@@ -262,7 +262,7 @@ def test_bytes_of_an_all_reduce_whose_last_chunks_are_shorter(numel):
 
 def mean_of_two_axes(generators: list[torch.Generator]) -> float:
     """What is left on average of .6, of one rank in four, after averages over two axes, in units of an int4 code."""
-    groups, form, numel = list(grid((2, 2)).values()), QuantFormat.of("int4", stochastic=True), 4096
+    groups, form, numel = list(grid((2, 2)).values()), QuantFormat(bits=4, stochastic=True), 4096
     total, rounds = torch.zeros(numel), 60
     largest = torch.arange(numel) % form.block == 0  # the same on all ranks, so that a code is 1 everywhere
     own = torch.full((numel,), 0.6 if dist.get_rank() == 0 else 0.0).masked_fill(largest, 7.0)
@@ -294,7 +294,7 @@ def test_buffers_are_rounded_by_draws_of_their_own():
 @on_ranks(1)
 def test_what_cannot_be_quantised_says_so():
     with pytest.raises(InputError, match=r"axis node: a quantised wire carries fp32, bf16 or fp16 values; got .*int64"):
-        check_quantisable(torch.int64, "node")
+        check_quantisable(QuantFormat(bits=8), torch.int64, "node")
 
 
 @on_ranks(2)

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, RanksFailed, kept
-from zeromesh.comm import AxisGroup, Sent, make_groups, workspace_bytes
+from zeromesh.comm import AxisGroup, Sent, all_gather, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.comm.transport import Exchange
 from zeromesh.comm.two_level import (
-    hierarchical_all_gather,
-    hierarchical_reduce_scatter,
     ho_ring_all_gather,
     ho_ring_reduce_scatter,
 )
@@ -65,6 +63,17 @@ def in_slices(collective):
     return run
 
 
+def one_after_the_other(region, major, minor):
+    all_gather(region.tensor_split(major.size)[major.rank], minor)
+    all_gather(region, major)
+
+
+def summed_one_after_the_other(region, out, major, minor, *, workspace, scales, accumulate):
+    part = region.tensor_split(major.size)[major.rank]
+    reduce_scatter(region, part, major, workspace=workspace, scale=scales[0])
+    reduce_scatter(part, out, minor, workspace=workspace, scale=scales[1], accumulate=accumulate)
+
+
 def gather(shape, shard, dtype, seed):
     major, minor = kept(levels, *shape)
     seen: list[Sent] = []
@@ -74,7 +83,7 @@ def gather(shape, shard, dtype, seed):
     for rank in range(world):
         index = shard_of(rank, *shape)
         exact[index * shard : (index + 1) * shard] = values(rank, shard, DTYPES[dtype], seed)
-    for collective in (hierarchical_all_gather, ho_ring_all_gather, in_slices(ho_ring_all_gather)):
+    for collective in (one_after_the_other, ho_ring_all_gather, in_slices(ho_ring_all_gather)):
         region = torch.full_like(exact, float("nan"))
         region[own * shard : (own + 1) * shard] = exact[own * shard : (own + 1) * shard]
         seen.clear()
@@ -97,7 +106,7 @@ def scatter(shape, shard, wire, out, seed, scales, accumulate, workspace_share=1
     workspace = torch.empty(workspace_bytes(major) // workspace_share, dtype=torch.uint8)
     results = []
     for collective in (
-        hierarchical_reduce_scatter,
+        summed_one_after_the_other,
         ho_ring_reduce_scatter,
         in_slices(ho_ring_reduce_scatter),
     ):

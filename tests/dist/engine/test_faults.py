@@ -17,7 +17,7 @@ from zeromesh.engine import backend
 from zeromesh.engine.backend import DeviceBackend
 from zeromesh.engine.chain import Reduce, ReduceChain
 from zeromesh.engine.flat import FlatShards
-from zeromesh.schedule import Action, GradState, Interpreter, memory
+from zeromesh.schedule import Action, Interpreter, memory
 
 Patch = AbstractContextManager[object]
 CASE = Case(steps=2, micro_batches=2, evaluate=True)
@@ -66,7 +66,7 @@ def stale_after_evaluation() -> Iterator[None]:
     do = Interpreter._do
 
     def without_drop_after_forward(self, op):
-        if op.action is not Action.DROP or self.in_backward:
+        if op.action is not Action.DROP or self.backward is not None:
             do(self, op)
 
     def invalidate_shards_alone(self, unit):
@@ -145,41 +145,31 @@ def wrong_divisor() -> Patch:
 
 def garbage_in_padding() -> Patch:
     """What lies behind a unit's gradients in a slot that served others before is sent along."""
-    leftovers = DeviceBackend._collect_leftovers
+    collect = DeviceBackend._collect
 
-    def with_garbage(self, shards, reduction):
-        leftovers(self, shards, reduction)
-        for index, buffer in enumerate(shards.buffers):
-            home = shards.collected(index)
-            if home is not None:
-                home[buffer.spec.numel :].fill_(7.0)
+    def with_garbage(self, unit, index, factor, *, accumulate):
+        collect(self, unit, index, factor, accumulate=accumulate)
+        buffer = self.units[unit].buffers[index]
+        buffer.collected[buffer.spec.numel :].fill_(7.0)
 
-    return mock.patch.object(DeviceBackend, "_collect_leftovers", with_garbage)
+    return mock.patch.object(DeviceBackend, "_collect", with_garbage)
 
 
-def further_backward_reduces_all_again() -> Patch:
-    """A reduced gradient counts as a partial sum: [Note: Gradient states] of the interpreter."""
-    reduce = Interpreter._reduce
-
-    def forget(self, unit):
-        if self.states[unit].grad is GradState.REDUCED:
-            self.states[unit].grad = GradState.PARTIAL
-        reduce(self, unit)
-
-    return mock.patch.object(Interpreter, "_reduce", forget)
+def further_backward_replaces_what_is_shown() -> Patch:
+    """Gradients that a step finds are not set aside, and so not added to its own."""
+    return mock.patch.object(FlatShards, "set_grads_aside", lambda self: False)
 
 
 def replica_off() -> Patch:
     """One replica steps on a gradient of its own."""
-    finish = DeviceBackend._finish
+    finish = backend._finish
 
-    def one_replica_off(self, buffer, chain, source):
-        finish(self, buffer, chain, source)
-        coordinates = self.units[0].buffers[0].coordinates
-        if coordinates["cluster"] == 1:
+    def one_replica_off(chain, buffer, before):
+        finish(chain, buffer, before)
+        if buffer.coordinates["cluster"] == 1:
             buffer.reduced.mul_(1 + 1e-13)
 
-    return mock.patch.object(DeviceBackend, "_finish", one_replica_off)
+    return mock.patch.object(backend, "_finish", one_replica_off)
 
 
 @contextmanager
@@ -201,7 +191,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Patch]]] = {
     "a swapped shard": (STRATEGY, swapped_shard),
     "a slot reused too early": (STRATEGY, slot_reused_unseen),
     "a gradient reduced twice": (STRATEGY, reduced_twice),
-    "a reduced gradient reduced again": ("node=1,cluster=1", further_backward_reduces_all_again),
+    "a shown gradient replaced": ("node=1,cluster=1", further_backward_replaces_what_is_shown),
     "a micro-batch forgotten": ("node=3,cluster=3", micro_batch_forgotten),
     "a wrong divisor": (STRATEGY, wrong_divisor),
     "garbage in padding": (STRATEGY, garbage_in_padding),
@@ -213,7 +203,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Patch]]] = {
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_a_fault_is_seen(fault):
     strategy, inject = FAULTS[fault]
-    case = ALL_LAST if "again" in fault else CASE
+    case = ALL_LAST if "shown" in fault else CASE
     gate.set()
     with pytest.raises(Unequal), inject():
         check(strategy, case, 2, 2, before_step=gate.set)

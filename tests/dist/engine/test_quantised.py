@@ -17,13 +17,12 @@ from torch import Tensor, nn
 import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import Pool, on_ranks
-from zeromesh.comm.quantise import QuantFormat
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.chain import Reduce, require_wires
 from zeromesh.errors import InputError, ZeromeshError
-from zeromesh.schedule import FlatBuffer, transfer
+from zeromesh.schedule import Placed
 from zeromesh.strategy import Layout
-from zeromesh.strategy.stage import quantised
+from zeromesh.wires import coded
 
 WIDTH, MICRO_BATCHES, STEPS = 48, 3, 12
 QUANTISED = [
@@ -134,16 +133,18 @@ REDUCTIONS = [
 """Shapes, innermost first, and quantised gradients on all axes, or on the outermost of several replicated ones."""
 
 
-def allowed(layout: Layout, buffer: FlatBuffer) -> float:
+def allowed(placed: Placed) -> float:
     """How far a gradient may be off, over the largest that any rank has; `error_bound`, axis by axis.
 
     In a mean over n ranks the own chunk of each is exact, so a scatter adds (n-1)/n of a quantisation; an all-reduce
     is a scatter and a gather, which quantises what all have.
     """
     growth = 1.0
-    steps = (*transfer.reduce_micro(layout, buffer), *transfer.reduce_boundary(layout, buffer))
-    for step in (step for step in steps if quantised(step.wire)):
-        h = QuantFormat.of(step.wire, stochastic=not step.axis.wire.feedback).error_bound(1)
+    steps = (*placed.routes["reduce"].steps, *placed.routes["boundary"].steps)
+    for step, form in ((step, coded(step.wire)) for step in steps):
+        if form is None:
+            continue
+        h = (form if step.axis.wire.feedback else form.unbiased()).error_bound(1)
         growth *= 1 + h * (step.axis.size - 1) / step.axis.size
         growth *= 1 + h if step.operation == "all_reduce" else 1
     return growth - 1
@@ -172,13 +173,13 @@ def off(strategy: str, *shape: int) -> tuple[float, float]:
     for micro in range(MICRO_BATCHES):
         with zm.accumulate(model, last=micro == MICRO_BATCHES - 1):
             (loss_of(model, 0, micro) / MICRO_BATCHES).backward()
-    layout, worst = engine_of(model).schedule.layout, torch.zeros(2)
+    worst = torch.zeros(2)
     for unit_shards in engine_of(model).units:
         for buffer in unit_shards.buffers:
             for param in (p for p in buffer.optimizer_params if p.local.numel()):
                 wanted = exact[param.full_name].flatten()[param.flat_start :][: param.local.numel()]
                 # One rounding of a few dozen fp32 operations is far below what a code is worth.
-                bound = (allowed(layout, buffer.spec) + 1e-5) * largest[param.full_name.rpartition(".")[0]]
+                bound = (allowed(buffer.placed) + 1e-5) * largest[param.full_name.rpartition(".")[0]]
                 distances = torch.stack([(param.grad.local - wanted).abs().max(), wanted.abs().max()])
                 worst = torch.maximum(worst, distances / bound)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -437,7 +438,9 @@ def test_a_device_without_its_kernels_is_refused_at_construction(strategy, axis)
     with pytest.MonkeyPatch.context() as patch:
         lacks_triton(patch)
         require_wires(schedule.layout, schedule.units, "cpu")  # the host needs none
-        with pytest.raises(InputError, match=f"axis {axis}: quantised wires on cuda need Triton's kernels, .* drop the @"):
+        with pytest.raises(
+            InputError, match=f"axis {axis}: int[48].* on cuda needs Triton's kernels, .* drop the @"
+        ):
             require_wires(schedule.layout, schedule.units, "cuda")
 
 

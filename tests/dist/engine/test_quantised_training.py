@@ -6,8 +6,8 @@ times apart lie in one message, and AdamW makes the small ones count. 2 x 2 rank
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -20,6 +20,7 @@ import zeromesh as zm
 from tests.dist.engine.reference import mesh_of
 from tests.dist.pool import Pool
 from zeromesh.engine import chain
+from zeromesh.wires import QuantFormat, blocks, coded
 
 VOCAB, WIDTH, TOKENS, STEPS = 128, 8, 128, 300
 LOSSLESS = "node=3,cluster=0"
@@ -72,15 +73,16 @@ def trained(strategy: str, broken: Callable[[], AbstractContextManager[object]] 
         return float(language.loss(model, 20_000, 1))
 
 
-def without_block_scales() -> AbstractContextManager[object]:
+@contextmanager
+def without_block_scales() -> Iterator[None]:
     """One scale for the whole of each message."""
-    form_of = chain._form
 
-    def one_scale(*args, **kwargs):
-        form = form_of(*args, **kwargs)
-        return None if form is None else replace(form, block=4096)
+    def one_scale(wire):
+        form = coded(wire)
+        return replace(form, block=4096) if isinstance(form, QuantFormat) else form
 
-    return mock.patch.object(chain, "_form", one_scale)
+    with mock.patch.object(blocks, "LARGEST_BLOCK", 4096), mock.patch.object(chain, "coded", one_scale):
+        yield
 
 
 @pytest.mark.timeout(300)  # 20 s on two idle cores

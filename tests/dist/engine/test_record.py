@@ -17,7 +17,7 @@ from zeromesh.cluster import Cluster, Device, Level
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.engine import record
+from zeromesh.observe import record
 from zeromesh.engine.api import engine_of
 from zeromesh.observe.record import _HostClock, _Recorder
 from zeromesh.schedule import Interpreter, Schedule
@@ -65,7 +65,6 @@ def predicted(schedule: Schedule, micro_batches: int) -> Trace:
             interpreter,
             last=micro == micro_batches - 1,
             compute=lambda phase, unit: clock.compute(phase, unit, 1e-3),
-            recompute=False,
         )
     clock.drain()
     clock.micro_batch = -1
@@ -149,7 +148,7 @@ def test_nothing_stays_behind():
     case = Case(precision="fp32", micro_batches=1, world=2)
     with sharded("node=3", case, mesh_of(2)) as (model, optimizer):
         engine = engine_of(model)
-        before = {name: getattr(engine.backend, name) for name in ("lanes", "chains", "watch_chain")}
+        before = {name: getattr(engine.backend, name) for name in ("lanes", "chains")}
         with pytest.raises(ZeroDivisionError), zm.record_trace(model) as recording:
             backward(model, case, 0)
             optimizer.step()

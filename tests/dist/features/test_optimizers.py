@@ -213,6 +213,19 @@ def test_torch_clips_as_zeromesh_does(strategy):
     pair.same_grads()
 
 
+class Derived(optim.SGD):
+    """Steps as torch's does, with an option of its own."""
+
+    def __init__(self, params, lr, tag=0):
+        super().__init__(params, lr=lr)
+        self.tag = tag
+
+
+class Overriding(Derived):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
 @on_ranks(4)
 def test_optimizers_that_would_be_wrong_are_refused():
     model = copy.deepcopy(net())
@@ -225,6 +238,9 @@ def test_optimizers_that_would_be_wrong_are_refused():
         optim.Muon(model.parameters()).step()
     with pytest.raises(OptimizerError, match=r"Adafactor is not known to"):
         optim.Adafactor(model.parameters()).step()
+    assert Derived(model.parameters(), lr=0.1).step() is None  # with gradients of before
+    with pytest.raises(OptimizerError, match=r"Overriding is not known to"):
+        Overriding(model.parameters(), lr=0.1).step()
     vouched = zm.elementwise(optim.Adafactor(model.parameters()))
     with pytest.raises(OptimizerError, match=r"needs all of"):
         vouched.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import warnings
 from functools import partial
@@ -21,6 +22,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import zeromesh as zm
 from tests.dist.features.parity import (
+    close,
+    local_part,
     DEFERRED,
     STRATEGIES,
     Block,
@@ -247,6 +250,32 @@ def compile_then_checkpoint(model: Any) -> None:
 def ahead_of_time(model: Any) -> None:
     for index, block in enumerate(model.blocks):
         model.blocks[index] = torch.compile(block, backend="aot_eager")
+
+
+@pytest.mark.parametrize("strategy", ["node=3", "node=1"])
+@on_ranks(2, timeout_s=50)
+def test_a_compiled_step(strategy):
+    """Forward and backward in one compiled function: the engine's own functions are none of its graphs."""
+    # As in `test_compiled_blocks`.
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+    torch._dynamo.reset()
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model = zm.shard(copy.deepcopy(plain), init_device_mesh("cpu", (2,), mesh_dim_names=("node",)), strategy)
+
+    @torch.compile(backend="eager")
+    def step(model, x):
+        model(x).square().sum().backward()
+
+    for _ in range(2):
+        x = torch.randn(2, 4)
+        step(model, x)
+        plain(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert theirs.grad is not None
+            dist.all_reduce(theirs.grad)
+            close(ours.grad.local, local_part(ours, theirs.grad / 2), ours.full_name, 1e-5)
+        zm.zero_grad(model)
+        plain.zero_grad()
 
 
 @pytest.mark.parametrize("wrap", [compile_list, compile_in_place, compile_then_checkpoint, ahead_of_time])

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.errors import InputError
+from zeromesh.launch.ranks import Ranks
 from zeromesh.measure import selftest
-from zeromesh.measure.ranks import Ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

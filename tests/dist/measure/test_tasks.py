@@ -15,13 +15,13 @@ from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import on_ranks
 from tests.pure.measure.test_bench import raw
 from zeromesh.engine.api import engine_of
+from zeromesh.launch.ranks import Ranks
 from zeromesh.measure import parity, selftest
 from zeromesh.measure.bench import run_cells
-from zeromesh.measure.records import Records
 from zeromesh.measure.links import measure_links
 from zeromesh.measure.matrix import make_cells
 from zeromesh.measure.probe import from_raw, measure
-from zeromesh.measure.ranks import Ranks
+from zeromesh.measure.records import Records
 from zeromesh.measure.replay import schedule_json
 from zeromesh.measure.shapes import SHAPES
 from zeromesh.measure.steps import Batch, Training, from_json, measure_compute, measure_steps, predict

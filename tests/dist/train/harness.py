@@ -20,10 +20,10 @@ from tests.dist.pool import kept
 from zeromesh.engine.api import engine_of
 from zeromesh.checkpoint.full_state import full_state_dict
 from zeromesh.errors import ZeromeshError
+from zeromesh.launch.ranks import Ranks
 from zeromesh.train import loop
 from zeromesh.train.config import ModelConfig, TrainConfig
 from zeromesh.train.corpus import Sequences
-from zeromesh.train.ranks import Ranks
 
 Mesh = tuple[tuple[str, int], ...]
 
@@ -142,8 +142,6 @@ def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
     ranks = Ranks(
         rank=rank,
         world=world,
-        local_rank=rank,
-        local_world=world,
         device=device,
         mesh=mesh,
         again=meddling.again and rank == world - 1,

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.dist.pool import Pool, kept
 from zeromesh.engine.api import shard
 from zeromesh.errors import ConfigError
+from zeromesh.launch.ranks import Ranks
 from zeromesh.train import loop
 from zeromesh.train.config import TrainConfig
 from zeromesh.train.corpus import Sequences
 from zeromesh.train.language_model import build_language_model
-from zeromesh.train.ranks import Ranks
 from zeromesh.train.sampler import Sampler
 from zeromesh.train.text import ByteTokenizer, find_files
 
@@ -71,7 +71,7 @@ def train(config: TrainConfig) -> bool:
     mesh = kept(init_device_mesh, "cpu", tuple(config.mesh.values()), mesh_dim_names=tuple(config.mesh))
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")
-    ranks = Ranks(rank=rank, world=world, local_rank=rank, local_world=world, device=device, mesh=mesh)
+    ranks = Ranks(rank=rank, world=world, device=device, mesh=mesh)
     return loop.run_training(config, ranks)
 
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zeromesh.comm.quantise import QuantFormat
 from zeromesh.comm.quantised import PIECE_NUMEL, _Wire
 from zeromesh.schedule.workspace import DEVICE_BYTES
+from zeromesh.wires import QuantFormat
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 TYPES = {
@@ -37,7 +37,7 @@ def test_kernels_in_the_interpreter():
 @pytest.mark.parametrize("bits", [8, 4])
 def test_kernels_compile_for_a_gpu_and_round_as_torch_does(bits):
     """No approximate division, no product fused into a sum, and nothing spilt to memory."""
-    from zeromesh.comm import kernels
+    from zeromesh.wires.blocks import kernels
 
     compiler = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)

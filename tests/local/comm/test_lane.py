@@ -165,8 +165,20 @@ def test_streams_go_before_the_computation(monkeypatch):
 def test_a_stuck_job_does_not_keep_the_process_alive():
     code = """
 import threading, torch
-from zeromesh.comm import Lane
-lane = Lane("stuck", device=torch.device("cpu"))
-lane.submit(threading.Event().wait)
+from zeromesh.comm import Lane, lane
+lane.DRAIN_S = 0.1
+stuck = Lane("stuck", device=torch.device("cpu"))
+stuck.submit(threading.Event().wait)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1 and "stuck still waits for other ranks 0.1 s after this one has ended" in ended.stderr
+
+
+def test_what_is_under_way_ends_before_the_process_does():
+    code = """
+import time, torch
+from zeromesh.comm import Lane
+Lane("slow", device=torch.device("cpu")).submit(lambda: (time.sleep(0.3), print("done", flush=True)))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stdout) == (0, "done\n")

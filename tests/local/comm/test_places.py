@@ -46,7 +46,7 @@ def verdicts(meshes: list[dict[str, int]], machines: str) -> list[str]:
 
     def told(rank: int) -> str:
         try:
-            require_places(meshes[rank], machines[rank], store, rank, len(meshes))
+            require_places(meshes[rank], store, rank, len(meshes), machine=machines[rank])
         except MeshError as error:
             return str(error)
         return ""

@@ -80,13 +80,13 @@ def test_a_unit_computes_with_what_containers_hold_in_its_dtype(kind):
 @dataclass
 class State:
     x: Tensor
-    seen: list = field(default_factory=list)
+    seen: list[Tensor] = field(default_factory=list)
 
 
 class Filling(nn.Linear):
     """Puts into, replaces in and takes out of all that it is given."""
 
-    def forward(self, x, losses, cache, *, state, fails=False):
+    def forward(self, x, losses, cache, *, state, fails=False):  # type: ignore[override]
         x = super().forward(x)
         assert {t.dtype for t in (losses[0], cache["old"], state.x)} == {torch.bfloat16}
         losses.append(x.float().mean())

@@ -55,7 +55,8 @@ def accumulating_in_fp32() -> nn.Sequential:
 def tied_by_data(device: str, columns: int = 4) -> nn.Sequential:
     with torch.device(device):
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(columns, 4, bias=False))
-    model[1].weight.data = model[0].weight.data[:, :columns]
+    first, second = model.parameters()
+    second.data = first.data[:, :columns]
     return model
 
 
@@ -109,7 +110,7 @@ class Lookup(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(8, 4)
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), None, nn.Linear(4, 4)])
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), None, nn.Linear(4, 4)])  # type: ignore[list-item]
         self.queries, self.out = nn.Embedding(3, 4), nn.Linear(4, 2)
 
     def forward(self, x):
@@ -124,7 +125,7 @@ class Accessors(Lookup):
 
     def __init__(self) -> None:
         super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(2, 4), None])
+        self.heads = nn.ModuleList([nn.Linear(2, 4), None])  # type: ignore[list-item]
 
     def get_input_embeddings(self):
         raise NotImplementedError

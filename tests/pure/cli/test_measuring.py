@@ -143,8 +143,8 @@ def test_a_bench_needs_a_directory(monkeypatch, capsys, tmp_path):
 
 
 def test_ranks_that_are_started_here_are_one_for_each_device(monkeypatch):
-    for devices, cores, ranks in ((16, 6, 16), (1, 6, 6), (0, 6, 6), (0, 1, 2), (1, 192, 8)):
-        monkeypatch.setattr("zeromesh.comm.device.visible_devices", lambda devices=devices: devices)
+    for devices, cores, ranks in ((16, 6, 16), (1, 6, 1), (0, 6, 6), (0, 1, 2), (0, 192, 8)):
+        monkeypatch.setattr("zeromesh.launch.device.visible_devices", lambda devices=devices: devices)
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         assert prod(mesh_of("", 0, None).values()) == ranks
 

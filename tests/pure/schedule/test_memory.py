@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.pure.schedule.test_transfers import MESH, buffer, stack
 from tests.pure.strategy.mixes import NAMES, mixes, notation
 from zeromesh.errors import InternalError
-from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
-from zeromesh.schedule.memory import ALIGN_BYTES, REDUCE_SLOTS, aligned, slot_dtype
+from zeromesh.schedule import FlatBuffer, Placed, Role, Schedule, Unit
+from zeromesh.schedule.memory import ALIGN_BYTES, REDUCE_SLOTS, aligned
 from zeromesh.strategy import Layout
 
 PSI = {"7B": 6.738e9, "13B": 13.016e9, "30B": 27.57e9, "65B": 65.286e9}
@@ -59,7 +59,7 @@ def test_the_dtype_in_which_sums_wait_for_the_next_axis(strategy, reduce_dtype, 
     buffer = FlatBuffer(
         param_dtype=reduce_dtype, reduce_dtype=reduce_dtype, grad_dtype="fp32", master_dtype="fp32", numel=64
     )
-    assert slot_dtype(Layout.of(strategy, [("node", 2), ("cluster", 2)]), buffer) == expected
+    assert Placed.of(Layout.of(strategy, [("node", 2), ("cluster", 2)]), buffer).slot_dtype == expected
 
 
 @pytest.mark.parametrize("mix", mixes(3, kept=True)[::3])

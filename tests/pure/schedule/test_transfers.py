@@ -10,11 +10,17 @@ from math import ceil, prod
 import pytest
 
 from tests.pure.strategy.mixes import NAMES, mixes, notation
-from zeromesh.schedule import FlatBuffer, Role, Schedule, Transfer, Unit, sent_bytes_per_axis, step_transfers
-from zeromesh.schedule.transfer import reduce_boundary, reduce_micro, refresh, unshard, wire_bytes
+from zeromesh.schedule import FlatBuffer, Placed, Role, Schedule, Transfer, Unit, sent_bytes_per_axis, step_transfers
+from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.strategy import Axis, Layout, Stage, Wire
 
 MESH = (("node", 2), ("cluster", 3), ("region", 2))
+
+
+def routes(layout: Layout, flat: FlatBuffer) -> list[tuple[Transfer, ...]]:
+    """Of unshard, refresh, reduce and boundary."""
+    placed = Placed.of(layout, flat)
+    return [placed.routes[lane].steps for lane in ("unshard", "refresh", "reduce", "boundary")]
 
 
 def buffer(numel: int, **changes) -> FlatBuffer:
@@ -149,11 +155,12 @@ def test_chains_grow_and_shrink_one_region(mix):
     layout = Layout.of(notation(mix), MESH)
     flat = buffer(1440)
     order = [axis.name for axis in layout.significant]
-    for chain in (unshard(layout, flat), refresh(layout, flat)):
+    unshard, refresh, micro, boundary = routes(layout, flat)
+    for chain in (unshard, refresh):
         assert [step.axis.name for step in chain] == [n for n in reversed(order) if n in {s.axis.name for s in chain}]
         for one, following in itertools.pairwise(chain):
             assert one.numel == following.numel // following.axis.size
-    reductions = [*reduce_micro(layout, flat), *reduce_boundary(layout, flat)]
+    reductions = [*micro, *boundary]
     scatters = [step for step in reductions if step.operation == "reduce_scatter"]
     # Of the replicated axes all but the outermost scatter, and gather again.
     replicas = [axis.name for axis in layout.replica_axes]
@@ -163,22 +170,23 @@ def test_chains_grow_and_shrink_one_region(mix):
         left = one.numel // (one.axis.size if one.operation == "reduce_scatter" else 1)
         assert left == following.numel // (following.axis.size if following.operation == "all_gather" else 1)
     # Together they touch every axis: parameters to all, gradients from all.
-    gathered = {step.axis.name for step in [*unshard(layout, flat), *refresh(layout, flat)]}
+    gathered = {step.axis.name for step in [*unshard, *refresh]}
     assert gathered == set(order) and {step.axis.name for step in reductions} == {axis.name for axis in layout.axes}
 
 
 def test_a_kept_copy_is_gathered_over_the_other_axes_alone():
     layout = Layout.of("node=3,cluster=3k", [("node", 2), ("cluster", 2)])
-    assert [step.axis.name for step in unshard(layout, buffer(8))] == ["cluster", "node"]
-    assert [step.axis.name for step in unshard(layout, buffer(8), from_kept=True)] == ["node"]
+    placed = Placed.of(layout, buffer(8))
+    assert [step.axis.name for step in placed.routes["unshard"].steps] == ["cluster", "node"]
+    assert [step.axis.name for step in placed.from_kept.steps] == ["node"]
 
 
 def test_axes_of_one_rank_and_frozen_parameters_send_nothing():
     layout = Layout.of("node=1,cluster=3", [("node", 1), ("cluster", 2)])
-    assert [step.axis.name for step in [*unshard(layout, buffer(8)), *refresh(layout, buffer(8))]] == ["cluster"]
-    frozen = buffer(8, master_dtype=None)
-    assert unshard(layout, frozen)
-    assert not refresh(layout, frozen) and not reduce_micro(layout, frozen) and not reduce_boundary(layout, frozen)
+    unshard, refresh, *_ = routes(layout, buffer(8))
+    assert [step.axis.name for step in [*unshard, *refresh]] == ["cluster"]
+    unshard, *others = routes(layout, buffer(8, master_dtype=None))
+    assert unshard and not any(others)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +208,8 @@ def test_bytes_on_a_wire(wire, numel, expected):
 def test_a_wire_named_in_the_strategy_is_used():
     layout = Layout.of("node=3@fp32/bf16,cluster=1", [("node", 2), ("cluster", 2)])
     flat = buffer(8, reduce_dtype="fp32")
-    assert [(s.axis.name, s.wire) for s in unshard(layout, flat)] == [("node", "fp32")]
-    assert [(s.axis.name, s.wire) for s in refresh(layout, flat)] == [("cluster", "bf16")]
-    assert [(s.axis.name, s.wire) for s in reduce_micro(layout, flat)] == [("node", "bf16")]
-    assert [(s.axis.name, s.wire) for s in reduce_boundary(layout, flat)] == [("cluster", "fp32")]
+    named = [[(step.axis.name, step.wire) for step in steps] for steps in routes(layout, flat)]
+    assert named == [[("node", "fp32")], [("cluster", "bf16")], [("node", "bf16")], [("cluster", "fp32")]]
 
 
 @pytest.mark.parametrize(("operation", "expected"), [("all_gather", 12), ("reduce_scatter", 12), ("all_reduce", 24)])
@@ -246,7 +252,7 @@ BY_LEVEL = [("reduce_scatter", "node", 24), ("all_reduce", "cluster", 12), ("all
 )
 def test_sums_over_several_replica_axes(strategy, expected):
     layout = Layout.of(strategy, [("node", 2), ("cluster", 3)])
-    steps = reduce_boundary(layout, buffer(23))
+    steps = routes(layout, buffer(23))[-1]
     assert [(step.operation, step.axis.name, step.numel) for step in steps] == [
         (operation, axis, 23 if layout.multiple == 1 else numel) for operation, axis, numel in expected
     ]
@@ -254,7 +260,7 @@ def test_sums_over_several_replica_axes(strategy, expected):
 
 def test_sums_by_level_over_three_axes():
     layout = Layout.of("node=0,rack=0,cluster=0", [("node", 2), ("rack", 3), ("cluster", 2)])
-    steps = reduce_boundary(layout, buffer(12))
+    steps = routes(layout, buffer(12))[-1]
     assert [(step.operation, step.axis.name, step.numel) for step in steps] == [
         ("reduce_scatter", "node", 12),
         ("reduce_scatter", "rack", 6),

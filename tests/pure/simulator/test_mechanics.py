@@ -11,7 +11,6 @@ from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import preset as model_preset
 from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
-from zeromesh.schedule.transfer import reduce_micro
 from zeromesh.schedule.workspace import part_numel
 from zeromesh.simulator import FixedWorkload, find_engine, simulate
 from zeromesh.simulator.chains import Chains
@@ -98,7 +97,7 @@ def test_overlapped_reductions_have_the_slices_that_the_engine_has():
         [Unit(name="block", role=Role.BLOCK, buffers=(flat,))],
     )
     (work,) = Chains(schedule, find_engine("zeromesh"), model).reduce_micro(0)
-    major, minor = (model.cost(step) for step in reduce_micro(schedule.layout, flat))
+    major, minor = (model.cost(step) for step in schedule.placed[0][0].routes["reduce"].steps)
     slices = -(-(1 << 28) // part_numel(8 << 20, 4, 4, terms=4 * 15, longest_bytes=1 << 20))
     assert slices > 1024
     assert work.cost == overlapped_cost(major, minor, slices)

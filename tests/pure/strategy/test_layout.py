@@ -226,7 +226,7 @@ GOOD = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 4),)).to_json()
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"mine\.json: not a zeromesh plan .*; write one with `zeromesh plan -o`"),
+        ("", r"mine\.json: not JSON: .*; not a zeromesh plan: write one with `zeromesh plan -o`"),
         ("[]", r"mine\.json: not a zeromesh plan"),
         ("{}", r"mine\.json: not a zeromesh plan \('zeromesh_plan'\)"),
         (GOOD.replace('"zeromesh_plan": 1', '"zeromesh_plan": 2'), r"mine\.json: plan format must be 1; got 2"),

@@ -1,11 +1,11 @@
-"""What a process of a run knows of itself and the others."""
+"""What a process knows of itself and the other ranks, and how they come together."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,12 +16,11 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from zeromesh.comm.device import CPU, agree_on_device, backend_for, identity, local_device, visible_devices
 from zeromesh.errors import CommunicationError, ConfigError, InputError, ZeromeshError
-from zeromesh.train.config import RunConfig
-from zeromesh.train.environment import Launched
-from zeromesh.train.meeting import meet
-from zeromesh.train.roll_call import RollCall, is_communication
+from zeromesh.launch.device import CPU, agree_on_device, backend_for, find_device
+from zeromesh.launch.environment import Launched
+from zeromesh.launch.meeting import meet
+from zeromesh.launch.roll_call import RollCall, is_communication
 
 T = TypeVar("T")
 
@@ -37,91 +36,120 @@ class Ranks:
     """This process among the others.
 
     Args:
-        rank, world: over the whole run.
-        local_rank, local_world: on this machine.
+        rank, world: over all.
         device: where this rank computes.
         mesh: of all ranks, outermost axis first.
         again, job: as `Launched` has them.
+        kept: what a task has raised on this rank, and returned as a part of its result.
     """
 
     rank: int
     world: int
-    local_rank: int
-    local_world: int
     device: torch.device
     mesh: DeviceMesh
     again: bool = False
     job: str = ""
+    kept: list[Exception] = field(default_factory=list)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    def settle(self) -> None:
+        """Waits for the device, where it is not the host."""
+        if not self.on_cpu:
+            torch.accelerator.synchronize()
+
+    def settle_stream(self) -> None:
+        """Waits for the computation; what a step leaves under way for the next goes on."""
+        if not self.on_cpu:
+            torch.accelerator.current_stream().synchronize()
 
 
 @contextmanager
 def join_ranks(
-    run: RunConfig, mesh: dict[str, int], store_file: Path | None, launched: Launched | None
+    mesh: Mapping[str, int],
+    store_file: Path | None,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    timeout_s: float = START_S,
+    agree: Callable[[Store, int, int], None] | None = None,
 ) -> Iterator[Ranks]:
-    """Make the process group and the mesh, and leave them in order.
+    """Make the process group and the mesh of the ranks that the environment names, and leave them in order.
 
     An error inside is told to the other ranks; one that says that others could not be reached is raised again with the
     names of those that are missing.
 
     Args:
-        run: device, threads and timeout.
         mesh: sizes by axis name, outermost first.
-        store_file: where local processes meet; None takes torchrun's address from the environment.
-        launched: what the launcher said; None for a process that runs alone.
+        store_file: where local processes meet, or a process that nobody has launched meets itself; None takes
+            torchrun's address from the environment.
+        device: as `find_device` takes it.
+        threads: of torch on the host; None divides this machine's cores among its ranks.
+        timeout_s: of each collective.
+        agree: called with the ranks' store, this rank and their number before there is a process group.
 
     Raises:
-        ConfigError: CUDA is asked for and there are not enough devices, or this rank's cannot be told.
-        InputError: some ranks have a device and others have none.
+        InputError: some ranks have a device of their own and others have none, or not the one that is asked for; what
+            `agree` raises.
         CommunicationError: the ranks do not meet within the timeout.
     """
-    launched = launched or Launched.alone(os.environ)
+    launched = Launched.of(os.environ) or Launched.alone(os.environ)
     rank, world = launched.rank, launched.world
-    _set_threads(run, launched.local_world)
-    found = _device(run, launched)
-    name = identity(found)  # before the others wait: a device that does not answer is no failure to meet
+    _set_threads(threads, launched.local_world)
+    # Before the others wait: a device that does not answer is no failure to meet.
+    found, claim = find_device(device, launched.local_rank, launched.local_world)
     with _reaching_all(launched, store_file):
-        store = _meet(run, store_file, launched)
-        device = agree_on_device(found, name, store, rank, world)
-    _require_device(run, found, device, launched)
-    if device != CPU:
-        torch.cuda.set_device(device)
+        store = _meet(store_file, launched, max(timeout_s, START_S))
+        if agree is not None:
+            agree(store, rank, world)
+        agree_on_device(claim, store, rank, world)
+    own = None if found == CPU else found
+    if own is not None:
+        torch.accelerator.set_device_index(own)
     with _reaching_all(launched, store_file):
-        timeout = timedelta(seconds=run.timeout_s)
-        dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(
+            backend_for(found),
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=own,  # known, a group connects when it is made, and not within the first step
+        )
+    ranks: Ranks | None = None
     try:
-        with RollCall(store, rank, world) as roll_call:
-            try:
-                device_mesh = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-                yield Ranks(
-                    rank=rank,
-                    world=world,
-                    local_rank=launched.local_rank,
-                    local_world=launched.local_world,
-                    device=device,
-                    mesh=device_mesh,
-                    again=launched.again,
-                    job=launched.job,
-                )
-            except Exception as error:
-                explained = roll_call.explain(error)
-                if explained is error:
-                    raise
-                raise explained from error
+        with _naming_the_missing(store, rank, world):
+            made = init_device_mesh(found.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+            ranks = Ranks(rank=rank, world=world, device=found, mesh=made, again=launched.again, job=launched.job)
+            yield ranks
     except BaseException:
         if world == 1:
             dist.destroy_process_group()
         raise
     # Of several ranks only on success: after an error others may never arrive, and the process ends anyway.
-    dist.destroy_process_group()
+    if not ranks.kept or world == 1:
+        dist.destroy_process_group()
 
 
-def _meet(run: RunConfig, store_file: Path | None, launched: Launched) -> Store:
+@contextmanager
+def _naming_the_missing(store: Store, rank: int, world: int) -> Iterator[None]:
+    with RollCall(store, rank, world) as roll_call:
+        try:
+            yield
+        except Exception as error:
+            explained = roll_call.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+
+def _meet(store_file: Path | None, launched: Launched, start_s: float) -> Store:
     """The store of this start, once all ranks are there.
 
-    Processes begin at different times, and import for longer than a collective should take: `START_S` is theirs.
+    Processes begin at different times, and import for longer than a collective should take: `start_s` is theirs.
     """
     rank, world = launched.rank, launched.world
-    start_s = max(run.timeout_s, START_S)
     if store_file is None:
         store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=start_s)))
     else:
@@ -210,32 +238,9 @@ def on_any(here: bool, operation: str) -> bool:
     return bool(flag)
 
 
-def _device(run: RunConfig, launched: Launched) -> torch.device:
-    """What this rank finds for itself."""
-    if run.device == "cpu":
-        return CPU
-    return local_device(launched.local_rank, launched.local_world, in_lab=run.device == "cuda")
-
-
-def _require_device(run: RunConfig, found: torch.device, device: torch.device, launched: Launched) -> None:
-    """After ranks that have taken the same device have gone back to the CPU."""
-    visible = visible_devices()
-    if device == CPU != found and visible > 1 and "LOCAL_RANK" not in os.environ:
-        raise ConfigError(
-            f"the environment has RANK and WORLD_SIZE but not LOCAL_RANK, and this machine has {visible} devices: all "
-            f"its ranks have taken the first. Set LOCAL_RANK and LOCAL_WORLD_SIZE (under srun to SLURM_LOCALID and "
-            f"SLURM_NTASKS_PER_NODE), or start with torchrun, which does"
-        )
-    if run.device == "cuda" and device == CPU:
-        raise ConfigError(
-            f'run.device = "cuda" needs a device of its own for each rank; this machine shows {visible} to its '
-            f"{launched.local_world} ranks{', and other ranks take the same' if found != CPU else ''}"
-        )
-
-
-def _set_threads(run: RunConfig, local_world: int) -> None:
+def _set_threads(threads: int | None, local_world: int) -> None:
     """More threads than cores slow every rank down, and each waits for the slowest; the host's work is any device's."""
-    if run.threads is not None:
-        torch.set_num_threads(run.threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))

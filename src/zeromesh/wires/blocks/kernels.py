@@ -1,4 +1,4 @@
-"""Triton kernels of the quantised wires; the same messages as `quantise.Quantiser`, whose note defines them.
+"""Triton kernels of the quantised wires; the messages of [Note: Wire format], as `Quantiser` writes them.
 
 Each kernel reads and writes every byte once: a program holds some blocks in registers from load to store. One launch
 serves all ranks, a row of programs each, since a message alone may be too short to fill a device. Under
@@ -12,16 +12,21 @@ give, since divisions are rounded (`/` is approximate on a device) and products 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeromesh.comm.quantise import SMALLEST, QuantFormat
-from zeromesh.comm.summing import Target
 from zeromesh.errors import InputError
+from zeromesh.wires.blocks import QuantFormat
+from zeromesh.wires.blocks.quantiser import SMALLEST, split
+from zeromesh.wires.codec import Codec
+
+if TYPE_CHECKING:
+    from zeromesh.comm.summing import Target
 
 ROWS = 8
 """Blocks per program: 4 KiB of fp32 at a block of 128, enough loads in flight for one program."""
@@ -31,14 +36,9 @@ LAUNCH = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def _inverse_and_scale(largest, has_nan, LARGEST: tl.constexpr, BF16: tl.constexpr, SMALLEST_: tl.constexpr):
+def _inverse_and_scale(largest, has_nan, LARGEST: tl.constexpr, SMALLEST_: tl.constexpr):
     scale = tl.where(largest < SMALLEST_, 0.0, tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)))
     scale = tl.where(has_nan, float("nan"), scale)  # tl.max drops nans on a device
-    if BF16:
-        # Half to even by hand: Triton's interpreter cuts off where devices round.
-        bits = (scale * (1 + 2**-8)).to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        scale = bits.to(tl.float32, bitcast=True)
     one = tl.full(scale.shape, 1.0, tl.float32)
     inverse = tl.where(scale == 0.0, 0.0, tl.div_rn(one, tl.where(scale == 0.0, 1.0, scale)))
     return inverse, scale
@@ -67,13 +67,13 @@ def _two_halves(pointer, rows, columns, numel, HALF: tl.constexpr):
 @triton.jit
 def _store_message(
     codes, scales, rows, columns, blocks, low, high, first, second, seed,
-    HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr,
+    HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr,
     STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr,
 ):  # fmt: skip
     """Quantises two halves of some blocks and stores codes and scales; returns what the message holds."""
     largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
     nans = tl.max((first != first).to(tl.int32), axis=1) + tl.max((second != second).to(tl.int32), axis=1)
-    inverse, scale = _inverse_and_scale(largest, nans > 0, LARGEST, BF16, SMALLEST_)
+    inverse, scale = _inverse_and_scale(largest, nans > 0, LARGEST, SMALLEST_)
     first = _round(first * inverse[:, None], low, seed, LARGEST, STOCHASTIC)
     second = _round(second * inverse[:, None], high, seed, LARGEST, STOCHASTIC)
     inside = (rows < blocks)[:, None] & (columns < HALF)[None, :]
@@ -116,7 +116,7 @@ def _store_lost(residual, low, high, first, second, numel):
 def _quantise_kernel(
     source, codes, scales, residual, source_stride, codes_stride, scales_stride, residual_stride, skipped, numel,
     blocks, seed,
-    HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr,
+    HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr,
     STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr, FEEDBACK: tl.constexpr, ROWS_: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def _quantise_kernel(
         second += second_lost
     first_sent, second_sent = _store_message(
         codes, scales, rows, columns, blocks, low, high, first, second, seed,
-        HALF, BITS, LARGEST, BF16, STOCHASTIC, SMALLEST_,
+        HALF, BITS, LARGEST, STOCHASTIC, SMALLEST_,
     )  # fmt: skip
     if FEEDBACK:
         _store_lost(residual, low, high, first - first_sent, second - second_sent, numel)
@@ -213,7 +213,7 @@ def _reduce_kernel(
 def _requantise_kernel(
     codes, scales, codes_stride, scales_stride, own, own_index, out, sum_codes, sum_scales, residual, numel, blocks,
     factor, seed,
-    TERMS: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr,
+    TERMS: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr,
     STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr, FEEDBACK: tl.constexpr, ROWS_: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -231,7 +231,7 @@ def _requantise_kernel(
         second += second_lost
     first_sent, second_sent = _store_message(
         sum_codes, sum_scales, rows, columns, blocks, low, high, first, second, seed,
-        HALF, BITS, LARGEST, BF16, STOCHASTIC, SMALLEST_,
+        HALF, BITS, LARGEST, STOCHASTIC, SMALLEST_,
     )  # fmt: skip
     if FEEDBACK:
         _store_lost(residual, low, high, first - first_sent, second - second_sent, numel)
@@ -239,7 +239,7 @@ def _requantise_kernel(
     tl.store(out + high, second_sent.to(out.dtype.element_ty), mask=high < numel)
 
 
-class TritonQuantiser:
+class TritonQuantiser(Codec):
     """What `Quantiser` does, in one kernel each, without memory of its own.
 
     Args:
@@ -254,7 +254,7 @@ class TritonQuantiser:
         self._generator = generator
 
     def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
-        """See `Quantiser.quantise`."""
+        """See `Codec`."""
         self.quantise_all([source], [message], None if residual is None else [residual])
 
     def quantise_all(
@@ -271,7 +271,7 @@ class TritonQuantiser:
             sources, messages, residuals: equally long, and equally far apart in one tensor each.
             skipped: index of one that is left out; -1 leaves none out.
         """
-        codes, scales = self.form.split(messages[0], sources[0].numel())
+        codes, scales = split(self.form, messages[0], self.form.blocks(sources[0].numel()))
         blocks, residuals = len(codes), sources if residuals is None else residuals
         if blocks:
             _quantise_kernel[self._programs(blocks, len(sources))](
@@ -281,12 +281,12 @@ class TritonQuantiser:
             )  # fmt: skip
 
     def dequantise(self, message: Tensor, target: Tensor) -> None:
-        """See `Quantiser.dequantise`."""
+        """See `Codec`."""
         self.dequantise_all([message], [target])
 
     def dequantise_all(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
         """`dequantise` of several messages in one launch; see `quantise_all`."""
-        codes, scales = self.form.split(messages[0], targets[0].numel())
+        codes, scales = split(self.form, messages[0], self.form.blocks(targets[0].numel()))
         blocks = len(codes)
         if blocks:
             _dequantise_kernel[self._programs(blocks, len(targets))](
@@ -295,8 +295,8 @@ class TritonQuantiser:
             )  # fmt: skip
 
     def reduce(self, messages: Tensor, own: Tensor, own_index: int, target: Target, part: slice) -> None:
-        """See `Quantiser.reduce`."""
-        codes, scales = self.form.split(messages[0], own.numel())
+        """See `Codec`."""
+        codes, scales = split(self.form, messages[0], self.form.blocks(own.numel()))
         blocks = len(codes)
         if blocks:
             _reduce_kernel[self._programs(blocks)](
@@ -315,9 +315,9 @@ class TritonQuantiser:
         message: Tensor,
         residual: Tensor | None = None,
     ) -> None:
-        """See `Quantiser.requantise`."""
-        codes, scales = self.form.split(messages[0], own.numel())
-        sum_codes, sum_scales = self.form.split(message, own.numel())
+        """See `Codec`."""
+        codes, scales = split(self.form, messages[0], self.form.blocks(own.numel()))
+        sum_codes, sum_scales = split(self.form, message, self.form.blocks(own.numel()))
         blocks = len(codes)
         if blocks:
             _requantise_kernel[self._programs(blocks)](
@@ -326,6 +326,28 @@ class TritonQuantiser:
                 float(target.scale), self._seed(),
                 TERMS=len(messages), **self._shape, **self._rounding, FEEDBACK=residual is not None, **LAUNCH,
             )  # fmt: skip
+
+    def quantise_each(
+        self,
+        sources: Sequence[Tensor],
+        messages: Sequence[Tensor],
+        residuals: Sequence[Tensor] | None = None,
+        *,
+        skipped: int = -1,
+    ) -> Iterator[Tensor]:
+        """See `Codec`; pieces of equal length in one launch."""
+        if not _equally_long(sources):
+            yield from super().quantise_each(sources, messages, residuals, skipped=skipped)
+            return
+        self.quantise_all(sources, messages, residuals, skipped=skipped)
+        yield from messages
+
+    def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
+        """See `Codec`; pieces of equal length in one launch."""
+        if _equally_long(targets):
+            self.dequantise_all(messages, targets, skipped=skipped)
+        else:
+            super().dequantise_each(messages, targets, skipped=skipped)
 
     @staticmethod
     def _programs(blocks: int, ranks: int = 1) -> tuple[int, int]:
@@ -340,7 +362,6 @@ class TritonQuantiser:
     def _rounding(self) -> dict[str, float]:
         return {
             "LARGEST": float(self.form.largest),
-            "BF16": self.form.scale_dtype == torch.bfloat16,
             "STOCHASTIC": self.form.stochastic,
             "SMALLEST_": SMALLEST,
         }
@@ -349,6 +370,10 @@ class TritonQuantiser:
         if self._generator is None:
             return 0
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**31, generator=self._generator))
+
+
+def _equally_long(pieces: Sequence[Tensor]) -> bool:
+    return len({piece.numel() for piece in pieces}) == 1
 
 
 def _apart(tensors: Sequence[Tensor]) -> int:

@@ -1,8 +1,11 @@
-"""Runs the ranks of one command side by side: their output, their deadline, and the end of all that they started.
+"""Runs ranks side by side: their output, their deadline, and the end of all that they started. Torch-free.
 
 Each rank leads a session of its own. When it ends, or must be ended, its whole process group goes with it: SIGTERM,
 and SIGKILL after a grace period. Ranks die with the thread that called `run_ranks` (their parent-death signal), also if
 that gets SIGKILL. Nothing here knows about namespaces.
+
+Ranks of a run that is trained take SIGTERM for the request to save and to end. So it comes to them from the user alone,
+by `Sigterm`, and after a failure the others have the grace period to end by themselves.
 """
 
 from __future__ import annotations
@@ -10,18 +13,25 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from types import FrameType
+from typing import IO, Any, Self
 
-from zeromesh.errors import RanksFailedError
+from zeromesh.errors import ConfigError, RanksFailedError
 
 #: Called with rank, "stdout" or "stderr", and one line without its end, as soon as the line is there.
 OnLine = Callable[[int, str, str], None]
+
+EXIT_PREEMPTED = 75
+"""Of a rank that has saved and ended because it was asked to: no failure, and all ranks end so."""
 
 _CHUNK_BYTES = 1 << 16
 _LONGEST_WAIT_S = 3600.0  # of one wait: the system's takes a number of milliseconds of 31 bits
@@ -52,10 +62,10 @@ class RankResult:
     Args:
         rank: which.
         returncode: its exit code, or minus the signal that ended it.
-        stdout: all that it printed; what is not UTF-8 is replaced.
+        stdout: all that it printed; what is not UTF-8 is replaced; empty where it printed to this process's own.
         stderr: likewise.
         wall_s: from the start of the first rank to the end of this one.
-        ended_because: why the lab ended it; None if it ended by itself.
+        ended_because: why it was ended from here; None if it ended by itself.
     """
 
     rank: int
@@ -67,32 +77,91 @@ class RankResult:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly, by itself or by the lab."""
+        """Whether it ended badly, by itself or from here."""
         return self.returncode != 0 or self.ended_because is not None
+
+
+class Sigterm:
+    """Hands SIGTERM on to the ranks, which may save first; Ctrl-C raises KeyboardInterrupt as ever.
+
+    In another thread than the main one, which receives no signals, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._job: _Job | None = None
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._hand_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def to(self, job: _Job) -> None:
+        """From now on to this one's ranks; at once, if the signal has come meanwhile."""
+        self._job = job
+        if self.asked:
+            job.ask_running()
+
+    def _hand_on(self, _number: int, _frame: FrameType | None) -> None:
+        self.asked = True
+        if self._job is not None:
+            self._job.ask_running()
+
+
+def local_launches(command: Sequence[str], world: int, environment: Mapping[str, str]) -> list[Launch]:
+    """`command` for each of `world` ranks of this machine, with the names that torchrun gives them.
+
+    Args:
+        command: of every rank.
+        world: how many.
+        environment: of each, beside its names and this process's own.
+    """
+    around = {**os.environ, **environment, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    if sys.platform == "linux":
+        # On one machine the loopback device is there, whatever the host's name resolves to.
+        around.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return [
+        Launch(rank=rank, argv=tuple(command), env=around | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(world)
+    ]
 
 
 def run_ranks(
     launches: Sequence[Launch],
     *,
-    timeout_s: float,
+    timeout_s: float = float("inf"),
     grace_s: float = 5.0,
     stop_on_failure: bool = True,
     on_line: OnLine | None = None,
+    sigterm: Sigterm | None = None,
 ) -> tuple[RankResult, ...]:
     """Start all of `launches`, wait until each has ended, and return their results in the same order.
 
     Args:
         launches: at least one.
         timeout_s: after which those that still run are ended.
-        grace_s: between SIGTERM and SIGKILL.
+        grace_s: between SIGTERM, or the first failure where ranks take SIGTERM otherwise, and SIGKILL.
         stop_on_failure: end the others when one fails, as torchrun does.
         on_line: sees each line as it comes.
+        sigterm: the ranks are those of a run: they print to this process's own output, and take SIGTERM as requests.
+
+    Raises:
+        ConfigError: a program that it needs is not there.
     """
+    if shutil.which("setpriv") is None:
+        raise ConfigError("processes are started with setpriv (package util-linux): install it, or start torchrun")
     with selectors.DefaultSelector() as selector:
-        job = _Job(selector, timeout_s, grace_s, stop_on_failure, on_line)
+        job = _Job(selector, timeout_s, grace_s, stop_on_failure, on_line, sigterm)
         try:
             for launch in launches:
                 job.start(launch)
+            if sigterm is not None:
+                sigterm.to(job)
             while job.running:
                 job.turn()
         finally:
@@ -151,12 +220,12 @@ class _Rank:
             os.killpg(self.process.pid, number)
 
     def result(self) -> RankResult:
-        stdout, stderr = (stream.received.decode("utf-8", errors="replace") for stream in self.streams)
+        printed = {stream.name: stream.received.decode("utf-8", errors="replace") for stream in self.streams}
         return RankResult(
             rank=self.launch.rank,
             returncode=-signal.SIGKILL if self.returncode is None else self.returncode,
-            stdout=stdout,
-            stderr=stderr,
+            stdout=printed.get("stdout", ""),
+            stderr=printed.get("stderr", ""),
             wall_s=self.wall_s,
             ended_because=self.ended_because,
         )
@@ -172,6 +241,7 @@ class _Job:
         grace_s: float,
         stop_on_failure: bool,
         on_line: OnLine | None,
+        sigterm: Sigterm | None,
     ) -> None:
         self.ranks: list[_Rank] = []
         self.running: list[_Rank] = []
@@ -179,10 +249,11 @@ class _Job:
         self._grace_s = grace_s
         self._stop_on_failure = stop_on_failure
         self._on_line = on_line
+        self._asks = sigterm is not None
         self._start_s = time.monotonic()
         self._timeout_s = timeout_s
         self._deadline_s = self._start_s + timeout_s
-        self._stopping = False
+        self._stopping = ""
 
     def start(self, launch: Launch) -> None:
         process = subprocess.Popen(
@@ -190,13 +261,13 @@ class _Job:
             env=dict(launch.env),
             cwd=launch.cwd,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=None if self._asks else subprocess.PIPE,
+            stderr=None if self._asks else subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
         )
-        assert process.stdout is not None and process.stderr is not None
-        streams = (_Stream("stdout", process.stdout), _Stream("stderr", process.stderr))
+        pipes = {"stdout": process.stdout, "stderr": process.stderr}
+        streams = tuple(_Stream(name, pipe) for name, pipe in pipes.items() if pipe is not None)
         rank = _Rank(launch, process, os.pidfd_open(process.pid), streams)
         self.ranks.append(rank)
         self.running.append(rank)
@@ -212,15 +283,21 @@ class _Job:
             key.data()
         if self.running and time.monotonic() >= self._deadline_s:
             if self._stopping:
-                self._signal_running(signal.SIGKILL)
+                self._end_running(signal.SIGKILL)
                 self._deadline_s = float("inf")
             else:
                 self._stop(f"it ran past the timeout of {self._timeout_s:g} s")
 
+    def ask_running(self) -> None:
+        """SIGTERM to each rank that runs, and not to what it has started: that is its own to end."""
+        for rank in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank.process_fd, signal.SIGTERM)
+
     def kill_all(self) -> None:
         """End whatever still runs, whatever happened."""
         self._on_line = None  # it may be what raised
-        self._signal_running(signal.SIGKILL)
+        self._end_running(signal.SIGKILL)
         for rank in list(self.running):
             self._ended(rank)
 
@@ -261,23 +338,25 @@ class _Job:
                 pass
             self._show_lines(rank, stream, last=True)
             self._close(stream)
-        if rank.returncode != 0 and self._stop_on_failure and self.running and not self._stopping:
-            self._stop(f"rank {rank.launch.rank} failed")
+        failed = rank.returncode not in ((0, EXIT_PREEMPTED) if self._asks else (0,))
+        if failed and self._stop_on_failure and self.running and not self._stopping:
+            self._stop(f"rank {rank.launch.rank} failed", killed=rank.returncode == -signal.SIGKILL)
 
     def _close(self, stream: _Stream) -> None:
         if not stream.pipe.closed:
             self._selector.unregister(stream.pipe)
             stream.pipe.close()
 
-    def _stop(self, reason: str) -> None:
-        self._stopping = True
-        self._deadline_s = time.monotonic() + self._grace_s
-        for rank in self.running:
-            rank.ended_because = reason
-        self._signal_running(signal.SIGTERM)
+    def _stop(self, reason: str, *, killed: bool = False) -> None:
+        # Of a rank that was killed from outside the others know no more than this process does.
+        self._stopping = reason
+        self._deadline_s = time.monotonic() + (0.0 if killed and self._asks else self._grace_s)
+        if not self._asks:
+            self._end_running(signal.SIGTERM)
 
-    def _signal_running(self, number: signal.Signals) -> None:
+    def _end_running(self, number: signal.Signals) -> None:
         for rank in self.running:
+            rank.ended_because = rank.ended_because or self._stopping or "the caller has failed"
             rank.signal(number)
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from zeromesh.errors import ConfigError
+from zeromesh.launch.environment import Launched, check_address
 from zeromesh.train import launch
-from zeromesh.train.environment import Launched, check_address
-from zeromesh.train.processes import Ending
+from zeromesh.train.ending import Ending
 
 SET = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -1,0 +1,87 @@
+"""Which of torch's functions may act on slices of tensors: [Note: Slices] of `zeromesh.engine.param`.
+
+A list of what is refused would be as long as torch, grow with it, and each gap in it would be wrong numbers without a
+word; a gap in this one is an error that says what to do. A name stands for every spelling that torch has of it: the
+function, the method, the one in place, operators and foreach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Function = Callable[..., Any]
+
+_SPELLINGS = ("{}", "{}_", "__{}__", "__r{}__", "__i{}__", "_foreach_{}", "_foreach_{}_")
+
+# An element of what they return, or write, depends on the same element of each of their arguments alone.
+_ELEMENTWISE = """
+    abs absolute neg negative positive sign sgn signbit add sub subtract rsub mul multiply div divide true_divide
+    truediv floor_divide floordiv fmod remainder mod pow square sqrt rsqrt reciprocal exp exp2 expm1 log log1p log2
+    log10 logaddexp sin cos tan sinh cosh tanh atan atan2 arctan2 hypot erf sigmoid relu round floor ceil trunc frac
+    clamp clamp_min clamp_max clip maximum minimum fmax fmin lerp addcmul addcdiv nan_to_num copysign heaviside
+    xlogy isnan isinf isfinite eq ne lt le gt ge greater greater_equal less less_equal not_equal and or xor invert
+    logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not where masked_fill
+    copy fill zero
+"""
+
+# Steps of torch.optim, which write their first arguments.
+_FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
+
+# Tensors of their own: with an element for each of the slice's, as optimizers' states are, or of a size that is given.
+_NEW = """
+    clone as_subclass to type float double half bfloat16 cpu cuda contiguous zeros_like ones_like empty_like full_like
+    rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
+"""
+
+# Over all ranks.
+_NORMS = "norm vector_norm linalg_vector_norm linalg_norm _foreach_norm"
+
+# Of the whole tensor as much as of a slice of it. What would tell of this rank's memory (stride, data_ptr,
+# untyped_storage ...) is not among them.
+_PROPERTIES = """
+    is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned is_shared is_contiguous is_nonzero
+    element_size get_device has_names retain_grad result_type __reduce_ex__ _is_view
+"""
+_ATTRIBUTES = """
+    device dtype layout itemsize requires_grad is_leaf grad_fn _grad_fn grad grad_dtype output_nr retains_grad name
+    names volatile _version _base _backward_hooks _post_accumulate_grad_hooks is_cpu is_cuda is_xpu is_xla is_ipu
+    is_mps is_mtia is_maia is_meta is_nested is_mkldnn is_quantized is_sparse is_sparse_csr is_vulkan
+    _python_dispatch _cdata
+"""
+
+
+def spelt(names: str, spellings: Iterable[str] = ("{}",)) -> Iterator[Function]:
+    """The functions, of `torch`, `torch.Tensor` and `torch.linalg`, that have one of these names, however spelt."""
+    for spelling in spellings:
+        for name in names.split():
+            for space in (torch, Tensor, torch.linalg):
+                found = getattr(space, spelling.format(name), None)
+                # Slots of every Python object are not torch's.
+                if callable(found) and found is not getattr(object, found.__name__, None):
+                    yield found
+
+
+def _writes(function: Function) -> bool:
+    name = function.__name__
+    return name.startswith("__i") and name != "__invert__" if name.endswith("__") else name.endswith("_")
+
+
+_elementwise = frozenset(spelt(_ELEMENTWISE, _SPELLINGS))
+
+IN_PLACE = frozenset(each for each in _elementwise if _writes(each)) | frozenset(spelt(_FUSED))
+OUT_OF_PLACE = _elementwise - IN_PLACE
+ZEROING = frozenset(spelt("zero_ _foreach_zero_"))
+FILLS = frozenset({nn.init.constant_})
+NEW = frozenset(spelt(_NEW))
+NORMS = frozenset(spelt(_NORMS))
+UNSCALING = frozenset(spelt("_amp_foreach_non_finite_check_and_unscale_"))
+PROPERTIES = frozenset(spelt(_PROPERTIES)) | frozenset(
+    getattr(getattr(Tensor, name), slot)
+    for name in _ATTRIBUTES.split()
+    for slot in ("__get__", "__set__")
+    if hasattr(getattr(Tensor, name, None), slot)
+)

@@ -1,0 +1,118 @@
+"""Files of users, read within bounds, and files that are whole if they are there. Every command reads through here."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from zeromesh.errors import InputError
+
+MAX_BYTES = 64 << 20
+"""Of a file that a person or a tool has written to describe something: thousands of times what any of them takes."""
+
+MAX_DEPTH = 64
+"""Of tables and arrays inside each other."""
+
+_TOO_LARGE = "whole numbers have at most 64 bits"
+
+
+def read_text(path: str | Path, *, kind: str, error: type[InputError] = InputError) -> str:
+    """The text of a user's file.
+
+    Args:
+        path: of the file.
+        kind: what it should be, for messages: "a cluster file".
+        error: to raise.
+
+    Raises:
+        InputError: `error`, where it cannot be read, is not a regular file, is larger than `MAX_BYTES`, or not UTF-8.
+    """
+    try:
+        # A pipe without a writer would be waited for, and a device may never end.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise error(f"{path}: {kind} must be a regular file; this is {_name(status.st_mode)}")
+        with open(descriptor, "rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as why:
+        if isinstance(why, InputError):
+            raise
+        raise error(f"{path}: cannot be read as {kind}: {getattr(why, 'strerror', None) or why}") from why
+    if len(data) > MAX_BYTES:
+        raise error(f"{path}: {kind} has at most {MAX_BYTES >> 20} MiB; this file has {status.st_size} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as why:
+        raise error(f"{path}: cannot be read as {kind}: not UTF-8 text: {why}") from why
+
+
+def parse_toml(text: str, *, where: str, error: type[InputError] = InputError) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Args:
+        text: of the file.
+        where: opens messages.
+        error: to raise.
+
+    Raises:
+        InputError: `error`, where it is not TOML, is nested deeper than `MAX_DEPTH`, or has whole numbers beyond the 64
+            bits that TOML gives them.
+    """
+    try:
+        tables = tomllib.loads(text)
+        _require_bounds(tables)
+    except (ValueError, RecursionError) as why:
+        raise error(f"{where}: not valid TOML: {_reason(why)}") from why
+    return tables
+
+
+def parse_json(text: str, *, where: str, hint: str = "", error: type[InputError] = InputError) -> Any:
+    """What a JSON text says, within the same bounds; `hint` says what the text should be."""
+    try:
+        found = json.loads(text)
+        _require_bounds(found)
+    except (ValueError, RecursionError) as why:
+        raise error(f"{where}: not JSON: {_reason(why)}{hint}") from why
+    return found
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is whole if it is there: who reads it, or ends this process, may do so at any moment."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _require_bounds(value: Any) -> None:
+    """Raises ValueError for what those who read it would recurse or compute with beyond all measure."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        for one in level:
+            if isinstance(one, int) and not -(2**63) <= one < 2**63:
+                raise ValueError(f"{_TOO_LARGE}, got one of {one.bit_length()}")
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    if level:
+        raise RecursionError
+
+
+def _reason(why: Exception) -> str:
+    if isinstance(why, RecursionError):
+        return f"tables and arrays are nested more than {MAX_DEPTH} deep"
+    # Python's own bound, of some thousand digits.
+    return f"{_TOO_LARGE}" if "integer string conversion" in str(why) else str(why)
+
+
+def _name(mode: int) -> str:
+    kinds = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
+    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "a device")

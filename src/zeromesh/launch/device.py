@@ -1,0 +1,137 @@
+"""The device that a rank computes on: found by each rank for itself, then agreed, before there is a process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from zeromesh.errors import InputError
+
+CPU = torch.device("cpu")
+_NAMED_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a rank says of its device to the others.
+
+    Args:
+        type: of the device.
+        identity: what no other device has, on any machine; empty for the CPU.
+        lacks: why it has none, where it should have one.
+    """
+
+    type: str
+    identity: str = ""
+    lacks: str = ""
+
+
+def visible_devices() -> int:
+    """Accelerators that this process can use."""
+    return torch.accelerator.device_count()
+
+
+def find_device(wanted: str, local_rank: int, local_world: int) -> tuple[torch.device, Claim]:
+    """The accelerator of this rank, or the CPU where it has none, and what to tell the others.
+
+    Whoever sees one device alone takes it: `srun --gpus-per-task=1` and a CUDA_VISIBLE_DEVICES for each process show
+    every rank its own. That it is its own, `agree_on_device` finds out.
+
+    Args:
+        wanted: "cpu", the type of an accelerator, or "auto", which takes the accelerator that there is, but for an
+            emulated cluster, whose leaves share this machine's devices, and between those no shaped link is used.
+        local_rank, local_world: on this machine.
+    """
+    if wanted == "cpu" or (wanted == "auto" and "ZEROMESH_LAB" in os.environ):
+        return CPU, Claim(type="cpu")
+    found, visible = torch.accelerator.current_accelerator(), visible_devices()
+    if found is None or not visible or wanted not in ("auto", found.type):
+        there = f"{visible} of type {found.type}" if found is not None and visible else "none"
+        lacks = "" if wanted == "auto" else f"are to have a device of type {wanted}, where torch sees {there}"
+        return CPU, Claim(type="cpu", lacks=lacks)
+    if 1 < visible < local_world:
+        return CPU, Claim(type="cpu", lacks=f"are {local_world} on a machine of {visible} devices")
+    device = torch.device(found.type, 0 if visible == 1 else local_rank)
+    return device, Claim(type=device.type, identity=_identity(device))
+
+
+def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:
+    """Holds what all ranks say against each other; collective.
+
+    Args:
+        claim: this rank's.
+        store: that all ranks see, of this start alone.
+        rank, world: this rank, and how many there are.
+
+    Raises:
+        InputError: on every rank, where some have no device and others have, or some share one; names those.
+    """
+    store = PrefixStore("zeromesh/devices", store)
+    store.set(str(rank), json.dumps(astuple(claim)))
+    if rank == 0:  # one reads what all have said, and all read what it has found: few words, where ranks are many
+        said = [json.loads(store.get(str(other))) for other in range(world)]
+        store.set("wrong", _wrong([Claim(type=t, identity=i, lacks=lacks) for t, i, lacks in said]))
+    wrong = store.get("wrong").decode()
+    if wrong:
+        raise InputError(
+            f"each rank must have a device of its own, of one type on all machines, or all the CPU; of {world} ranks, "
+            f"{wrong}. Start no more ranks on a machine than it has devices, with LOCAL_RANK and LOCAL_WORLD_SIZE set "
+            f"(torchrun does; under srun they are SLURM_LOCALID and SLURM_NTASKS_PER_NODE). To compute on the CPU, "
+            f'set run.device = "cpu" in what is trained, or hide all devices (CUDA_VISIBLE_DEVICES= does)'
+        )
+
+
+def _wrong(claims: Sequence[Claim]) -> str:
+    """What is wrong with the devices of these ranks; empty where nothing is."""
+    users = Counter(claim.identity for claim in claims)
+    usual = Counter(claim.type for claim in claims if claim.type != "cpu").most_common(1)
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank, claim in enumerate(claims):
+        if claim.lacks:
+            groups[claim.lacks].append(rank)
+        elif usual and claim.type == "cpu":
+            groups["see none"].append(rank)
+        elif usual and claim.type != usual[0][0]:
+            groups[f"see {claim.type} where others see {usual[0][0]}"].append(rank)
+        elif claim.identity and users[claim.identity] > 1:
+            groups["share one"].append(rank)
+    return "; ".join(f"{_some(ranks)} {what}" for what, ranks in groups.items())
+
+
+def _some(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_NAMED_RANKS]))
+    return shown if len(ranks) <= _NAMED_RANKS else f"{shown} and {len(ranks) - _NAMED_RANKS} more"
+
+
+def _identity(device: torch.device) -> str:
+    """The machine and the place on its bus, which tells the two dies of a card apart, and the uuid, which tells the
+    parts of a divided one apart. A device that says neither is taken for this process's own."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id", "uuid")
+    known = [str(getattr(properties, name)) for name in names if hasattr(properties, name)]
+    return "/".join([machine_id(), *(known or [f"process {os.getpid()}"])])
+
+
+def machine_id() -> str:
+    """The kernel's boot id: emulated clusters have several hosts' networks and one kernel."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id.read_text().strip() if boot_id.exists() else platform.node()
+
+
+def device_name(device: torch.device) -> str:
+    """For a person."""
+    return "CPU" if device == CPU else str(torch.get_device_module(device).get_device_name(device))
+
+
+def backend_for(device: torch.device) -> str:
+    """Of torch's process groups: for tensors there, and for those on the host."""
+    return "gloo" if device == CPU else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"

@@ -1,0 +1,299 @@
+"""A flat buffer under a layout: what each rank holds of it, and what is sent, in which order. Both follow from the
+notation and are decided here once; simulator and engine read the same lists.
+
+[Note: Bytes] Let F be a buffer's padded length and n_a the size of axis a. A collective over a works on a region of
+B_a = F / (product of the sizes of the axes more significant than a) elements (stage 0: of all sharded axes, and of the
+axes of stage 0 inside of a). One rank sends (n_a-1)/n_a * B_a per all-gather or reduce-scatter and twice that per
+all-reduce.
+
+[Note: By level] Of several axes of stage 0 only the outermost is summed over in place: on the way there each inner axis
+scatters, and gathers on the way back, which sends as much on the inner axes as sums over the whole region would, and
+divides what the outer ones send by the inner ones' sizes. With `collective=ho_ring` the outermost scatters and gathers
+too: the same bytes, in pairs that overlap. Where an inner axis is quantised, which sums as a whole, all axes are summed
+over one after the other, and with `collective=flat` all of them as one.
+
+[Note: Order] A gather goes from the least significant axis to the most, so each step's region lies inside the next
+one's; a reduction goes the other way. Where stages fall from inner to outer axis the slow link carries the small
+pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from zeromesh.schedule.transfer import LaneKind, Operation, Transfer, lane_axes, wire_bytes
+from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
+from zeromesh.strategy import Axis, Layout
+from zeromesh.wires import coded
+
+FEEDBACK_DTYPE = "fp32"
+"""Of what is owed: then what was sent and what is owed add up to the gradient to within fp32's rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """What one lane sends of one buffer.
+
+    Args:
+        held: dtype of the region that it works on.
+        steps: in order.
+        groups: the steps as they are carried out: those of one group at once, each on the slices that the other has
+            delivered.
+    """
+
+    held: str
+    steps: tuple[Transfer, ...]
+    groups: tuple[tuple[Transfer, ...], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, held: str, steps: Iterable[Transfer], copied: Axis | None = None) -> Route:
+        """The route of `steps`; `copied`: over which a gather ends in memory of its own."""
+        steps = tuple(steps)
+        paired = layout.strategy.collective == "ho_ring"
+        return cls(held=held, steps=steps, groups=_pairs(steps, held, copied) if paired else tuple((s,) for s in steps))
+
+    @property
+    def staged(self) -> tuple[Transfer, ...]:
+        """The steps whose region is cast on its way to a lossless wire."""
+        return tuple(step for step in self.steps if step.wire in ITEM_BYTES and step.wire != self.held)
+
+    @property
+    def staging_bytes(self) -> int:
+        return max((step.numel * ITEM_BYTES[step.wire] for step in self.staged), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persistent:
+    """Bytes of one flat buffer's persistent shards on one device; 0 where a shard does not exist or is another's alias.
+
+    Args:
+        params: compute copy, the parameter shard.
+        master: the optimizer's copy, the state shard; 0 where it is a part of the parameter shard.
+        grads: the accumulated gradient shard.
+        kept: copy that stays gathered over the kept axes from forward to backward.
+        feedback: what quantised reductions with error feedback have lost and still owe.
+    """
+
+    params: int
+    master: int
+    grads: int
+    kept: int
+    feedback: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A flat buffer of a unit under a layout; the same on every rank but for the ranges.
+
+    Args:
+        layout: the strategy on its mesh.
+        buffer: lengths and dtypes.
+        role: of its unit.
+        padded: the buffer's length, which every axis divides that it is cut over.
+        routes: what each lane sends. A gradient waits in its reduce slot in the dtype that the lane `reduce` holds.
+        from_kept: what `unshard` sends where the kept copy is there.
+        kept_axis: the axis whose gather fills the kept copy; None where there is none: without such an axis, or where
+            the unit stays gathered anyway, since then its slot is the copy.
+        feedback: by the axis of a reduction with error feedback, its part of the buffer's residuals.
+    """
+
+    layout: Layout
+    buffer: FlatBuffer
+    role: Role
+    padded: int = field(compare=False)
+    routes: Mapping[LaneKind, Route] = field(compare=False, repr=False)
+    from_kept: Route = field(compare=False, repr=False)
+    kept_axis: Axis | None = field(compare=False, repr=False)
+    feedback: Mapping[str, slice] = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, layout: Layout, buffer: FlatBuffer, role: Role = Role.BLOCK) -> Placed:
+        """What follows from the three."""
+        padded, param = layout.padded(buffer.numel), buffer.param_dtype
+        kept = None if stays_gathered(layout, role) else _kept_axis(layout)
+        gathers = _gathers(layout, padded, param, "unshard")
+        rest = [step for step in gathers if kept is None or not step.axis.stage.kept]
+        refresh = _gathers(layout, padded, param, "refresh") if buffer.trainable else []
+        micro, boundary = _reductions(layout, padded, buffer.reduce_dtype) if buffer.trainable else ([], [])
+        routes: dict[LaneKind, Route] = {
+            "refresh": Route.of(layout, param, refresh),
+            "unshard": Route.of(layout, param, gathers, copied=kept),
+            "reduce": Route.of(layout, _slot_dtype(buffer, micro), micro),
+            "boundary": Route.of(layout, buffer.grad_dtype, boundary),
+        }
+        return cls(
+            layout=layout,
+            buffer=buffer,
+            role=role,
+            padded=padded,
+            routes=routes,
+            from_kept=Route.of(layout, param, rest),
+            kept_axis=kept,
+            feedback=_feedback([*micro, *boundary]),
+        )
+
+    def numel(self, axes: Sequence[Axis]) -> int:
+        """Elements of one rank's shard over `axes`."""
+        return self.padded // self.layout.degree(axes)
+
+    def shard(self, axes: Sequence[Axis], coordinates: dict[str, int]) -> slice:
+        """The range that a rank holds of the buffer sharded over `axes`."""
+        return self.layout.shard(self.padded, axes, coordinates)
+
+    def region(self, step: Transfer, coordinates: dict[str, int]) -> slice:
+        """The range of the buffer that a rank's gather works on."""
+        return self.shard(self.layout.above(step.axis), coordinates)
+
+    @property
+    def slot_dtype(self) -> str:
+        """Of a gradient that waits in its reduce slot."""
+        return self.routes["reduce"].held
+
+    @property
+    def master_in_params(self) -> bool:
+        """Whether the optimizer's copy is this rank's part of the compute copy: same dtype, and a refresh brings the
+        others just what this rank has. Through a wire with less precision all compute with what came over it, this rank
+        too."""
+        param = self.buffer.param_dtype
+        return self.buffer.master_dtype == param and all(step.wire == param for step in self.routes["refresh"].steps)
+
+    @property
+    def kept_numel(self) -> int:
+        """Elements of the kept copy."""
+        if self.kept_axis is None:
+            return 0
+        return self.numel([axis for axis in self.layout.param_axes if not axis.stage.kept])
+
+    @property
+    def kept_wire(self) -> str:
+        """How the kept copy is held: as it came over the wire of the last gather that fills it."""
+        return (self.kept_axis and self.kept_axis.wire.param) or self.buffer.param_dtype
+
+    @property
+    def feedback_numel(self) -> int:
+        """Elements of the residuals: for each reduction with error feedback, the region that it quantises."""
+        return max((part.stop for part in self.feedback.values()), default=0)
+
+    @property
+    def persistent(self) -> Persistent:
+        layout, buffer = self.layout, self.buffer
+        master = grads = kept = 0
+        if buffer.master_dtype is not None:
+            grads = self.numel(layout.grad_axes) * ITEM_BYTES[buffer.grad_dtype]
+            if not self.master_in_params:
+                master = self.numel(layout.significant) * ITEM_BYTES[buffer.master_dtype]
+        if self.kept_axis is not None:  # a quantised one is the messages of all ranks of its axis, scales and all
+            size = self.kept_axis.size
+            kept = size * wire_bytes(self.kept_numel // size, self.kept_wire)
+        return Persistent(
+            params=self.numel(layout.param_axes) * ITEM_BYTES[buffer.param_dtype],
+            master=master,
+            grads=grads,
+            kept=kept,
+            feedback=self.feedback_numel * ITEM_BYTES[FEEDBACK_DTYPE],
+        )
+
+
+def place(layout: Layout, units: Iterable[Unit]) -> tuple[tuple[Placed, ...], ...]:
+    """The buffers of each unit; equal ones, as a model's blocks have, are one value."""
+    known: dict[tuple[Role, FlatBuffer], Placed] = {}
+
+    def placed(unit: Unit, buffer: FlatBuffer) -> Placed:
+        key = (unit.role, buffer)
+        if key not in known:
+            known[key] = Placed.of(layout, buffer, unit.role)
+        return known[key]
+
+    return tuple(tuple(placed(unit, buffer) for buffer in unit.buffers) for unit in units)
+
+
+def stays_gathered(layout: Layout, role: Role) -> bool:
+    """Whether a unit's parameters stay gathered from forward to backward, in a slot of their own."""
+    every_axis_kept = all(axis.stage.kept for axis in layout.param_axes if axis.size > 1)
+    return role is Role.RESIDENT or every_axis_kept
+
+
+def _kept_axis(layout: Layout) -> Axis | None:
+    """The last of the kept ones to be gathered."""
+    return next((axis for axis in layout.kept_axes if axis.size > 1), None)
+
+
+def _gathers(layout: Layout, padded: int, dtype: str, lane: LaneKind) -> list[Transfer]:
+    return [
+        Transfer(
+            operation="all_gather",
+            axis=axis,
+            numel=padded // layout.degree(layout.above(axis)),
+            wire=axis.wire.param or dtype,
+        )
+        for axis in reversed(lane_axes(layout, lane))
+        if axis.size > 1
+    ]
+
+
+def _reductions(layout: Layout, padded: int, dtype: str) -> tuple[list[Transfer], list[Transfer]]:
+    """Of one micro-batch's gradient into the gradient shard (stages 2 and 3), and of the accumulated one to the state
+    shard: scatter (1, 3d), then all-reduce (0)."""
+
+    def over(operation: Operation, axes: Iterable[Axis]) -> list[Transfer]:
+        return [
+            Transfer(
+                operation=operation,
+                axis=axis,
+                numel=padded // layout.degree(layout.above(axis)),
+                wire=axis.wire.grad or dtype,
+            )
+            for axis in axes
+            if axis.size > 1
+        ]
+
+    inner = layout.scattered_replicas
+    scatters = over("reduce_scatter", [axis for axis in layout.significant if axis not in layout.grad_axes])
+    sums = over("all_reduce", [axis for axis in layout.replica_axes if axis not in inner])
+    for scatter in reversed(over("reduce_scatter", inner)):
+        parts = [replace(step, numel=step.numel // scatter.axis.size) for step in sums]
+        sums = [scatter, *parts, replace(scatter, operation="all_gather")]
+    return over("reduce_scatter", layout.grad_axes), [*scatters, *sums]
+
+
+def _slot_dtype(buffer: FlatBuffer, steps: Sequence[Transfer]) -> str:
+    """Of what waits for these reductions, and of what each has summed in the same place for the next: the one that
+    holds every lossless wire it will cross, and fp32 where such a sum is quantised, which rounds it once."""
+    held = {step.wire for step in steps} & set(ITEM_BYTES) or {buffer.reduce_dtype}
+    if len(held) > 1 or any(coded(step.wire) for step in steps[1:]):
+        held |= {"fp32"}
+    return max(held, key=ITEM_BYTES.__getitem__)
+
+
+def _feedback(steps: Iterable[Transfer]) -> dict[str, slice]:
+    parts, start = {}, 0
+    for step in steps:
+        if step.axis.wire.feedback:
+            parts[step.axis.name] = slice(start, start + step.numel)
+            start += step.numel
+    return parts
+
+
+def _pairs(steps: Sequence[Transfer], held: str, copied: Axis | None) -> tuple[tuple[Transfer, ...], ...]:
+    """The steps with neighbours in pairs, for two levels to be at work at once.
+
+    A step has a partner where both scatter, or both gather, lossless and in the dtype of the region, so that nothing is
+    copied between them; a chain of gathers with any other wire is staged as a whole, and has none: whether one of its
+    regions lies inside the next would depend on the rank.
+    """
+    gathers = all(step.operation == "all_gather" for step in steps)
+    if gathers and any(step.wire != held for step in steps):
+        return tuple((step,) for step in steps)
+    groups: list[tuple[Transfer, ...]] = []
+    for step in steps:
+        before = groups[-1] if groups else ()
+        if len(before) == 1 and copied not in (before[0].axis, step.axis) and _at_once(before[0], step, held):
+            groups[-1] += (step,)
+        else:
+            groups.append((step,))
+    return tuple(groups)
+
+
+def _at_once(first: Transfer, second: Transfer, held: str) -> bool:
+    return first.operation == second.operation != "all_reduce" and first.wire == second.wire == held

@@ -1,0 +1,168 @@
+"""Codecs: who writes and reads the messages of a wire format, and adds them up."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zeromesh.errors import InputError
+
+if TYPE_CHECKING:
+    from zeromesh.comm.summing import Target
+    from zeromesh.wires.format import WireFormat
+
+
+class Codec(ABC):
+    """Writes and reads messages of one format, without allocating."""
+
+    @abstractmethod
+    def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
+        """Writes `source` to `message`.
+
+        Args:
+            source: flat, of any floating dtype.
+            message: `message_bytes(source.numel())` bytes; what is beyond them, here and below, is not touched.
+            residual: error feedback: added to the source first, then replaced by what the message lost.
+        """
+
+    @abstractmethod
+    def dequantise(self, message: Tensor, target: Tensor) -> None:
+        """Writes what `message` holds to `target`, rounded once to its dtype."""
+
+    @abstractmethod
+    def reduce(self, messages: Tensor, own: Tensor, own_index: int, target: Target, part: slice) -> None:
+        """Adds up in fp32, in the order of the ranks, what several of them sent and the own piece as it is.
+
+        Args:
+            messages: (ranks, message bytes); the row of `own_index` is not read.
+            own: flat, of any floating dtype; may be `target.out[part]` itself.
+            target: of the sum.
+            part: of the target, as long as `own`.
+        """
+
+    @abstractmethod
+    def requantise(
+        self,
+        messages: Tensor,
+        own: Tensor,
+        own_index: int,
+        target: Target,
+        part: slice,
+        message: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        """`reduce`, times the target's scale, to a message; what that holds goes to `target.out[part]`.
+
+        Args:
+            messages, own, own_index, part: as for `reduce`.
+            target: of what the message holds; nothing is added to it.
+            message, residual: as for `quantise`.
+        """
+
+    def quantise_each(
+        self,
+        sources: Sequence[Tensor],
+        messages: Sequence[Tensor],
+        residuals: Sequence[Tensor] | None = None,
+        *,
+        skipped: int = -1,
+    ) -> Iterator[Tensor]:
+        """All messages, each once it is written; the skipped one is not."""
+        for rank, (source, message) in enumerate(zip(sources, messages, strict=True)):
+            if rank != skipped:
+                self.quantise(source, message, None if residuals is None else residuals[rank])
+            yield message
+
+    def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
+        """Writes what every message holds to its target, but for the skipped one."""
+        for rank, (message, target) in enumerate(zip(messages, targets, strict=True)):
+            if rank != skipped:
+                self.dequantise(message, target)
+
+
+class HostCodec(Codec):
+    """With torch's operations, through fp32; of a format only `encode` and `decode` are left to say.
+
+    Args:
+        form: the format.
+        numel: longest tensor at a time, a multiple of the granule; a few 10^5 stay in the cache.
+        memory: `form.memory_bytes(numel)` bytes, the first `BYTES` an element of which are this class's.
+
+    Raises:
+        InputError: the length is not a multiple of the granule.
+    """
+
+    BYTES = 8
+
+    def __init__(self, form: WireFormat, numel: int, memory: Tensor) -> None:
+        if numel % form.granule:
+            raise InputError(f"a codec's length must be a multiple of the granule of {form.granule}; got {numel}")
+        self._form = form
+        self._values, self._total = memory[: self.BYTES * numel].view(torch.float32).chunk(2)
+
+    @abstractmethod
+    def encode(self, values: Tensor, message: Tensor, *, restore: bool) -> None:
+        """Writes fp32 `values`, whole granules, to `message`; overwrites them, to `restore` with what it holds."""
+
+    @abstractmethod
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        """Fills fp32 `values`, whole granules, with what `message` holds."""
+
+    def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
+        """See `Codec`."""
+        values = self._whole(source.numel())
+        numel, message = source.numel(), message[: self._form.message_bytes(source.numel())]
+        values[:numel].copy_(source)
+        values[numel:].zero_()
+        if residual is None:
+            self.encode(values, message, restore=False)
+            return
+        residual.copy_(values[:numel].add_(residual))
+        self.encode(values, message, restore=True)
+        # After an overflow nothing is owed: a nan would stay for ever.
+        residual.sub_(values[:numel]).nan_to_num_(0.0, 0.0, 0.0)
+
+    def dequantise(self, message: Tensor, target: Tensor) -> None:
+        """See `Codec`."""
+        target.copy_(self._decoded(message, target.numel()))
+
+    def reduce(self, messages: Tensor, own: Tensor, own_index: int, target: Target, part: slice) -> None:
+        """See `Codec`."""
+        target.store(self._sum(messages, own, own_index), part, self._values[: own.numel()])
+
+    def requantise(
+        self,
+        messages: Tensor,
+        own: Tensor,
+        own_index: int,
+        target: Target,
+        part: slice,
+        message: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        """See `Codec`."""
+        self.quantise(self._sum(messages, own, own_index).mul_(target.scale), message, residual)
+        self.dequantise(message, target.out[part])
+
+    def _sum(self, messages: Tensor, own: Tensor, own_index: int) -> Tensor:
+        total, widened = self._total[: own.numel()].zero_(), self._values[: own.numel()]
+        for rank, message in enumerate(messages):
+            if rank != own_index:
+                total.add_(self._decoded(message, own.numel()))
+            else:
+                total.add_(own if own.dtype == total.dtype else widened.copy_(own))
+        return total
+
+    def _decoded(self, message: Tensor, numel: int) -> Tensor:
+        values = self._whole(numel)
+        self.decode(message[: self._form.message_bytes(numel)], values)
+        return values[:numel]
+
+    def _whole(self, numel: int) -> Tensor:
+        """Room for `numel` elements, filled up to whole granules."""
+        granule = self._form.granule
+        return self._values[: -(-numel // granule) * granule]

@@ -1,0 +1,283 @@
+"""Whatever ends a forward, a backward, a step or the process, at any moment of a step: what follows is right, or refused
+until `zm.zero_grad(model)`; no process aborts, hangs, or ends with a code that is not its own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeromesh as zm
+from tests.dist.features.parity import close, local_part
+from tests.dist.features.test_misuse import STAGES, WIDTH, inputs, sgd, sharded
+from tests.dist.pool import on_ranks
+from zeromesh.errors import ModelError, OptimizerError
+
+
+MOMENTS = ("forward", "loss", "backward", "between", "second forward", "second backward", "step", "after")
+"""Of a step with two micro-batches: `between` them, in its optimizer's `step`, `after` it."""
+
+RAISED: dict[str, type[BaseException]] = {"exception": ValueError, "interrupt": KeyboardInterrupt, "exit": SystemExit}
+
+
+def nothing(moment: str) -> None:
+    """Goes on."""
+
+
+class Net(nn.Module):
+    """Three blocks; calls `at` in the middle of its forward, and of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.at: Callable[[str], None] = nothing
+
+    def forward(self, x):
+        for index, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            if index == 1:
+                self.at("forward")
+                x.register_hook(lambda grad: self.at("backward"))
+        return x
+
+
+def train_step(
+    model: Net, optimizer: torch.optim.Optimizer, seed: int, ranks: Sequence[int], at: Callable[[str], None]
+) -> None:
+    """One step, on the micro-batches of `ranks`: all of them for plain training."""
+    whole = len(ranks) == dist.get_world_size()
+    hook = optimizer.register_step_pre_hook(lambda *_: at("step"))
+    try:
+        for micro, prefix in enumerate(("", "second ")):
+            model.at = lambda moment, prefix=prefix: at(prefix + moment)  # type: ignore[misc]
+            with nullcontext() if whole else zm.accumulate(model, last=micro == 1):
+                outputs = [model(inputs(100 * seed + 10 * micro + rank)) for rank in ranks]
+                at(f"{prefix}loss")
+                (sum(out.square().sum() for out in outputs) / len(ranks)).backward()
+            at(f"{prefix}between")
+        optimizer.step()
+    finally:
+        hook.remove()
+    at("after")
+    optimizer.zero_grad()
+
+
+def raising(error: BaseException, when: str) -> Callable[[str], None]:
+    def at(moment: str) -> None:
+        if moment == when:
+            raise error
+
+    return at
+
+
+def same_params(model: nn.Module, plain: nn.Module, what: str) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        close(ours.local, local_part(ours, theirs.detach()), f"{what}: {name}", 1e-12)
+
+
+@pytest.mark.parametrize("kind", RAISED)
+@STAGES
+@on_ranks(2)
+def test_a_step_that_is_caught(strategy, kind):
+    """What plain training does after it: sums of whole micro-batches stay, a torn one has to be dropped."""
+    base = Net().double()
+    for moment in MOMENTS:
+        error = RAISED[kind](f"at {moment}")
+        plain = copy.deepcopy(base)
+        model = sharded(base, strategy)
+        runs = ((model, sgd(model), [dist.get_rank()]), (plain, sgd(plain), range(2)))
+        for net, optimizer, ranks in runs:
+            train_step(net, optimizer, 0, ranks, nothing)
+            with pytest.raises(RAISED[kind], match=moment):
+                train_step(net, optimizer, 1, ranks, raising(error, moment))
+            torn = moment == "second backward"
+            if net is plain and "backward" in moment:
+                net.zero_grad()
+            if net is model and torn:
+                with pytest.raises(ModelError, match=r"zm\.zero_grad\(model\)"):
+                    train_step(net, optimizer, 2, ranks, nothing)
+                with pytest.raises((ModelError, OptimizerError), match=r"zm\.zero_grad\(model\)"):
+                    optimizer.step()
+                zm.zero_grad(net)
+            for seed in (2, 3):
+                train_step(net, optimizer, seed, ranks, nothing)
+        same_params(model, plain, moment)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@STAGES
+@on_ranks(2)
+def test_a_model_that_is_dropped_in_a_step(strategy, moment):
+    """The next one, which takes over its communicators, is right."""
+    base = Net().double()
+    model = sharded(base, strategy)
+    with pytest.raises(ValueError, match=moment):
+        train_step(model, sgd(model), 0, [dist.get_rank()], raising(ValueError(moment), moment))
+    del model
+    gc.collect()
+    plain, model = copy.deepcopy(base), sharded(base, strategy)
+    for net, ranks in ((model, [dist.get_rank()]), (plain, range(2))):
+        optimizer = sgd(net)
+        for seed in range(2):
+            train_step(net, optimizer, seed, ranks, nothing)
+    same_params(model, plain, moment)
+
+
+# ---- processes
+
+ENDED = {"end": 0, "destroyed": 0, "fork": 0, "exception": 1, "interrupt": -signal.SIGINT, "exit": 3}
+"""The code that a process ends with."""
+
+PROCESS_STAGES = ("node=1", "node=3")
+PROCESS_MOMENTS = ("forward", "backward", "between", "after")
+LIMIT_S = 20.0
+
+
+class Stop(Exception):
+    """Ends the training, and not the process by itself."""
+
+
+def script(rank: int, store: str, strategy: str, ending: str, moment: str) -> None:
+    """What one rank's process runs; it ends as it returns."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("node",))
+    torch.manual_seed(0)
+    model = zm.shard(Net().double(), mesh, strategy, bucket_bytes=0)
+    optimizer = sgd(model)
+    train_step(model, optimizer, 0, [rank], nothing)
+
+    def at(reached: str) -> None:
+        if reached != moment:
+            return
+        if ending == "destroyed":
+            dist.destroy_process_group()
+        if ending in ("end", "destroyed"):
+            raise Stop
+        if ending == "fork":
+            fork_and_wait()
+            return
+        if ending == "interrupt":
+            signal.raise_signal(signal.SIGINT)
+        raise SystemExit(3) if ending == "exit" else ValueError("at the end of its tether")
+
+    try:
+        train_step(model, optimizer, 1, [rank], at)
+    except Stop:
+        return
+    train_step(model, optimizer, 2, [rank], nothing)
+
+
+def fork_and_wait() -> None:
+    """As a data loader's worker that has inherited the model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are threads
+        worker = multiprocessing.get_context("fork").Process(target=gc.collect)
+        worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+
+
+def run_cell(directory: Path, *cell: str) -> list[int] | None:
+    """The exit codes of both ranks; None in a child, which goes on to its end."""
+    children = []
+    for rank in range(2):
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            for stream in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            script(rank, str(directory / "-".join(cell).replace(" ", "-")), *cell)
+            return None
+        children.append(child)
+    return [wait_for(child) for child in children]
+
+
+def wait_for(child: int) -> int:
+    ends = time.monotonic() + LIMIT_S
+    while True:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > ends:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def run_cells(directory: Path) -> None:
+    """Forked from one process that has imported everything; a child falls through to the end of the interpreter."""
+    parameter = nn.Parameter(torch.zeros(1))
+    sgd(nn.ParameterList([parameter])).step()  # imports what torch imports late
+    gc.freeze()  # else each child spends a second on what it has inherited
+    found = {}
+    for strategy in PROCESS_STAGES:
+        for ending in ENDED:
+            for moment in PROCESS_MOMENTS:
+                codes = run_cell(directory, strategy, ending, moment)
+                if codes is None:
+                    return
+                found[f"{strategy}, {ending}, {moment}"] = codes
+    print(json.dumps(found))
+
+
+def test_processes_end_with_their_own_code(tmp_path):
+    command = [sys.executable, "-m", "tests.dist.features.test_endings", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == len(PROCESS_STAGES) * len(ENDED) * len(PROCESS_MOMENTS)
+    wrong = {cell: codes for cell, codes in found.items() if codes != [ENDED[cell.split(", ")[1]]] * 2}
+    assert not wrong
+
+
+PREAMBLE = """
+from dataclasses import dataclass
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+class Model(torch.nn.Sequential):
+    def forward(self, x):
+        return Output(super().forward(x).square().mean())
+
+model = Model(*(torch.nn.Linear(8, 8) for _ in range(4)))
+data = [[{"x": torch.randn(2, 8)}] * 2] * 3
+"""
+
+
+def test_the_loop_of_the_readme_ends_with_0(tmp_path):
+    """As a script on four ranks, whose last statement is the last step's."""
+    readme = Path(__file__).parents[3].joinpath("README.md").read_text()
+    loop = readme.split("```python\n")[1].split("```")[0]
+    small = loop.replace('"cuda", (16, 8)', '"cpu", (2, 2)')
+    assert small != loop and "optimizer.step()" in small
+    script = tmp_path / "train.py"
+    script.write_text(PREAMBLE + small)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    run_cells(Path(sys.argv[1]))

@@ -1,0 +1,127 @@
+"""Which device a rank takes, on machines that claim to have some. Threads stand for ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from zeromesh.errors import InputError
+from zeromesh.launch.device import CPU, Claim, agree_on_device, backend_for, device_name, find_device
+
+FIRST, SECOND = (torch.device("cuda", index) for index in range(2))
+See = Callable[..., None]
+
+
+@pytest.fixture
+def see(monkeypatch: pytest.MonkeyPatch) -> See:
+    """Makes a number of devices of a type visible, whose properties the given ones are."""
+
+    def show(count: int, kind: str = "cuda", **properties: object) -> None:
+        found = torch.device(kind) if count else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: found)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+        def of(device: torch.device) -> SimpleNamespace:
+            return SimpleNamespace(**{"pci_bus_id": 16 + (device.index or 0), "uuid": "the card's", **properties})
+
+        module = SimpleNamespace(get_device_properties=of, get_device_name=lambda device: f"GPU {device.index}")
+        monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+
+    return show
+
+
+def test_a_device_for_each_local_rank(see: See) -> None:
+    see(2)
+    assert find_device("auto", 1, 2)[0] == find_device("cuda", 1, 2)[0] == SECOND
+    assert find_device("cpu", 1, 2) == (CPU, Claim(type="cpu"))
+    see(0)
+    assert find_device("auto", 0, 1) == (CPU, Claim(type="cpu"))
+    see(2, "xpu")
+    assert find_device("auto", 1, 2)[0] == torch.device("xpu", 1)
+
+
+def test_the_only_one_that_is_seen_is_taken(see: See) -> None:
+    see(1)
+    assert find_device("auto", 0, 1)[0] == find_device("auto", 5, 8)[0] == FIRST
+
+
+def test_leaves_of_an_emulated_cluster_share_devices(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
+    see(2)
+    monkeypatch.setenv("ZEROMESH_LAB", "zmlab-1-0")
+    assert find_device("auto", 0, 1)[0] == CPU
+    assert find_device("cuda", 0, 1)[0] == FIRST
+
+
+def test_dies_of_a_card_and_parts_of_a_die_are_told_apart(see: See) -> None:
+    see(2)
+    names = {find_device("auto", rank, 2)[1].identity for rank in (0, 1, 0)}
+    assert len(names) == 2 and all(name.endswith("/the card's") for name in names)
+    see(1, pci_bus_id=1, uuid="one part")
+    part = find_device("auto", 0, 1)[1].identity
+    see(1, pci_bus_id=1, uuid="another")
+    assert part != find_device("auto", 0, 1)[1].identity
+
+
+def agree(*claims: Claim) -> list[str]:
+    """What each rank is told; nothing where all is well."""
+    store, world = HashStore(), len(claims)
+
+    def on_rank(rank: int) -> str:
+        try:
+            agree_on_device(claims[rank], store, rank, world)
+        except InputError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(on_rank, range(world)))
+
+
+def own(place: int, kind: str = "cuda") -> Claim:
+    return Claim(type=kind, identity=f"machine/{place}")
+
+
+NONE = Claim(type="cpu")
+
+
+@pytest.mark.parametrize("claims", [[own(0), own(2), own(1)], [NONE, NONE], [NONE], [own(0)]])
+def test_all_have_one_or_none_has(claims: list[Claim]) -> None:
+    assert agree(*claims) == [""] * len(claims)
+
+
+@pytest.mark.parametrize(
+    ("claims", "wrong"),
+    [
+        ([own(0)] * 4, "of 4 ranks, 0, 1, 2, 3 share one"),  # four local processes: each sees one and no other
+        ([own(0)] * 11, "of 11 ranks, 0, 1, 2, 3, 4, 5, 6, 7 and 3 more share one"),
+        ([own(0), NONE, own(1)], "of 3 ranks, 1 see none"),
+        ([own(2), own(2), own(0), NONE], "of 4 ranks, 0, 1 share one; 3 see none"),
+        ([own(0), own(1), own(3, "xpu")], "of 3 ranks, 2 see xpu where others see cuda"),
+    ],
+)
+def test_a_mix_is_an_error_on_every_rank(claims: list[Claim], wrong: str) -> None:
+    told = agree(*claims)
+    assert len(set(told)) == 1 and f"{wrong}. Start no more ranks on a machine than it has devices" in told[0]
+    assert "under srun they are SLURM_LOCALID" in told[0] and 'run.device = "cpu"' in told[0]
+
+
+def test_who_has_none_and_should_says_why(see: See) -> None:
+    """Nobody computes on the CPU of a machine with devices without having said so."""
+    see(2)
+    few = [find_device("auto", rank, 3)[1] for rank in range(3)]
+    assert all("of 3 ranks, 0, 1, 2 are 3 on a machine of 2 devices. Start" in told for told in agree(*few))
+    other = find_device("xpu", 0, 1)[1]
+    assert "0 are to have a device of type xpu, where torch sees 2 of type cuda." in agree(other)[0]
+    see(0)
+    assert "0 are to have a device of type cuda, where torch sees none." in agree(find_device("cuda", 0, 1)[1])[0]
+
+
+def test_a_device_has_a_name_and_a_backend(see: See) -> None:
+    see(1)
+    assert [device_name(device) for device in (CPU, FIRST)] == ["CPU", "GPU 0"]
+    assert [backend_for(device) for device in (CPU, FIRST)] == ["gloo", "cpu:gloo,cuda:nccl"]
