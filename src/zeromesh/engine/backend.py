@@ -39,6 +39,7 @@ from zeromesh.engine.chain import (
     unshard_chain,
 )
 from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.leaf import ClosedLeaf, Leaf, take_grads
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import ModelError
 from zeromesh.schedule import LaneKind, Op, Reducing, Reduction, lane_axes
@@ -64,12 +65,14 @@ class UnitShards:
         name: of the unit.
         buffers: its flat buffers.
         used: by (buffer, parameter): whether it has had a gradient in this step.
+        versions: of what is `watched`, as the unit came into use.
         accepted: whether an optimizer has stepped since gradients were shown.
     """
 
     name: str
     buffers: list[FlatShards]
     used: list[list[bool]] = field(init=False)
+    versions: list[int] = field(default_factory=list)
     accepted: bool = True
 
     def __post_init__(self) -> None:
@@ -86,14 +89,30 @@ class UnitShards:
         ]
 
     @cached_property
-    def in_slot(self) -> nn.Parameter | None:
-        """A leaf over the unit's slot, whose version is the slot's; None where no slot is shared with others."""
+    def in_slot(self) -> Leaf | None:
+        """A leaf over the unit's slot, whose version is the slot's; None where nothing is gathered."""
         leaves = (b.leaves[0] for b in self.buffers if b.leaves and b.full.data_ptr() != b.params.data_ptr())
         leaf = next(leaves, None)
         return None if leaf is None or leaf.is_inference() else leaf
 
     @cached_property
-    def trained_leaves(self) -> list[nn.Parameter]:
+    def watched(self) -> list[Leaf]:
+        """Leaves whose versions together are those of all memory that the unit computes with."""
+        return [
+            leaf
+            for buffer in self.buffers
+            for leaf in (buffer.leaves[:1] if buffer.full.data_ptr() != buffer.params.data_ptr() else buffer.leaves)
+            if not leaf.is_inference()
+        ]
+
+    @cached_property
+    def closing(self) -> list[Leaf]:
+        """Leaves over memory that others use when the unit does not: [Note: Leaves]."""
+        gathered = [buffer for buffer in self.buffers if buffer.full.data_ptr() != buffer.params.data_ptr()]
+        return [leaf for buffer in gathered for leaf in buffer.leaves]
+
+    @cached_property
+    def trained_leaves(self) -> list[Leaf]:
         return [leaf for buffer in self.buffers if buffer.spec.trainable for leaf in buffer.leaves]
 
     def begin_step(self) -> None:
@@ -226,31 +245,45 @@ class DeviceBackend:
         ticket.wait()
 
     def use(self, unit: int) -> None:
-        sites = self.units[unit].sites
+        shards = self.units[unit]
+        sites = shards.sites
         for params, key, leaf, param, _ in sites:
             held = params.get(key)
             if held is not param and held is not leaf:
-                raise _replaced(self.units[unit], param)
+                raise _replaced(shards, param)
         for params, key, leaf, _, _ in sites:
             params[key] = leaf
-        in_slot = self.units[unit].in_slot
+        for leaf in shards.closing:
+            leaf.__class__ = Leaf
+        in_slot = shards.in_slot
         # Not again where nothing has been gathered since: it counts changes in place.
         if in_slot is not None and in_slot._version >> _VERSION_BITS != unit + 1:
             _set_version(in_slot, unit + 1 << _VERSION_BITS)
+        shards.versions = [leaf._version for leaf in shards.watched]
 
     def require_in_place(self, unit: int) -> None:
-        """Raises ModelError where a forward of the unit has put other parameters, or other memory, in their place."""
-        for params, key, leaf, param, address in self.units[unit].sites:
+        """Raises ModelError where a forward of the unit has put other parameters, memory or values in their place."""
+        shards = self.units[unit]
+        for params, key, leaf, param, address in shards.sites:
             held = params.get(key)
             if held is not param and (held is not leaf or leaf.data_ptr() != address):
-                raise _replaced(self.units[unit], param)
+                raise _replaced(shards, param)
+        if shards.versions != [leaf._version for leaf in shards.watched]:
+            raise ModelError(
+                f"the forward of unit {shards.name or '(root)'!r}, or a hook of it, has written to its parameters, "
+                f"which the masters would never see: change the model's parameters in place between steps, on all "
+                f"ranks, or compute with a changed copy, as torch.nn.utils.parametrize does"
+            )
 
     def unuse(self, unit: int) -> None:
         for params, key, _, param, _ in self.units[unit].sites:
             params[key] = param
+        for leaf in self.units[unit].closing:
+            leaf.__class__ = ClosedLeaf
 
     def has_grads(self, unit: int) -> bool:
-        return any(leaf.grad is not None for leaf in self.units[unit].trained_leaves)
+        with torch._C.DisableTorchFunctionSubclass():  # else closed leaves take a detour
+            return any(leaf.grad is not None for leaf in self.units[unit].trained_leaves)
 
     def agree(self, words: Tensor) -> Ticket:
         """Replaces `words` by their maximum over all ranks, after the reductions that were issued before."""
@@ -275,19 +308,17 @@ class DeviceBackend:
     def drop_leaf_grads(self) -> None:
         """What a backward that did not end has left."""
         for unit in self.units:
-            for leaf in unit.trained_leaves:
-                leaf.grad = None
+            take_grads(unit.trained_leaves)
 
     def _collect(self, unit: int, index: int, factor: float, *, accumulate: bool) -> None:
         """Moves the gradients that autograd has left on a buffer's leaves to where they are reduced."""
         shards, buffer = self.units[unit], self.units[unit].buffers[index]
         homes, missing, grads = list[Tensor](), list[Tensor](), list[Tensor]()
-        for position, (leaf, home) in enumerate(zip(buffer.leaves, buffer.homes, strict=True)):
-            grad = leaf.grad
+        found = take_grads(buffer.leaves)
+        for position, (grad, home) in enumerate(zip(found, buffer.homes, strict=True)):
             if grad is None:
                 missing.append(home)
                 continue
-            leaf.grad = None
             if unit in self.stale:
                 _require_unchanged(buffer.optimizer_params[position], self.stale[unit])
             shards.used[index][position] = True

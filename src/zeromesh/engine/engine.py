@@ -33,6 +33,7 @@ from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.control import Control
 from zeromesh.engine.guard import SlotGuard
 from zeromesh.engine.hooks import as_python
+from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
 from zeromesh.errors import MismatchError, ModelError, OptimizerError
@@ -137,7 +138,7 @@ class Engine:
         """Trainable parameters, by name, that came into the model after it was sharded."""
         model = self.model()
         for name, param in () if model is None else model.named_parameters():
-            own = isinstance(param, ShardedParameter) or hasattr(param, "_zeromesh_leaf")
+            own = isinstance(param, ShardedParameter | Leaf)
             if param.requires_grad and not own:
                 yield name, param
 

@@ -23,6 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.param import ShardedGrad, ShardedParameter, leave_memory, make_slice, return_memory
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.schedule import FlatBuffer, Placed
@@ -63,7 +64,7 @@ class FlatShards:
     owed: Tensor | None = None
     full: Tensor = field(init=False)
     waiting: Tensor | None = None
-    leaves: list[nn.Parameter] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
     optimizer_params: list[ShardedParameter] = field(default_factory=list)
     optimizer_grads: list[ShardedGrad] = field(default_factory=list)
     noise: dict[str, torch.Generator] = field(default_factory=dict)
@@ -163,8 +164,8 @@ class FlatShards:
         for place in self.places:
             whole = self.params.data if full is None else full
             view = whole[place.start : place.stop].view(place.shape)
-            leaf = nn.Parameter(view, requires_grad=self.spec.trainable)
-            leaf._zeromesh_leaf = place.info.name  # type: ignore[attr-defined]  # for messages
+            leaf: Leaf = torch.Tensor._make_subclass(Leaf, view, self.spec.trainable)
+            leaf.full_name = place.info.name
             _carry_attributes(place.info.param, leaf)
             self.leaves.append(leaf)
 

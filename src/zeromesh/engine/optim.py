@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from zeromesh.engine.hooks import as_python
+from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
 from zeromesh.engine.units import DTYPE_NAMES
 from zeromesh.errors import OptimizerError
@@ -260,12 +261,11 @@ def _check(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__name__} holds {retired!r} as it was before zm.shard, so the sharded model would "
                 f"never be updated: make the optimizer after zm.shard, from model.parameters()"
             )
-        leaf = getattr(param, "_zeromesh_leaf", None)
-        if leaf is not None:
+        if isinstance(param, Leaf):
             raise OptimizerError(
-                f"{type(optimizer).__name__} holds the gathered copy of {leaf!r}, so the sharded model would never be "
-                f"updated: it was made inside a forward, or after one that was interrupted. Call zm.refresh(model), "
-                f"which ends that forward, then make the optimizer again from model.parameters()"
+                f"{type(optimizer).__name__} holds the gathered copy of {param.full_name!r}, so the sharded model "
+                f"would never be updated: it was made inside a forward, or after one that was interrupted. Call "
+                f"zm.refresh(model), which ends that forward, then make the optimizer again from model.parameters()"
             )
     _require_reduced(optimizer, (param for param in params if type(param) is not ShardedParameter))
     if any(type(param) is ShardedParameter for param in params):
