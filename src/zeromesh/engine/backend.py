@@ -64,6 +64,7 @@ class UnitShards:
     Args:
         name: of the unit.
         buffers: its flat buffers.
+        shares_slot: whether other units are gathered into its slot.
         used: by (buffer, parameter): whether it has had a gradient in this step.
         versions: of what is `watched`, as the unit came into use.
         accepted: whether an optimizer has stepped since gradients were shown.
@@ -71,6 +72,7 @@ class UnitShards:
 
     name: str
     buffers: list[FlatShards]
+    shares_slot: bool = False
     used: list[list[bool]] = field(init=False)
     versions: list[int] = field(default_factory=list)
     accepted: bool = True
@@ -98,6 +100,8 @@ class UnitShards:
     @cached_property
     def watched(self) -> list[Leaf]:
         """Leaves whose versions together are those of all memory that the unit computes with."""
+        if any(place.info.rewritten for buffer in self.buffers for place in buffer.places):
+            return []
         return [
             leaf
             for buffer in self.buffers
@@ -108,8 +112,7 @@ class UnitShards:
     @cached_property
     def closing(self) -> list[Leaf]:
         """Leaves over memory that others use when the unit does not: [Note: Leaves]."""
-        gathered = [buffer for buffer in self.buffers if buffer.full.data_ptr() != buffer.params.data_ptr()]
-        return [leaf for buffer in gathered for leaf in buffer.leaves]
+        return [leaf for buffer in self.buffers for leaf in buffer.leaves] if self.shares_slot else []
 
     @cached_property
     def trained_leaves(self) -> list[Leaf]:

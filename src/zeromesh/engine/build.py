@@ -154,7 +154,7 @@ def _fill_shards(
     """Unit by unit, so that at most one unit is whole on any rank beside what the model already held."""
     materialiser = Materialiser(model, modules, device, init, control.rank == 0)
     inside = modules_by_unit(model, modules)
-    shards = []
+    shards = list[UnitShards]()
     for module, unit, placed in zip(modules, schedule.units, schedule.placed, strict=True):
         buffers = []
         materialiser.unit(module, inside[module.name])
@@ -166,7 +166,8 @@ def _fill_shards(
         if device.type != "cpu":
             # A device's collectives are timed from when they are issued: the last unit's would have to wait for all.
             torch.accelerator.current_stream(device).synchronize()
-        shards.append(UnitShards(name=unit.name, buffers=buffers))
+        shares = schedule.shares_slot(len(shards))
+        shards.append(UnitShards(name=unit.name, buffers=buffers, shares_slot=shares))
     materialiser.rest()
     message = control.say(materialiser.error)
     if message:

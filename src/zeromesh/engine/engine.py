@@ -225,7 +225,8 @@ class Engine:
 
         self._watched.add(unit)
         for leaf in self.backend.units[unit].trained_leaves:
-            leaf.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch leaves it so
+            with torch._C.DisableTorchFunctionSubclass():  # it may be closed by now
+                leaf.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch leaves it so
 
     def pre_backward(self, call: Call) -> None:
         """The gradient has arrived of an output of `call`."""

@@ -63,11 +63,13 @@ class ParamInfo:
         param: as the model had it.
         sites: every place that holds it: the `_parameters` of the owning module, and the key. Dicts, not modules, so
             that the engine does not keep the model alive.
+        rewritten: by each forward, alike on all ranks: frozen rows that an embedding renormalises.
     """
 
     names: tuple[str, ...]
     param: nn.Parameter
     sites: tuple[tuple[dict[str, nn.Parameter | None], str], ...]
+    rewritten: bool = False
 
     @property
     def name(self) -> str:
@@ -203,7 +205,8 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit], precision: Pre
         home = places[0][2] if len({place[2] for place in places}) == 1 else model
         # A module that is registered twice has two names and one site.
         sites = tuple({(id(owner), key): (owner._parameters, key) for owner, key, _, _ in places}.values())
-        info = ParamInfo(names=tuple(place[3] for place in places), param=param, sites=sites)
+        rewritten = any(getattr(owner, "max_norm", None) is not None for owner, *_ in places)
+        info = ParamInfo(names=tuple(place[3] for place in places), param=param, sites=sites, rewritten=rewritten)
         units[home].groups.setdefault((precision.alike(param.dtype), param.requires_grad), []).append(info)
     for unit in units.values():
         for infos in unit.groups.values():

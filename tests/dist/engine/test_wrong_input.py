@@ -236,7 +236,7 @@ def test_optimizer_that_is_not_elementwise(kind):
     if kind == "Muon":
         params = [param for param in params if param.ndim == 2]
     if kind == "custom":
-        optimizer = type("Lamb", (torch.optim.SGD,), {"__module__": "elsewhere"})(params, lr=0.1)
+        optimizer = type("Lamb", (torch.optim.SGD,), {"__module__": "elsewhere", "step": lambda self, closure: None})(params, lr=0.1)
     else:
         optimizer = getattr(torch.optim, kind)(params)
     backward(model, CASE, 0)
@@ -252,7 +252,8 @@ def test_optimizer_that_is_not_elementwise(kind):
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_optimizer_that_the_user_vouches_for():
     model = shard(CASE.build(), "node=3")
-    own = type("Mine", (torch.optim.SGD,), {"__module__": "elsewhere"})
+    step = torch.optim.SGD.step
+    own = type("Mine", (torch.optim.SGD,), {"__module__": "elsewhere", "step": lambda self, closure=None: step(self)})
     optimizer = zm.elementwise(own(model.parameters(), lr=0.1))
     backward(model, CASE, 0)
     optimizer.step()

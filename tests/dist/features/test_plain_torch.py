@@ -498,8 +498,10 @@ def test_rows_that_a_forward_renormalises_in_place():
     zm.shard(model, mesh(), "node=3")(torch.arange(8)).sum().backward()
 
 
+@pytest.mark.parametrize("way", ["in place", "data"])
+@STAGES
 @on_ranks(2)
-def test_autograd_still_sees_what_a_forward_changes_in_place():
+def test_a_forward_that_writes_to_its_weights_is_told(strategy, way):
     class Changing(nn.Module):
         def __init__(self):
             super().__init__()
@@ -508,12 +510,55 @@ def test_autograd_still_sees_what_a_forward_changes_in_place():
         def forward(self, x):
             out = torch.tanh(self.lin(x))
             with torch.no_grad():
-                self.lin.weight.clamp_(-0.1, 0.1)
+                (self.lin.weight if way == "in place" else self.lin.weight.data).clamp_(-0.1, 0.1)
             return out
 
-    model = zm.shard(nn.Sequential(Changing(), Changing()).double(), mesh(), "node=3", units=[Changing])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    blocks = nn.Sequential(Changing(), Changing()).double()
+    model = zm.shard(blocks, mesh(), strategy, units=[Changing], bucket_bytes=0)
+    with pytest.raises(ModelError, match=r"the forward of unit '0', .* has written to its parameters.*parametrize"):
         model(inputs().requires_grad_()).sum().backward()
+
+
+@on_ranks(2)
+def test_a_gathered_parameter_that_was_kept_computes_nothing():
+    """In memory that another block's parameters are in by now; where it has its own it is what it was."""
+    kept = {}
+
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            kept.setdefault("bias", self.lin.bias)
+            return torch.tanh(self.lin(x))
+
+    class Using(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Keeping() for _ in range(4))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x + kept["bias"]
+
+    plain = Using().double()
+    for strategy in ("node=3", "node=1"):
+        model = zm.shard(copy.deepcopy(plain), mesh(), strategy, units=[Keeping], bucket_bytes=0)
+        kept.clear()
+        if strategy == "node=3":
+            for grad in (True, False):
+                with (
+                    torch.set_grad_enabled(grad),
+                    pytest.raises(ModelError, match=r"add of the gathered blocks\.0\.lin\.bias, which was kept"),
+                ):
+                    model(inputs())
+            continue
+        backward(model)
+        kept.clear()
+        backward(plain)
+        same_grads(model, plain)
 
 
 class Wrapped(nn.Module):
