@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zeromesh.checkpoint import extra
 from zeromesh.checkpoint.collect import STATE, aliases_of, collect
 from zeromesh.checkpoint.groups import describe_groups, groups_for_torch, read_groups, restore_groups
 from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
@@ -116,7 +117,7 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, Any] | None = None) -> None:
         """Copies everything to host memory and returns; the copy is written in the background.
 
-        Saves parameters, buffers, optimizer states and options, and the ranks' random states.
+        Saves parameters, buffers, modules' extra states, optimizer states and options, and the ranks' random states.
 
         Args:
             step: optimizer steps done; names the checkpoint.
@@ -133,6 +134,7 @@ class Checkpoints:
         engine.interpreter.quiesce()
         collected = collect(self._model, engine, self._optimizers)
         collected.pieces += random_pieces(engine.control.rank)
+        collected.pieces += extra.extra_pieces(self._model) if engine.control.rank == 0 else []
         plain = {"user": to_plain(state or {}, "state"), "groups": describe_groups(self._optimizers)}
         snapshot = Snapshot(
             step=step,
@@ -188,6 +190,7 @@ class Checkpoints:
             user[:] = [_read_state(reader)]
             restore_model(self._model, self._engine, reader)
             restore_optimizers(self._engine, self._optimizers, reader)
+            _restore_extra(self._model, reader)
             if optimizer_options:
                 restore_groups(self._optimizers, options, reader.where)
             if random_states and reader.manifest.about.get("world") == self._engine.control.size:
@@ -259,6 +262,17 @@ def _read_state(reader: Reader) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise DamagedError(f"{reader.where}: its state must be a dict; got {type(state).__name__}")
     return state
+
+
+def _restore_extra(model: nn.Module, reader: Reader) -> None:
+    try:
+        pieces = extra.empty_pieces({name: entry.shape for name, entry in reader.manifest.tensors.items()})
+        reader.fill(pieces)
+        extra.restore_extra(model, pieces)
+    except DamagedError:
+        raise
+    except CheckpointError as error:
+        raise DamagedError(f"{reader.where}: {error}") from error
 
 
 def _restore_random(rank: int, reader: Reader) -> None:

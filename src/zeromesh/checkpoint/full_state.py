@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeromesh.checkpoint.extra import extra_states, set_extra_states
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
@@ -15,8 +17,9 @@ from zeromesh.errors import ModelError, nearest
 from zeromesh.model.module_units import clean_name
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters (in the master's dtype) and buffers, whole, on the CPU of the mesh's first rank.
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """All parameters (in the master's dtype) and buffers, whole, on the CPU of the mesh's first rank, and its modules'
+    extra states.
 
     Every rank calls it; at most one flat buffer is whole on a device at a time.
 
@@ -30,7 +33,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     engine = engine_of(model)
     engine.require_own()
     engine.interpreter.quiesce()
-    state: dict[str, Tensor] = {}
+    state: dict[str, Any] = {}
     for buffer in _buffers(engine):
         values = _gather(engine, buffer)
         if engine.control.rank == 0:
@@ -39,11 +42,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 state.update(dict.fromkeys(place.info.names, whole))
     if engine.control.rank == 0:
         state.update({name: b.detach().to("cpu", copy=True) for name, b in persistent_buffers(model)})
+        state |= extra_states(model)
         state = {name: state[name] for name in model.state_dict() if name in state}
     return state
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Takes whole tensors from the mesh's first rank; the others' `state` is not looked at.
 
     Raises:
@@ -64,6 +68,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if engine.control.rank == 0:
             held.copy_(state[name])
         engine.control.broadcast(held)
+    own = extra_states(model)
+    set_extra_states(model, engine.control.say({name: state.get(name) for name in own}))
     engine.changed()
 
 
@@ -93,25 +99,26 @@ def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
     return engine.control.reduce(values)
 
 
-def _require_match(engine: Engine, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def _require_match(engine: Engine, model: nn.Module, state: Mapping[str, Any]) -> None:
     """The first rank compares, all raise."""
     message = ""
     if engine.control.rank == 0:
         shapes = {n: p.shape for b in _buffers(engine) for p in b.places for n in p.info.names}
         shapes |= {name: buffer.shape for name, buffer in persistent_buffers(model)}
-        message = _mismatch({name: tuple(shape) for name, shape in shapes.items()}, state)
+        extra = dict.fromkeys(extra_states(model))
+        message = _mismatch({name: tuple(shape) for name, shape in shapes.items()} | extra, state)
     message = engine.control.say(message)
     if message:
         raise ModelError(message)
 
 
-def _mismatch(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]) -> str:
+def _mismatch(shapes: Mapping[str, tuple[int, ...] | None], state: Mapping[str, Any]) -> str:
     for name in state:
         if name not in shapes:
             return f"the model has no parameter or buffer {name!r}: {nearest(name, shapes)}"
     for name, shape in shapes.items():
         if name not in state:
             return f"the state has no {name!r}, which the model has: {nearest(name, state)}"
-        if tuple(state[name].shape) != shape:
+        if shape is not None and tuple(state[name].shape) != shape:
             return f"{name} must have shape {shape}; the state's has {tuple(state[name].shape)}"
     return ""

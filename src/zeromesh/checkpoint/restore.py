@@ -115,6 +115,9 @@ def _state_targets(
         number = entry.shape == () and (shape != () or key in _NUMBERS)
         if not number and entry.shape != shape:
             raise CheckpointError(f"{reader.where}: {name} must have shape {shape} or (); it has {entry.shape}")
+        model = reader.manifest.tensors.get(MODEL + name.removeprefix(STATE).rpartition(".")[0])
+        if not number and model is not None and entry.dtype == model.dtype:
+            dtype = local.dtype  # as the optimizer makes it: like the parameter, which may have another one than saved
         sizes = () if number else (local.numel(),)
         tensor = _in_place(present.get(key), sizes, dtype, number_device if number else local.device)
         start = 0 if number else param.flat_start

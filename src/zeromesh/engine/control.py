@@ -83,12 +83,12 @@ class Control:
             if sent is not values:
                 values.copy_(sent)
 
-    def say(self, text: str) -> str:
-        """The first rank's text, on every rank."""
-        texts = [text]
+    def say(self, value: ResultT) -> ResultT:
+        """What the first rank says, on every rank."""
+        values = [value]
         if self.group is not None:
-            dist.broadcast_object_list(texts, src=self.source, group=self.group)
-        return texts[0]
+            dist.broadcast_object_list(values, src=self.source, group=self.group)
+        return values[0]
 
     def together(self, attempt: Callable[[], ResultT], *, left: str = "Nothing was sharded") -> ResultT:
         """What `attempt` returns, if it raises nothing on any rank. `left` says what has become of the model else.

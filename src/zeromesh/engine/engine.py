@@ -32,7 +32,7 @@ from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.control import Control
 from zeromesh.engine.guard import SlotGuard
-from zeromesh.engine.hooks import as_python
+from zeromesh.engine.hooks import OutputHook, as_python, put_first
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
@@ -202,11 +202,11 @@ class Engine:
             )
 
     def _watch_outputs(self, call: Call, tensors: Iterable[Tensor]) -> None:
-        hook = _OutputHook(weakref.ref(self), call)
+        hook = OutputHook(weakref.ref(self), call)
         for tensor in tensors:
             handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
             # A unit that hands on what it was given has its output in common with the one before, and begins first.
-            _put_first(tensor._backward_hooks or {}, handle.id)
+            put_first(tensor._backward_hooks or {}, handle.id)
             if tensor.grad_fn is None:  # a leaf outlives the graph, and so would the hook
                 before = self._on_leaves.pop((call.unit, id(tensor)), None)
                 if before is not None:
@@ -482,25 +482,3 @@ def _storage(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse ones, subclasses, those of torch.func
         return 0
-
-
-def _put_first(entries: dict[int, T], key: int) -> None:
-    """By taking the others out: autograd reads an ordered dict as a plain one, which `move_to_end` leaves as it is."""
-    for other in [other for other in entries if other != key]:
-        entries[other] = entries.pop(other)
-
-
-@dataclass(slots=True)
-class _OutputHook:
-    """On each output of one call of a unit: reports the first gradient that arrives in a backward."""
-
-    engine: weakref.ref[Engine]
-    call: Call
-    task: int = -1
-
-    @as_python
-    def __call__(self, grad: Tensor) -> None:
-        engine, task = self.engine(), torch._C._current_graph_task_id()
-        if engine is not None and task != self.task:
-            self.task = task
-            engine.pre_backward(self.call)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
 from zeromesh.engine.containers import CastCalls, tensors_of
@@ -16,10 +17,12 @@ from zeromesh.errors import CommunicationError, ModelError
 
 if TYPE_CHECKING:
     from zeromesh.engine.engine import Engine
+    from zeromesh.schedule import Call
 
 _AS_PYTHON = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 """A function's, and that of whatever it calls."""
 
+T = TypeVar("T")
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 
@@ -76,3 +79,25 @@ def _alive(reference: weakref.ref[Engine]) -> Engine:
     if engine is None:
         raise ModelError("this module was part of a sharded model that has been deleted, and its parameters with it")
     return engine
+
+
+@dataclass(slots=True)
+class OutputHook:
+    """On each output of one call of a unit: reports the first gradient that arrives in a backward."""
+
+    engine: weakref.ref[Engine]
+    call: Call
+    task: int = -1
+
+    @as_python
+    def __call__(self, grad: Tensor) -> None:
+        engine, task = self.engine(), torch._C._current_graph_task_id()
+        if engine is not None and task != self.task:
+            self.task = task
+            engine.pre_backward(self.call)
+
+
+def put_first(entries: dict[int, T], key: int) -> None:
+    """By taking the others out: autograd reads an ordered dict as a plain one, which `move_to_end` leaves as it is."""
+    for other in [other for other in entries if other != key]:
+        entries[other] = entries.pop(other)
