@@ -43,7 +43,7 @@ class Scaled(nn.Module):
 def net(extra: Any = None, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), Scaled(extra)).to(dtype)
-    return zm.shard(model, None, "node=3", master_dtype=dtype)
+    return zm.shard(model, None, "node=3", master_dtype=dtype, grad_dtype=dtype)
 
 
 def same(ours: Any, theirs: Any) -> bool:
