@@ -20,7 +20,7 @@ penalty that a forward computes and does not return, a block whose outputs no ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -113,6 +113,11 @@ class UnitShards:
     def closing(self) -> list[Leaf]:
         """Leaves over memory that others use when the unit does not: [Note: Leaves]."""
         return [leaf for buffer in self.buffers for leaf in buffer.leaves] if self.shares_slot else []
+
+    @cached_property
+    def leaf_of(self) -> dict[nn.Parameter, Leaf]:
+        """What the unit computes with in the place of each of the optimizer's parameters."""
+        return {p: leaf for b in self.buffers for p, leaf in zip(b.optimizer_params, b.leaves, strict=True)}
 
     @cached_property
     def trained_leaves(self) -> list[Leaf]:
@@ -264,7 +269,19 @@ class DeviceBackend:
             _set_version(in_slot, unit + 1 << _VERSION_BITS)
         shards.versions = [leaf._version for leaf in shards.watched]
 
-    def require_in_place(self, unit: int) -> None:
+    def require_usable(self, unit: int, outputs: Iterable[Tensor]) -> None:
+        """Raises ModelError where a forward has put other parameters in their place, or hands out what outlives the
+        unit's turn in its slot."""
+        self._require_in_place(unit)
+        shards = self.units[unit]
+        slots = {_storage(buffer.full) for buffer in shards.buffers} if shards.shares_slot else set()
+        if any(_storage(tensor) in slots for tensor in outputs):
+            raise ModelError(
+                f"unit {shards.name!r} returns a parameter of its own, or a view of one, in memory that other units' "
+                f"parameters will use: return a clone, or name the unit in zm.shard(resident=[...])"
+            )
+
+    def _require_in_place(self, unit: int) -> None:
         """Raises ModelError where a forward of the unit has put other parameters, memory or values in their place."""
         shards = self.units[unit]
         for params, key, leaf, param, address in shards.sites:
@@ -399,3 +416,11 @@ def _replaced(unit: UnitShards, param: nn.Parameter) -> ModelError:
 def _run(jobs: Sequence[Job]) -> None:
     for job in jobs:
         job()
+
+
+def _storage(tensor: Tensor) -> int:
+    """The address of what a tensor is a view of; 0 of one that has no memory of its own kind."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse ones, subclasses, those of torch.func
+        return 0

@@ -22,14 +22,16 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
+from zeromesh.engine.containers import tensors_of
 from zeromesh.engine.control import Control
 from zeromesh.engine.guard import SlotGuard
 from zeromesh.engine.hooks import OutputHook, as_python, put_first
@@ -173,7 +175,7 @@ class Engine:
         outputs = None if outputs is None else list(outputs)
         try:
             if outputs:
-                self._require_usable(unit, outputs)
+                self.backend.require_usable(unit, outputs)
         except ModelError:
             self.interpreter.post_forward(unit, backward=False)
             raise
@@ -188,18 +190,36 @@ class Engine:
         elif traced and unit not in self._watched:
             self._watch_leaves(unit)
 
-    def _require_usable(self, unit: int, outputs: Iterable[Tensor]) -> None:
-        """Raises ModelError where a forward has put other parameters in their place, or hands out what outlives the
-        unit's turn in its slot."""
-        self.backend.require_in_place(unit)
-        if not self.schedule.shares_slot(unit):
-            return
-        slots = {buffer.full.untyped_storage().data_ptr() for buffer in self.backend.units[unit].buffers}
-        if any(_storage(tensor) in slots for tensor in outputs):
-            raise ModelError(
-                f"unit {self.backend.units[unit].name!r} returns a parameter of its own, or a view of one, in memory "
-                f"that other units' parameters will use: return a clone, or name the unit in zm.shard(resident=[...])"
-            )
+    def runs(self) -> bool:
+        """Whether a forward of the model or of a unit runs, or one is repeated in the backward: on all ranks alike."""
+        if self._backward is not None and torch._C._current_graph_task_id() != -1:
+            return True
+        if self.interpreter.forward is not None:
+            self._end_interrupted()
+        return self.interpreter.forward is not None
+
+    def on_demand(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`function` of whole parameters in the place of their slices: a call of their units."""
+        units = dict[int, None]()
+
+        def leaf(param: ShardedParameter) -> Tensor:
+            if param.engine() is not self:
+                return param
+            if param.unit not in units:
+                units[param.unit] = None
+                self.pre_forward(param.unit, outermost=False)
+            found: Tensor = self.backend.units[param.unit].leaf_of[param]
+            return found
+
+        outputs: list[Tensor] | None = None
+        try:
+            args, kwargs = tree_map_only(ShardedParameter, leaf, (args, kwargs))
+            result = function(*args, **kwargs)
+            outputs = list(tensors_of(result))
+        finally:
+            for unit in reversed(units):
+                self.post_forward(unit, outputs)
+        return result
 
     def _watch_outputs(self, call: Call, tensors: Iterable[Tensor]) -> None:
         hook = OutputHook(weakref.ref(self), call)
@@ -474,11 +494,3 @@ class Engine:
         for unit in self.backend.units:
             unit.forget_owed()
         self.stepped(list(self.optimizer_params()))
-
-
-def _storage(tensor: Tensor) -> int:
-    """The address of what a tensor is a view of; 0 of one that has no memory of its own kind."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse ones, subclasses, those of torch.func
-        return 0

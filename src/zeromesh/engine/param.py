@@ -12,6 +12,9 @@ the gradient from then on, and `p.grad.isnan().any()` raises rather than let ran
 and `p.detach()`. Copies and new tensors (`clone`, `to`, `zeros_like`) are this rank's own, as optimizers' states are.
 
 A write to a parameter, or through what shows its values, tells the engine, which brings copies up to date.
+
+Inside a forward of the model nothing is refused: what computes with a parameter whose unit is not open opens it for as
+long as it takes, as a call of the unit. All ranks run the same forward; elsewhere one of them may be alone.
 """
 
 from __future__ import annotations
@@ -88,6 +91,8 @@ class _Slice(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         act, kwargs = _ALLOWED.get(func), kwargs or {}
+        if act in _GATHERS and (engine := _running_engine(args, kwargs)) is not None:
+            return engine.on_demand(func, args, kwargs)
         if act is None:
             raise _refusal(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -214,6 +219,15 @@ def _no_gradient(name: str, owner: str) -> ModelError:
         f"it and gets no gradient: compute it under torch.no_grad(), or inside that forward; for a penalty on weights "
         f"use the optimizer's weight_decay"
     )
+
+
+def _running_engine(args: Any, kwargs: Any) -> Any:
+    """Of the first parameter among the arguments, if its model computes now."""
+    for arg in _flat([args, [*kwargs.values()]]):
+        if type(arg) is ShardedParameter:
+            engine = arg.engine()
+            return engine if engine is not None and engine.runs() else None
+    return None
 
 
 def _refusal(func: Any, args: Any, kwargs: Any = MappingProxyType({})) -> OptimizerError:
@@ -408,4 +422,7 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _no_hook: [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook],
     _no_grad_of: [torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward],
 }
+_GATHERS = (None, _compute, _make, _norm, _show)
+"""What computes with values, in a forward with those of the whole parameter."""
+
 _ALLOWED = {function: kind for kind, functions in _KINDS.items() for function in functions}

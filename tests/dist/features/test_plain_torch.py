@@ -15,9 +15,11 @@ from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
-from tests.dist.features.parity import close, local_part
+from tests.dist.features.parity import BOUND, close, local_part
 from tests.dist.features.test_misuse import ActorCritic, STAGES, WIDTH, chain, inputs, mesh, same_grads, sgd, sharded
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.api import engine_of
@@ -612,6 +614,54 @@ def test_a_model_whose_outputs_no_hook_can_see(strategy, beside):
         for each in (optimizer, expected):
             each.step()
             each.zero_grad()
+
+
+# ---- parameters of units that are not open
+
+
+class Featured(nn.Module):
+    """Blocks whose forward is never called, and a head whose weight is taken by rows, as chunked losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.lm_head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x, again=False):
+        for block in self.blocks:
+            x = torch.tanh(functional.linear(x, block.weight, block.bias)) + self.blocks[1].bias
+        if again:
+            x = checkpoint(lambda x: torch.tanh(x @ self.blocks[2].weight), x, use_reentrant=False)
+        parts = [x @ self.lm_head.weight[rows].t() for rows in (slice(0, 5), slice(5, 8))]
+        return torch.cat(parts, -1) + self.lm_head.weight.sum()
+
+
+@pytest.mark.parametrize("again", [False, True])
+@STAGES
+@on_ranks(2)
+def test_what_a_forward_needs_of_other_units_is_gathered(strategy, again):
+    """In the order in which all ranks ask for it; outside of a forward it is refused."""
+    torch.manual_seed(0)
+    plain = Featured().double()
+    model = zm.shard(copy.deepcopy(plain), mesh(), strategy, units=[nn.Linear], resident=["lm_head"], bucket_bytes=0)
+    expected, optimizer = sgd(plain), sgd(model)
+    for step in range(2):
+        with torch.no_grad():
+            close(model(inputs(step), again), plain(inputs(step), again), "outputs", BOUND)
+        for each in (model, plain):
+            each(inputs(10 * step + dist.get_rank()), again).square().sum().backward()
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if theirs.grad is None:
+                assert ours.grad is None, name
+                continue
+            dist.all_reduce(theirs.grad)
+            theirs.grad /= 2
+            close(ours.grad.local, local_part(ours, theirs.grad), name, BOUND)
+        for one in (optimizer, expected):
+            one.step()
+            one.zero_grad()
+    with pytest.raises(OptimizerError, match=r"sum needs all of lm_head\.weight"):
+        model.lm_head.weight.sum()
 
 
 # ---- what a forward does with the parameters themselves
