@@ -422,7 +422,7 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _no_hook: [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook],
     _no_grad_of: [torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward],
 }
-_GATHERS = (None, _compute, _make, _norm, _show)
+_GATHERS = (None, _compute, _make, _norm)
 """What computes with values, in a forward with those of the whole parameter."""
 
 _ALLOWED = {function: kind for kind, functions in _KINDS.items() for function in functions}
