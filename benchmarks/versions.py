@@ -32,6 +32,7 @@ LAYOUTS = {
 
 def work(layout: str, micro_batches: int, rank: int, world: int, store: str) -> None:
     """One rank: a line on its input is a turn, and its answer the seconds of the second step."""
+    del sys.path[0]  # else transformers takes the `kernels` beside this file for a package that it knows
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -66,7 +66,7 @@ class UnitShards:
         buffers: its flat buffers.
         shares_slot: whether other units are gathered into its slot.
         used: by (buffer, parameter): whether it has had a gradient in this step.
-        versions: of what is `watched`, as the unit came into use.
+        versions: of what is `watched`, as the unit came into use; none while it is not.
         accepted: whether an optimizer has stepped since gradients were shown.
     """
 
@@ -270,9 +270,7 @@ class DeviceBackend:
         shards.versions = [leaf._version for leaf in shards.watched]
 
     def require_usable(self, unit: int, outputs: Iterable[Tensor]) -> None:
-        """Raises ModelError where a forward has put other parameters in their place, or hands out what outlives the
-        unit's turn in its slot."""
-        self._require_in_place(unit)
+        """Raises ModelError where a forward hands out what outlives the unit's turn in its slot."""
         shards = self.units[unit]
         slots = {_storage(buffer.full) for buffer in shards.buffers} if shards.shares_slot else set()
         if any(_storage(tensor) in slots for tensor in outputs):
@@ -281,25 +279,31 @@ class DeviceBackend:
                 f"parameters will use: return a clone, or name the unit in zm.shard(resident=[...])"
             )
 
-    def _require_in_place(self, unit: int) -> None:
-        """Raises ModelError where a forward of the unit has put other parameters, memory or values in their place."""
-        shards = self.units[unit]
-        for params, key, leaf, param, address in shards.sites:
-            held = params.get(key)
-            if held is not param and (held is not leaf or leaf.data_ptr() != address):
-                raise _replaced(shards, param)
-        if shards.versions != [leaf._version for leaf in shards.watched]:
-            raise ModelError(
-                f"the forward of unit {shards.name or '(root)'!r}, or a hook of it, has written to its parameters, "
-                f"which the masters would never see: change the model's parameters in place between steps, on all "
-                f"ranks, or compute with a changed copy, as torch.nn.utils.parametrize does"
-            )
+    def require_in_place(self, unit: int, *, outermost: bool) -> None:
+        """Raises ModelError where a forward of the unit has put other parameters, memory or values in their place; of
+        units whose parameters stay where they are, once for all, as the `outermost` forward ends."""
+        for shards in self.units if outermost else self.units[unit : unit + 1]:
+            if shards.in_slot is not None and shards is not self.units[unit]:
+                continue  # it was looked at as it ended
+            if shards.in_slot is None and not outermost:
+                continue
+            for params, key, leaf, param, address in shards.sites:
+                held = params.get(key)
+                if held is not param and (held is not leaf or leaf.data_ptr() != address):
+                    raise _replaced(shards, param)
+            if shards.versions and shards.versions != [leaf._version for leaf in shards.watched]:
+                raise ModelError(
+                    f"the forward of unit {shards.name or '(root)'!r}, or a hook of it, has written to its parameters, "
+                    f"which the masters would never see: change the model's parameters in place between steps, on all "
+                    f"ranks, or compute with a changed copy, as torch.nn.utils.parametrize does"
+                )
 
     def unuse(self, unit: int) -> None:
         for params, key, _, param, _ in self.units[unit].sites:
             params[key] = param
         for leaf in self.units[unit].closing:
             leaf.__class__ = ClosedLeaf
+        self.units[unit].versions = []
 
     def has_grads(self, unit: int) -> bool:
         with torch._C.DisableTorchFunctionSubclass():  # else closed leaves take a detour

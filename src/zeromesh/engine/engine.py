@@ -176,6 +176,8 @@ class Engine:
         try:
             if outputs:
                 self.backend.require_usable(unit, outputs)
+            if outputs is not None and self.interpreter.forward is not None:
+                self.backend.require_in_place(unit, outermost=len(self.interpreter.forward.running) == 1)
         except ModelError:
             self.interpreter.post_forward(unit, backward=False)
             raise
