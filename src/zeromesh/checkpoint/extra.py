@@ -54,7 +54,7 @@ def restore_extra(model: nn.Module, pieces: list[Piece]) -> None:
 
 
 def _stateful(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield clean_name(f"{prefix}._extra_state" if prefix else "_extra_state"), module
 
