@@ -15,12 +15,10 @@ from zeromesh.checkpoint.full_state import persistent_buffers
 from zeromesh.checkpoint.manifest import TensorEntry
 from zeromesh.checkpoint.read import Reader, require_match
 from zeromesh.engine.engine import Engine
+from zeromesh.engine.optim import NUMBERS
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError
 from zeromesh.pieces.piece import DTYPES, Piece, whole
-
-# Of a 0-d parameter a state may be its slice or a number of its own; these are numbers in torch's optimizers.
-_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def restore_model(model: nn.Module, engine: Engine, reader: Reader) -> None:
@@ -112,7 +110,7 @@ def _state_targets(
     number_device = local.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
     for name, entry in found.items():
         key, dtype = name.rpartition(".")[2], DTYPES[reader.entry(name).dtype]
-        number = entry.shape == () and (shape != () or key in _NUMBERS)
+        number = entry.shape == () and (shape != () or key in NUMBERS)  # of a 0-d parameter it may be its slice
         if not number and entry.shape != shape:
             raise CheckpointError(f"{reader.where}: {name} must have shape {shape} or (); it has {entry.shape}")
         model = reader.manifest.tensors.get(MODEL + name.removeprefix(STATE).rpartition(".")[0])

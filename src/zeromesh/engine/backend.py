@@ -93,7 +93,7 @@ class UnitShards:
     @cached_property
     def in_slot(self) -> Leaf | None:
         """A leaf over the unit's slot, whose version is the slot's; None where nothing is gathered."""
-        leaves = (b.leaves[0] for b in self.buffers if b.leaves and b.full.data_ptr() != b.params.data_ptr())
+        leaves = (b.leaves[0] for b in self.buffers if b.leaves and b.gathered)
         leaf = next(leaves, None)
         return None if leaf is None or leaf.is_inference() else leaf
 
@@ -105,7 +105,7 @@ class UnitShards:
         return [
             leaf
             for buffer in self.buffers
-            for leaf in (buffer.leaves[:1] if buffer.full.data_ptr() != buffer.params.data_ptr() else buffer.leaves)
+            for leaf in (buffer.leaves[:1] if buffer.gathered else buffer.leaves)
             if not leaf.is_inference()
         ]
 
@@ -202,7 +202,7 @@ class DeviceBackend:
 
     def _bind(self, unit: UnitShards) -> UnitChains:
         groups, scratch = self.groups, self.scratch
-        sharded = [b for b in unit.buffers if b.full.data_ptr() != b.params.data_ptr()]
+        sharded = [b for b in unit.buffers if b.gathered]
         refreshes = [refresh_chain(b, groups, scratch["refresh"]) for b in unit.buffers]
         return UnitChains(
             unshard=[unshard_chain(b, groups, scratch["unshard"], from_kept=False) for b in sharded],

@@ -170,6 +170,11 @@ class FlatShards:
             self.leaves.append(leaf)
 
     @property
+    def gathered(self) -> bool:
+        """Whether units compute with a slot, and not with `params` themselves."""
+        return self.full.data_ptr() != self.params.data_ptr()
+
+    @property
     def collected(self) -> Tensor:
         """Where gradients are copied to, to be reduced: 1-D of `padded` elements."""
         whole = self.grads if self.waiting is None else self.waiting
@@ -185,7 +190,7 @@ class FlatShards:
         """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard)."""
         home, held = (self.params, self.param_range) if self.master is None else (self.master, self.state_range)
         in_params = self.master is None or self.master_in_params
-        in_leaves = bool(self.leaves) and in_params and self.full.data_ptr() == self.params.data_ptr()
+        in_leaves = bool(self.leaves) and in_params and not self.gathered
         for index, place in enumerate(self.places):
             start, stop = overlap(place, held)
             common = {"full_name": place.info.name, "global_shape": place.shape, **attributes}

@@ -41,7 +41,7 @@ ELEMENTWISE = frozenset(
 _TRIAL_NUMEL = 16
 """Elements of what `state_bytes` steps on: one vector of any machine's fused implementation."""
 
-_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 """States of torch's optimizers that are one number, whatever the parameter."""
 
 _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
@@ -150,7 +150,7 @@ def take_slices(optimizer: Optimizer) -> None:
 
 
 def _is_whole(key: str, value: Any, param: ShardedParameter) -> bool:
-    if not isinstance(value, torch.Tensor) or key in _NUMBERS:
+    if not isinstance(value, torch.Tensor) or key in NUMBERS:
         return False
     return value.shape == param.global_shape != param.local.shape
 
