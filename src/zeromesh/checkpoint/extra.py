@@ -61,7 +61,8 @@ def _stateful(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _to_bytes(name: str, state: Any) -> Tensor:
     file = io.BytesIO()
-    torch.save(state.getvalue() if isinstance(state, io.BytesIO) else state, file)
+    is_file = isinstance(state, io.BytesIO)
+    torch.save((is_file, state.getvalue() if is_file else state), file)
     try:
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except pickle.UnpicklingError as error:
@@ -74,6 +75,8 @@ def _to_bytes(name: str, state: Any) -> Tensor:
 
 def _from_bytes(piece: Piece) -> Any:
     try:
-        return torch.load(io.BytesIO(piece.local.numpy().tobytes()), weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        found = torch.load(io.BytesIO(piece.local.numpy().tobytes()), weights_only=True, map_location="cpu")
+        is_file, state = found
+        return io.BytesIO(state) if is_file else state
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
         raise CheckpointError(f"{piece.name} cannot be read: {error}") from error

@@ -43,7 +43,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     if engine.control.rank == 0:
         state.update({name: b.detach().to("cpu", copy=True) for name, b in persistent_buffers(model)})
         state |= extra_states(model)
-        state = {name: state[name] for name in model.state_dict() if name in state}
+        state = {name: state[name] for name in model.state_dict() if name in state} | state  # hooks may hide some
     return state
 
 

@@ -73,7 +73,11 @@ def test_what_of_extra_states_cannot_be_read_without_running_code_is_refused(tmp
     with zm.Checkpoints(tmp_path, net(Path("x"))) as checkpoints, refused:
         checkpoints.save(1)
     with zm.Checkpoints(tmp_path, net(io.BytesIO(b"abc"))) as checkpoints:
-        checkpoints.save(1)  # as TransformerEngine has it
+        checkpoints.save(2)  # as TransformerEngine has it
+    model = net()
+    with zm.Checkpoints(tmp_path, model) as checkpoints:
+        assert checkpoints.load("auto") is not None
+    assert model[1].extra.getvalue() == b"abc"  # type: ignore[index]
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)])
