@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def test_a_model_on_a_part_of_the_ranks_and_then_one_on_all(sizes):
 
 
 @on_ranks(4)
-def test_only_meshes_of_all_ranks_split_a_world_that_is_bound_to_a_device(monkeypatch):
+def test_only_meshes_of_all_ranks_split_a_world_that_is_bound_to_a_device():
     """NCCL splits a communicator on all of its ranks or hangs; those outside a smaller mesh make none."""
     world, bound = dist.group.WORLD, []
     make = dist.distributed_c10d._new_process_group_helper
@@ -135,17 +136,17 @@ def test_only_meshes_of_all_ranks_split_a_world_that_is_bound_to_a_device(monkey
 
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node"))
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("line",))
-    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", watched)
     device = torch.device("cuda", 0)
-    try:
-        for mesh, split in ((line, True), (whole["node"], False)):
-            world.bound_device_id = device
-            bound.clear()
-            (name,) = mesh.mesh_dim_names or ()
-            held = make_groups(mesh, axes(f"{name}=3", (name, mesh.size())), timeout_s=17.0 + split)
-            assert held and bound[0] == ((device, device) if split else (None, None))
-    finally:
-        world.bound_device_id = None
+    with patch.object(dist.distributed_c10d, "_new_process_group_helper", watched):
+        try:
+            for mesh, split in ((line, True), (whole["node"], False)):
+                world.bound_device_id = device
+                bound.clear()
+                (name,) = mesh.mesh_dim_names or ()
+                held = make_groups(mesh, axes(f"{name}=3", (name, mesh.size())), timeout_s=17.0 + split)
+                assert held and bound[0] == ((device, device) if split else (None, None))
+        finally:
+            world.bound_device_id = None
 
 
 # ---- reuse
