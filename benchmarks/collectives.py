@@ -29,12 +29,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather, ho_ring_reduce_scatter
 from zeromesh.comm import (
     AxisGroup,
     all_gather,
     all_reduce,
-    ho_ring_all_gather,
-    ho_ring_reduce_scatter,
     make_groups,
     quantised_all_gather,
     quantised_reduce_scatter,

@@ -59,7 +59,7 @@ def plan(
     from zeromesh.simulator import find_engine
 
     shared.check_choice("--wire", wire, ("lossless", "any"))
-    shared.check_choice("--collective", collective, ("auto", "hierarchical", "ho_ring"))
+    shared.check_choice("--collective", collective, planner.collective_choices())
     shared.check_choice("--splits", splits, ("none", "once", "all"))
     shared.check_choice("--space", space, ("zeromesh", *SPACES))
     shared.check_margin(memory_margin)
@@ -82,7 +82,7 @@ def plan(
     options = planner.Options(
         splits=splits,  # type: ignore[arg-type]  # checked above
         wires=wire,  # type: ignore[arg-type]  # checked above
-        collective=collective,  # type: ignore[arg-type]  # checked above
+        collective=collective,
         max_simulations=None if exact else planner.Options().max_simulations,
         memory_margin=memory_margin,
     )

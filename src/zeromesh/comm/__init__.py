@@ -18,7 +18,6 @@ from zeromesh.comm.quantised import (
     quantised_reduce_scatter,
     restore_kept,
 )
-from zeromesh.comm.two_level import ho_ring_all_gather, ho_ring_reduce_scatter
 
 __all__ = [
     "AxisGroup",
@@ -29,8 +28,6 @@ __all__ = [
     "all_reduce",
     "all_reduce_max",
     "check_quantisable",
-    "ho_ring_all_gather",
-    "ho_ring_reduce_scatter",
     "make_groups",
     "mesh_group",
     "noise_generator",

@@ -1,12 +1,11 @@
 """Seconds and bytes of an op: collectives on a hierarchy, compute, memory. Torch-free."""
 
-from zeromesh.cost.collective import Algorithm, CollectiveCost, Operation, collective_cost
+from zeromesh.cost.collective import CollectiveCost, Operation, collective_cost, one_after_another
 from zeromesh.cost.compute import ComputeModel, UnitSeconds
 from zeromesh.cost.constants import Constants, Provenance, default_constants, provenance
 from zeromesh.cost.group import Group, Hop
 
 __all__ = [
-    "Algorithm",
     "CollectiveCost",
     "ComputeModel",
     "Constants",
@@ -17,5 +16,6 @@ __all__ = [
     "UnitSeconds",
     "collective_cost",
     "default_constants",
+    "one_after_another",
     "provenance",
 ]

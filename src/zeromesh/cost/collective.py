@@ -9,26 +9,22 @@ every member (B the whole buffer), an all-reduce twice that in twice the steps. 
 The term in brackets is what a transfer loses to protocol and chunking while it is short; NCCL's measured curves need it
 inside a node only: between nodes the latency of the steps explains them. The sum is monotone in B since power <= 1.
 
-[Note: Algorithms] flat: one ring over all ranks. hierarchical: level by level, the outermost level carrying the pieces
-of 1/(ranks inside), each level waiting for the one before. ho_ring (arXiv 2310.06003): the same bytes with both levels
-at work at once: as soon as the outer ring delivers slice t the inner ring spreads it while the outer one fetches t+1.
 An all-reduce may also be a double binary tree, whose latency grows with the logarithm: the smaller of the two is taken,
-as NCCL does.
+as NCCL does. Other ways over several levels are in `zeromesh.collectives`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from zeromesh.cost.constants import Constants
 from zeromesh.cost.group import Group, Hop
 from zeromesh.errors import InternalError
+from zeromesh.strategy import find_collective
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
-Algorithm = Literal["auto", "flat", "hierarchical", "ho_ring"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +62,7 @@ FREE = CollectiveCost(seconds=0.0)
 
 
 def collective_cost(
-    group: Group, operation: Operation, full_bytes: float, constants: Constants, *, algorithm: Algorithm = "flat"
+    group: Group, operation: Operation, full_bytes: float, constants: Constants, *, algorithm: str = "flat"
 ) -> CollectiveCost:
     """Cost of `operation` over `group`.
 
@@ -76,7 +72,7 @@ def collective_cost(
         full_bytes: of the whole buffer on the wire: the result of a gather, the input of a reduction, what one rank
             holds before an all-to-all, what a broadcast sends.
         constants: of the cost model.
-        algorithm: `auto` is the fastest of the other three.
+        algorithm: the collective, by its name in the notation.
 
     Returns:
         Zero for a group of one.
@@ -87,21 +83,17 @@ def collective_cost(
         return FREE
     if operation == "all_to_all":
         return _all_to_all(group, full_bytes, constants)
-    if algorithm == "auto":
-        costs = [_ALGORITHMS[name](group, operation, full_bytes, constants) for name in _ALGORITHMS]
-        return min(costs, key=lambda cost: cost.seconds)
-    return _ALGORITHMS[algorithm](group, operation, full_bytes, constants)
-
-
-def _flat(group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
-    ring = _ring(group, operation, full_bytes, constants)
+    if algorithm != "flat":
+        return find_collective(algorithm).joint_cost(group, operation, full_bytes, constants)
+    ring = ring_cost(group, operation, full_bytes, constants)
     if operation != "all_reduce":
         return ring
     tree = _tree(group, full_bytes, constants)
     return min(ring, tree, key=lambda cost: cost.seconds)
 
 
-def _ring(group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
+def ring_cost(group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
+    """Of one ring over all ranks: [Note: Ring]."""
     passes = 2 if operation == "all_reduce" else 1
     # A pipelined broadcast sends the whole buffer over every edge but the last.
     share = 1.0 if operation == "broadcast" else (group.size - 1) / group.size
@@ -135,51 +127,6 @@ def _link_seconds(hop: Hop, sent: float, constants: Constants) -> float:
     return full_rate + lost
 
 
-def _hierarchical(group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
-    if len(group.hops) <= 1:
-        return _flat(group, operation, full_bytes, constants)
-    inner, outer = group.inner(), group.outermost()
-    piece = full_bytes if operation == "broadcast" else full_bytes / inner.size
-    across = _flat(outer, operation, piece, constants)
-    if operation == "all_reduce":
-        # Scatter inside, reduce the pieces across, gather inside.
-        halves = [_hierarchical(inner, op, full_bytes, constants) for op in ("reduce_scatter", "all_gather")]
-        return one_after_another(across, *halves)
-    return one_after_another(across, _hierarchical(inner, operation, full_bytes, constants))
-
-
-def _ho_ring(group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
-    if len(group.hops) <= 1 or operation == "broadcast":
-        return _hierarchical(group, operation, full_bytes, constants)
-    if operation == "all_reduce":
-        halves = [_ho_ring(group, op, full_bytes, constants) for op in ("reduce_scatter", "all_gather")]
-        return one_after_another(*halves)
-    inner, outer = group.inner(), group.outermost()
-    slices = outer.size
-    across = _ring(outer, operation, full_bytes / inner.size, constants)
-    spread = _ring(inner, operation, full_bytes / slices, constants)
-    # One launch for both rings: they are one kernel.
-    across_s, spread_s = across.seconds - constants.launch_s, spread.seconds - constants.launch_s
-    return CollectiveCost(
-        seconds=constants.launch_s + max(across_s, slices * spread_s) + spread_s,
-        busy=merge_busy(across.busy, *[spread.busy] * slices),
-        sent_bytes=across.sent_bytes + slices * spread.sent_bytes,
-    )
-
-
-def overlapped_cost(first: CollectiveCost, second: CollectiveCost, slices: int) -> CollectiveCost:
-    """Two collectives of which each works on a slice as soon as the other has delivered it: the slower one's time, and
-    one slice of the other; on the same links both take their time."""
-    slower, other = max(first.seconds, second.seconds), min(first.seconds, second.seconds)
-    busy = merge_busy(first.busy, second.busy)
-    return CollectiveCost(
-        seconds=max(slower + other / max(1, slices), *(seconds for _, seconds in busy)),
-        busy=busy,
-        sent_bytes=first.sent_bytes + second.sent_bytes,
-        busy_latency_s=max(first.busy_latency_s, second.busy_latency_s),
-    )
-
-
 def _all_to_all(group: Group, full_bytes: float, constants: Constants) -> CollectiveCost:
     """Every rank sends each other one its own part: over a level it sends to all ranks outside its member."""
     latency = constants.launch_s + (group.size - 1) * constants.peer_s + max(hop.step_s for hop in group.hops)
@@ -211,10 +158,3 @@ def merge_busy(*parts: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float]
         for level, seconds in part:
             total[level] = total.get(level, 0.0) + seconds
     return tuple(sorted(total.items()))
-
-
-_ALGORITHMS: dict[str, Callable[[Group, Operation, float, Constants], CollectiveCost]] = {
-    "flat": _flat,
-    "hierarchical": _hierarchical,
-    "ho_ring": _ho_ring,
-}

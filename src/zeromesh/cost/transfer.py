@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from zeromesh.cluster import Cluster
-from zeromesh.cost.collective import HOST, Algorithm, CollectiveCost, Operation, collective_cost, one_after_another
+from zeromesh.cost.collective import HOST, CollectiveCost, Operation, collective_cost, one_after_another
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants
 from zeromesh.cost.group import Group
@@ -54,7 +54,7 @@ class TransferModel:
         return self.joint((transfer.axis,), transfer.operation, transfer.numel, transfer.wire)
 
     def joint(
-        self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: Algorithm = "flat"
+        self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: str = "flat"
     ) -> CollectiveCost:
         """One collective over the group of several axes.
 
@@ -112,7 +112,7 @@ class TransferModel:
         return replace(cost, seconds=seconds, busy=(*cost.busy, (HOST, calls + moving)))
 
     def _joint(
-        self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: Algorithm
+        self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: str
     ) -> CollectiveCost:
         group = self.group(axes)
         ranks = prod(axis.size for axis in axes)
@@ -122,7 +122,7 @@ class TransferModel:
         return self._quantised(group, operation, numel, full_bytes, algorithm)
 
     def _quantised(
-        self, group: Group, operation: Operation, numel: int, full_bytes: float, algorithm: Algorithm
+        self, group: Group, operation: Operation, numel: int, full_bytes: float, algorithm: str
     ) -> CollectiveCost:
         """A quantised reduction is an all-to-all with a local sum: a ring would quantise at every hop."""
         if operation == "all_reduce":

@@ -11,8 +11,7 @@ are rounded to nearest, which errs half as much: what is lost is owed, and sent 
 A kept copy is held as it came over the wire of the last gather that fills it: on a quantised wire that is the messages
 of all ranks of the axis, which the backward's gather restores first.
 
-With `collective=ho_ring` neighbours in a chain run overlapped where both are lossless and nothing is copied between
-them; the values are the same to the bit.
+Neighbours that a route has put together are one call of the strategy's collective.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from zeromesh.comm import (
     AxisGroup,
     all_gather,
     all_reduce,
-    ho_ring_all_gather,
-    ho_ring_reduce_scatter,
     reduce_scatter,
     sums_in_place,
 )
@@ -45,7 +42,7 @@ from zeromesh.engine.flat import FlatShards, inside
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import NotationError
 from zeromesh.schedule import ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
-from zeromesh.strategy import Layout
+from zeromesh.strategy import Collective, Layout
 from zeromesh.wires import WireFormat, coded
 
 Groups = Mapping[str, AxisGroup]
@@ -101,23 +98,24 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
-class OverlappedGather:
-    """Two gathers of which the second's own chunk is the first's region, both levels at work at once."""
+class GatherPair:
+    """Two gathers of which the second's own chunk is the first's region, at once."""
 
+    collective: Collective
     minor: Gather
     major: Gather
 
     def run(self, workspace: Tensor) -> None:
         if self.minor.source is not None:
             self.minor.own.copy_(self.minor.source)
-        ho_ring_all_gather(self.major.region, self.major.group, self.minor.group)
+        self.collective.all_gather(self.major.region, self.major.group, self.minor.group, reduced=False)
 
 
 @dataclass(frozen=True, slots=True)
 class GatherChain:
     """Gathers in order; `last` is copied into `destination` if the chain ended elsewhere. `restore` comes first."""
 
-    steps: tuple[Gather | OverlappedGather, ...]
+    steps: tuple[Gather | GatherPair, ...]
     destination: Tensor
     last: Tensor | None
     workspace: Tensor
@@ -188,7 +186,7 @@ def _gather_chain(
         current = region
     todo, last = iter(steps), None if _same(destination, current) else current
     grouped = [[next(todo) for _ in group] for group in route.groups]
-    together = tuple(OverlappedGather(*pair) if len(pair) > 1 else pair[0] for pair in grouped)
+    together = tuple(GatherPair(placed.layout.collective, *pair) if len(pair) > 1 else pair[0] for pair in grouped)
     return GatherChain(together, destination, last, scratch.workspace)
 
 
@@ -300,9 +298,10 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
-class OverlappedReduce:
-    """Two reduce-scatters, `major` first, or two gathers of their sum, `minor` first, both levels at work at once."""
+class ReducePair:
+    """Two reduce-scatters, `major` first, or two gathers of their sum, `minor` first, at once."""
 
+    collective: Collective
     major: Reduce
     minor: Reduce
 
@@ -313,9 +312,9 @@ class OverlappedReduce:
     def run(self, workspace: Tensor, accumulate: bool) -> None:
         major, minor = self.major, self.minor
         if self.operation == "all_gather":
-            ho_ring_all_gather(major.region, major.group, minor.group, reduced=True)
+            self.collective.all_gather(major.region, major.group, minor.group, reduced=True)
             return
-        ho_ring_reduce_scatter(
+        self.collective.reduce_scatter(
             major.region,
             minor.out,
             major.group,
@@ -338,8 +337,8 @@ class ReduceChain:
         first: factor that whoever fills the chain's source gives to it, on the way.
     """
 
-    micro: tuple[Reduce | OverlappedReduce, ...]
-    boundary: tuple[Reduce | OverlappedReduce, ...]
+    micro: tuple[Reduce | ReducePair, ...]
+    boundary: tuple[Reduce | ReducePair, ...]
     micro_scratch: Scratch
     boundary_scratch: Scratch
     first: float
@@ -373,16 +372,19 @@ def reduce_chain(
         steps.append(_reduction(step, current, groups, scratch["boundary"], None, owed.get(step.axis.name), shards))
         current = steps[-1].out
     first, steps = _scaled_early(steps)
-    todo = iter(steps)
-    micro, boundary = (tuple(_together([next(todo) for _ in group]) for group in r.groups) for r in (early, late))
+    todo, collective = iter(steps), shards.placed.layout.collective
+    micro, boundary = (
+        tuple(_together(collective, [next(todo) for _ in group]) for group in r.groups) for r in (early, late)
+    )
     return ReduceChain(micro, boundary, scratch["reduce"], scratch["boundary"], first)
 
 
-def _together(steps: Sequence[Reduce]) -> Reduce | OverlappedReduce:
+def _together(collective: Collective, steps: Sequence[Reduce]) -> Reduce | ReducePair:
     if len(steps) == 1:
         return steps[0]
     first, second = steps
-    return OverlappedReduce(second, first) if first.operation == "all_gather" else OverlappedReduce(first, second)
+    pair = (second, first) if first.operation == "all_gather" else (first, second)
+    return ReducePair(collective, *pair)
 
 
 def _owed(shards: FlatShards) -> dict[str, Tensor]:

@@ -30,14 +30,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from zeromesh.comm import Lane, Sent, Ticket
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import UnitChains
-from zeromesh.engine.chain import Gather, GatherChain, OverlappedGather, OverlappedReduce, Reduce, ReduceChain
+from zeromesh.engine.chain import Gather, GatherChain, GatherPair, Reduce, ReduceChain, ReducePair
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import updates
 from zeromesh.schedule import PointKind
 from zeromesh.trace import Event, Kind, Trace
 
 Mark = float | torch.Event
-Step = Gather | OverlappedGather | Reduce | OverlappedReduce
+Step = Gather | GatherPair | Reduce | ReducePair
 
 
 class record_trace:  # used as a function that is also a context
@@ -408,7 +408,7 @@ class _Recorder:
 
 def _axes(step: Step) -> list[str]:
     match step:
-        case OverlappedGather() | OverlappedReduce():
+        case GatherPair() | ReducePair():
             return [step.minor.group.name, step.major.group.name]
         case _:
             return [step.group.name]
@@ -416,7 +416,7 @@ def _axes(step: Step) -> list[str]:
 
 def _operation(step: Step) -> str:
     match step:
-        case Gather() | OverlappedGather():
+        case Gather() | GatherPair():
             return "all_gather"
         case _:
             return step.operation

@@ -5,7 +5,7 @@ from zeromesh.planner.explain import Reason
 from zeromesh.planner.fixed import simulate_choices, simulate_strategy
 from zeromesh.planner.memory import ModelState, model_state
 from zeromesh.planner.plan import Planned, as_plan, plan
-from zeromesh.planner.search import NothingFitsError, Options, search
+from zeromesh.planner.search import NothingFitsError, Options, collective_choices, search
 from zeromesh.planner.workload import Workload
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Reason",
     "Workload",
     "as_plan",
+    "collective_choices",
     "model_state",
     "plan",
     "search",

@@ -25,8 +25,9 @@ boundary before the last one. With f the seconds of one micro-batch's forward an
 
     step >= max(f, F) + max(M * c - f, M * R, (M - 1) * c + max(R, B)) + optimizer
 
-Where neighbouring levels overlap (`collective=ho_ring`), a chain of collectives takes at least as long as its longest
-one: U, F, R, B and E are then taken over the longest part of each layout instead of over all; what may spill stays.
+Where a collective takes neighbouring levels at once (`collective=ho_ring`), a chain takes at least as long as its
+longest one: U, F, R, B and E are then taken over the longest part of each layout instead of over all; what may spill
+stays.
 
 The transfers are those of `zeromesh.schedule.transfer`, their seconds those of `zeromesh.cost`; here they are only
 tabulated, by (level, size of a part, pieces of its region), so that a layout is a few look-ups. Padding is left out: it
@@ -57,7 +58,7 @@ from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import Operation, Transfer
 from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Axis, Stage, Wire
-from zeromesh.strategy.strategy import Collective
+from zeromesh.strategy.collective import AUTO, find_collective
 from zeromesh.wires import coded
 
 Floats = npt.NDArray[np.float64]
@@ -167,7 +168,7 @@ class Bounds:
     Args:
         cluster: cut to the world in use.
         wires: by level, as after `@`; "" for the default.
-        collective: of the strategies; "ho_ring" where levels overlap.
+        collective: of the strategies.
         planned: the engine allocates reduce slots once, as ours does.
     """
 
@@ -176,8 +177,13 @@ class Bounds:
     workload: Workload
     constants: Constants
     wires: tuple[str, ...] = ()
-    collective: Collective = "auto"
+    collective: str = AUTO
     planned: bool = True
+
+    @cached_property
+    def overlapping(self) -> bool:
+        """Whether levels are at work at once."""
+        return find_collective(self.collective).pairs
 
     @cached_property
     def joins(self) -> bool:
@@ -233,7 +239,7 @@ class Bounds:
         for level, stage, sizes, pieces in self._parts(block):
             table = self._table(level, stage)
             found = table[:, self._size_position[level][sizes], self._piece_position[pieces]]
-            if self.collective == "ho_ring":
+            if self.overlapping:
                 longest = np.maximum(lanes[_OVERLAPPING], found[_OVERLAPPING])
                 lanes += found[:_BUSY_MICRO]
                 lanes[_OVERLAPPING] = longest

@@ -18,7 +18,7 @@ from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics, Simulation, find_engine, simulate, static_memory
 from zeromesh.strategy import Layout, Strategy
-from zeromesh.strategy.strategy import Collective
+from zeromesh.strategy.collective import AUTO
 
 _FEW = 6
 """Blocks of the smaller simulation: more than are in flight at once, prefetched, computing and being reduced."""
@@ -80,7 +80,7 @@ class Evaluator:
     engine: str | Mechanics
     constants: Constants
     memory_margin: float
-    _bounds: dict[tuple[tuple[str, ...], Collective], Bounds] = field(default_factory=dict, init=False)
+    _bounds: dict[tuple[tuple[str, ...], str], Bounds] = field(default_factory=dict, init=False)
     _estimates: dict[Candidate, Estimate] = field(default_factory=dict, init=False)
     _simulations: dict[Candidate, Simulation] = field(default_factory=dict, init=False)
 
@@ -97,7 +97,7 @@ class Evaluator:
     def evaluated(self) -> list[Estimate]:
         return list(self._estimates.values())
 
-    def bounds(self, wires: tuple[str, ...] = (), collective: Collective = "auto") -> Bounds:
+    def bounds(self, wires: tuple[str, ...] = (), collective: str = AUTO) -> Bounds:
         """The bounds for wires by level, lossless ones if none are given, and a strategy's collectives."""
         key = (wires or ("",) * len(self.cluster.levels), collective)
         if key not in self._bounds:

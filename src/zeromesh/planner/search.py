@@ -25,10 +25,9 @@ from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.space import Block, Integers, Space, Splits
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
-from zeromesh.strategy.strategy import Collective
+from zeromesh.strategy.collective import AUTO, collectives, find_collective
 
 Wires = Literal["lossless", "any"]
-Collectives = Literal["auto", "hierarchical", "ho_ring"]
 
 ANY_WIRES = ("", "int8/", "/int4", "int8/int4")
 """Wires tried on each level under `any`: those of ZeRO++ (arXiv 2306.10209), each half on its own."""
@@ -48,8 +47,8 @@ class Options:
         splits: how often a level may be cut.
         wires: `any` also tries quantised wires, which change the numbers that are trained; on more than two levels
             with unsplit levels alone.
-        collective: over several levels. `hierarchical`: one level after the other. `ho_ring`: that, and all levels at
-            work at once. `auto`: as `ho_ring` where that has been measured, which is on gloo.
+        collective: to try over several levels beside one after the other; `auto`: those that have been measured on the
+            cluster's backend.
         max_simulations: candidates estimated at most for each kind of collective; None: simulate whole as many as it
             takes to prove the optimum.
         tolerance: stop once the gap is at most this.
@@ -59,7 +58,7 @@ class Options:
 
     splits: Splits = "once"
     wires: Wires = "lossless"
-    collective: Collectives = "auto"
+    collective: str = "auto"
     max_simulations: int | None = 16
     tolerance: float = 0.0
     memory_margin: float = DEFAULT_MARGIN
@@ -108,7 +107,7 @@ class _Rows:
 
     space: Space
     wires: tuple[str, ...]
-    collective: Collective
+    collective: str
     micro_batch: int
     micro_batches: int
     recomputation: Recomputation
@@ -263,16 +262,24 @@ def _wires(cluster: Cluster, options: Options) -> Iterator[tuple[str, ...]]:
     return product(*per_level)
 
 
-def _collectives(cluster: Cluster, options: Options) -> tuple[Collective, ...]:
-    several = sum(level.size > 1 for level in cluster.levels) > 1
-    overlapping = options.collective == "ho_ring" or (options.collective == "auto" and cluster.backend == "gloo")
-    return ("auto", "ho_ring") if several and overlapping else ("auto",)
+def collective_choices() -> tuple[str, ...]:
+    """What `Options.collective` may be."""
+    return tuple(name for name in collectives() if find_collective(name).by_level)
+
+
+def _collectives(cluster: Cluster, options: Options) -> tuple[str, ...]:
+    """Level after level, and those that differ from it."""
+    if sum(level.size > 1 for level in cluster.levels) <= 1:
+        return (AUTO,)
+    asked = (name for name in collective_choices() if options.collective in (AUTO, name))
+    tried = (name for name in asked if options.collective != AUTO or cluster.backend in find_collective(name).measured)
+    return (AUTO, *(name for name in tried if find_collective(name).pairs))
 
 
 def _rank(estimate: Estimate) -> tuple[float, int, bool, float]:
     """Fastest first; of equally fast ones that with fewer parts, then that with fewer options, then the smaller."""
     strategy = estimate.candidate.strategy
-    options = strategy.collective != "auto"
+    options = strategy.collective != AUTO
     return float(f"{estimate.step_s:.9e}"), len(strategy.axes), options, estimate.memory_bytes
 
 
@@ -280,7 +287,7 @@ def _fill(pool: _Pool, bounds: Bounds, space: Space, limit_bytes: float) -> None
     settings = list(_settings(bounds))
     least = min(settings, key=lambda setting: setting.extra_bytes)
     for block in space.blocks():
-        if bounds.collective == "ho_ring":
+        if bounds.overlapping:
             # Those that shard over one level do not differ; those that replicate over several sum by level.
             block = block.choose(np.flatnonzero((block.levels_sharded() > 1) & (block.levels_replicated() <= 1)))
             if not len(block):

@@ -8,9 +8,9 @@ all-reduce.
 
 [Note: By level] Of several axes of stage 0 only the outermost is summed over in place: on the way there each inner axis
 scatters, and gathers on the way back, which sends as much on the inner axes as sums over the whole region would, and
-divides what the outer ones send by the inner ones' sizes. With `collective=ho_ring` the outermost scatters and gathers
-too: the same bytes, in pairs that overlap. Where an inner axis is quantised, which sums as a whole, all axes are summed
-over one after the other, and with `collective=flat` all of them as one.
+divides what the outer ones send by the inner ones' sizes. Where a collective takes two levels at once the outermost
+scatters and gathers too: the same bytes, in pairs. Where an inner axis is quantised, which sums as a whole, all axes
+are summed over one after the other, and with `collective=flat` all of them as one.
 
 [Note: Order] A gather goes from the least significant axis to the most, so each step's region lies inside the next
 one's; a reduction goes the other way. Where stages fall from inner to outer axis the slow link carries the small
@@ -50,7 +50,7 @@ class Route:
     def of(cls, layout: Layout, held: str, steps: Iterable[Transfer], copied: Axis | None = None) -> Route:
         """The route of `steps`; `copied`: over which a gather ends in memory of its own."""
         steps = tuple(steps)
-        paired = layout.strategy.collective == "ho_ring"
+        paired = layout.collective.pairs
         return cls(held=held, steps=steps, groups=_pairs(steps, held, copied) if paired else tuple((s,) for s in steps))
 
     @property

@@ -17,18 +17,6 @@ a micro-batch's gradients into the accumulator; the accumulated ones to the stat
 
 LANES: tuple[LaneKind, ...] = get_args(LaneKind)
 
-SLICES = 16
-"""Where two levels overlap, a shard is cut into that many slices: one level starts on a slice when the other has
-delivered it, so the first and the last are not overlapped."""
-
-SLICE_BYTES = range(1 << 18, 1 << 20)
-"""Shortest and longest slice: shorter ones cost more CPU time than they hide on gloo."""
-
-
-def slice_bytes(shard_bytes: int) -> int:
-    """Length of the slices of a shard; a multiple of every element's size."""
-    return min(max(shard_bytes // SLICES, SLICE_BYTES.start), SLICE_BYTES.stop) // 64 * 64
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:

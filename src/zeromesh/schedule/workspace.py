@@ -27,9 +27,6 @@ def workspace_by_lane(layout: Layout, backend: str) -> dict[LaneKind, int]:
 ALIGN = 64
 """Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""
 
-OVERLAP_WINDOW = 4
-"""Slices under way on each of two levels that reduce at once."""
-
 
 def part_numel(workspace_bytes: int, item_bytes: int, wide_bytes: int, *, terms: int, longest_bytes: int) -> int:
     """Elements of the parts in which a sum is formed: as long as the workspace allows and at most `longest_bytes`.
@@ -42,11 +39,6 @@ def part_numel(workspace_bytes: int, item_bytes: int, wide_bytes: int, *, terms:
     """
     each = 2 * wide_bytes + terms * item_bytes
     return min(longest_bytes // item_bytes, workspace_bytes // each) // ALIGN * ALIGN
-
-
-def overlapped_terms(major: int, minor: int) -> int:
-    """Terms that a rank has room for while it reduces over axes of these sizes at once."""
-    return OVERLAP_WINDOW * (major * minor - 1)
 
 
 def _needs_workspace(layout: Layout, lane: LaneKind) -> bool:

@@ -8,15 +8,14 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import Literal
 
-from zeromesh.cost.collective import Algorithm, CollectiveCost, Operation, overlapped_cost
+from zeromesh.cost.collective import CollectiveCost, Operation
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.schedule import LaneKind, Placed, Route, Schedule, Transfer
-from zeromesh.schedule.transfer import slice_bytes, wire_bytes
-from zeromesh.schedule.unit import ITEM_BYTES
-from zeromesh.schedule.workspace import collective_bytes, overlapped_terms, part_numel
+from zeromesh.schedule.transfer import wire_bytes
+from zeromesh.schedule.workspace import collective_bytes
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
-from zeromesh.strategy import Axis
+from zeromesh.strategy import Axis, Collective
 from zeromesh.wires import coded
 
 
@@ -70,58 +69,34 @@ class Chains:
                 return self._boundary(placed.routes[lane])
 
     def _works(self, route: Route, kind: str) -> list[Work]:
-        if not self.mechanics.joint and self._algorithm == "ho_ring":
-            return [self._pair(steps, kind) for steps in route.groups]
+        if self._collective.by_level and not self.mechanics.joint:
+            return [self._together(steps, kind) for steps in route.groups]
         works: list[Work] = []
         for (operation, wire), same in groupby(route.steps, key=lambda step: (step.operation, step.wire)):
             steps = list(same)
             # A quantised reduction is an all-to-all, which goes level by level (qgZ, arXiv 2306.10209): flat, every
             # rank would send to every other through the node's links.
             by_level = operation != "all_gather" and coded(wire) is not None
-            if len(steps) > 1 and self._joint and not by_level:
+            if len(steps) > 1 and not by_level:
                 works.append(self._joined([s.axis for s in steps], operation, max(s.numel for s in steps), wire, kind))
             else:
                 works += [self._single(step, kind) for step in steps]
         return works
 
     @property
-    def _joint(self) -> bool:
-        return self.mechanics.joint or self._algorithm != "hierarchical"
+    def _collective(self) -> Collective:
+        return self.schedule.layout.collective
 
-    @property
-    def _algorithm(self) -> Algorithm:
-        """Of a group of several axes: `auto` is the chain itself."""
-        chosen = self.schedule.layout.strategy.collective
-        return "hierarchical" if chosen == "auto" else chosen
-
-    def _pair(self, steps: Sequence[Transfer], kind: str) -> Work:
-        """One step, or two of which each works on the slices that the other has delivered."""
-        first, *rest = (self._single(step, kind) for step in steps)
-        if not rest:
-            return first
-        last = rest[0]
-        gather = steps[0].operation == "all_gather"
-        shard_numel = -(-max(step.numel for step in steps) // prod(step.axis.size for step in steps))
-        item_bytes = ITEM_BYTES[steps[0].wire]
-        slices = -(-shard_numel // self._slice_numel(shard_numel * item_bytes, item_bytes, steps, gather=gather))
-        # A gather passes every shard of the ring on; a reduction sums the same slice of all shards in one round.
-        rounds = slices * steps[0].axis.size if gather else slices
-        cost = overlapped_cost(first.cost, last.cost, rounds)
-        inner, outer = (first, last) if self._place(steps[0]) < self._place(steps[1]) else (last, first)
+    def _together(self, steps: Sequence[Transfer], kind: str) -> Work:
+        """One step, or two that the strategy's collective carries out at once."""
+        if len(steps) == 1:
+            return self._single(steps[0], kind)
+        one, other = steps
+        first, last = (self._single(step, kind) for step in steps)
+        room = collective_bytes(self.model.cluster.backend)
+        cost = self._collective.pair_cost(first.cost, last.cost, (one, other), room)
+        inner, outer = (first, last) if self._place(one) < self._place(other) else (last, first)
         return Work(first.name, (*inner.axes, *outer.axes), cost, (*inner.sent_bytes, *outer.sent_bytes))
-
-    def _slice_numel(self, shard_bytes: int, item_bytes: int, steps: Sequence[Transfer], *, gather: bool) -> int:
-        longest = slice_bytes(shard_bytes)
-        if gather:
-            return longest // item_bytes
-        numel = part_numel(
-            collective_bytes(self.model.cluster.backend),
-            item_bytes,
-            max(item_bytes, ITEM_BYTES["fp32"]),
-            terms=overlapped_terms(*(step.axis.size for step in steps)),
-            longest_bytes=longest,
-        )
-        return max(1, numel)  # of more ranks than there is room for
 
     def _place(self, step: Transfer) -> int:
         return self.schedule.layout.axes.index(step.axis)
@@ -132,7 +107,9 @@ class Chains:
 
     def _joined(self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, kind: str) -> Work:
         inner_first = [axis for axis in self.schedule.layout.axes if axis in axes]
-        cost = self._with_copies(self.model.joint(inner_first, operation, numel, wire, self._algorithm), numel, wire)
+        cost = self._with_copies(
+            self.model.joint(inner_first, operation, numel, wire, self._collective.name), numel, wire
+        )
         shares = _ring_shares([axis.size for axis in inner_first])
         sent = tuple(cost.sent_bytes * share for share in shares)
         return Work(f"{kind} {operation}", tuple(axis.name for axis in inner_first), cost, sent)

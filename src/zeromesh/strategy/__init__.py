@@ -1,9 +1,23 @@
 """Stages per axis, the notation, presets, and the shard arithmetic. Torch-free."""
 
+from zeromesh.strategy.collective import Collective, collectives, find_collective, registered_collective
 from zeromesh.strategy.layout import Axis, Layout
 from zeromesh.strategy.plan import Plan
 from zeromesh.strategy.presets import PRESETS
 from zeromesh.strategy.stage import Stage, Wire
 from zeromesh.strategy.strategy import AxisStage, Strategy
 
-__all__ = ["PRESETS", "Axis", "AxisStage", "Layout", "Plan", "Stage", "Strategy", "Wire"]
+__all__ = [
+    "PRESETS",
+    "Axis",
+    "AxisStage",
+    "Collective",
+    "Layout",
+    "Plan",
+    "Stage",
+    "Strategy",
+    "Wire",
+    "collectives",
+    "find_collective",
+    "registered_collective",
+]

@@ -18,6 +18,7 @@ from itertools import groupby
 from math import prod
 
 from zeromesh.errors import MeshError, NotationError, nearest
+from zeromesh.strategy.collective import Collective, find_collective
 from zeromesh.strategy.stage import Stage, Wire
 from zeromesh.strategy.strategy import AxisStage, Strategy
 
@@ -89,6 +90,11 @@ class Layout:
         return cls(strategy=parsed, mesh=tuple((n, s) for n, s in mesh), axes=tuple(axes))
 
     @property
+    def collective(self) -> Collective:
+        """How collectives over several axes are carried out."""
+        return find_collective(self.strategy.collective)
+
+    @property
     def world(self) -> int:
         return prod(size for _, size in self.mesh)
 
@@ -103,24 +109,25 @@ class Layout:
 
     def require_runnable(self) -> None:
         """Raises NotationError for what can be predicted and not run."""
-        if self.strategy.collective == "flat":
+        if not self.collective.by_level:
+            name = self.collective.name
             raise NotationError(
-                "collective=flat: the engine goes over one axis at a time, which sends fewer bytes over the slow ones; "
-                "collective=flat can be simulated only: give collective=hierarchical or ho_ring, or join the axes in "
-                "one dimension of the mesh"
+                f"collective={name}: the engine goes over one axis at a time, which sends fewer bytes over the slow "
+                f"ones; collective={name} can be simulated only: give collective=hierarchical or ho_ring, or join the "
+                "axes in one dimension of the mesh"
             )
 
     def _scattered_replicas(self) -> tuple[Axis, ...]:
         """Those of the replica axes, innermost first, over which a sum is scattered and then gathered again.
 
-        All but the outermost, which is summed over in between; with `ho_ring` that one too, since scatters overlap with
-        scatters and gathers with gathers. A quantised wire sums over its axis as a whole: where one of the inner axes
-        has one, all are summed over one after the other.
+        All but the outermost, which is summed over in between; that one too where a collective takes two levels at
+        once, since scatters pair with scatters and gathers with gathers. A quantised wire sums over its axis as a
+        whole: where one of the inner axes has one, all are summed over one after the other.
         """
         axes = tuple(axis for axis in self.replica_axes if axis.size > 1)
-        if len(axes) < 2 or self.strategy.collective == "flat" or any(axis.wire.quantised for axis in axes[:-1]):
+        if len(axes) < 2 or not self.collective.by_level or any(axis.wire.quantised for axis in axes[:-1]):
             return ()
-        whole = self.strategy.collective != "ho_ring" or axes[-1].wire.quantised
+        whole = not self.collective.pairs or axes[-1].wire.quantised
         return axes[:-1] if whole else axes
 
     def above(self, axis: Axis) -> tuple[Axis, ...]:

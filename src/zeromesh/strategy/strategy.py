@@ -19,14 +19,13 @@ from itertools import groupby, pairwise
 from typing import Literal
 
 from zeromesh.errors import NotationError, nearest
+from zeromesh.strategy.collective import AUTO, collectives
 from zeromesh.strategy.presets import preset_axes
 from zeromesh.strategy.stage import DEFAULT_WIRE, Stage, Wire
 
-Collective = Literal["auto", "flat", "hierarchical", "ho_ring"]
 Overlap = Literal["all", "gather", "none"]
 Split = int | Literal["*"] | None
 
-COLLECTIVES: tuple[Collective, ...] = ("auto", "flat", "hierarchical", "ho_ring")
 OVERLAPS: tuple[Overlap, ...] = ("all", "gather", "none")
 MAX_PREFETCH = 64
 
@@ -84,7 +83,7 @@ class Strategy:
     """
 
     axes: tuple[AxisStage, ...]
-    collective: Collective = "auto"
+    collective: str = AUTO
     overlap: Overlap = "all"
     prefetch: int = 1
 
@@ -155,8 +154,8 @@ def _parse_options(options: Iterable[str]) -> dict[str, object]:
 
 
 def _check_options(strategy: Strategy) -> None:
-    if strategy.collective not in COLLECTIVES:
-        raise NotationError(f"collective must be one of {', '.join(COLLECTIVES)}; got {strategy.collective!r}")
+    if strategy.collective not in collectives():
+        raise NotationError(f"collective must be one of {', '.join(collectives())}; got {strategy.collective!r}")
     if strategy.overlap not in OVERLAPS:
         raise NotationError(f"overlap must be one of {', '.join(OVERLAPS)}; got {strategy.overlap!r}")
     if not 0 <= strategy.prefetch <= MAX_PREFETCH:

@@ -15,7 +15,7 @@ from functools import cache
 from zeromesh.wires.blocks import QuantFormat
 from zeromesh.wires.format import WireFormat
 
-__all__ = ["DTYPES", "REGISTERED", "QuantFormat", "WireFormat", "coded", "registered", "spellings"]
+__all__ = ["DTYPES", "REGISTERED", "QuantFormat", "WireFormat", "coded", "registered_wire", "spellings"]
 
 DTYPES = ("fp32", "bf16", "fp16")
 """In which elements are sent as they are."""
@@ -40,7 +40,7 @@ def spellings() -> tuple[str, ...]:
 
 
 @contextmanager
-def registered(form: type[WireFormat]) -> Iterator[None]:
+def registered_wire(form: type[WireFormat]) -> Iterator[None]:
     """A further format, for as long as this is open."""
     REGISTERED.append(form)
     coded.cache_clear()

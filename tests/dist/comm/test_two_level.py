@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.dist.pool import Pool, RanksFailed, kept
 from zeromesh.comm import AxisGroup, Sent, all_gather, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.comm.transport import Exchange
-from zeromesh.comm.two_level import (
+from zeromesh.collectives.ho_ring.ring import (
     ho_ring_all_gather,
     ho_ring_reduce_scatter,
 )

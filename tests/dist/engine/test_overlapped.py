@@ -11,14 +11,14 @@ import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, Case, check, mesh_of
 from tests.dist.engine.test_parity import trained
 from tests.dist.pool import Pool, on_ranks
-from zeromesh.engine import chain
+from zeromesh.collectives.ho_ring import HoRing
 from zeromesh.errors import NotationError
 
 
 def trained_and_counted(strategy: str, case: Case, *shape: int) -> tuple[list[tuple[str, bytes]], int, int]:
     """`trained`, and how many gathers and reductions were overlapped."""
-    gathers = mock.patch.object(chain, "ho_ring_all_gather", wraps=chain.ho_ring_all_gather)
-    reductions = mock.patch.object(chain, "ho_ring_reduce_scatter", wraps=chain.ho_ring_reduce_scatter)
+    gathers = mock.patch.object(HoRing, "all_gather", autospec=True, side_effect=HoRing.all_gather)
+    reductions = mock.patch.object(HoRing, "reduce_scatter", autospec=True, side_effect=HoRing.reduce_scatter)
     with gathers as gather, reductions as reduce:
         return trained(strategy, case, *shape), gather.call_count, reduce.call_count
 

@@ -17,7 +17,7 @@ IDEAL = replace(
     tree_share=0.5,
 )
 OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
-ALGORITHMS = ["flat", "hierarchical", "ho_ring", "auto"]
+ALGORITHMS = ["flat", "hierarchical", "ho_ring"]
 DEVICE = Device(name="d", memory_bytes=1e9, peak_flops={"bf16": 1e12})
 
 
@@ -162,9 +162,3 @@ def test_more_members_never_make_it_faster(shape, operation, algorithm, shard_by
 
     small = seconds(shape, operation, algorithm, whole(shape))
     assert no_less(seconds(larger, operation, algorithm, whole(larger)), small)
-
-
-@given(SHAPES, st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]), SIZES)
-def test_auto_is_the_fastest(shape, operation, size_bytes):
-    every = [seconds(shape, operation, algorithm, size_bytes) for algorithm in ALGORITHMS[:3]]
-    assert seconds(shape, operation, "auto", size_bytes) == min(every)

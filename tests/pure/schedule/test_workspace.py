@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.pure.planner.setups import small_cluster, small_model
+from zeromesh.collectives.ho_ring.slices import sum_terms
 from zeromesh.schedule import workspace_by_lane
-from zeromesh.schedule.workspace import overlapped_terms, part_numel
+from zeromesh.schedule.workspace import part_numel
 from zeromesh.simulator import FixedWorkload, find_engine, simulate
 from zeromesh.strategy import Layout
 
@@ -60,6 +61,6 @@ def test_simulations_count_it(cores: float | None, expected: int) -> None:
     ],
 )
 def test_slices_are_as_long_as_the_workspace_has_room_for(longest_bytes: int, expected: int) -> None:
-    terms = overlapped_terms(2, 2)
+    terms = sum_terms(2, 2)
     assert terms == 4 * 3
     assert part_numel(8 << 20, 4, 4, terms=terms, longest_bytes=longest_bytes) == expected

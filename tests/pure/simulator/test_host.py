@@ -3,8 +3,9 @@
 import pytest
 
 from zeromesh.cluster import Cluster, Device, Level, parse_cluster
+from zeromesh.collectives.ho_ring import overlapped_cost
 from zeromesh.cost import CollectiveCost
-from zeromesh.cost.collective import HOST, overlapped_cost
+from zeromesh.cost.collective import HOST
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel

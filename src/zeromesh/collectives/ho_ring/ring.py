@@ -1,4 +1,4 @@
-"""Gathers and reductions over two axes: one level after the other, or overlapped slice by slice (HO-Ring).
+"""Gathers and reductions over two axes at once, slice by slice.
 
 [Note: Two levels] The region is m * g equal shards, m = size of the `major` axis, g = size of the `minor` one; shard
 i * g + t belongs to the rank with index i on major and t on minor, as two axes of a layout lie in a flat buffer. A
@@ -9,10 +9,8 @@ instead of (mg-1)/(mg) of the region::
     rank (major, minor)   minor: (0,0)-(0,1), (1,0)-(1,1)     major: (0,0)-(1,0), (0,1)-(1,1)
     shards a b | c d      then major: (0,0)-(1,0), ...        then minor
 
-`hierarchical_*` does these as two collectives. `ho_ring_*` (PaRO, arXiv 2310.06003) overlaps them: in a gather, as soon
-as minor delivers a slice, it is sent on to all ranks of major; in a reduction, as soon as a slice is summed over major,
-it is on its way over minor. Both ways give the same bits. Its time is that of the slower level plus one slice of the
-other, instead of the sum of both.
+In a gather, as soon as minor delivers a slice, it is sent on to all ranks of major; in a reduction, as soon as a slice
+is summed over major, it is on its way over minor. Two collectives, one after the other, give the same bits.
 
 [Note: Slices on a device] On gloo a slice is a message from one rank to one other. Elsewhere all messages of a slice on
 one axis are one operation of that axis's communicator, which runs on a stream of its own: the lane's stream waits for a
@@ -28,13 +26,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from zeromesh.collectives.ho_ring.slices import WINDOW, slice_bytes, sum_terms
 from zeromesh.comm.collectives import even_chunks
 from zeromesh.comm.groups import AxisGroup, Channel
 from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import SumScratch, Target, parts, sum_dtype
 from zeromesh.comm.transport import Exchange, Wait, bytes_of, pieces
-from zeromesh.schedule.transfer import slice_bytes
-from zeromesh.schedule.workspace import OVERLAP_WINDOW, overlapped_terms
 
 LAG = 2
 """Rounds by which the sums over minor follow those over major: their messages have that long to arrive."""
@@ -42,7 +39,7 @@ LAG = 2
 
 @hosted
 def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool = False) -> None:
-    """`hierarchical_all_gather` with both levels at work at once.
+    """Fills `region` with every rank's shard.
 
     Args:
         region: [Note: Two levels]; this rank's shard is filled.
@@ -130,13 +127,13 @@ def ho_ring_reduce_scatter(
     scales: tuple[float, float] = (1.0, 1.0),
     accumulate: bool = False,
 ) -> None:
-    """`hierarchical_reduce_scatter` with both levels at work at once.
+    """Sums this rank's shard of every rank's `region`, times both `scales`, into `out`, or adds it there.
 
     Raises:
         CommunicationError: a peer died or stalled, or issued something else.
     """
     grid = _Grid.of(region, major, minor, "reduce_scatter", (major.reduce, minor.reduce))
-    terms = overlapped_terms(major.size, minor.size)
+    terms = sum_terms(major.size, minor.size)
     wide = sum_dtype(region.dtype, out.dtype)
     scratch = SumScratch.cut(
         workspace, region.dtype, wide, terms=terms, longest=slice_bytes(bytes_of(grid.shards[0][0]))
@@ -188,14 +185,14 @@ class _Rounds:
         own, size = grid.minor.group.rank, len(sums)
         # This rank's own shard last: what others wait for leaves first. The same on all ranks of its major axis.
         self._order = [(own + step) % size for step in range(1, size + 1)]
-        over_major = OVERLAP_WINDOW * size * len(grid.major.peers)
+        over_major = WINDOW * size * len(grid.major.peers)
         self._slots_major, self._slots_minor = scratch.terms[:over_major], scratch.terms[over_major:]
         self._from_major: deque[tuple[Mapping[tuple[int, int], Tensor], Wait]] = deque()
         self._from_minor: deque[tuple[Mapping[int, Tensor], Wait]] = deque()
 
     def start(self) -> None:
         """Posts the first rounds over major."""
-        for index in range(min(OVERLAP_WINDOW, len(self.parts))):
+        for index in range(min(WINDOW, len(self.parts))):
             self._post_major(index)
 
     def _post_major(self, index: int) -> None:
@@ -214,7 +211,7 @@ class _Rounds:
 
     def _slots(self, slots: Sequence[Tensor], index: int, count: int) -> Sequence[Tensor]:
         part = self.parts[index]
-        return [slot[: part.stop - part.start] for slot in slots[index % OVERLAP_WINDOW * count :][:count]]
+        return [slot[: part.stop - part.start] for slot in slots[index % WINDOW * count :][:count]]
 
     def sum_over_major(self, index: int) -> None:
         """Sums a round over major, shard by shard, and sends the sums on over minor."""
@@ -226,8 +223,8 @@ class _Rounds:
             terms = [mine[part] if peer == own else received[peer, t] for peer in range(len(self.grid.shards))]
             Target(out=mine, scale=self.scale, accumulate=False).add_up(terms, part, self.scratch)
         self._post_minor(index)
-        if index + OVERLAP_WINDOW < len(self.parts):
-            self._post_major(index + OVERLAP_WINDOW)  # into the slots whose terms have been summed by now
+        if index + WINDOW < len(self.parts):
+            self._post_major(index + WINDOW)  # into the slots whose terms have been summed by now
 
     def sum_over_minor(self, index: int, target: Target) -> None:
         """Sums a round over minor, into its part of the result."""

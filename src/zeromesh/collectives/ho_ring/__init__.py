@@ -1,0 +1,88 @@
+"""HO-Ring (PaRO, arXiv 2310.06003): the bytes of level after level, with two levels at work at once.
+
+As soon as one level delivers a slice the other passes it on, while the first fetches the next: the time is that of the
+slower level plus one slice of the other, instead of the sum of both. How it does that is in `ring.py`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from zeromesh.collectives.hierarchical import Hierarchical
+from zeromesh.collectives.ho_ring.slices import slice_bytes, sum_terms
+from zeromesh.cost import CollectiveCost, Constants, Group, Operation
+from zeromesh.cost.collective import merge_busy, one_after_another, ring_cost
+from zeromesh.schedule import ITEM_BYTES, Transfer
+from zeromesh.schedule.workspace import part_numel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zeromesh.comm import AxisGroup
+
+
+class HoRing(Hierarchical):
+    """Two levels at once; the values are those of level after level to the bit."""
+
+    name = "ho_ring"
+    pairs = True
+    measured = ("gloo",)
+
+    def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
+        if len(group.hops) <= 1 or operation == "broadcast":
+            return super().joint_cost(group, operation, full_bytes, constants)
+        if operation == "all_reduce":
+            scatter, gather = (
+                self.joint_cost(group, half, full_bytes, constants) for half in ("reduce_scatter", "all_gather")
+            )
+            return one_after_another(scatter, gather)
+        inner, outer = group.inner(), group.outermost()
+        slices = outer.size
+        across = ring_cost(outer, operation, full_bytes / inner.size, constants)
+        spread = ring_cost(inner, operation, full_bytes / slices, constants)
+        # One launch for both rings: they are one kernel.
+        across_s, spread_s = across.seconds - constants.launch_s, spread.seconds - constants.launch_s
+        return CollectiveCost(
+            seconds=constants.launch_s + max(across_s, slices * spread_s) + spread_s,
+            busy=merge_busy(across.busy, *[spread.busy] * slices),
+            sent_bytes=across.sent_bytes + slices * spread.sent_bytes,
+        )
+
+    def pair_cost(
+        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], workspace_bytes: int
+    ) -> CollectiveCost:
+        sizes = [step.axis.size for step in steps]
+        shard_numel = -(-max(step.numel for step in steps) // prod(sizes))
+        item_bytes = ITEM_BYTES[steps[0].wire]
+        longest = slice_bytes(shard_numel * item_bytes)
+        if steps[0].operation == "all_gather":  # passes every shard of the ring on
+            rounds = -(-shard_numel // (longest // item_bytes)) * sizes[0]
+        else:  # sums the same slice of all shards in one round
+            wide, terms = max(item_bytes, ITEM_BYTES["fp32"]), sum_terms(*sizes)
+            numel = part_numel(workspace_bytes, item_bytes, wide, terms=terms, longest_bytes=longest)
+            rounds = -(-shard_numel // max(1, numel))  # 0 of more ranks than there is room for
+        return overlapped_cost(first, second, rounds)
+
+    def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool = False) -> None:
+        from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather
+
+        ho_ring_all_gather(region, major, minor, reduced=reduced)
+
+    def reduce_scatter(self, region: Tensor, out: Tensor, major: AxisGroup, minor: AxisGroup, **options: Any) -> None:
+        from zeromesh.collectives.ho_ring.ring import ho_ring_reduce_scatter
+
+        ho_ring_reduce_scatter(region, out, major, minor, **options)
+
+
+def overlapped_cost(first: CollectiveCost, second: CollectiveCost, slices: int) -> CollectiveCost:
+    """Two collectives of which each works on a slice as soon as the other has delivered it: the slower one's time, and
+    one slice of the other; on the same links both take their time."""
+    slower, other = max(first.seconds, second.seconds), min(first.seconds, second.seconds)
+    busy = merge_busy(first.busy, second.busy)
+    return CollectiveCost(
+        seconds=max(slower + other / max(1, slices), *(seconds for _, seconds in busy)),
+        busy=busy,
+        sent_bytes=first.sent_bytes + second.sent_bytes,
+        busy_latency_s=max(first.busy_latency_s, second.busy_latency_s),
+    )
