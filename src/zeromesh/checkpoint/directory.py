@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeromesh.checkpoint.dcp import METADATA, OBJECTS
-from zeromesh.checkpoint.manifest import MANIFEST, MAX_INDEX_BYTES, DamagedError, read_head
+from zeromesh.checkpoint.manifest import HEAD_BYTES, MANIFEST, DamagedError, read_head
 from zeromesh.checkpoint.storage import Storage, reason
 from zeromesh.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 SAVING = ".saving-"
-_HEAD_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,7 @@ def list_checkpoints(storage: Storage) -> Listing:
             continue
         where = storage.where(name, MANIFEST)
         try:
-            head = read_head(storage.read(name, MANIFEST, _HEAD_BYTES), where)
+            head = read_head(storage.read(name, MANIFEST, HEAD_BYTES), where)
             require_named(name, head["step"], where)
             complete.append(Found(name=name, step=head["step"], serial=head["serial"]))
         except CheckpointError as error:
@@ -105,19 +104,19 @@ def require_named(name: str, step: int, where: str) -> None:
         )
 
 
-def read_index(storage: Storage, directory: str, file: str) -> bytes:
+def read_index(storage: Storage, directory: str, file: str, most: int) -> bytes:
     """A file that says what lies where.
 
     Raises:
-        DamagedError: it is longer than any such file.
+        DamagedError: it has more than `most` bytes, which no such file has.
         OSError: it cannot be read.
     """
     source = storage.open(directory, file)
     try:
-        if source.num_bytes > MAX_INDEX_BYTES:
+        if source.num_bytes > most:
             raise DamagedError(
                 f"{storage.where(directory, file)} is longer than any index is: {source.num_bytes} bytes of at most "
-                f"{MAX_INDEX_BYTES}"
+                f"{most}"
             )
         data = bytearray(source.num_bytes)
         return bytes(data[: source.read_into(0, memoryview(data))])

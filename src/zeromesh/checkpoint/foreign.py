@@ -72,6 +72,9 @@ def _maker(kind: str) -> Callable[..., _Record]:
 _MAKERS = {(module, name): _maker(name) for module, names in _RECORDS.items() for name in names}
 
 
+_MAX_BYTES = 1 << 30
+"""Of an index: some ten million chunks."""
+
 _MAX_DESCRIPTION_BYTES = 1 << 16
 """Of one tensor in a zip of torch's: a few hundred bytes."""
 
@@ -119,7 +122,7 @@ def read_foreign(storage: Storage, directory: str) -> Manifest:
     """
     where = storage.where(directory, METADATA)
     try:
-        index = _Inert(io.BytesIO(read_index(storage, directory, METADATA))).load()
+        index = _Inert(io.BytesIO(read_index(storage, directory, METADATA, _MAX_BYTES))).load()
         entries = dict(_tensors(storage, directory, index))
     except CheckpointError as error:
         text = str(error)

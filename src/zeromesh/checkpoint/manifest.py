@@ -3,12 +3,12 @@
 A checkpoint is the directory::
 
     step-00000020/
-        manifest.json       line 1: format, step, serial, bytes and SHA-256 of line 2; line 2: the rest
+        manifest.json       line 1: format, step, serial, bytes and SHA-256 of line 2, and a CRC-32; line 2: the rest
         __0_0.distcp        the tensors that rank 0 wrote, each as one zip of torch's
         __1_0.distcp
         .metadata           the same as the manifest for torch.distributed.checkpoint; not read here
 
-It is complete if and only if line 2 has the bytes and the checksum of line 1, which is written last.
+It is complete if and only if line 1 has its own checksum, and line 2 the bytes and the checksum of line 1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -24,14 +25,21 @@ from typing import Any, Self
 from zeromesh.errors import CheckpointError
 
 FORMAT = "zeromesh-checkpoint"
-VERSION = 2
+VERSION = 3
+_UNSEALED = 2
+"""A version that is read too: its first line has no checksum of its own."""
+
 _FILE = re.compile(r"\w+\.distcp")
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 4 << 20
 """A checksum covers this much, so that a reader of a part verifies little more than it needs."""
 
-MAX_INDEX_BYTES = 1 << 30
-"""Some ten million chunks. What is longer is no manifest, and is not read to find that out."""
+MAX_BYTES = 1 << 27
+"""Three million chunks: 1,024 ranks of 500 units have half as many. What is longer is no manifest, and is not read to
+find that out; this much takes 3 GB to parse at the worst."""
+
+HEAD_BYTES = 4096
+"""The first line is shorter."""
 
 _MAX_DIMS = 64  # torch's own limit
 _MAX_NUMBER = 1 << 63
@@ -101,6 +109,11 @@ class Manifest:
     index: str = MANIFEST
 
     def to_bytes(self) -> bytes:
+        """The file's content.
+
+        Raises:
+            CheckpointError: it is longer than what is read.
+        """
         number = {file: index for index, file in enumerate(self.files)}
         tensors = {
             name: [
@@ -120,7 +133,9 @@ class Manifest:
             "bytes": len(body),
             "sha256": hashlib.sha256(body).hexdigest(),
         }
-        return json.dumps(head).encode() + b"\n" + body + b"\n"
+        if len(body) > MAX_BYTES - HEAD_BYTES:
+            raise CheckpointError(f"a manifest has at most {MAX_BYTES} bytes; that of this model has {len(body)}")
+        return head_line(head) + body + b"\n"
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
@@ -159,6 +174,15 @@ class Manifest:
             raise DamagedError(f"{where} does not have the structure of a manifest: {error!r}") from error
 
 
+def head_line(head: Mapping[str, Any]) -> bytes:
+    """The first line, with the checksum of all else in it."""
+    return json.dumps({**head, "crc32": _crc(head)}).encode() + b"\n"
+
+
+def _crc(head: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(head).encode())
+
+
 def read_head(data: bytes, where: str) -> dict[str, Any]:
     """The first line of a manifest.
 
@@ -167,16 +191,18 @@ def read_head(data: bytes, where: str) -> dict[str, Any]:
         CheckpointError: it is of a version that this zeromesh cannot read.
     """
     try:
-        head = json.loads(data.partition(b"\n")[0])
+        head = json.loads(data[:HEAD_BYTES].partition(b"\n")[0])
         if head["format"] != FORMAT:
             raise ValueError(f"format {head['format']!r}")
-        version = head["version"]
+        version, crc = head["version"], head.pop("crc32", None)
+        if version == VERSION and crc != _crc(head):
+            raise ValueError(f"CRC-32 {crc}, and not {_crc(head)}")
         complete = all(_is_count(head[key]) for key in ("step", "serial", "bytes"))
         if not complete or not isinstance(head["sha256"], str):
             raise ValueError("step, serial, bytes and sha256 are not all there")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"{where} is damaged: its first line is not that of a {FORMAT} ({error!r})") from error
-    if version != VERSION:
+    if version not in (VERSION, _UNSEALED):
         raise CheckpointError(f"{where} has version {version} of the format, this zeromesh reads version {VERSION}")
     return dict(head)
 

@@ -15,6 +15,7 @@ from zeromesh.checkpoint.directory import read_index, require_named
 from zeromesh.checkpoint.manifest import (
     BLOCK_BYTES,
     MANIFEST,
+    MAX_BYTES,
     Chunk,
     DamagedError,
     Manifest,
@@ -177,7 +178,7 @@ def read_manifest(storage: Storage, directory: str) -> Manifest:
     """
     where = storage.where(directory, MANIFEST)
     try:
-        data = read_index(storage, directory, MANIFEST)
+        data = read_index(storage, directory, MANIFEST, MAX_BYTES)
     except OSError as error:
         raise DamagedError(f"{where} cannot be read: {error.strerror or error}") from error
     manifest = Manifest.from_bytes(data, where)

@@ -20,6 +20,7 @@ import torch
 from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.storage import open_regular
 from zeromesh.errors import CheckpointError
+from zeromesh.files import parse_json, read_text
 from zeromesh.pieces.piece import Piece
 
 INDEX = "model.safetensors.index.json"
@@ -194,8 +195,9 @@ def read_headers(location: Path) -> dict[str, Stored]:
     index, single = location / INDEX, location / SINGLE
     if index.is_file():
         try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            text = read_text(index, kind="an index of safetensors files", error=CheckpointError)
+            files = sorted(set(parse_json(text, where=str(index), error=CheckpointError)["weight_map"].values()))
+        except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
         if not all(isinstance(file, str) and os.path.basename(file) == file for file in files):
             raise CheckpointError(f"{index} names a file outside of its directory")

@@ -29,38 +29,29 @@ def install_state_dict(model: nn.Module, engine: Engine) -> None:
     """Registers the hooks; they hold the engine weakly."""
     reference = weakref.ref(engine)
 
-    def shown(module: nn.Module, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:
+    def shown(_: nn.Module, state: dict[str, Any], prefix: str, __: dict[str, Any]) -> None:
         found = reference()
         if found is not None:
             found.interpreter.quiesce()
             _show(state, prefix, _by_name(found))
 
-    def taken(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-        found = reference()
-        if found is not None:
-            if metadata.get("assign_to_params_buffers"):
-                raise ModelError(
-                    "load_state_dict(assign=True) would replace the shards of a sharded model; leave it out"
-                )
-            found.settle()
-            _take(module, state, prefix)
+    def renamed(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if reference() is not None:
+            _rename(module, state, prefix)
 
-    def changed(module: nn.Module, _: Any) -> None:
-        found = reference()
-        if found is not None:
-            found.changed()
-
-    for name, module in model.named_modules():
-        if module is not model and any(isinstance(param, ShardedParameter) for param in module._parameters.values()):
-            _install_part(module, name, reference)
+    for module in model.modules():
+        if module is not model:
+            _install_part(module, reference)
     model.register_state_dict_post_hook(shown)  # type: ignore[no-untyped-call]  # torch leaves these so
-    model.register_load_state_dict_pre_hook(taken)  # type: ignore[no-untyped-call]
-    model.register_load_state_dict_post_hook(changed)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(renamed)  # type: ignore[no-untyped-call]
+    _install_loading(model, reference)
 
 
-def _install_part(module: nn.Module, name: str, reference: weakref.ref[Engine]) -> None:
-    """Of a module that owns parameters: its own `state_dict` has slices too, and loading is the whole model's."""
-    own = {key: param for key, param in module._parameters.items() if isinstance(param, ShardedParameter)}
+def _install_part(module: nn.Module, reference: weakref.ref[Engine]) -> None:
+    """Of a module that owns parameters: its own `state_dict` has slices too."""
+    own = _own(module)
+    if not own:
+        return
 
     def shown(_: nn.Module, state: dict[str, Any], prefix: str, __: dict[str, Any]) -> None:
         found = reference()
@@ -70,21 +61,31 @@ def _install_part(module: nn.Module, name: str, reference: weakref.ref[Engine]) 
                 if prefix + key in state:
                     state[prefix + key] = SlicedTensor(_piece(param.full_name, param))
 
-    def refused(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    module.register_state_dict_post_hook(shown)  # type: ignore[no-untyped-call]  # torch leaves these so
+    _install_loading(module, reference)
+
+
+def _install_loading(module: nn.Module, reference: weakref.ref[Engine]) -> None:
+    """Copies what is given for a module's own parameters into the shards; torch's own loading finds them in place, and
+    with `assign` puts them where they are."""
+    own = _own(module)
+
+    def taken(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        found = reference()
+        if found is None:
+            return
         for key, param in own.items():
             value = state.get(prefix + key)
-            # The whole model's loading has put the parameters themselves there by now.
-            if not isinstance(value, Tensor) or isinstance(value, ShardedParameter):
-                continue
-            if tuple(value.shape) == tuple(param.global_shape):
-                raise ModelError(
-                    f"load_state_dict of {name}, a part of a sharded model, would write {param.full_name} into this "
-                    f"rank's slice: load into the whole model, model.load_state_dict(state, strict=False), under full "
-                    f"names"
-                )
+            if isinstance(value, Tensor) and value.shape == param.global_shape and value is not param:
+                found.changing(param)
+                _copy(param.full_name, param, value)
+                state[prefix + key] = param
 
-    module.register_state_dict_post_hook(shown)  # type: ignore[no-untyped-call]  # torch leaves these so
-    module.register_load_state_dict_pre_hook(refused)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(taken)  # type: ignore[no-untyped-call]  # torch leaves these so
+
+
+def _own(module: nn.Module) -> dict[str, ShardedParameter]:
+    return {key: param for key, param in module._parameters.items() if isinstance(param, ShardedParameter)}
 
 
 def _by_name(engine: Engine) -> dict[str, ShardedParameter]:
@@ -113,24 +114,14 @@ def _show(state: dict[str, Any], prefix: str, params: Mapping[str, ShardedParame
         state[prefix + name] = value
 
 
-def _take(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Copies what is given for parameters into the shards; torch's own loading then finds them in place."""
-    held = {  # not by `named_parameters`, which checkpoint wrappers override
-        f"{name}.{key}" if name else key: value
-        for name, part in module.named_modules(remove_duplicate=False)
-        for key, value in (part._parameters | part._buffers).items()
-        if value is not None
-    }
+def _rename(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Gives names back the parts that wrappers have added."""
     given = {clean_name(key.removeprefix(prefix)): key for key in state if key.startswith(prefix)}
-    for actual, param in held.items():
-        name = clean_name(actual)
-        if name not in given:
-            continue
-        value = state.pop(given[name])
-        if isinstance(param, ShardedParameter) and isinstance(value, Tensor) and value.shape == param.global_shape:
-            _copy(name, param, value)
-            value = param
-        state[prefix + actual] = value
+    for name, part in module.named_modules(remove_duplicate=False):
+        for key in (*part._parameters, *part._buffers):  # not `named_parameters`, which checkpoint wrappers override
+            actual = f"{name}.{key}" if name else key
+            if clean_name(actual) in given:
+                state[prefix + actual] = state.pop(given[clean_name(actual)])
 
 
 def _copy(name: str, param: ShardedParameter, value: Tensor) -> None:

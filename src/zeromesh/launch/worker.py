@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zeromesh.files import write_whole
 from zeromesh.launch.failure import Failure, end_process
 from zeromesh.launch.job import JOB, RENDEZVOUS, RESULT
 
@@ -22,7 +23,7 @@ def main(directory: Path) -> int:
     try:
         result = find_task(job["task"])(directory / RENDEZVOUS if job["local"] else None, **job["options"])
         if rank == 0:
-            (directory / RESULT).write_text(json.dumps(result))
+            write_whole(directory / RESULT, json.dumps(result))
     except Exception as error:
         if job["prints"]:
             traceback.print_exc()

@@ -29,6 +29,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from zeromesh.checkpoint.manifest import head_line
+
 DATA, MANIFEST, INDEX = "__0_0.distcp", "manifest.json", ".metadata"
 MEMORY_BYTES = 2 << 30
 """On top of what the process has mapped: threads' stacks take half of it."""
@@ -112,8 +114,9 @@ def signed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
 
 def sign(at: Path, head: dict[str, Any], body: Any) -> None:
     text = json.dumps(body).encode()
+    head = {key: value for key, value in head.items() if key != "crc32"}
     head |= {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-    (at / MANIFEST).write_bytes(json.dumps(head).encode() + b"\n" + text + b"\n")
+    (at / MANIFEST).write_bytes(head_line(head) + text + b"\n")
 
 
 def head(**changes: Any) -> Callable[[Path], None]:
@@ -122,7 +125,8 @@ def head(**changes: Any) -> Callable[[Path], None]:
     def breaks(at: Path) -> None:
         before, body = (at / MANIFEST).read_bytes().split(b"\n", 1)
         after = {key: value for key, value in (json.loads(before) | changes).items() if value is not None}
-        (at / MANIFEST).write_bytes(json.dumps(after).encode() + b"\n" + body)
+        after.pop("crc32")
+        (at / MANIFEST).write_bytes(head_line(after) + body)
 
     return breaks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import signal
@@ -246,6 +247,44 @@ def test_fifty_broken_checkpoints_are_errors_that_name_the_file(tmp_path: Path) 
         path.write_bytes(good)
     assert errors >= 50
     require_step(restore_from(checkpoint), 1)
+
+
+def test_no_flipped_bit_of_a_first_line_goes_unseen(tmp_path: Path) -> None:
+    """A serial of its own choice would make another checkpoint the newest."""
+    save(tmp_path, 1, 2)
+    storage = LocalStorage(tmp_path)
+    sound = list_checkpoints(storage)
+    for found in sound.complete:
+        path = tmp_path / found.name / "manifest.json"
+        good = path.read_bytes()
+        for bit in range(8 * (good.index(b"\n") + 1)):
+            bad = bytearray(good)
+            bad[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(bad)
+            listing = list_checkpoints(storage)
+            named = [problem for problem in listing.refused if found.name in problem]
+            assert named or listing == sound, bytes(bad[:200])
+        path.write_bytes(good)
+
+
+def test_what_would_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeromesh.checkpoint.manifest.MAX_BYTES", 4200)
+    with pytest.raises(CheckpointError, match=r"step 1 was not saved.*a manifest has at most 4200 bytes; that of this"):
+        save(tmp_path, 1)
+    assert names(tmp_path) == []
+
+
+def test_a_first_line_without_a_checksum_is_read(tmp_path: Path) -> None:
+    """As of version 2."""
+    save(tmp_path, 1)
+    path = tmp_path / "step-00000001" / "manifest.json"
+    line, body = path.read_bytes().split(b"\n", 1)
+    head = json.loads(line) | {"version": 2}
+    del head["crc32"]
+    path.write_bytes(json.dumps(head).encode() + b"\n" + body)
+    loaded, found = load(tmp_path)
+    assert loaded is not None and loaded.step == 1
+    require_step(found, 1)
 
 
 def restore_from(checkpoint: Path) -> dict[str, Tensor]:

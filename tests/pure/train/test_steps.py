@@ -66,6 +66,17 @@ def test_resumed_run_drops_steps_it_will_repeat_and_a_line_cut_short(tmp_path: P
     assert path.read_text() == ""
 
 
+@pytest.mark.parametrize(
+    "spoilt", [b"\xff\xfe\n", b'{"step": \x80}\n', b"[]\n", b"1\n", b'{"step": "2"}\n', b"\xe2\x80\xa8\n", b"\0" * 9]
+)
+def test_a_line_that_a_disk_has_spoilt_is_dropped(tmp_path: Path, spoilt: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + spoilt + b'{"step": 2}\n' * (spoilt[-1:] == b"\n"))
+    with MetricsFile(path, steps_done=2) as file:
+        file.append(metrics(3))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] in ([1, 2, 3], [1, 3])
+
+
 def test_a_full_disk_is_one_warning_and_loses_no_line_that_can_be_written_later(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with (
