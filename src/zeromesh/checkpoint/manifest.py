@@ -35,8 +35,8 @@ BLOCK_BYTES = 4 << 20
 """A checksum covers this much, so that a reader of a part verifies little more than it needs."""
 
 MAX_BYTES = 1 << 27
-"""Three million chunks: 1,024 ranks of 500 units have half as many. What is longer is no manifest, and is not read to
-find that out; this much takes 3 GB to parse at the worst."""
+"""Three million chunks: 500 units on 1,024 ranks with AdamW's two states have half as many. What is longer is no
+manifest, and is not read to find that out; this much takes 3 GB to parse at the worst."""
 
 HEAD_BYTES = 4096
 """The first line is shorter."""

@@ -271,9 +271,13 @@ def _collectives(cluster: Cluster, options: Options) -> tuple[str, ...]:
     """Level after level, and those that differ from it."""
     if sum(level.size > 1 for level in cluster.levels) <= 1:
         return (AUTO,)
-    asked = (name for name in collective_choices() if options.collective in (AUTO, name))
-    tried = (name for name in asked if options.collective != AUTO or cluster.backend in find_collective(name).measured)
-    return (AUTO, *(name for name in tried if find_collective(name).pairs))
+
+    def tried(name: str) -> bool:
+        found = find_collective(name)
+        asked = cluster.backend in found.measured if options.collective == AUTO else options.collective == name
+        return found.pairs and asked
+
+    return (AUTO, *filter(tried, collectives()))
 
 
 def _rank(estimate: Estimate) -> tuple[float, int, bool, float]:
