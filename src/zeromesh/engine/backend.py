@@ -307,7 +307,7 @@ class DeviceBackend:
 
     def has_grads(self, unit: int) -> bool:
         with torch._C.DisableTorchFunctionSubclass():  # else closed leaves take a detour
-            return any(leaf.grad is not None for leaf in self.units[unit].trained_leaves)
+            return any([leaf.grad is not None for leaf in self.units[unit].trained_leaves])
 
     def agree(self, words: Tensor) -> Ticket:
         """Replaces `words` by their maximum over all ranks, after the reductions that were issued before."""
@@ -337,17 +337,18 @@ class DeviceBackend:
     def _collect(self, unit: int, index: int, factor: float, *, accumulate: bool) -> None:
         """Moves the gradients that autograd has left on a buffer's leaves to where they are reduced."""
         shards, buffer = self.units[unit], self.units[unit].buffers[index]
+        found, used = take_grads(buffer.leaves), shards.used[index]
+        stale = self.stale.get(unit)
         homes, missing, grads = list[Tensor](), list[Tensor](), list[Tensor]()
-        found = take_grads(buffer.leaves)
         for position, (grad, home) in enumerate(zip(found, buffer.homes, strict=True)):
             if grad is None:
                 missing.append(home)
                 continue
-            if unit in self.stale:
-                _require_unchanged(buffer.optimizer_params[position], self.stale[unit])
-            shards.used[index][position] = True
+            if stale is not None:
+                _require_unchanged(buffer.optimizer_params[position], stale)
+            used[position] = True
             homes.append(home)
-            grads.append(_plain(grad))
+            grads.append(_plain(grad) if grad.requires_grad or grad.is_sparse else grad)
         if self.scale == 0:  # not 0 * grad: a mean over no tokens is NaN
             homes, missing, grads = [], [*missing, *homes], []
         factor *= 1.0 if self.scale is None else self.scale
@@ -376,8 +377,7 @@ def _finish(chain: ReduceChain, buffer: FlatShards, before: Tensor | None) -> No
 
 
 def _plain(grad: Tensor) -> Tensor:
-    grad = grad.to_dense() if grad.is_sparse else grad
-    return grad.detach() if grad.requires_grad else grad  # backward(create_graph=True)
+    return (grad.to_dense() if grad.is_sparse else grad).detach()  # it has a graph under create_graph=True
 
 
 def _copy_scaled(homes: list[Tensor], grads: list[Tensor], factor: float) -> None:

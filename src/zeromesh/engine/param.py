@@ -298,9 +298,9 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
-    targets = args[0] if isinstance(args[0], list | tuple) else args[:1]
-    for target in targets:
-        owner = target if isinstance(target, ShardedParameter) else getattr(target, "owner", None)
+    slices = [each for each in (args[0] if type(args[0]) in (list, tuple) else args[:1]) if isinstance(each, _Slice)]
+    for each in slices:
+        owner = _owner(each)
         if owner is not None and (engine := owner.engine()) is not None:
             engine.changing(owner)
     if func is torch.Tensor.copy_:
@@ -308,15 +308,19 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     if torch.is_grad_enabled():
         _watch_gradient(func.__name__, args, kwargs, result)
-    for target in targets:
-        if isinstance(target, _Slice):
-            target.zeroed = func in allowed.ZEROING
+    for each in slices:
+        each.zeroed = func in allowed.ZEROING
     return result
+
+
+def _owner(target: _Slice) -> ShardedParameter | None:
+    """The parameter whose values `target` shows."""
+    return target if type(target) is ShardedParameter else target.owner
 
 
 def _part_for(target: Any, source: Any) -> Any:
     """This rank's part of what is to be copied, if it is a whole tensor."""
-    owner = target if isinstance(target, ShardedParameter) else getattr(target, "owner", None)
+    owner = _owner(target) if isinstance(target, _Slice) else None
     if owner is None or isinstance(source, _Slice) or not isinstance(source, torch.Tensor):
         return source
     if source.shape != owner.global_shape or source.dim() == 0:
@@ -347,7 +351,7 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
 def _show(func: Any, args: Any, kwargs: Any) -> Any:
     """The same memory, outside of autograd."""
     shown = _slice_like(args[0], args[0].local)
-    shown.owner = args[0] if isinstance(args[0], ShardedParameter) else args[0].owner
+    shown.owner = _owner(args[0])
     return shown
 
 
@@ -422,7 +426,7 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _no_hook: [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook],
     _no_grad_of: [torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward],
 }
-_GATHERS = (None, _compute, _make, _norm)
+_GATHERS = frozenset({None, _compute, _make, _norm})
 """What computes with values, in a forward with those of the whole parameter."""
 
 _ALLOWED = {function: kind for kind, functions in _KINDS.items() for function in functions}
