@@ -30,16 +30,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather, ho_ring_reduce_scatter
-from zeromesh.comm import (
-    AxisGroup,
-    all_gather,
-    all_reduce,
-    make_groups,
-    quantised_all_gather,
-    quantised_reduce_scatter,
-    reduce_scatter,
-    workspace_bytes,
-)
+from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
+from zeromesh.comm.quantised import quantised_all_gather, quantised_reduce_scatter
 from zeromesh.comm.transport import Exchange, pieces
 from zeromesh.strategy import Layout
 from zeromesh.units import parse_bytes

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from zeromesh.checkpoint.checkpoints import Checkpoints
     from zeromesh.checkpoint.full_state import full_state_dict, load_full_state_dict
     from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
-    from zeromesh.engine.api import accumulate, clip_grad_norm_, elementwise, refresh, sum_over_ranks, zero_grad
+    from zeromesh.engine.api import accumulate, clip_grad_norm_, refresh, sum_over_ranks, zero_grad
+    from zeromesh.engine.optim import elementwise
     from zeromesh.observe.record import record_trace
     from zeromesh.observe.replicas import check_replicas
     from zeromesh.observe.report import memory_report, traffic_report
@@ -30,7 +31,7 @@ _HOMES = {
     "accumulate": "zeromesh.engine.api",
     "check_replicas": "zeromesh.observe.replicas",
     "clip_grad_norm_": "zeromesh.engine.api",
-    "elementwise": "zeromesh.engine.api",
+    "elementwise": "zeromesh.engine.optim",
     "full_state_dict": "zeromesh.checkpoint.full_state",
     "load_full_state_dict": "zeromesh.checkpoint.full_state",
     "load_safetensors": "zeromesh.checkpoint.huggingface",

@@ -43,8 +43,8 @@ class Collected:
 
 def replica_of(buffer: FlatShards) -> tuple[int, int]:
     """Which of the ranks that hold the same slices this one is: (index, number of them)."""
-    held = buffer.layout.param_axes if buffer.master is None else buffer.layout.significant
-    axes: list[Axis] = [axis for axis in buffer.layout.axes if axis.name not in {a.name for a in held}]
+    _, held = buffer.home
+    axes: list[Axis] = [axis for axis in buffer.placed.layout.axes if axis.name not in {a.name for a in held}]
     index = 0
     for axis in axes:
         index = index * axis.size + buffer.coordinates[axis.name]

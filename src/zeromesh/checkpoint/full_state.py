@@ -57,8 +57,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     _require_match(engine, model, state)
     engine.interpreter.quiesce()
     for buffer in _buffers(engine):
-        dtype = (buffer.params if buffer.master is None else buffer.master).dtype
-        values = torch.zeros(buffer.padded, dtype=dtype, device=buffer.device)
+        values = torch.zeros(buffer.padded, dtype=buffer.home[0].dtype, device=buffer.device)
         if engine.control.rank == 0:
             for place in buffer.places:
                 values[place.start : place.stop].copy_(state[place.info.names[0]].flatten())
@@ -90,12 +89,11 @@ def _buffers(engine: Engine) -> Iterator[FlatShards]:
 
 def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
     """The whole flat buffer on the first rank: zeros with each shard in place, from one of its replicas, summed."""
-    home, held = (buffer.params, buffer.param_range) if buffer.master is None else (buffer.master, buffer.state_range)
+    home, axes = buffer.home
     values = torch.zeros(buffer.padded, dtype=home.dtype, device=buffer.device)
-    axes = buffer.layout.param_axes if buffer.master is None else buffer.layout.significant
     sharded = {axis.name for axis in axes}
     if all(index == 0 for name, index in buffer.coordinates.items() if name not in sharded):
-        values[held] = home
+        values[buffer.range_of(axes)] = home
     return engine.control.reduce(values)
 
 

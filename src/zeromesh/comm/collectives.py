@@ -14,6 +14,15 @@ in an all-reduce.
 
 On gloo most are sends and receives: [Note: Gloo]. Elsewhere they are the backend's all-gather and all-to-all,
 and torch's kernels for the sums, one a term: in the order of the ranks there too.
+
+[Note: Arguments] Of all collectives, also on quantised wires:
+
+    region      flat, contiguous, of n equal chunks
+    workspace   `workspace_bytes(group)` bytes, as many on all ranks
+    scale       factor of the sum
+    accumulate  add to `out`, with one rounding to its dtype, instead of overwriting it
+
+They raise CommunicationError where a peer died or stalled, or issued something else.
 """
 
 from __future__ import annotations
@@ -29,7 +38,7 @@ from torch import Tensor
 from zeromesh.comm.groups import AxisGroup, Channel
 from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import SumScratch, Target, fits, parts, sum_dtype
-from zeromesh.comm.transport import PIECE_BYTES, Exchange, bytes_of, native_all_gather, send_all, swap
+from zeromesh.comm.transport import PIECE_BYTES, Exchange, native_all_gather, send_all, swap
 from zeromesh.errors import InternalError
 from zeromesh.schedule.workspace import DEVICE_BYTES, collective_bytes
 
@@ -47,16 +56,12 @@ def workspace_bytes(group: AxisGroup) -> int:
 
 @hosted
 def all_gather(region: Tensor, group: AxisGroup, *, reduced: bool = False) -> None:
-    """Fills `region` with every rank's chunk.
+    """Fills `region`, of which this rank's chunk is filled, with every rank's: [Note: Arguments].
 
     Args:
-        region: of n equal chunks; this rank's is filled.
         reduced: whether it follows a reduction, in the order of the reductions' communicator.
-
-    Raises:
-        CommunicationError: a peer died or stalled, or issued something else.
     """
-    chunks = even_chunks(region, group.size)
+    chunks = chunks_of(region, group.size)
     _all_gather(region, chunks, group, group.reduce if reduced else group.gather, "all_gather")
 
 
@@ -70,36 +75,21 @@ def reduce_scatter(
     scale: float = 1.0,
     accumulate: bool = False,
 ) -> None:
-    """Sums this rank's chunk of every rank's `region`, times `scale`, into `out`.
+    """Sums this rank's chunk of every rank's `region`, in the dtype of the wire, into `out`: [Note: Arguments].
 
     Args:
-        region: of n equal chunks, in the dtype of the wire.
         out: as long as one chunk, in any floating dtype; may be this rank's chunk of `region`.
-        workspace: `workspace_bytes(group)` bytes.
-        scale: factor of the sum.
-        accumulate: add to `out`, with one rounding to its dtype, instead of overwriting it.
-
-    Raises:
-        CommunicationError: a peer died or stalled, or issued something else.
     """
-    chunks = even_chunks(region, group.size)
+    chunks = chunks_of(region, group.size)
     target = Target(out=out, scale=scale, accumulate=accumulate)
     _reduce_scatter(region, chunks, target, group, workspace, "reduce_scatter")
 
 
 @hosted
 def all_reduce(tensor: Tensor, group: AxisGroup, *, workspace: Tensor, scale: float = 1.0) -> None:
-    """Replaces `tensor` by its sum over the group times `scale`, the same bits on every rank.
-
-    Args:
-        tensor: flat, contiguous, of any length.
-        workspace: `workspace_bytes(group)` bytes.
-        scale: factor of the sum.
-
-    Raises:
-        CommunicationError: a peer died or stalled, or issued something else.
-    """
-    chunks = uneven_chunks(tensor, group.size)
+    """Replaces `tensor`, flat, contiguous, of any length, by its sum over the group, the same bits on every rank:
+    [Note: Arguments]."""
+    chunks = chunks_of(tensor, group.size, even=False)
     if sums_in_place(tensor.dtype):
         _native_all_reduce(tensor, group, scale)
         return
@@ -110,11 +100,7 @@ def all_reduce(tensor: Tensor, group: AxisGroup, *, workspace: Tensor, scale: fl
 
 @hosted
 def all_reduce_max(words: Tensor, group: AxisGroup) -> None:
-    """Replaces a few `words` by their maximum over the group, in the order of its reductions; not counted as traffic.
-
-    Raises:
-        CommunicationError: a peer died or stalled, or issued something else.
-    """
+    """Replaces a few `words` by their maximum over the group, in the order of its reductions; no traffic is counted."""
     exchange = Exchange(group, group.reduce, "all_reduce_max", words.numel())
     exchange.native(lambda: dist.all_reduce(words, dist.ReduceOp.MAX, group=group.reduce.process_group), 0)
 
@@ -124,28 +110,18 @@ def sums_in_place(dtype: torch.dtype) -> bool:
     return dtype == sum_dtype(dtype)
 
 
-def even_chunks(region: Tensor, count: int) -> Sequence[Tensor]:
-    """The chunks of a region.
+def chunks_of(tensor: Tensor, count: int, *, even: bool = True) -> Sequence[Tensor]:
+    """The chunks of a region; those of one that is not `even` may be shorter, or empty, in the end.
 
     Raises:
-        InternalError: not a flat contiguous tensor of `count` equal chunks.
+        InternalError: not a flat contiguous tensor, or not of `count` equal chunks.
     """
-    if region.dim() != 1 or not region.is_contiguous() or region.numel() % count:
+    if tensor.dim() != 1 or not tensor.is_contiguous() or (even and tensor.numel() % count):
         raise InternalError(
-            f"a region must be flat, contiguous and of {count} equal chunks; got shape {tuple(region.shape)}, "
-            f"strides {region.stride()}"
+            f"a region must be flat, contiguous{f' and of {count} equal chunks' if even else ''}; got shape "
+            f"{tuple(tensor.shape)}, strides {tensor.stride()}"
         )
-    return _chunks(region, count, region.numel() // count)
-
-
-def uneven_chunks(tensor: Tensor, count: int) -> Sequence[Tensor]:
-    """Chunks of which the last ones may be shorter, or empty."""
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise InternalError(f"all_reduce needs a flat contiguous tensor; got shape {tuple(tensor.shape)}")
-    return _chunks(tensor, count, -(-tensor.numel() // count))
-
-
-def _chunks(tensor: Tensor, count: int, length: int) -> Sequence[Tensor]:
+    length = -(-tensor.numel() // count)
     return [tensor[index * length : (index + 1) * length] for index in range(count)]
 
 
@@ -155,14 +131,14 @@ def _all_gather(region: Tensor, chunks: Sequence[Tensor], group: AxisGroup, chan
     if group.backend == "gloo":
         swap(exchange, [own] * group.size, chunks, PIECE_BYTES)
     else:
-        sent = (group.size - 1) * bytes_of(own)
+        sent = (group.size - 1) * own.nbytes
         exchange.native(lambda: native_all_gather(region, chunks, own, channel.process_group), sent)
     exchange.finish()
 
 
 def _native_all_reduce(tensor: Tensor, group: AxisGroup, scale: float) -> None:
     exchange = Exchange(group, group.reduce, "all_reduce", tensor.numel(), tensor.element_size())
-    sent = -(-2 * (group.size - 1) * bytes_of(tensor) // group.size)
+    sent = -(-2 * (group.size - 1) * tensor.nbytes // group.size)
     exchange.native(lambda: dist.all_reduce(tensor, group=group.reduce.process_group), sent)
     exchange.finish()
     if scale != 1:
@@ -177,7 +153,7 @@ def _reduce_scatter(
     if group.backend != "gloo":
         scratch = SumScratch.cut(workspace, wire, wide, terms=group.size, longest=DEVICE_BYTES)
         arrivals = _arrivals_in_parts(exchange, chunks, scratch)
-    elif fits(workspace, chunks[0], wide, terms=group.size) and bytes_of(chunks[0]) <= WHOLE_BYTES:
+    elif fits(workspace, chunks[0], wide, terms=group.size) and chunks[0].nbytes <= WHOLE_BYTES:
         scratch = SumScratch.whole(workspace, chunks[group.rank], wide, terms=group.size)
         arrivals = _arrivals_at_once(exchange, region, chunks, scratch)
     else:
@@ -196,7 +172,7 @@ Arrivals = Iterator[tuple[slice, Sequence[Tensor]]]
 def _arrivals_at_once(exchange: Exchange, region: Tensor, chunks: Sequence[Tensor], scratch: SumScratch) -> Arrivals:
     own = chunks[exchange.group.rank]
     lengths = [chunk.numel() for chunk in chunks]
-    sent = bytes_of(region) - bytes_of(own)
+    sent = region.nbytes - own.nbytes
     group = exchange.process_group
     same = [own.numel()] * len(chunks)
     exchange.native(lambda: dist.all_to_all_single(scratch.received, region, same, lengths, group=group), sent)
@@ -236,7 +212,7 @@ def _arrivals_in_parts(exchange: Exchange, chunks: Sequence[Tensor], scratch: Su
         outgoing = [chunk[part] for chunk in chunks]
         length = outgoing[rank].numel()
         terms = [slot[:length] for slot in scratch.terms]
-        sent = sum(bytes_of(piece) for peer, piece in enumerate(outgoing) if peer != rank)
+        sent = sum(piece.nbytes for peer, piece in enumerate(outgoing) if peer != rank)
         exchange.native(functools.partial(dist.all_to_all, terms, outgoing, group=exchange.process_group), sent)
         if length:
             yield slice(part.start, part.start + length), terms

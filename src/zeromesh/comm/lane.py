@@ -42,9 +42,8 @@ class Ticket:
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self._pending = (
-            threading.Lock()
-        )  # held until the job has ended: cheaper than an Event, and a Ctrl-C gets through
+        # Held until the job has ended: cheaper than an Event, and a Ctrl-C gets through.
+        self._pending = threading.Lock()
         self._pending.acquire()
         self._error: BaseException | None = None
         self._cause: str | None = None

@@ -11,6 +11,12 @@ is within `WireFormat.error_bound(k)` of the largest value::
 Chunks travel in pieces. On gloo one is on the wire while the next is quantised and the one before dequantised, each in
 cache. On a device a piece's kernels and its exchange follow one another on the lane's stream, and the next piece them:
 what hides them is the computation beside the lane. So pieces are as long as the workspace allows, and few.
+
+Beside what [Note: Arguments] says, they take
+
+    form        of the wire, the same on all ranks
+    residual    error feedback, as long as the region: what earlier calls lost, added to what is sent
+    generator   of stochastic rounding: `noise_generator(group)`, kept from call to call
 """
 
 from __future__ import annotations
@@ -19,17 +25,18 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeromesh.comm.collectives import even_chunks, uneven_chunks
+from zeromesh.comm.collectives import chunks_of
 from zeromesh.comm.groups import AxisGroup, Channel
 from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import Target, parts
-from zeromesh.comm.transport import Exchange, Wait, bytes_of
+from zeromesh.comm.transport import Exchange, Wait, wait_for_all
 from zeromesh.errors import InputError, InternalError
 from zeromesh.wires import WireFormat
 from zeromesh.wires.codec import Codec
@@ -79,16 +86,9 @@ def quantised_all_gather(
     """Fills `region` with every rank's chunk, as it came over the wire; the own chunk too.
 
     Args:
-        region: of n equal chunks; this rank's is filled.
-        form: of the wire, the same on all ranks.
-        workspace: `workspace_bytes(group)` bytes.
-        generator: of stochastic rounding: `noise_generator(group)`, kept from call to call.
         keep: room for all messages, `group.size * form.message_bytes(chunk)` bytes, which `restore_kept` reads.
-
-    Raises:
-        CommunicationError: a peer died or stalled, or issued something else.
     """
-    chunks = even_chunks(region, group.size)
+    chunks = chunks_of(region, group.size)
     wire = _Wire.cut(form, group, workspace, generator)
     kept = None if keep is None else wire.cut_kept(keep, chunks)
     _all_gather(chunks, wire, group.gather, "all_gather", kept=kept)
@@ -101,7 +101,7 @@ def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: WireForma
         keep: what `quantised_all_gather` filled, with a workspace of the same length.
         region: of n equal chunks.
     """
-    chunks = even_chunks(region, group.size)
+    chunks = chunks_of(region, group.size)
     wire = _Wire.cut(form, group, workspace, None)
     for pieces, messages in zip(wire.cut_up(chunks), wire.cut_kept(keep, chunks), strict=True):
         wire.codec.dequantise_each(messages, pieces)
@@ -120,26 +120,12 @@ def quantised_reduce_scatter(
     residual: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Sums this rank's chunk of every rank's `region`, times `scale`, into `out`.
-
-    Args:
-        region: of n equal chunks.
-        out: as long as one chunk, in any floating dtype; may be this rank's chunk of `region`.
-        form: of the wire, the same on all ranks.
-        workspace: `workspace_bytes(group)` bytes.
-        scale: factor of the sum.
-        accumulate: add to `out`.
-        residual: error feedback, as long as `region`: what earlier calls lost, added to what is sent. The own chunk is
-            not sent and loses nothing.
-        generator: of stochastic rounding.
-
-    Raises:
-        CommunicationError: a peer died or stalled, or issued something else.
-    """
-    chunks = even_chunks(region, group.size)
-    residuals = None if residual is None else even_chunks(residual, group.size)
+    """Sums this rank's chunk of every rank's `region` into `out`: as long as one chunk, in any floating dtype; may be
+    this rank's chunk of `region`. That is not sent, and loses nothing."""
+    chunks = chunks_of(region, group.size)
+    residuals = None if residual is None else chunks_of(residual, group.size)
     target = Target(out=out, scale=scale, accumulate=accumulate)
-    _reduce_scatter(chunks, residuals, target, _Wire.cut(form, group, workspace, generator), "reduce_scatter")
+    _reduce(chunks, residuals, target, _Wire.cut(form, group, workspace, generator), "reduce_scatter")
 
 
 @hosted
@@ -153,21 +139,12 @@ def quantised_all_reduce(
     residual: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Replaces `tensor` by its sum over the group times `scale`, the same bits on every rank.
-
-    Args:
-        tensor: flat, contiguous, of any length.
-        residual: as for `quantised_reduce_scatter`; the own chunk's part is what the sum lost on its way back.
-        form, workspace, scale, generator: as for `quantised_reduce_scatter`.
-
-    Raises:
-        CommunicationError: a peer died or stalled, or issued something else.
-    """
-    chunks = uneven_chunks(tensor, group.size)
-    residuals = None if residual is None else uneven_chunks(residual, group.size)
+    """Replaces `tensor`, flat, contiguous, of any length, by its sum over the group, the same bits on every rank. The
+    own chunk's part of `residual` is what the sum lost on its way back."""
+    chunks = chunks_of(tensor, group.size, even=False)
+    residuals = None if residual is None else chunks_of(residual, group.size, even=False)
     target = Target(out=chunks[group.rank], scale=scale, accumulate=False)
-    wire = _Wire.cut(form, group, workspace, generator)
-    _all_reduce(chunks, residuals, target, wire)
+    _reduce(chunks, residuals, target, _Wire.cut(form, group, workspace, generator), "all_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,9 +263,10 @@ def _all_gather(
     _run(exchange, len(rounds), wire.window, start, end)
 
 
-def _reduce_scatter(
+def _reduce(
     chunks: Sequence[Tensor], residuals: Sequence[Tensor] | None, target: Target, wire: _Wire, operation: str
 ) -> None:
+    """An all-reduce also sends the sums on: a round's leave before the next round's terms are waited for."""
     rank = wire.group.rank
     exchange = wire.exchange(wire.group.reduce, operation, chunks)
     rounds = wire.cut_up(chunks)
@@ -297,22 +275,9 @@ def _reduce_scatter(
     def start(index: int) -> Wait:
         return _swap_terms(exchange, wire, index, rounds[index], None if lost is None else lost[index])
 
-    def end(index: int) -> None:
+    def add_up(index: int) -> None:
         own = rounds[index][rank]
         wire.codec.reduce(wire.incoming[index % wire.window], own, rank, target, wire.part(index, own))
-
-    _run(exchange, len(rounds), wire.window, start, end)
-
-
-def _all_reduce(chunks: Sequence[Tensor], residuals: Sequence[Tensor] | None, target: Target, wire: _Wire) -> None:
-    """A round's sums leave before the next round's terms are waited for."""
-    rank = wire.group.rank
-    exchange = wire.exchange(wire.group.reduce, "all_reduce", chunks)
-    rounds = wire.cut_up(chunks)
-    lost = None if residuals is None else wire.cut_up(residuals)
-
-    def start(index: int) -> Wait:
-        return _swap_terms(exchange, wire, index, rounds[index], None if lost is None else lost[index])
 
     def sums(index: int) -> Sequence[Tensor]:
         """Room for those of a round, where its terms were."""
@@ -330,7 +295,10 @@ def _all_reduce(chunks: Sequence[Tensor], residuals: Sequence[Tensor] | None, ta
     def end(index: int) -> None:
         wire.codec.dequantise_each(sums(index), rounds[index], skipped=rank)
 
-    _run(exchange, len(rounds), wire.window, start, end, turn)
+    if operation == "all_reduce":
+        _run(exchange, len(rounds), wire.window, start, end, turn)
+    else:
+        _run(exchange, len(rounds), wire.window, start, add_up)
 
 
 def _swap_terms(
@@ -376,16 +344,11 @@ def _swap_messages(exchange: Exchange, incoming: Sequence[Tensor], fill: Callabl
         nothing = incoming[rank][:0]
         messages = [nothing if peer == rank else message for peer, message in enumerate(fill())]
         arriving = [nothing if peer == rank else message for peer, message in enumerate(incoming)]
-        sent = sum(bytes_of(message) for message in messages)
+        sent = sum(message.nbytes for message in messages)
         exchange.native(lambda: dist.all_to_all(arriving, messages, group=exchange.process_group), sent)
         return lambda: None
     waits = [exchange.post_recv(room, peer) for peer, room in enumerate(incoming) if peer != rank and len(room)]
     for peer, message in enumerate(fill()):
         if peer != rank and len(message):
             waits.append(exchange.post_send(message, peer))
-
-    def wait_for_all() -> None:
-        for wait in waits:
-            wait()
-
-    return wait_for_all
+    return partial(wait_for_all, waits)

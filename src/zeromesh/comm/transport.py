@@ -1,19 +1,9 @@
 """Moves tensors between the ranks of an axis: point to point on gloo, native collectives elsewhere.
 
-[Note: Gloo] Measured with benchmarks/collectives.py on 2 cores of an AMD Zen 4, torch 2.13, November 2026; milliseconds
-for 4 MiB and 16 MiB over 2 ranks, on loopback and behind 200 Mbit/s (line rate 84 and 335 without headers):
-
-    all-gather by                loopback      CPU of both    200 Mbit/s
-    native all_gather            3.4   14.8     7.8   28       88   482
-    list all_gather, 256 KiB     5.3   38.8    14.0   54       87   349
-    send/recv, 64 KiB            4.9   32.9    13.0   44       87   352
-    send/recv, 256 KiB           2.4   10.2     7.3   21       87   351
-    send/recv, 1 MiB             1.9    9.1     6.0   15       84   350
-    all_to_all_single            2.6   12.0     6.4   19      115   348
-
-So gathers and long reductions are send and recv in pieces of 1 MiB: no collective's staging copies, both directions at
-once, and least CPU time, which on loopback is the time. All receives are posted before the first send, since gloo sends
-nothing before the receiver is ready. Over 4 ranks the order of the candidates is the same.
+[Note: Gloo] Measured (benchmarks/results/collectives.md, "How a gather is sent"): gathers and long reductions are send
+and recv in pieces of 1 MiB: no collective's staging copies, both directions at once, and least CPU time, which on
+loopback is the time. All receives are posted before the first send, since gloo sends nothing before the receiver is
+ready.
 
 A message costs some 30 us, and more where the cores are oversubscribed: gloo's event thread spins while the calling
 thread, perhaps preempted, holds the lock of a connection. So reductions of chunks up to 128 KiB are one native
@@ -79,7 +69,7 @@ class Exchange:
     def post_send(self, tensor: Tensor, target: int) -> Wait:
         """Begins to send `tensor`, which must not change before the returned function has waited for it."""
         work = self._guard(lambda: self.process_group.send([tensor], target, self._tag), target)
-        self.count(bytes_of(tensor))
+        self.count(tensor.nbytes)
         return self._waiter(work, target)
 
     def post(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
@@ -98,7 +88,7 @@ class Exchange:
             waits = [self.post_recv(tensor, source) for tensor, source in arriving]
             for tensor, target in leaving:
                 self.before_finish(self.post_send(tensor, target))
-            return lambda: _wait_for_all(waits)
+            return lambda: wait_for_all(waits)
         return self._launch(arriving, leaving)
 
     def _launch(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
@@ -109,9 +99,9 @@ class Exchange:
             if tensor.numel()
         ]
         works = self._guard(lambda: dist.batch_isend_irecv(operations), None) if operations else []
-        self.count(sum(bytes_of(tensor) for tensor, _ in leaving))
+        self.count(sum(tensor.nbytes for tensor, _ in leaving))
         waits = [self._waiter(work, None) for work in works]
-        return lambda: _wait_for_all(waits)
+        return lambda: wait_for_all(waits)
 
     def before_finish(self, wait: Wait) -> None:
         """Leaves a wait to `finish`."""
@@ -129,7 +119,7 @@ class Exchange:
     def finish(self) -> None:
         """Waits until all that was sent has left, and tells the observer."""
         sends, self._sends = self._sends, []  # which refer to this
-        _wait_for_all(sends)
+        wait_for_all(sends)
         self.group.record(
             Sent(operation=self.operation, axis=self.group.name, sent_bytes=self._sent_bytes, messages=self._messages)
         )
@@ -156,7 +146,7 @@ class Exchange:
         )
 
 
-def _wait_for_all(waits: Sequence[Wait]) -> None:
+def wait_for_all(waits: Sequence[Wait]) -> None:
     for wait in waits:
         wait()
 
@@ -185,7 +175,7 @@ def swap(exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor
         exchange.post_recv(piece, peer) for peer in reversed(exchange.peers) for piece in pieces(targets[peer], numel)
     ]
     send_all(exchange, sources, numel)
-    _wait_for_all(waits)
+    wait_for_all(waits)
 
 
 def native_all_gather(region: Tensor, chunks: Sequence[Tensor], own: Tensor, process_group: dist.ProcessGroup) -> None:
@@ -196,7 +186,3 @@ def native_all_gather(region: Tensor, chunks: Sequence[Tensor], own: Tensor, pro
         gather(region, own, group=process_group)
     else:
         dist.all_gather(list(chunks), own, group=process_group)
-
-
-def bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -15,36 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.engine.build import build_engine, make_control, mesh_axes, mesh_device
 from zeromesh.engine.chain import require_wires
-from zeromesh.engine.clip import clip_grad_norm
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.optim import elementwise, watch_optimizers
+from zeromesh.engine.norms import slice_norms
+from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.others import keep_others_out
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_modules
 from zeromesh.errors import MeshError, ModelError, NotationError
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Stage, Strategy
+from zeromesh.strategy.plan import DTYPE_FIELDS
 from zeromesh.strategy.strategy import AxisStage
-
-__all__ = [
-    "accumulate",
-    "clip_grad_norm_",
-    "elementwise",
-    "engine_of",
-    "precision_of",
-    "refresh",
-    "resolve",
-    "shard",
-    "sum_over_ranks",
-    "zero_grad",
-]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 ENGINE = "_zeromesh_engine"
-
-DTYPE_OPTIONS = ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype")
-"""Of `shard`, and by name of plans and workloads."""
 
 
 def shard(
@@ -75,7 +60,7 @@ def shard(
                 "this model, or a part of it, is sharded already; zm.shard is called once, on the whole model: units= "
                 "names the classes that are gathered as one"
             )
-        given = dict(zip(DTYPE_OPTIONS, (param_dtype, reduce_dtype, grad_dtype, master_dtype), strict=True))
+        given = dict(zip(DTYPE_FIELDS, (param_dtype, reduce_dtype, grad_dtype, master_dtype), strict=True))
         precision = precision_of(given, strategy)
         layout = resolve(mesh, strategy)
         found = find_units(model, units, resident, precision)
@@ -151,10 +136,10 @@ def precision_of(given: Mapping[str, torch.dtype | None], named: object) -> Prec
     """The dtypes that are given, else those that `named`, a plan or a workload, has by name, else the defaults.
 
     Args:
-        given: by `DTYPE_OPTIONS`; other keys are ignored.
+        given: by `DTYPE_FIELDS`; other keys are ignored.
     """
-    found = [given.get(name) or DTYPES.get(getattr(named, name, None) or "") for name in DTYPE_OPTIONS]
-    for name, dtype in zip(DTYPE_OPTIONS, found, strict=True):
+    found = [given.get(name) or DTYPES.get(getattr(named, name, None) or "") for name in DTYPE_FIELDS]
+    for name, dtype in zip(DTYPE_FIELDS, found, strict=True):
         if dtype is not None and dtype not in DTYPES.values():
             raise ModelError(f"{name} must be float64, float32, bfloat16 or float16; got {dtype}")
     param, reduce, grad, master = found
@@ -235,7 +220,18 @@ def clip_grad_norm_(
         InputError: the norm's order is not above 0.
         RuntimeError: `error_if_nonfinite`, as torch's own.
     """
-    return clip_grad_norm(engine_of(model), max_norm, norm_type, error_if_nonfinite)
+    engine = engine_of(model)
+    grads = [param.grad.local for param in engine.optimizer_params() if param.grad is not None]  # type: ignore[attr-defined]
+    norms = slice_norms(engine, grads, norm_type)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the gradients' norm is {float(total)}, so they cannot be clipped; drop error_if_nonfinite to go on"
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if grads:
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
+    return total
 
 
 def refresh(model: nn.Module) -> None:

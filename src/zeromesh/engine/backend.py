@@ -124,10 +124,12 @@ class UnitShards:
         return [leaf for buffer in self.buffers if buffer.spec.trainable for leaf in buffer.leaves]
 
     def begin_step(self) -> None:
-        """The accumulator is empty; gradients that are shown are set aside."""
+        """The accumulator is empty; gradients that are shown are set aside. If they are thrown away, perhaps for their
+        size, so must be what they owe."""
         self.used = [[False] * len(buffer.places) if buffer.spec.trainable else [] for buffer in self.buffers]
-        if not any([buffer.set_grads_aside() for buffer in self.buffers]):
-            self.rejected()
+        if not any([buffer.set_grads_aside() for buffer in self.buffers]) and not self.accepted:
+            self.forget_owed()
+            self.accepted = True
 
     def show_grads(self, flags: Iterator[int], *, reduced: bool) -> None:
         """Shows as `.grad` what some rank has used.
@@ -148,12 +150,6 @@ class UnitShards:
         for buffer in self.buffers:
             if buffer.owed is not None:
                 buffer.owed.zero_()
-
-    def rejected(self) -> None:
-        """The gradients that were shown are thrown away, perhaps for their size; so must be what they owe."""
-        if not self.accepted:
-            self.forget_owed()
-            self.accepted = True
 
 
 @dataclass(slots=True)
@@ -292,11 +288,7 @@ class DeviceBackend:
                 if held is not param and (held is not leaf or leaf.data_ptr() != address):
                     raise _replaced(shards, param)
             if shards.versions and shards.versions != [leaf._version for leaf in shards.watched]:
-                raise ModelError(
-                    f"the forward of unit {shards.name or '(root)'!r}, or a hook of it, has written to its parameters, "
-                    f"which the masters would never see: change the model's parameters in place between steps, on all "
-                    f"ranks, or compute with a changed copy, as torch.nn.utils.parametrize does"
-                )
+                raise written(shards.name)
 
     def unuse(self, unit: int) -> None:
         for params, key, _, param, _ in self.units[unit].sites:
@@ -348,7 +340,8 @@ class DeviceBackend:
                 _require_unchanged(buffer.optimizer_params[position], stale)
             used[position] = True
             homes.append(home)
-            grads.append(_plain(grad) if grad.requires_grad or grad.is_sparse else grad)
+            grad = grad.to_dense() if grad.is_sparse else grad
+            grads.append(grad.detach() if grad.requires_grad else grad)  # backward(create_graph=True)
         if self.scale == 0:  # not 0 * grad: a mean over no tokens is NaN
             homes, missing, grads = [], [*missing, *homes], []
         factor *= 1.0 if self.scale is None else self.scale
@@ -374,10 +367,6 @@ def _finish(chain: ReduceChain, buffer: FlatShards, before: Tensor | None) -> No
     chain.run_boundary()
     if before is not None:
         buffer.reduced.add_(before)
-
-
-def _plain(grad: Tensor) -> Tensor:
-    return (grad.to_dense() if grad.is_sparse else grad).detach()  # it has a graph under create_graph=True
 
 
 def _copy_scaled(homes: list[Tensor], grads: list[Tensor], factor: float) -> None:
@@ -406,6 +395,14 @@ def _set_version(in_slot: nn.Parameter | None, version: int) -> None:
     """[Note: Versions]."""
     if in_slot is not None:
         torch._C._autograd._unsafe_set_version_counter((in_slot,), (version,))
+
+
+def written(unit: str) -> ModelError:
+    return ModelError(
+        f"the forward of unit {unit or '(root)'!r}, or a hook of it, has written to its parameters, which the masters "
+        f"would never see: change the model's parameters in place between steps, on all ranks, or compute with a "
+        f"changed copy, as torch.nn.utils.parametrize does"
+    )
 
 
 def _replaced(unit: UnitShards, param: nn.Parameter) -> ModelError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeromesh.comm import Lane, make_groups, mesh_group
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
-from zeromesh.engine.clip import slice_norms
 from zeromesh.engine.control import Control
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install
 from zeromesh.engine.materialise import Init, Materialiser
+from zeromesh.engine.norms import slice_norms
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.model.module_units import clean_name
-from zeromesh.schedule import LANES, Schedule, workspace_by_lane
-from zeromesh.schedule.memory import SlotPlan, aligned
+from zeromesh.schedule import ITEM_BYTES, LANES, Placed, Schedule, workspace_by_lane
 from zeromesh.schedule.transfer import LaneKind
 from zeromesh.strategy import Layout
 
@@ -177,8 +176,7 @@ def _fill_shards(
 
 
 def _values(buffer: FlatShards, control: Control) -> Tensor:
-    dtype = DTYPES[buffer.spec.master_dtype or buffer.spec.param_dtype]
-    values = torch.zeros(buffer.padded, dtype=dtype, device=buffer.device)
+    values = torch.zeros(buffer.padded, dtype=buffer.home[0].dtype, device=buffer.device)
     for place in buffer.places:
         params, key = place.info.sites[0]
         param = params[key]
@@ -213,35 +211,26 @@ def _sync_buffers(model: nn.Module, device: torch.device, control: Control) -> N
 
 
 def _bind_slots(schedule: Schedule, shards: Sequence[UnitShards], device: torch.device) -> None:
-    gather = [_bytes(count, device) for count in schedule.memory.gather.slot_bytes]
-    reduce = [_bytes(count, device) for count in schedule.memory.reduce.slot_bytes]
-    for index, unit in enumerate(shards):
-        full = _views(unit, schedule.memory.gather, index, gather, lambda b: DTYPES[b.spec.param_dtype])
-        trained = [b for b in unit.buffers if b.spec.trainable]
-        waiting = _views(unit, schedule.memory.reduce, index, reduce, lambda b: b.waiting_dtype, trained)
-        for buffer in unit.buffers:
-            buffer.bind(full.get(id(buffer)), waiting.get(id(buffer)))
+    plans = schedule.memory.gather, schedule.memory.reduce
+    gather, reduce = ([_bytes(count, device) for count in plan.slot_bytes] for plan in plans)
+    for unit, placed, own, waits in zip(shards, schedule.placed, *(plan.slot_of for plan in plans), strict=True):
+        full = _in_slot(gather, own, [(p, p.buffer.param_dtype) for p in placed])
+        waiting = _in_slot(reduce, waits, [(p, p.slot_dtype if p.buffer.trainable else None) for p in placed])
+        for buffer, whole, part in zip(unit.buffers, full, waiting, strict=True):
+            buffer.bind(whole, part)
 
 
-def _views(
-    unit: UnitShards,
-    plan: SlotPlan,
-    index: int,
-    slots: Sequence[Tensor],
-    dtype_of: Callable[[FlatShards], torch.dtype],
-    buffers: Sequence[FlatShards] | None = None,
-) -> dict[int, Tensor]:
-    """Each flat buffer's part of its unit's slot, by id of the buffer."""
-    slot = plan.slot_of[index]
-    if slot is None:
-        return {}
-    views, start = {}, 0
-    for buffer in unit.buffers if buffers is None else buffers:
-        dtype = dtype_of(buffer)
-        length = buffer.padded * dtype.itemsize
-        views[id(buffer)] = slots[slot][start : start + length].view(dtype)
-        start += aligned(length)
-    return views
+def _in_slot(
+    slots: Sequence[Tensor], slot: int | None, buffers: Iterable[tuple[Placed, str | None]]
+) -> Iterator[Tensor | None]:
+    """Each flat buffer's part of its unit's slot, in the dtype it has there; None of what has none."""
+    start = 0
+    for placed, dtype in buffers:
+        if slot is None or dtype is None:
+            yield None
+            continue
+        yield slots[slot][start : start + placed.padded * ITEM_BYTES[dtype]].view(DTYPES[dtype])
+        start += placed.slot_bytes(dtype)
 
 
 def _make_optimizer_params(engine: Engine) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -201,7 +202,9 @@ def require_wires(layout: Layout, units: Iterable[Unit], device_type: str) -> No
         _require_one_width(placed.routes["unshard"])
         _require_one_width(placed.routes["refresh"])
         for route in placed.routes.values():
-            _require_quantisable(route.steps, DTYPES[route.held], device_type)
+            for step, form in ((step, coded(step.wire)) for step in route.steps):
+                if form is not None:
+                    check_quantisable(form, DTYPES[route.held], step.axis.name, device_type)
 
 
 def _require_one_width(route: Route) -> None:
@@ -213,13 +216,6 @@ def _require_one_width(route: Route) -> None:
             f"parameters in {route.held} cannot be gathered over axes in {' and in '.join(wires)}, of other "
             f"widths: give these axes one wire dtype, or let one of them have the parameters' own"
         )
-
-
-def _require_quantisable(transfers: Sequence[Transfer], dtype: torch.dtype, device_type: str) -> None:
-    for step in transfers:
-        form = coded(step.wire)
-        if form is not None:
-            check_quantisable(form, dtype, step.axis.name, device_type)
 
 
 def _own_chunk(region: Tensor, group: AxisGroup) -> Tensor:
@@ -272,28 +268,12 @@ class Reduce:
             self.region.copy_(wire)
 
     def _run_quantised(self, form: WireFormat, workspace: Tensor, add: bool) -> None:
-        scale, noise = self.scale, self.noise
+        options: dict[str, Any] = {"scale": self.scale, "residual": self.owed, "generator": self.noise}
         if self.operation == "all_reduce":
-            quantised_all_reduce(
-                self.region,
-                self.group,
-                form,
-                workspace=workspace,
-                scale=scale,
-                residual=self.owed,
-                generator=noise,
-            )
+            quantised_all_reduce(self.region, self.group, form, workspace=workspace, **options)
         else:
             quantised_reduce_scatter(
-                self.region,
-                self.out,
-                self.group,
-                form,
-                workspace=workspace,
-                scale=scale,
-                accumulate=add,
-                residual=self.owed,
-                generator=noise,
+                self.region, self.out, self.group, form, workspace=workspace, accumulate=add, **options
             )
 
 
@@ -358,7 +338,8 @@ def reduce_chain(
     """From `waiting` into `accumulator` (of the gradient shard's length), and on to its state shard's part."""
     early, late = shards.placed.routes["reduce"], shards.placed.routes["boundary"]
     steps: list[Reduce] = []
-    source, owed = shards.waiting, _owed(shards)
+    source = shards.waiting
+    owed = {} if shards.owed is None else {axis: shards.owed[part] for axis, part in shards.placed.feedback.items()}
     for step in early.steps:
         assert source is not None
         into = accumulator if step is early.steps[-1] else None
@@ -385,11 +366,6 @@ def _together(collective: Collective, steps: Sequence[Reduce]) -> Reduce | Reduc
     first, second = steps
     pair = (second, first) if first.operation == "all_gather" else (first, second)
     return ReducePair(collective, *pair)
-
-
-def _owed(shards: FlatShards) -> dict[str, Tensor]:
-    """What error feedback owes, by axis."""
-    return {} if shards.owed is None else {axis: shards.owed[part] for axis, part in shards.placed.feedback.items()}
 
 
 def _scaled_early(steps: Sequence[Reduce]) -> tuple[float, list[Reduce]]:

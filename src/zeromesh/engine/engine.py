@@ -123,13 +123,6 @@ class Engine:
     def units(self) -> list[UnitShards]:
         return list(self.backend.units)
 
-    def working_buffers(self) -> list[Tensor]:
-        """Slots, staging and workspace."""
-        views = [v for unit in self.backend.units for b in unit.buffers for v in (b.full, b.waiting) if v is not None]
-        own = {b.params.untyped_storage().data_ptr() for unit in self.backend.units for b in unit.buffers}
-        extra = [tensor for s in self.backend.scratch.values() for tensor in (s.staging, s.workspace)]
-        return [tensor for tensor in (*views, *extra) if tensor.untyped_storage().data_ptr() not in own]
-
     def optimizer_params(self) -> Iterator[ShardedParameter]:
         """Every parameter of the model, in the order of units."""
         for unit in self.backend.units:

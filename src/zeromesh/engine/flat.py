@@ -28,7 +28,7 @@ from zeromesh.engine.param import ShardedGrad, ShardedParameter, leave_memory, m
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.schedule import FlatBuffer, Placed
 from zeromesh.schedule.placed import FEEDBACK_DTYPE
-from zeromesh.strategy import Axis, Layout
+from zeromesh.strategy import Axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +103,6 @@ class FlatShards:
         return self.placed.buffer
 
     @property
-    def layout(self) -> Layout:
-        return self.placed.layout
-
-    @property
     def padded(self) -> int:
         return self.placed.padded
 
@@ -114,10 +110,6 @@ class FlatShards:
     def name(self) -> str:
         """Its first parameter's: the same on all ranks, and no other buffer's."""
         return self.places[0].info.name
-
-    @property
-    def waiting_dtype(self) -> torch.dtype:
-        return DTYPES[self.placed.slot_dtype]
 
     def range_of(self, axes: Sequence[Axis]) -> slice:
         """This rank's range of the flat buffer, sharded over `axes`."""
@@ -130,21 +122,23 @@ class FlatShards:
 
     @property
     def state_range(self) -> slice:
-        return self.range_of(self.layout.significant)
+        return self.range_of(self.placed.layout.significant)
 
     @property
     def param_range(self) -> slice:
-        return self.range_of(self.layout.param_axes)
+        return self.range_of(self.placed.layout.param_axes)
 
     @property
-    def grad_range(self) -> slice:
-        return self.range_of(self.layout.grad_axes)
+    def home(self) -> tuple[Tensor, tuple[Axis, ...]]:
+        """Where the optimizer's parameters lie, frozen ones in the parameter shard; and what that is sharded over."""
+        layout = self.placed.layout
+        return (self.params, layout.param_axes) if self.master is None else (self.master, layout.significant)
 
     @property
     def reduced(self) -> Tensor:
         """The state shard's part of the gradient shard."""
         assert self.grads is not None
-        return inside(self.grads, self.grad_range, self.state_range)
+        return inside(self.grads, self.range_of(self.placed.layout.grad_axes), self.state_range)
 
     def fill(self, values: Tensor) -> None:
         """Takes this rank's shards out of the whole buffer's values, 1-D of `padded` elements."""
@@ -188,7 +182,8 @@ class FlatShards:
 
     def make_optimizer_params(self, **attributes: object) -> None:
         """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard)."""
-        home, held = (self.params, self.param_range) if self.master is None else (self.master, self.state_range)
+        home, axes = self.home
+        held = self.range_of(axes)
         in_params = self.master is None or self.master_in_params
         in_leaves = bool(self.leaves) and in_params and not self.gathered
         for index, place in enumerate(self.places):
@@ -243,19 +238,6 @@ class FlatShards:
             self.optimizer_grads[position] = return_memory(held, own)
         # One that was zeroed and not dropped stays, of zeros if it is not used.
         self.optimizer_grads[position].zeroed = held is own and own.zeroed and not used
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The persistent tensors, by kind, each storage once."""
-        kinds = {
-            "params": self.params,
-            "master": self.master,
-            "grads": self.grads,
-            "kept": self.kept,
-            "owed": self.owed,
-        }
-        if self.master_in_params:
-            del kinds["master"]
-        return {kind: tensor for kind, tensor in kinds.items() if tensor is not None}
 
 
 def _references(items: Sequence[object], index: int) -> int:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from zeromesh.comm import Ticket
-from zeromesh.engine.backend import DeviceBackend
-from zeromesh.errors import InternalError, ModelError
-from zeromesh.schedule import Interpreter, Op, Reducing, Reduction
+from zeromesh.engine.backend import DeviceBackend, written
+from zeromesh.errors import InternalError
+from zeromesh.schedule import Interpreter
 
 Stamp = tuple[int, int]
 """Unit and generation."""
@@ -35,6 +35,8 @@ class SlotGuard:
     def __init__(self, backend: DeviceBackend, interpreter: Interpreter[Ticket]) -> None:
         self._backend = backend
         self._interpreter = interpreter
+        self.refresh, self.reduce = backend.refresh, backend.reduce
+        self.wait, self.has_grads = backend.wait, backend.has_grads
         self._stamps: dict[int, Stamp] = {}
         self._seen: dict[int, tuple[int, int]] = {}
 
@@ -62,25 +64,8 @@ class SlotGuard:
         if seen is not None and seen[0] == self._interpreter.states[unit].generation:
             self._check_stamp(unit, "after its use")
             if seen[1] != self._fingerprint(unit):
-                raise ModelError(
-                    f"the gathered parameters of unit {self._name(unit)!r} were overwritten in use: its forward, or a "
-                    f"hook of it, writes to them through .data or under torch.no_grad(), which the masters never see. "
-                    f"Change `.local` of the model's parameters between steps and call zm.refresh(model), or compute "
-                    f"with a changed copy, as torch.nn.utils.parametrize does"
-                )
+                raise written(self._backend.units[unit].name)
         self._backend.unuse(unit)
-
-    def refresh(self, unit: int) -> Ticket | None:
-        return self._backend.refresh(unit)
-
-    def reduce(self, unit: int, reduction: Reduction) -> Reducing[Ticket]:
-        return self._backend.reduce(unit, reduction)
-
-    def wait(self, ticket: Ticket, op: Op) -> None:
-        self._backend.wait(ticket, op)
-
-    def has_grads(self, unit: int) -> bool:
-        return self._backend.has_grads(unit)
 
     def _check_stamp(self, unit: int, when: str) -> None:
         slot = self._slot(unit)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,10 @@ from torch.optim.optimizer import (
 
 from zeromesh.engine.hooks import as_python
 from zeromesh.engine.leaf import Leaf
-from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
+from zeromesh.engine.param import ShardedGrad, ShardedParameter
 from zeromesh.engine.units import DTYPE_NAMES
 from zeromesh.errors import OptimizerError
-from zeromesh.pieces.piece import Piece
-from zeromesh.pieces.sliced import SlicedTensor
+from zeromesh.pieces.sliced import SlicedTensor, part_of
 
 if TYPE_CHECKING:
     from zeromesh.engine.engine import Engine
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 ELEMENTWISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
-
-_TRIAL_NUMEL = 16
-"""Elements of what `state_bytes` steps on: one vector of any machine's fused implementation."""
 
 NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 """States of torch's optimizers that are one number, whatever the parameter."""
@@ -51,7 +47,9 @@ _graded: weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]] = weakref.Weak
 """By optimizer inside its step: the parameters that had a gradient before it, or get one inside. A hook, or the step
 itself, may drop those."""
 
-_vouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+VOUCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""By `elementwise`."""
+
 _shown: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Whose state dicts hold slices."""
 
@@ -68,7 +66,7 @@ def elementwise(optimizer: Optimizer) -> Optimizer:
     Returns:
         The optimizer itself.
     """
-    _vouched.add(optimizer)
+    VOUCHED.add(optimizer)
     return optimizer
 
 
@@ -132,8 +130,7 @@ def _as_slice(param: ShardedParameter, key: str, value: Any) -> Any:
     value = value.local if isinstance(value, ShardedGrad) else value
     if not isinstance(value, torch.Tensor) or value.shape != param.local.shape or value.dtype not in DTYPE_NAMES:
         return value  # not of its elements, or of a dtype that no checkpoint holds
-    name, shape = f"{param.full_name}.{key}", tuple(param.global_shape)
-    return SlicedTensor(Piece(name=name, shape=shape, start=param.flat_start, local=value))
+    return param.sliced(f"{param.full_name}.{key}", value)
 
 
 def take_slices(optimizer: Optimizer) -> None:
@@ -142,27 +139,16 @@ def take_slices(optimizer: Optimizer) -> None:
         if isinstance(param, ShardedParameter):
             state: dict[str, Any] = optimizer.state.get(param, {})
             for key, value in state.items():
-                if isinstance(value, SlicedTensor):
-                    state[key] = _part_of(value, param)
-                elif _is_whole(key, value, param):
-                    own = value.reshape(-1)[param.flat_start :][: param.local.numel()]
-                    state[key] = own.clone()  # or the whole of it would stay in memory
+                if isinstance(value, SlicedTensor) or _is_whole(key, value, param):
+                    own = part_of(value, f"{param.full_name}.{key}", param.flat_start, param.local.numel())
+                    # A clone, or the whole of it would stay in memory.
+                    state[key] = own if isinstance(value, SlicedTensor) else own.clone()
 
 
 def _is_whole(key: str, value: Any, param: ShardedParameter) -> bool:
     if not isinstance(value, torch.Tensor) or key in NUMBERS:
         return False
     return value.shape == param.global_shape != param.local.shape
-
-
-def _part_of(value: SlicedTensor, param: ShardedParameter) -> torch.Tensor:
-    start, stop, piece = param.flat_start, param.flat_start + param.local.numel(), value.piece
-    if start < stop and not piece.start <= start <= stop <= piece.stop:
-        raise OptimizerError(
-            f"{piece.name}: this rank needs elements {start} to {stop}, and load_state_dict was given slice "
-            f"{piece.start} to {piece.stop} of another layout: use zm.Checkpoints or torch.distributed.checkpoint"
-        )
-    return piece.part(start, stop).local if start < stop else piece.local[:0]
 
 
 @as_python
@@ -177,48 +163,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def updates(optimizer: Optimizer, engine: object) -> bool:
     """Whether the optimizer holds parameters of this engine."""
     return engine in _by_engine(optimizer)
-
-
-def element_states(optimizer: Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
-    """What `optimizer` keeps for the elements of `param`; scalars, such as step counts, are not state of the model."""
-    state: dict[str, Any] = optimizer.state.get(param, {})
-    return [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
-
-
-def state_bytes(optimizer: Optimizer, group: int, like: ShardedParameter, grad_dtype: torch.dtype) -> int:
-    """Bytes that `optimizer` keeps for each element of a parameter, from no state that it has.
-
-    Its like, with the same options but neither states nor hooks, steps once on a parameter of a few elements.
-
-    Args:
-        optimizer: not changed.
-        group: index of the group whose options count.
-        like: a parameter of that group: dtype and device.
-        grad_dtype: of the gradient, in which some states are kept (SGD's momentum).
-
-    Raises:
-        OptimizerError: the optimizer is refused anyway, since it is not elementwise.
-    """
-    common: dict[str, Any] = {
-        "full_name": like.full_name,
-        "global_shape": torch.Size([_TRIAL_NUMEL]),
-        "norm_of": lambda slices, order: [torch.linalg.vector_norm(part, order) for part in slices],
-        "agree_max": lambda values: None,
-    }
-    values = torch.ones(_TRIAL_NUMEL, dtype=like.dtype, device=like.device)
-    trial: ShardedParameter = make_slice(
-        ShardedParameter, values, True, flat_start=0, unit=like.unit, engine=lambda: None, **common
-    )
-    trial.grad = make_slice(ShardedGrad, values.to(grad_dtype, copy=True), False, **common)
-    stepping = object.__new__(type(optimizer))
-    own = {"state": defaultdict(dict), "param_groups": [{**optimizer.param_groups[group], "params": [trial]}]}
-    # A scheduler puts a `step` of its own on the object, which would step the original.
-    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
-    stepping.__dict__ = {name: value for name, value in vars(optimizer).items() if name != "step"} | hooks | own
-    if optimizer in _vouched:
-        elementwise(stepping)
-    stepping.step()
-    return sum(state.nbytes for state in element_states(stepping, trial)) // _TRIAL_NUMEL
 
 
 def _by_engine(optimizer: Optimizer) -> dict[Any, list[ShardedParameter]]:
@@ -270,7 +214,7 @@ def _check(optimizer: Optimizer) -> None:
     _require_reduced(optimizer, (param for param in params if type(param) is not ShardedParameter))
     if any(type(param) is ShardedParameter for param in params):
         kind = type(optimizer)
-        if not _steps_as_a_known_one(kind) and optimizer not in _vouched:
+        if not _steps_as_a_known_one(kind) and optimizer not in VOUCHED:
             raise OptimizerError(
                 f"each rank holds a slice of every parameter, so the optimizer must work element by element; "
                 f"{kind.__module__}.{kind.__name__} is not known to. If it does, call zm.elementwise(optimizer); if it "

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 
 from zeromesh.engine import allowed
 from zeromesh.errors import ModelError, OptimizerError
+from zeromesh.pieces.piece import Piece
+from zeromesh.pieces.sliced import SlicedTensor
 
 NormOf = Callable[[Sequence[Tensor], float], list[Tensor]]
 """Norms over all ranks of the tensors that the given local slices belong to, one 0-d tensor each."""
@@ -116,6 +118,11 @@ class ShardedParameter(_Slice, nn.Parameter):
     engine: Callable[[], Any]
     changed: int = 1
     _shown: Tensor | None = None
+
+    def sliced(self, name: str, local: Tensor | None = None) -> SlicedTensor:
+        """Its slice, or other values for the same elements, as part of a whole tensor of that name."""
+        shape, local = tuple(self.global_shape), self.local if local is None else local
+        return SlicedTensor(Piece(name=name, shape=shape, start=self.flat_start, local=local))
 
     # Autograd never writes it, so it need not be where C++ would look for it, behind a detour.
     @property

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.param import ShardedParameter
-from zeromesh.errors import ModelError
 from zeromesh.model.module_units import clean_name
-from zeromesh.pieces.piece import Piece
-from zeromesh.pieces.sliced import SlicedTensor
+from zeromesh.pieces.sliced import SlicedTensor, part_of
 
 
 def install_state_dict(model: nn.Module, engine: Engine) -> None:
@@ -59,7 +57,7 @@ def _install_part(module: nn.Module, reference: weakref.ref[Engine]) -> None:
             found.interpreter.quiesce()
             for key, param in own.items():
                 if prefix + key in state:
-                    state[prefix + key] = SlicedTensor(_piece(param.full_name, param))
+                    state[prefix + key] = param.sliced(param.full_name)
 
     module.register_state_dict_post_hook(shown)  # type: ignore[no-untyped-call]  # torch leaves these so
     _install_loading(module, reference)
@@ -78,7 +76,9 @@ def _install_loading(module: nn.Module, reference: weakref.ref[Engine]) -> None:
             value = state.get(prefix + key)
             if isinstance(value, Tensor) and value.shape == param.global_shape and value is not param:
                 found.changing(param)
-                _copy(param.full_name, param, value)
+                given = part_of(value, param.full_name, param.flat_start, param.local.numel())
+                if given.data_ptr() != param.local.data_ptr():
+                    param.local.copy_(given)
                 state[prefix + key] = param
 
     module.register_load_state_dict_pre_hook(taken)  # type: ignore[no-untyped-call]  # torch leaves these so
@@ -98,10 +98,6 @@ def _by_name(engine: Engine) -> dict[str, ShardedParameter]:
     }
 
 
-def _piece(name: str, param: ShardedParameter) -> Piece:
-    return Piece(name=name, shape=tuple(param.global_shape), start=param.flat_start, local=param.local)
-
-
 def _show(state: dict[str, Any], prefix: str, params: Mapping[str, ShardedParameter]) -> None:
     """Replaces slices in place, keeping the order; names lose the parts that wrappers added."""
     for key in [key for key in state if key.startswith(prefix)]:
@@ -110,7 +106,7 @@ def _show(state: dict[str, Any], prefix: str, params: Mapping[str, ShardedParame
         if isinstance(value, SlicedTensor):  # of the module that holds it, which may have moved since
             value = SlicedTensor(replace(value.piece, name=name))
         elif name in params:
-            value = SlicedTensor(_piece(name, params[name]))
+            value = params[name].sliced(name)
         state[prefix + name] = value
 
 
@@ -122,21 +118,3 @@ def _rename(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
             actual = f"{name}.{key}" if name else key
             if clean_name(actual) in given:
                 state[prefix + actual] = state.pop(given[clean_name(actual)])
-
-
-def _copy(name: str, param: ShardedParameter, value: Tensor) -> None:
-    local, start = param.local, param.flat_start
-    if not local.numel():
-        return
-    if not isinstance(value, SlicedTensor):
-        whole = value.detach().reshape(-1)
-        local.copy_(whole[start : start + local.numel()])
-        return
-    piece = value.piece
-    if not piece.start <= start or start + local.numel() > piece.stop:
-        raise ModelError(
-            f"{name}: load_state_dict needs elements {start} to {start + local.numel()} on this rank, and was given "
-            f"slice {piece.start} to {piece.stop} of another layout: save and load it with torch.distributed.checkpoint"
-        )
-    if piece.local.data_ptr() != local.data_ptr():
-        local.copy_(piece.part(start, start + local.numel()).local)

@@ -138,7 +138,7 @@ def find_units(
     chosen = {module for module in (*blocks, *edges) if names[module]}  # the root's wrappers wrap no unit
     units = {model: ModuleUnit(names=[""], modules=[model], role=Role.RESIDENT)}
     for module in (module for module in names if module in chosen):
-        nested = any(_inside(names[module], names[other]) for other in chosen)
+        nested = any(names[module].startswith(f"{names[other]}.") for other in chosen)
         own_slot = nested or module in edges or names[module] in resident
         role = Role.RESIDENT if own_slot else Role.BLOCK
         units[module] = ModuleUnit(names=[names[module]], modules=[_outermost(model, module)], role=role)
@@ -180,10 +180,6 @@ def _named_classes(model: nn.Module, classes: UnitClasses) -> list[nn.Module]:
             )
         found += modules
     return found
-
-
-def _inside(name: str, other: str) -> bool:
-    return name.startswith(f"{other}.")
 
 
 def _check_resident(resident: Sequence[str], names: Sequence[str]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,14 @@ from torch import Tensor, nn
 from zeromesh.comm import Sent
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.optim import element_states, state_bytes, take_slices
+from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.optim import VOUCHED, take_slices
+from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
 from zeromesh.engine.units import DTYPES
 from zeromesh.schedule import sent_bytes_per_axis
+
+_TRIAL_NUMEL = 16
+"""Elements of what `_state_bytes` steps on: one vector of any machine's fused implementation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +44,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         such as uint8, which every rank holds whole.
 
     Predictions look at nothing that was allocated. What an optimizer keeps for each element of its state shard is found
-    by one step of its like on an element or two of its own, with each group's own options: see `state_bytes`. So its
+    by one step of its like on an element or two of its own, with each group's own options: see `_state_bytes`. So its
     states are predicted before the first step, when none are held, and also for parameters that no step has had a
     gradient for, which torch's optimizers make no states for.
     """
@@ -47,18 +53,34 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     found: dict[str, list[Tensor]] = defaultdict(list)
     for unit in engine.units:
         for buffer in unit.buffers:
-            for kind, tensor in buffer.tensors().items():
+            for kind, tensor in persistent(buffer).items():
                 found[kind].append(tensor)
     predicted_states, states = (0, 0) if optimizer is None else _optimizer_states(engine, optimizer)
     kinds = {
         "params": (plan.params_bytes, _storage_bytes(found["params"])),
         "grads": (plan.grads_bytes, _storage_bytes(found["grads"])),
         "optimizer": (plan.master_bytes + predicted_states, _storage_bytes(found["master"]) + states),
-        "buffers": (plan.buffers_bytes, _storage_bytes([*found["kept"], *found["owed"], *engine.working_buffers()])),
+        "buffers": (plan.buffers_bytes, _storage_bytes([*found["kept"], *found["owed"], *working_buffers(engine)])),
     }
     lines = [MemoryLine(kind=k, predicted_bytes=p, allocated_bytes=a) for k, (p, a) in kinds.items()]
     total = [sum(line.predicted_bytes for line in lines), sum(line.allocated_bytes for line in lines)]
     return [*lines, MemoryLine(kind="total", predicted_bytes=total[0], allocated_bytes=total[1])]
+
+
+def persistent(buffer: FlatShards) -> dict[str, Tensor]:
+    """Shards and copies, by kind, each storage once."""
+    kinds = ("params", "grads", "kept", "owed", *(() if buffer.master_in_params else ("master",)))
+    held = {kind: getattr(buffer, kind) for kind in kinds}
+    return {kind: tensor for kind, tensor in held.items() if tensor is not None}
+
+
+def working_buffers(engine: Engine) -> list[Tensor]:
+    """Slots, staging and workspace."""
+    buffers = [b for unit in engine.units for b in unit.buffers]
+    own = {b.params.untyped_storage().data_ptr() for b in buffers}
+    views = [view for b in buffers for view in (b.full, b.waiting) if view is not None]
+    extra = [tensor for s in engine.backend.scratch.values() for tensor in (s.staging, s.workspace)]
+    return [tensor for tensor in (*views, *extra) if tensor.untyped_storage().data_ptr() not in own]
 
 
 def _storage_bytes(tensors: list[Tensor]) -> int:
@@ -75,13 +97,55 @@ def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> tuple
     for index, group in enumerate(optimizer.param_groups):
         rates: dict[object, int] = {}
         for param in (param for param in group["params"] if param in grad_dtypes):
-            held += sum(state.untyped_storage().nbytes() for state in element_states(optimizer, param))
+            held += sum(state.untyped_storage().nbytes() for state in _element_states(optimizer, param))
             if param.requires_grad:
                 kind = param.dtype, grad_dtypes[param]
                 if kind not in rates:
-                    rates[kind] = state_bytes(optimizer, index, param, grad_dtypes[param])
+                    rates[kind] = _state_bytes(optimizer, index, param, grad_dtypes[param])
                 predicted += rates[kind] * param.local.numel()
     return predicted, held
+
+
+def _element_states(optimizer: torch.optim.Optimizer, param: Tensor) -> list[Tensor]:
+    """What `optimizer` keeps for the elements of `param`; scalars, such as step counts, are not state of the model."""
+    state: dict[str, Any] = optimizer.state.get(param, {})
+    return [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, group: int, like: ShardedParameter, grad_dtype: torch.dtype) -> int:
+    """Bytes that `optimizer` keeps for each element of a parameter, from no state that it has.
+
+    Its like, with the same options but neither states nor hooks, steps once on a parameter of a few elements.
+
+    Args:
+        optimizer: not changed.
+        group: index of the group whose options count.
+        like: a parameter of that group: dtype and device.
+        grad_dtype: of the gradient, in which some states are kept (SGD's momentum).
+
+    Raises:
+        OptimizerError: the optimizer is refused anyway, since it is not elementwise.
+    """
+    common: dict[str, Any] = {
+        "full_name": like.full_name,
+        "global_shape": torch.Size([_TRIAL_NUMEL]),
+        "norm_of": lambda slices, order: [torch.linalg.vector_norm(part, order) for part in slices],
+        "agree_max": lambda values: None,
+    }
+    values = torch.ones(_TRIAL_NUMEL, dtype=like.dtype, device=like.device)
+    trial: ShardedParameter = make_slice(
+        ShardedParameter, values, True, flat_start=0, unit=like.unit, engine=lambda: None, **common
+    )
+    trial.grad = make_slice(ShardedGrad, values.to(grad_dtype, copy=True), False, **common)
+    stepping = object.__new__(type(optimizer))
+    own = {"state": defaultdict(dict), "param_groups": [{**optimizer.param_groups[group], "params": [trial]}]}
+    # A scheduler puts a `step` of its own on the object, which would step the original.
+    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
+    stepping.__dict__ = {name: value for name, value in vars(optimizer).items() if name != "step"} | hooks | own
+    if optimizer in VOUCHED:
+        VOUCHED.add(stepping)
+    stepping.step()
+    return sum(state.nbytes for state in _element_states(stepping, trial)) // _TRIAL_NUMEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

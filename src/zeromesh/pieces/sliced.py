@@ -99,3 +99,20 @@ class SlicedTensor(torch.Tensor):
                 first = box.start - self.piece.start
                 return self.piece.local[first : first + box.numel].view(box.sizes)
         raise CheckpointError(f"{self!r} has no box at {index.offset}")
+
+
+def part_of(value: Tensor, name: str, start: int, numel: int) -> Tensor:
+    """Elements `start` to `start + numel` of a flattened tensor that is given whole, or as a slice; shares its memory.
+
+    Raises:
+        CheckpointError: the slice does not hold them all.
+    """
+    if not isinstance(value, SlicedTensor):
+        return value.detach().reshape(-1)[start : start + numel]
+    piece = value.piece
+    if numel and not piece.start <= start <= start + numel <= piece.stop:
+        raise CheckpointError(
+            f"{name}: this rank needs elements {start} to {start + numel}, and load_state_dict was given slice "
+            f"{piece.start} to {piece.stop} of another layout: use zm.Checkpoints or torch.distributed.checkpoint"
+        )
+    return piece.part(start, start + numel).local if numel else piece.local[:0]

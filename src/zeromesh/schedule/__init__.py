@@ -7,11 +7,10 @@ buffer), `memory` (all buffers), `program` (points and ops), `calls` (where forw
 
 from zeromesh.schedule.calls import Call
 from zeromesh.schedule.interpreter import Interpreter
-from zeromesh.schedule.memory import MemoryPlan, SlotPlan
-from zeromesh.schedule.placed import Persistent, Placed, Route, place
-from zeromesh.schedule.program import Action, Op, PointKind, Schedule
-from zeromesh.schedule.state import Backend, GradState, Reducing, Reduction
-from zeromesh.schedule.step import Counted, run_step, sent_bytes_per_axis, step_transfers
+from zeromesh.schedule.placed import Placed, Route, place
+from zeromesh.schedule.program import Op, PointKind, Schedule
+from zeromesh.schedule.state import GradState, Reducing, Reduction
+from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes
 from zeromesh.schedule.unit import (
     BUCKET_BYTES,
@@ -29,17 +28,12 @@ __all__ = [
     "BUCKET_BYTES",
     "ITEM_BYTES",
     "LANES",
-    "Action",
-    "Backend",
     "Call",
-    "Counted",
     "FlatBuffer",
     "GradState",
     "Interpreter",
     "LaneKind",
-    "MemoryPlan",
     "Op",
-    "Persistent",
     "Placed",
     "PointKind",
     "Reducing",
@@ -47,7 +41,6 @@ __all__ = [
     "Role",
     "Route",
     "Schedule",
-    "SlotPlan",
     "Transfer",
     "Unit",
     "join_units",
@@ -55,8 +48,6 @@ __all__ = [
     "lane_axes",
     "neighbours",
     "place",
-    "run_step",
     "sent_bytes_per_axis",
-    "step_transfers",
     "workspace_by_lane",
 ]

@@ -35,7 +35,7 @@ from typing import Generic, TypeVar
 from zeromesh.errors import InternalError, ModelError
 from zeromesh.schedule.calls import Backward, Call, Forward
 from zeromesh.schedule.program import Action, Op, PointKind, Schedule
-from zeromesh.schedule.state import Backend, GradState, Reduction, Slots, UnitState
+from zeromesh.schedule.state import Backend, GradState, Reduction, UnitState
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Interpreter(Generic[T]):
         last: whether the running micro-batch is the last before the optimizer's step; set by the driver.
         watch: is told of every point as it is reached, before its ops; an observer for traces.
         states: by unit.
-        gather_slots, reduce_slots: which unit has which.
+        gather_slots, reduce_slots: which unit has each; None is free.
         forward: that runs, outside a backward or (a recomputation) inside.
         backward: that runs.
         awaited: units whose forward no backward has followed.
@@ -67,8 +67,8 @@ class Interpreter(Generic[T]):
     last: bool = True
     watch: Callable[[PointKind, int], None] = _unwatched
     states: list[UnitState[T]] = field(init=False)
-    gather_slots: Slots[T] = field(init=False)
-    reduce_slots: Slots[T] = field(init=False)
+    gather_slots: list[int | None] = field(init=False)
+    reduce_slots: list[int | None] = field(init=False)
     forward: Forward | None = None
     backward: Backward | None = None
     seen: list[int] = field(default_factory=list)
@@ -79,8 +79,8 @@ class Interpreter(Generic[T]):
 
     def __post_init__(self) -> None:
         self.states = [UnitState() for _ in self.schedule.units]
-        self.gather_slots = Slots.free(len(self.schedule.memory.gather.slot_bytes))
-        self.reduce_slots = Slots.free(len(self.schedule.memory.reduce.slot_bytes))
+        self.gather_slots = [None] * len(self.schedule.memory.gather.slot_bytes)
+        self.reduce_slots = [None] * len(self.schedule.memory.reduce.slot_bytes)
 
     # ---- points
 
@@ -272,17 +272,15 @@ class Interpreter(Generic[T]):
         state, slot = self.states[unit], self.schedule.memory.gather.slot_of[unit]
         if slot is None or state.full == state.generation:
             return
-        owner = self.gather_slots.owner[slot]
+        owner = self.gather_slots[slot]
         if owner is not None and owner != unit and not self._evict(owner, unit, prefetch):
             return
-        self.gather_slots.owner[slot] = unit
-        from_kept = self._has_kept(unit) and self.backward is not None and state.kept == state.generation
+        self.gather_slots[slot] = unit
+        kept = self.backward is not None and state.kept == state.generation
+        from_kept = kept and any(buffer.kept for buffer in self.schedule.memory.persistent[unit])
         self.digest = zlib.crc32(b"%d %d" % (unit, from_kept), self.digest)
         state.ticket = self.backend.unshard(unit, from_kept=from_kept, after=state.refreshing)
         state.full = state.kept = state.generation
-
-    def _has_kept(self, unit: int) -> bool:
-        return any(buffer.kept for buffer in self.schedule.memory.persistent[unit])
 
     def _evict(self, owner: int, unit: int, prefetch: bool) -> bool:
         """Frees the slot that `owner` holds, unless a mere prefetch wants it while it is of use."""
@@ -345,10 +343,10 @@ class Interpreter(Generic[T]):
         assert self.backward is not None
         self.backward.reduced.add(unit)
         if slot is not None and micro:
-            owner = self.reduce_slots.owner[slot]
+            owner = self.reduce_slots[slot]
             if owner is not None:
                 self._settle(self.states[owner], "taking", Op(Action.REDUCE, unit))
-            self.reduce_slots.owner[slot] = unit
+            self.reduce_slots[slot] = unit
         self._settle_reduction(state, Op(Action.REDUCE, unit))
         add = state.grad is GradState.REDUCED
         issued = self.backend.reduce(

@@ -11,22 +11,15 @@ from dataclasses import dataclass, field
 
 from zeromesh.schedule.placed import Persistent, Placed, stays_gathered
 from zeromesh.schedule.transfer import LANES, LaneKind
-from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
+from zeromesh.schedule.unit import Role
 from zeromesh.strategy import Layout
 
 Buffers = Sequence[Sequence[Placed]]
 """Placed buffers, by unit."""
 
-ALIGN_BYTES = 64
-"""Each flat buffer starts on a cache line inside its slot, so that vector loads of any dtype are aligned."""
-
 REDUCE_SLOTS = 1
 """Block gradients in flight, beside those that autograd leaves of the unit whose backward runs. More would only help if
 one unit's reduction took longer than another's backward, and then the wire is the bound anyway."""
-
-
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,24 +39,24 @@ class SlotPlan:
         return sum(self.slot_bytes)
 
 
-def plan_gather_slots(layout: Layout, units: Sequence[Unit], prefetch: int) -> SlotPlan:
+def plan_gather_slots(layout: Layout, placed: Buffers, prefetch: int) -> SlotPlan:
     """prefetch + 1 slots of the largest block, one more for each unit that stays gathered.
 
     A unit always lands in the same slot, since tensors that autograd saved point into it.
     """
     if layout.degree(layout.param_axes) == 1:
-        return SlotPlan(slot_of=(None,) * len(units), slot_bytes=())
-    sizes = [sum(_bytes(layout, b, b.param_dtype) for b in unit.buffers) for unit in units]
-    return _plan_slots([stays_gathered(layout, unit.role) for unit in units], sizes, prefetch + 1)
+        return SlotPlan(slot_of=(None,) * len(placed), slot_bytes=())
+    sizes = [sum(p.slot_bytes(p.buffer.param_dtype) for p in unit) for unit in placed]
+    return _plan_slots([any(stays_gathered(layout, p.role) for p in unit) for unit in placed], sizes, prefetch + 1)
 
 
-def plan_reduce_slots(layout: Layout, units: Sequence[Unit], placed: Buffers) -> SlotPlan:
+def plan_reduce_slots(layout: Layout, placed: Buffers) -> SlotPlan:
     """REDUCE_SLOTS slots of the largest block, one more for each resident unit; none where gradients of a micro-batch
     are added where they stay (no stage 2 or 3)."""
     if layout.degree(layout.grad_axes) == 1:
-        return SlotPlan(slot_of=(None,) * len(units), slot_bytes=())
-    sizes = [sum(_bytes(layout, p.buffer, p.slot_dtype) for p in unit if p.buffer.trainable) for unit in placed]
-    return _plan_slots([unit.role is Role.RESIDENT for unit in units], sizes, REDUCE_SLOTS)
+        return SlotPlan(slot_of=(None,) * len(placed), slot_bytes=())
+    sizes = [sum(p.slot_bytes(p.slot_dtype) for p in unit if p.buffer.trainable) for unit in placed]
+    return _plan_slots([any(p.role is Role.RESIDENT for p in unit) for unit in placed], sizes, REDUCE_SLOTS)
 
 
 def _plan_slots(own: Sequence[bool], sizes: Sequence[int], shared: int) -> SlotPlan:
@@ -78,11 +71,6 @@ def _plan_slots(own: Sequence[bool], sizes: Sequence[int], shared: int) -> SlotP
             slot_of[index] = len(slot_bytes)
             slot_bytes.append(size)
     return SlotPlan(slot_of=tuple(slot_of), slot_bytes=tuple(slot_bytes))
-
-
-def _bytes(layout: Layout, buffer: FlatBuffer, dtype: str) -> int:
-    """Of the whole buffer in a slot."""
-    return aligned(layout.padded(buffer.numel) * ITEM_BYTES[dtype])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +91,13 @@ class MemoryPlan:
     workspace: int = field(default=0)
 
     @classmethod
-    def of(cls, layout: Layout, units: Sequence[Unit], placed: Buffers, workspace_bytes: int = 0) -> MemoryPlan:
+    def of(cls, layout: Layout, placed: Buffers, workspace_bytes: int = 0) -> MemoryPlan:
         each = {id(buffer): buffer for unit in placed for buffer in unit}  # a model's blocks share theirs
         persistent = {key: buffer.persistent for key, buffer in each.items()}
         return cls(
             persistent=tuple(tuple(persistent[id(buffer)] for buffer in unit) for unit in placed),
-            gather=plan_gather_slots(layout, units, layout.strategy.prefetch),
-            reduce=plan_reduce_slots(layout, units, placed),
+            gather=plan_gather_slots(layout, placed, layout.strategy.prefetch),
+            reduce=plan_reduce_slots(layout, placed),
             staging={lane: max((b.routes[lane].staging_bytes for b in each.values()), default=0) for lane in LANES},
             workspace=workspace_bytes,
         )

@@ -27,6 +27,9 @@ from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
 from zeromesh.strategy import Axis, Layout
 from zeromesh.wires import coded
 
+ALIGN_BYTES = 64
+"""Each flat buffer starts on a cache line inside its slot, so that vector loads of any dtype are aligned."""
+
 FEEDBACK_DTYPE = "fp32"
 """Of what is owed: then what was sent and what is owed add up to the gradient to within fp32's rounding."""
 
@@ -137,6 +140,10 @@ class Placed:
         """Elements of one rank's shard over `axes`."""
         return self.padded // self.layout.degree(axes)
 
+    def slot_bytes(self, dtype: str) -> int:
+        """Of the whole buffer in a slot, in `dtype`."""
+        return -(-self.padded * ITEM_BYTES[dtype] // ALIGN_BYTES) * ALIGN_BYTES
+
     def shard(self, axes: Sequence[Axis], coordinates: dict[str, int]) -> slice:
         """The range that a rank holds of the buffer sharded over `axes`."""
         return self.layout.shard(self.padded, axes, coordinates)
@@ -216,7 +223,7 @@ def stays_gathered(layout: Layout, role: Role) -> bool:
 
 def _kept_axis(layout: Layout) -> Axis | None:
     """The last of the kept ones to be gathered."""
-    return next((axis for axis in layout.kept_axes if axis.size > 1), None)
+    return next((axis for axis in layout.param_axes if axis.stage.kept and axis.size > 1), None)
 
 
 def _gathers(layout: Layout, padded: int, dtype: str, lane: LaneKind) -> list[Transfer]:

@@ -116,7 +116,7 @@ class Schedule:
             units=tuple(units),
             placed=placed,
             order=order,
-            memory=MemoryPlan.of(layout, units, placed, workspace_bytes),
+            memory=MemoryPlan.of(layout, placed, workspace_bytes),
             program=_program(layout, units, order),
         )
 
@@ -138,14 +138,6 @@ class Schedule:
         """Whether other units are gathered into the unit's slot."""
         slots = self.memory.gather.slot_of
         return slots[unit] is not None and slots.count(slots[unit]) > 1
-
-    def describe(self) -> str:
-        """The program as text, one line per point: the golden form that tests compare."""
-        lines = [
-            f"{point.value:<14} {'' if unit < 0 else unit:>3}  {' '.join(map(str, ops))}"
-            for (point, unit), ops in self.program.items()
-        ]
-        return "\n".join(lines)
 
 
 def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> Program:

@@ -58,31 +58,24 @@ class Backend(Protocol[T]):
 
     def refresh(self, unit: int) -> T | None:
         """Bring the parameter shard up to date with the state shards."""
-        ...
 
     def unshard(self, unit: int, *, from_kept: bool, after: T | None) -> T | None:
         """Gather the unit's parameters into its slot, from the kept copy if that is valid; `after` their refresh."""
-        ...
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[T]:
         """Reduce the gradients that autograd has left of the unit; zeros where there are none."""
-        ...
 
     def wait(self, ticket: T, op: Op) -> None:
         """Make the computation wait for the ticket's work, on behalf of `op`."""
-        ...
 
     def use(self, unit: int) -> None:
         """The unit's gathered parameters are there: point the model at them."""
-        ...
 
     def unuse(self, unit: int) -> None:
         """The unit's gathered parameters may go: point the model away from them."""
-        ...
 
     def has_grads(self, unit: int) -> bool:
         """Whether autograd has left gradients of the unit that were not handed to `reduce`."""
-        ...
 
 
 @dataclass(slots=True)
@@ -112,14 +105,3 @@ class UnitState(Generic[T]):
     taking: T | None = None
     reducing: T | None = None
     grad: GradState = GradState.EMPTY
-
-
-@dataclass(slots=True)
-class Slots(Generic[T]):
-    """Owners of a set of slots, by unit index; None is free."""
-
-    owner: list[int | None]
-
-    @classmethod
-    def free(cls, count: int) -> Slots[T]:
-        return cls([None] * count)

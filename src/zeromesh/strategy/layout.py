@@ -99,10 +99,6 @@ class Layout:
         return prod(size for _, size in self.mesh)
 
     @property
-    def kept_axes(self) -> tuple[Axis, ...]:
-        return tuple(axis for axis in self.param_axes if axis.stage.kept)
-
-    @property
     def replica_axes(self) -> tuple[Axis, ...]:
         """Axes over which everything is replicated (stage 0), innermost first."""
         return tuple(axis for axis in self.axes if not axis.stage.shards_states)

@@ -14,8 +14,8 @@ from zeromesh.strategy.strategy import Strategy
 
 Recompute = Literal["none", "selective", "full"]
 
-
 DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype")
+"""Of plans and workloads by name; what `zm.shard` takes."""
 
 
 def settle_dtypes(owner: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from zeromesh.errors import NotationError, nearest
 
@@ -25,30 +25,23 @@ PARO: dict[str, tuple[str, str]] = {
 }
 
 
-def _uniform(stage: str) -> Callable[[Sequence[str]], tuple[str, ...]]:
-    return lambda axes: (stage,) * len(axes)
-
-
-def _two_level(inner: str, outer: str) -> Callable[[Sequence[str]], tuple[str, ...]]:
-    """`outer` on the slowest axis, `inner` on all inside it."""
-    return lambda axes: (inner,) * (len(axes) - 1) + (outer,)
-
-
 # Sources: DDP, ZeRO (1910.02054), HSDP = MiCS (2205.00119) = PaRO III, HFSDP (Megatron-FSDP) = pytorch#148257,
 # ZeRO++ (2306.10209), Frontier (2501.04266, layout assumed).
-_SYSTEMS: dict[str, tuple[int, Callable[[Sequence[str]], tuple[str, ...]]]] = {
-    "ddp": (1, _uniform("0")),
-    "zero1": (1, _uniform("1")),
-    "zero2": (1, _uniform("2")),
-    "zero3": (1, _uniform("3")),
-    "fsdp": (1, _uniform("3")),
-    "hsdp": (2, _two_level("3", "0")),
-    "mics": (2, _two_level("3", "0")),
-    "hfsdp": (2, _two_level("3", "1")),
-    "hpz": (2, _two_level("3", "3k")),
-    "zero++": (2, _two_level("3@int8/int4", "3k@int8/int4")),
-    "frontier": (3, lambda axes: ("3@int8/", *("2@/int4",) * (len(axes) - 2), "1")),
-} | {f"paro:{name}": (2, _two_level(*stages)) for name, stages in PARO.items()}
+_SYSTEMS: dict[str, tuple[str, ...]] = {
+    "ddp": ("0",),
+    "zero1": ("1",),
+    "zero2": ("2",),
+    "zero3": ("3",),
+    "fsdp": ("3",),
+    "hsdp": ("3", "0"),
+    "mics": ("3", "0"),
+    "hfsdp": ("3", "1"),
+    "hpz": ("3", "3k"),
+    "zero++": ("3@int8/int4", "3k@int8/int4"),
+    "frontier": ("3@int8/", "2@/int4", "1"),
+} | {f"paro:{name}": stages for name, stages in PARO.items()}
+"""Stages by level, innermost first. Where a mesh has more axes than a preset has levels, the one before the outermost
+stands for several: "inside the node" is all but the outermost axis."""
 
 PRESETS = tuple(_SYSTEMS)
 
@@ -58,7 +51,7 @@ def preset_axes(name: str, axes: Sequence[str] | None) -> str:
 
     Args:
         name: a key of `PRESETS`, in any case.
-        axes: axis names, innermost first. On more than two axes, "inside the node" is all but the outermost.
+        axes: axis names, innermost first.
 
     Raises:
         NotationError: unknown name, no axes, or fewer axes than the preset has levels.
@@ -71,7 +64,9 @@ def preset_axes(name: str, axes: Sequence[str] | None) -> str:
         )
     if axes is None:
         raise NotationError(f"preset {name} needs the names of the mesh's axes; give them, or write axis=stage terms")
-    levels, stages = _SYSTEMS[known[name.lower()]]
-    if len(axes) < levels:
-        raise NotationError(f"preset {name} has {levels} levels, the mesh has {len(axes)}: {', '.join(axes)}")
-    return ",".join(f"{axis}={stage}" for axis, stage in zip(axes, stages(axes), strict=True))
+    stages = _SYSTEMS[known[name.lower()]]
+    if len(axes) < len(stages):
+        raise NotationError(f"preset {name} has {len(stages)} levels, the mesh has {len(axes)}: {', '.join(axes)}")
+    inner = max(0, len(stages) - 2)
+    by_axis = stages[:inner] + stages[inner : inner + 1] * (1 + len(axes) - len(stages)) + stages[inner + 1 :]
+    return ",".join(f"{axis}={stage}" for axis, stage in zip(axes, by_axis, strict=True))

@@ -119,15 +119,11 @@ class Wire:
         return cls(param=param or None, grad=grad or None, feedback=bool(plus))
 
     @property
-    def default(self) -> bool:
-        return self.param is None and self.grad is None
-
-    @property
     def quantised(self) -> bool:
         return any(coded(dtype) is not None for dtype in (self.param, self.grad))
 
     def __str__(self) -> str:
-        return "" if self.default else f"@{self.param or ''}/{self.grad or ''}{_FEEDBACK if self.feedback else ''}"
+        return "" if self == DEFAULT_WIRE else f"@{self.param or ''}/{self.grad or ''}{_FEEDBACK * self.feedback}"
 
 
 DEFAULT_WIRE = Wire()

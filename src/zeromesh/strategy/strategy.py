@@ -103,10 +103,8 @@ class Strategy:
         if isinstance(text, Strategy):
             return text
         body, *options = (part.strip() for part in text.split(";"))
-        if not body:
-            raise NotationError("a strategy must name a stage for every mesh axis, as in node=3,cluster=1; got nothing")
-        terms = body if "=" in body else preset_axes(body, axes)
-        strategy = cls(axes=tuple(_parse_axis(term) for term in terms.split(",")))
+        terms = body if "=" in body or not body else preset_axes(body, axes)
+        strategy = cls(axes=tuple(_parse_axis(term) for term in terms.split(",") if body))
         return replace(strategy, **_parse_options(options))  # type: ignore[arg-type]  # checked by _check_options
 
     @property
@@ -199,11 +197,6 @@ def _product(splits: Iterable[Split]) -> Split:
     return total
 
 
-def significance_order(axes: Sequence[AxisStage]) -> list[AxisStage]:
-    """Sharded axes, most significant first: stage 3, then 2 or 3d, then 1; within each, innermost first."""
-    return sorted((axis for axis in axes if axis.stage.shards_states), key=lambda axis: axis.stage.significance)
-
-
 def _check_mix(axes: Sequence[AxisStage]) -> None:
     two = next((axis for axis in axes if axis.stage is Stage.TWO), None)
     deferred = next((axis for axis in axes if axis.stage.deferred), None)
@@ -213,8 +206,8 @@ def _check_mix(axes: Sequence[AxisStage]) -> None:
             f"parameters the other way round, would neither contain nor be contained in each other; "
             f"use {deferred.name}=3, or {two.name}=1 or 3d"
         )
-    params = [axis for axis in significance_order(axes) if axis.stage.shards_params]
-    for kept, later in pairwise(params):
+    params = [axis for axis in axes if axis.stage.shards_params]
+    for kept, later in pairwise(sorted(params, key=lambda axis: axis.stage.significance)):
         if kept.stage.kept and not later.stage.kept:
             raise NotationError(
                 f"{kept} keeps what {later} does not, but is gathered after it; a kept axis must be less "

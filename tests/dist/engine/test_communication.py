@@ -11,7 +11,8 @@ import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, Case, backward, mesh_of, sharded
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
-from zeromesh.schedule import LANES, Transfer, lane_axes, step_transfers
+from zeromesh.schedule import LANES, Transfer, lane_axes
+from zeromesh.schedule.step import step_transfers
 from zeromesh.strategy import PRESETS, Layout, Strategy
 
 QUANTISED = ("zero++", "frontier")

@@ -18,7 +18,8 @@ from zeromesh.engine.backend import DeviceBackend
 from zeromesh.engine.chain import Reduce, ReduceChain
 from zeromesh.engine.flat import FlatShards
 from zeromesh.errors import ModelError
-from zeromesh.schedule import Action, Interpreter, memory
+from zeromesh.schedule import Interpreter, memory
+from zeromesh.schedule.program import Action
 
 Patch = AbstractContextManager[object]
 CASE = Case(steps=2, micro_batches=2, evaluate=True)
@@ -109,7 +110,7 @@ def slot_reused_too_early() -> Iterator[None]:
         return ticket
 
     with (
-        mock.patch.object(memory, "plan_gather_slots", lambda layout, units, prefetch: plan(layout, units, 0)),
+        mock.patch.object(memory, "plan_gather_slots", lambda layout, placed, prefetch: plan(layout, placed, 0)),
         mock.patch.object(Interpreter, "_evict", lambda self, owner, unit, prefetch: True),
         mock.patch.object(DeviceBackend, "unshard", at_once),
     ):

@@ -17,6 +17,7 @@ from tests.dist.engine.test_communication import LOSSLESS
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import OptimizerError
+from zeromesh.observe.report import persistent, working_buffers
 
 SPECIAL = ["node=3,cluster=3k;prefetch=3", "node=1@/fp32,cluster=3@fp32/bf16"]
 
@@ -30,7 +31,7 @@ SPECIAL = ["node=3,cluster=3k;prefetch=3", "node=1@/fp32,cluster=3@fp32/bf16"]
 def test_predicted_is_allocated(strategy, precision):
     case = Case(precision=precision, micro_batches=1)
     with sharded(strategy, case, mesh_of(2, 2)) as (model, optimizer):
-        buffers = [tensor.data_ptr() for tensor in engine_of(model).working_buffers()]
+        buffers = [tensor.data_ptr() for tensor in working_buffers(engine_of(model))]
         for step in range(2):
             backward(model, case, step)
             optimizer.step()
@@ -41,7 +42,7 @@ def test_predicted_is_allocated(strategy, precision):
         for line in zm.memory_report(model, optimizer.members[0]):
             missing = unmade if line.kind in ("optimizer", "total") else 0
             assert line.predicted_bytes == line.allocated_bytes + missing, line
-        assert [tensor.data_ptr() for tensor in engine_of(model).working_buffers()] == buffers
+        assert [tensor.data_ptr() for tensor in working_buffers(engine_of(model))] == buffers
 
 
 @on_ranks(4, timeout_s=TIMEOUT_S)
@@ -223,9 +224,9 @@ def test_nothing_is_held_that_the_report_does_not_count(strategy):
         gc.collect()
         alive = {address: found for address, found in storages_alive().items() if address not in before}
         counted = zm.memory_report(model, optimizer.members[0])[-1].allocated_bytes
-    shards = [tensor for unit in engine.units for buffer in unit.buffers for tensor in buffer.tensors().values()]
+    shards = [tensor for unit in engine.units for buffer in unit.buffers for tensor in persistent(buffer).values()]
     moments = [v for state in optimizer.members[0].state.values() for v in state.values() if v.dim()]
-    listed = {t.untyped_storage().data_ptr() for t in (*shards, *engine.working_buffers(), *moments) if t.numel()}
+    listed = {t.untyped_storage().data_ptr() for t in (*shards, *working_buffers(engine), *moments) if t.numel()}
     assert sum(alive[address][0] for address in listed) == counted
     # Besides Adam's step counts: words of the ranks' on each parameter's gradient, and ranks of a mesh.
     unlisted = sorted(found for address, found in alive.items() if address not in listed and found[0] > 4)
@@ -251,8 +252,8 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
         optimizer.step()  # what it leaves under way was recorded
     assert recording.steps
     engine.interpreter.quiesce()
-    held = [tensor for unit in engine.units for buffer in unit.buffers for tensor in buffer.tensors().values()]
-    watched = [weakref.ref(tensor) for tensor in (*held, *engine.working_buffers(), *engine.optimizer_params())]
+    held = [tensor for unit in engine.units for buffer in unit.buffers for tensor in persistent(buffer).values()]
+    watched = [weakref.ref(tensor) for tensor in (*held, *working_buffers(engine), *engine.optimizer_params())]
     watched += [weakref.ref(tensor) for s in engine.backend.scratch.values()
                 for tensor in (s.staging, s.workspace)]  # fmt: skip
     gc.collect()

@@ -40,9 +40,9 @@ def test_every_mix_on_two_axes(strategy):
     check(strategy, Case(optimizer="both", debug=True), 2, 2)
 
 
-@pytest.mark.parametrize("strategies", in_calls_of(6, TWO))
+@pytest.mark.parametrize("strategies", in_calls_of(4, TWO[::3]))  # the first step of every mix is looked at below
 @on_ranks(4, timeout_s=TIMEOUT_S)
-def test_every_mix_in_fp32(strategies):
+def test_mixes_in_fp32(strategies):
     for strategy in strategies:
         check(strategy, Case(optimizer="sgd", precision="fp32", clip=None), 2, 2)
 
@@ -79,7 +79,7 @@ def test_odd_mesh(strategy, prefetch):
 
 
 @pytest.mark.timeout(180)  # of several calls
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(strategy=st.sampled_from(THREE) | st.sampled_from(THREE_KEPT))
 @on_ranks(8, timeout_s=TIMEOUT_S)
 def test_three_axes(strategy):
@@ -87,7 +87,7 @@ def test_three_axes(strategy):
 
 
 @pytest.mark.timeout(180)  # of several calls
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(strategy=st.sampled_from(THREE) | st.sampled_from(THREE_KEPT))
 @on_ranks(12, timeout_s=TIMEOUT_S)
 def test_odd_mesh_of_three_axes(strategy):

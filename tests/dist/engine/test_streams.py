@@ -14,6 +14,7 @@ from tests.dist.engine.streams import Streams, forged_streams
 from tests.dist.engine.test_delays import FAULTS, STRATEGIES
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
+from zeromesh.observe.report import persistent, working_buffers
 
 CASE = Case(steps=2, micro_batches=2, optimizer="both", weighted=True)
 
@@ -21,9 +22,9 @@ CASE = Case(steps=2, micro_batches=2, optimizer="both", weighted=True)
 def trained(strategy: str, leave_out: Callable[[], AbstractContextManager[None]] = nullcontext) -> Streams:
     with forged_streams() as streams, leave_out(), sharded(strategy, CASE, mesh_of(2, 2)) as (model, optimizer):
         engine = engine_of(model)
-        held = [tensor for unit in engine.units for buffer in unit.buffers for tensor in buffer.tensors().values()]
+        held = [tensor for unit in engine.units for buffer in unit.buffers for tensor in persistent(buffer).values()]
         scratch = [tensor for s in engine.backend.scratch.values() for tensor in (s.staging, s.workspace)]
-        streams.watch([*held, *engine.working_buffers(), *scratch])
+        streams.watch([*held, *working_buffers(engine), *scratch])
         for step in range(CASE.steps):
             backward(model, CASE, step)
             evaluate(model, CASE, 0)

@@ -267,6 +267,7 @@ data = [[{"x": torch.randn(2, 8)}] * 2] * 3
 """
 
 
+@pytest.mark.timeout(180)  # of several starts
 def test_the_loop_of_the_readme_ends_with_0(tmp_path):
     """As a script on four ranks, whose last statement is the last step's."""
     readme = Path(__file__).parents[3].joinpath("README.md").read_text()

@@ -37,6 +37,7 @@ from tests.dist.pool import on_ranks
 from zeromesh.engine import build
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import MismatchError, ModelError
+from zeromesh.observe.report import persistent
 
 ALL = (*STRATEGIES, DEFERRED)
 MODES = pytest.mark.parametrize("strategy", ALL)
@@ -118,7 +119,7 @@ def test_no_rank_ever_holds_the_whole_meta_model(strategy):
         zm.shard(model, mesh, strategy, init=init)
     engine = engine_of(model)
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
-    shards = sum(tensor.nbytes for buffer in buffers for tensor in buffer.tensors().values())
+    shards = sum(tensor.nbytes for buffer in buffers for tensor in persistent(buffer).values())
     unit = max(sum(8 * buffer.padded for buffer in unit.buffers) for unit in engine.units)
     assert 3 * unit < whole / 6
     assert shards <= held.most <= shards + 3 * unit
@@ -351,7 +352,7 @@ def test_deleting_the_model_frees_everything(strategy):
         optimizer.zero_grad()
     engine = engine_of(model)
     engine.interpreter.quiesce()  # what is in flight holds what it writes until it has ended
-    shards = [t for unit in engine.units for b in unit.buffers for t in (*b.tensors().values(), b.full, b.waiting)]
+    shards = [t for unit in engine.units for b in unit.buffers for t in (*persistent(b).values(), b.full, b.waiting)]
     storages = [weakref.ref(t.untyped_storage()) for t in shards if t is not None]
     watched = [weakref.ref(model), weakref.ref(engine), *map(weakref.ref, engine.backend.lanes.values())]
     watched += [weakref.ref(block) for block in model.blocks]

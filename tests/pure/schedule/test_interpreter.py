@@ -324,6 +324,11 @@ def test_lanes_run_in_the_order_of_issue():
 @pytest.mark.parametrize("name", ["node=3,cluster=1", "node=1,cluster=3k;prefetch=2", "node=2,cluster=0;overlap=none"])
 def test_the_program_as_text(name):
     """To accept a change on purpose, write the text printed below into the file."""
-    text = Schedule.of(Layout.of(name, MESH), stack(16, blocks=3)).describe() + "\n"
+    program = Schedule.of(Layout.of(name, MESH), stack(16, blocks=3)).program
+    lines = [
+        f"{point.value:<14} {'' if unit < 0 else unit:>3}  {' '.join(map(str, ops))}"
+        for (point, unit), ops in program.items()
+    ]
+    text = "\n".join(lines) + "\n"
     path = GOLDEN / f"{name.replace(';', ' ')}.txt"
     assert path.read_text() == text, f"{path.name} should be:\n{text}"

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.pure.schedule.test_transfers import MESH, buffer, stack
 from tests.pure.strategy.mixes import NAMES, mixes, notation
 from zeromesh.errors import InternalError
-from zeromesh.schedule import FlatBuffer, Placed, Role, Schedule, Unit
-from zeromesh.schedule.memory import ALIGN_BYTES, REDUCE_SLOTS, aligned
+from zeromesh.schedule import ITEM_BYTES, FlatBuffer, Placed, Role, Schedule, Unit
+from zeromesh.schedule.memory import REDUCE_SLOTS
+from zeromesh.schedule.placed import ALIGN_BYTES
 from zeromesh.strategy import Layout
 
 PSI = {"7B": 6.738e9, "13B": 13.016e9, "30B": 27.57e9, "65B": 65.286e9}
@@ -144,11 +145,11 @@ def test_slots(strategy, sizes, residents, prefetch):
         sharing = [i for i, unit in enumerate(schedule.units) if i not in own and unit.buffers[0].numel]
         assert len({plan.slot_of[i] for i in sharing}) == min(shared, len(sharing))
         for slot, units in users.items():
-            needs = [aligned(layout.padded(schedule.units[i].buffers[0].numel) * bytes_each) for i in units]
+            needs = [-(-layout.padded(schedule.units[i].buffers[0].numel) * bytes_each // 64) * 64 for i in units]
             if set(units) & own:
                 assert len(units) == 1 and plan.slot_bytes[slot] == needs[0]
             else:
-                whole = [aligned(layout.padded(schedule.units[i].buffers[0].numel) * bytes_each) for i in sharing]
+                whole = [-(-layout.padded(schedule.units[i].buffers[0].numel) * bytes_each // 64) * 64 for i in sharing]
                 assert plan.slot_bytes[slot] == max(whole)
         # Neighbours never share: the next unit is gathered while this one computes.
         if shared > 1:
@@ -160,9 +161,13 @@ def test_slots_stay_where_they_are_when_the_order_shows():
     assert schedule.reordered([0, 4, 2, 1, 3]).memory is schedule.memory
 
 
-@given(st.integers(0, 10_000))
-def test_aligned(count):
-    assert aligned(count) % ALIGN_BYTES == 0 and count <= aligned(count) < count + ALIGN_BYTES
+@given(st.integers(1, 10_000))
+def test_parts_of_a_slot_are_aligned(numel):
+    buffer = FlatBuffer(numel=numel, param_dtype="bf16", master_dtype="fp32")
+    placed = Placed.of(Layout.of("node=3", [("node", 2)]), buffer)
+    for dtype, size in ITEM_BYTES.items():
+        room = placed.slot_bytes(dtype)
+        assert room % ALIGN_BYTES == 0 and placed.padded * size <= room < placed.padded * size + ALIGN_BYTES
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zeromesh.collectives.ho_ring.slices import WINDOW, slice_bytes, sum_terms
-from zeromesh.comm.collectives import even_chunks
+from zeromesh.comm.collectives import chunks_of
 from zeromesh.comm.groups import AxisGroup, Channel
 from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import SumScratch, Target, parts, sum_dtype
-from zeromesh.comm.transport import Exchange, Wait, bytes_of, pieces
+from zeromesh.comm.transport import Exchange, Wait, pieces
 
 LAG = 2
 """Rounds by which the sums over minor follow those over major: their messages have that long to arrive."""
@@ -50,7 +50,7 @@ def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup, *, re
     """
     channels = (major.reduce, minor.reduce) if reduced else (major.gather, minor.gather)
     grid = _Grid.of(region, major, minor, "all_gather", channels)
-    numel = slice_bytes(bytes_of(grid.shards[0][0])) // region.element_size()
+    numel = slice_bytes(grid.shards[0][0].nbytes) // region.element_size()
     if major.backend == minor.backend == "gloo":
         _gather_along_ring(grid, numel)
     else:
@@ -135,9 +135,7 @@ def ho_ring_reduce_scatter(
     grid = _Grid.of(region, major, minor, "reduce_scatter", (major.reduce, minor.reduce))
     terms = sum_terms(major.size, minor.size)
     wide = sum_dtype(region.dtype, out.dtype)
-    scratch = SumScratch.cut(
-        workspace, region.dtype, wide, terms=terms, longest=slice_bytes(bytes_of(grid.shards[0][0]))
-    )
+    scratch = SumScratch.cut(workspace, region.dtype, wide, terms=terms, longest=slice_bytes(grid.shards[0][0].nbytes))
     rounds = _Rounds(grid=grid, scratch=scratch, scale=scales[0], sums=list(grid.shards[major.rank]))
     target = Target(out=out, scale=scales[1], accumulate=accumulate)
     rounds.start()
@@ -164,7 +162,7 @@ class _Grid:
         def exchange(group: AxisGroup, channel: Channel) -> Exchange:
             return Exchange(group, channel, operation, region.numel(), region.element_size(), major.size, minor.size)
 
-        flat = even_chunks(region, major.size * minor.size)
+        flat = chunks_of(region, major.size * minor.size)
         rows = [flat[row * minor.size : (row + 1) * minor.size] for row in range(major.size)]
         return cls(shards=rows, major=exchange(major, channels[0]), minor=exchange(minor, channels[1]))
 

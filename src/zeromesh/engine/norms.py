@@ -53,18 +53,3 @@ def _power(tensor: Tensor, order: float) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=tensor.device)
     norm: Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.float64)
     return norm if math.isinf(order) else norm.pow(order)
-
-
-def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """See `zm.clip_grad_norm_`."""
-    grads = [param.grad.local for param in engine.optimizer_params() if param.grad is not None]  # type: ignore[attr-defined]
-    norms = slice_norms(engine, grads, norm_type)
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(
-            f"the gradients' norm is {float(total)}, so they cannot be clipped; drop error_if_nonfinite to go on"
-        )
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    if grads:
-        torch._foreach_mul_(grads, factor.to(grads[0].device))
-    return total
