@@ -5,7 +5,7 @@ from zeromesh.comm.collectives import (
     all_reduce,
     all_reduce_max,
     reduce_scatter,
-    sums_in_place,
+    sums_natively,
     workspace_bytes,
 )
 from zeromesh.comm.groups import AxisGroup, Sent, make_groups, mesh_group
@@ -22,6 +22,6 @@ __all__ = [
     "make_groups",
     "mesh_group",
     "reduce_scatter",
-    "sums_in_place",
+    "sums_natively",
     "workspace_bytes",
 ]

@@ -7,13 +7,14 @@ index i on the axis::
     reduce_scatter   every rank: [a b c d]  ->  out = b0 + b1 + b2 + b3      (on the rank with index 1)
     all_reduce       every rank: t          ->  t0 + t1 + t2 + t3
 
-Sums are taken in fp32 (fp64 for fp64) in the order of the ranks' indices whatever order messages arrive in, so a
-result depends on neither timing nor receiver; an all_reduce in fp32 or fp64 is the backend's own, with an order of its
-own. Replicas are equal to the bit. One rank sends (n-1)/n of the region in a gather or a reduce-scatter and twice that
-in an all-reduce.
+On gloo, and elsewhere where a group is `exact`, sums are taken in fp32 (fp64 for fp64) in the order of the ranks'
+indices whatever order messages arrive in, so a result depends on neither timing nor receiver; an all_reduce in fp32 or
+fp64 is the backend's own, with an order of its own. Replicas are equal to the bit. One rank sends (n-1)/n of the region
+in a gather or a reduce-scatter and twice that in an all-reduce.
 
-On gloo most are sends and receives: [Note: Gloo]. Elsewhere they are the backend's all-gather and all-to-all,
-and torch's kernels for the sums, one a term: in the order of the ranks there too.
+On gloo most are sends and receives: [Note: Gloo]. Elsewhere they are the backend's own, in place, with its sums in the
+dtype of the wire; for an `exact` group all-to-alls, each with one kernel that adds up what it brought. However many
+ranks an axis has, that is `ROUNDS` of them where the workspace is that of the schedule.
 
 [Note: Arguments] Of all collectives, also on quantised wires:
 
@@ -38,9 +39,16 @@ from torch import Tensor
 from zeromesh.comm.groups import AxisGroup, Channel
 from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import SumScratch, Target, fits, parts, sum_dtype
-from zeromesh.comm.transport import PIECE_BYTES, Exchange, native_all_gather, send_all, swap
+from zeromesh.comm.transport import (
+    PIECE_BYTES,
+    Exchange,
+    gather_single,
+    reduce_scatter_single,
+    send_all,
+    swap,
+)
 from zeromesh.errors import InternalError
-from zeromesh.schedule.workspace import DEVICE_BYTES, collective_bytes
+from zeromesh.schedule.workspace import DEVICE_BYTES, GLOO_BYTES
 
 WINDOW = 4
 """Pieces in flight from each peer: some on the wire while one is summed. 2 were 10 % slower, 8 no faster."""
@@ -50,8 +58,8 @@ WHOLE_BYTES = 1 << 17
 
 
 def workspace_bytes(group: AxisGroup) -> int:
-    """Bytes of workspace that `reduce_scatter` and `all_reduce` over `group` need; all ranks must pass as much."""
-    return collective_bytes(group.backend)
+    """Bytes of workspace with which reductions over `group` run well; all ranks must pass as much."""
+    return GLOO_BYTES if group.backend == "gloo" else DEVICE_BYTES
 
 
 @hosted
@@ -61,8 +69,7 @@ def all_gather(region: Tensor, group: AxisGroup, *, reduced: bool = False) -> No
     Args:
         reduced: whether it follows a reduction, in the order of the reductions' communicator.
     """
-    chunks = chunks_of(region, group.size)
-    _all_gather(region, chunks, group, group.reduce if reduced else group.gather, "all_gather")
+    _all_gather(region, group, group.reduce if reduced else group.gather, "all_gather")
 
 
 @hosted
@@ -80,22 +87,24 @@ def reduce_scatter(
     Args:
         out: as long as one chunk, in any floating dtype; may be this rank's chunk of `region`.
     """
-    chunks = chunks_of(region, group.size)
     target = Target(out=out, scale=scale, accumulate=accumulate)
-    _reduce_scatter(region, chunks, target, group, workspace, "reduce_scatter")
+    if sums_natively("reduce_scatter", region.dtype, group):
+        _native_reduce_scatter(region, target, group)
+    else:
+        _reduce_scatter(region, chunks_of(region, group.size), target, group, workspace, "reduce_scatter")
 
 
 @hosted
 def all_reduce(tensor: Tensor, group: AxisGroup, *, workspace: Tensor, scale: float = 1.0) -> None:
     """Replaces `tensor`, flat, contiguous, of any length, by its sum over the group, the same bits on every rank:
     [Note: Arguments]."""
-    chunks = chunks_of(tensor, group.size, even=False)
-    if sums_in_place(tensor.dtype):
+    if sums_natively("all_reduce", tensor.dtype, group):
         _native_all_reduce(tensor, group, scale)
         return
+    chunks = chunks_of(tensor, group.size, even=False)
     target = Target(out=chunks[group.rank], scale=scale, accumulate=False)
     _reduce_scatter(tensor, chunks, target, group, workspace, "all_reduce")
-    _all_gather(tensor, chunks, group, group.reduce, "all_reduce")
+    _all_gather(tensor, group, group.reduce, "all_reduce", even=False)
 
 
 @hosted
@@ -105,9 +114,10 @@ def all_reduce_max(words: Tensor, group: AxisGroup) -> None:
     exchange.native(lambda: dist.all_reduce(words, dist.ReduceOp.MAX, group=group.reduce.process_group), 0)
 
 
-def sums_in_place(dtype: torch.dtype) -> bool:
-    """Whether `all_reduce` of this dtype is the backend's own; a scale is then a pass over the memory of its own."""
-    return dtype == sum_dtype(dtype)
+def sums_natively(operation: str, dtype: torch.dtype, group: AxisGroup) -> bool:
+    """Whether a reduction of this dtype is the backend's own; a scale is then a pass over the memory of its own."""
+    exact = group.exact or group.backend == "gloo"
+    return not exact or (operation == "all_reduce" and dtype == sum_dtype(dtype))
 
 
 def chunks_of(tensor: Tensor, count: int, *, even: bool = True) -> Sequence[Tensor]:
@@ -125,15 +135,39 @@ def chunks_of(tensor: Tensor, count: int, *, even: bool = True) -> Sequence[Tens
     return [tensor[index * length : (index + 1) * length] for index in range(count)]
 
 
-def _all_gather(region: Tensor, chunks: Sequence[Tensor], group: AxisGroup, channel: Channel, operation: str) -> None:
+def _all_gather(region: Tensor, group: AxisGroup, channel: Channel, operation: str, *, even: bool = True) -> None:
     exchange = Exchange(group, channel, operation, region.numel(), region.element_size())
-    own = chunks[group.rank]
+    pg = channel.process_group
+    if group.backend == "gloo" or not even:
+        chunks = list(chunks_of(region, group.size, even=even))
+        own = chunks[group.rank]
+    else:  # no slices of what may be thousands of ranks
+        own = _own_chunk(region, group)
+    sent = (group.size - 1) * own.nbytes
     if group.backend == "gloo":
         swap(exchange, [own] * group.size, chunks, PIECE_BYTES)
+    elif even:
+        exchange.native(lambda: gather_single(region, own, group=pg), sent)
     else:
-        sent = (group.size - 1) * own.nbytes
-        exchange.native(lambda: native_all_gather(region, chunks, own, channel.process_group), sent)
+        exchange.native(lambda: dist.all_gather(chunks, own, group=pg), sent)
     exchange.finish()
+
+
+def _own_chunk(region: Tensor, group: AxisGroup) -> Tensor:
+    if region.dim() != 1 or not region.is_contiguous() or region.numel() % group.size:
+        chunks_of(region, group.size)  # which says so
+    length = region.numel() // group.size
+    return region[group.rank * length : (group.rank + 1) * length]
+
+
+def _native_reduce_scatter(region: Tensor, target: Target, group: AxisGroup) -> None:
+    """Into this rank's chunk of the region, in place, and from there in one kernel."""
+    own = _own_chunk(region, group)
+    exchange = Exchange(group, group.reduce, "reduce_scatter", region.numel(), region.element_size())
+    pg = group.reduce.process_group
+    exchange.native(lambda: reduce_scatter_single(own, region, group=pg), region.nbytes - own.nbytes)
+    exchange.finish()
+    target.take(own)
 
 
 def _native_all_reduce(tensor: Tensor, group: AxisGroup, scale: float) -> None:
@@ -151,9 +185,10 @@ def _reduce_scatter(
     wire, wide = region.dtype, sum_dtype(region.dtype, target.out.dtype)
     exchange = Exchange(group, group.reduce, operation, *(chunk.numel() for chunk in chunks), workspace.numel())
     if group.backend != "gloo":
-        scratch = SumScratch.cut(workspace, wire, wide, terms=group.size, longest=DEVICE_BYTES)
-        arrivals = _arrivals_in_parts(exchange, chunks, scratch)
-    elif fits(workspace, chunks[0], wide, terms=group.size) and chunks[0].nbytes <= WHOLE_BYTES:
+        scratch = SumScratch.cut(workspace, wire, wide, terms=group.size, longest=workspace.numel())
+        _sum_in_parts(exchange, chunks, target, scratch)
+        return
+    if fits(workspace, chunks[0], wide, terms=group.size) and chunks[0].nbytes <= WHOLE_BYTES:
         scratch = SumScratch.whole(workspace, chunks[group.rank], wide, terms=group.size)
         arrivals = _arrivals_at_once(exchange, region, chunks, scratch)
     else:
@@ -206,7 +241,7 @@ def _arrivals_in_pieces(exchange: Exchange, chunks: Sequence[Tensor], scratch: S
         post()  # into the slots whose terms have been summed by now
 
 
-def _arrivals_in_parts(exchange: Exchange, chunks: Sequence[Tensor], scratch: SumScratch) -> Arrivals:
+def _sum_in_parts(exchange: Exchange, chunks: Sequence[Tensor], target: Target, scratch: SumScratch) -> None:
     rank = exchange.group.rank
     for part in parts(chunks[0].numel(), scratch.numel):  # the first chunk is never shorter than another
         outgoing = [chunk[part] for chunk in chunks]
@@ -215,4 +250,5 @@ def _arrivals_in_parts(exchange: Exchange, chunks: Sequence[Tensor], scratch: Su
         sent = sum(piece.nbytes for peer, piece in enumerate(outgoing) if peer != rank)
         exchange.native(functools.partial(dist.all_to_all, terms, outgoing, group=exchange.process_group), sent)
         if length:
-            yield slice(part.start, part.start + length), terms
+            target.add_at_once(terms, slice(part.start, part.start + length), scratch)
+    exchange.finish()

@@ -86,6 +86,7 @@ class AxisGroup:
         device_type: of the tensors.
         gather, reduce: communicators; the same ranks in the same order.
         timeout_s: after which a collective fails.
+        exact: whether sums are ours, in fp32 in the order of the ranks, also where the backend has its own.
         record: is told of every collective; an observer for tests and byte counters.
     """
 
@@ -97,6 +98,7 @@ class AxisGroup:
     gather: Channel
     reduce: Channel
     timeout_s: float
+    exact: bool = False
     record: Callable[[Sent], None] = _unobserved
 
     @property
@@ -105,7 +107,12 @@ class AxisGroup:
 
 
 def make_groups(
-    mesh: DeviceMesh, axes: Sequence[Axis], *, timeout_s: float | None = None, backend: str | None = None
+    mesh: DeviceMesh,
+    axes: Sequence[Axis],
+    *,
+    timeout_s: float | None = None,
+    backend: str | None = None,
+    exact: bool = False,
 ) -> dict[str, AxisGroup]:
     """The groups of every axis with more than one rank. All ranks of the mesh call this at the same point.
 
@@ -114,6 +121,7 @@ def make_groups(
         axes: each a dimension of the mesh or a part of one.
         timeout_s: after which a collective fails; None for that of the default process group.
         backend: of torch; None for that of the default process group.
+        exact: of the groups.
 
     Returns:
         By axis name; axes of size 1 have none, since nothing is ever sent over them.
@@ -130,7 +138,7 @@ def make_groups(
     pool = _Pool.current()
     free = pool.agree(mesh_group(mesh), keys)
     # Each rank makes only the groups it belongs to, so set-up does not grow with the world.
-    return {axis.name: _make_group(mesh, axis.name, keys[axis.name], pool, free[axis.name]) for axis in axes}
+    return {axis.name: _make_group(mesh, axis.name, keys[axis.name], pool, free[axis.name], exact) for axis in axes}
 
 
 def borrow_channel(
@@ -196,7 +204,7 @@ def axis_ranks(mesh: DeviceMesh, axis: Axis) -> tuple[int, ...]:
     return tuple(int(line[first + index * axis.stride]) for index in range(axis.size))
 
 
-def _make_group(mesh: DeviceMesh, name: str, key: Key, pool: _Pool, free: Sequence[int]) -> AxisGroup:
+def _make_group(mesh: DeviceMesh, name: str, key: Key, pool: _Pool, free: Sequence[int], exact: bool) -> AxisGroup:
     gather, reduce = pool.channels(key, free, f"{name} gather", f"{name} reduce")
     group = AxisGroup(
         name=name,
@@ -207,6 +215,7 @@ def _make_group(mesh: DeviceMesh, name: str, key: Key, pool: _Pool, free: Sequen
         gather=gather,
         reduce=reduce,
         timeout_s=key.timeout_s,
+        exact=exact,
     )
     # Jobs on their way hold the group too, so it is not gone before they have run.
     weakref.finalize(group, pool.put, key, (gather, reduce)).atexit = False

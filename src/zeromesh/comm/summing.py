@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -103,6 +105,28 @@ class Target:
             _add(total, term, widened)
         self.store(total, part, widened)
 
+    def add_at_once(self, terms: Sequence[Tensor], part: slice, scratch: SumScratch) -> None:
+        """The same in one kernel; the terms lie one after the other in `scratch`."""
+        numel = terms[0].numel()
+        rows = scratch.received.view(len(terms), -1)[:, :numel]
+        if _has_triton(rows.device.type):
+            from zeromesh.comm.kernels import sum_in_order
+
+            sum_in_order(rows, self.out[part], scale=self.scale, accumulate=self.accumulate)
+            return
+        total = torch.sum(rows, 0, dtype=scratch.total.dtype, out=scratch.total[:numel])
+        self.store(total, part, scratch.widened[:numel])
+
+    def take(self, total: Tensor) -> None:
+        """A sum that is finished but for its scale, in any dtype, to all of `out`, which it may be itself."""
+        if self.accumulate:
+            self.out.add_(total, alpha=self.scale)
+            return
+        if total.data_ptr() != self.out.data_ptr():
+            self.out.copy_(total)
+        if self.scale != 1:
+            self.out.mul_(self.scale)
+
     def store(self, total: Tensor, part: slice, widened: Tensor) -> None:
         """Scales a finished sum, which is overwritten, and writes it to `out[part]`."""
         out = self.out[part]
@@ -114,6 +138,11 @@ class Target:
         if self.accumulate:
             _add(total, out, widened)
         out.copy_(total)
+
+
+@cache
+def _has_triton(device_type: str) -> bool:
+    return device_type in ("cuda", "xpu") and importlib.util.find_spec("triton") is not None
 
 
 def _add(total: Tensor, term: Tensor, widened: Tensor) -> None:

@@ -178,11 +178,6 @@ def swap(exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor
     wait_for_all(waits)
 
 
-def native_all_gather(region: Tensor, chunks: Sequence[Tensor], own: Tensor, process_group: dist.ProcessGroup) -> None:
-    """The backend's all-gather: into one tensor where all chunks are equally long."""
-    if region.numel() == len(chunks) * own.numel():
-        # all_gather_into_tensor is called all_gather_single from torch 2.13 on, and warns under its old name.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(region, own, group=process_group)
-    else:
-        dist.all_gather(list(chunks), own, group=process_group)
+# Under these names from torch 2.13 on, which warns under those of before.
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -15,8 +15,8 @@ from zeromesh.schedule.transfer import Transfer, wire_bytes
 from zeromesh.strategy import Axis
 from zeromesh.wires import coded
 
-_SUMMED_NATIVELY = ("fp64", "fp32")
-"""On the wire of an all-reduce; in others the engine scatters and gathers, and sums in fp32 itself."""
+SUMMED_NATIVELY = ("fp64", "fp32")
+"""On the wire of an all-reduce on gloo; in others the engine scatters and gathers there, and sums in fp32 itself."""
 
 _COMPUTE_BYTES = 2  # a quantiser reads and writes 16-bit values
 
@@ -67,7 +67,7 @@ class TransferModel:
         """
         key = (*((axis.mesh_axis, axis.size) for axis in axes), operation, numel, wire, algorithm)
         if key not in self._costs:
-            if operation == "all_reduce" and self.cluster.device.cores is not None and wire not in _SUMMED_NATIVELY:
+            if operation == "all_reduce" and self.cluster.device.cores is not None and wire not in SUMMED_NATIVELY:
                 halves = [self.joint(axes, half, numel, wire, algorithm) for half in ("reduce_scatter", "all_gather")]
                 self._costs[key] = one_after_another(*halves)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.comm import Lane, make_groups, mesh_group
+from zeromesh.comm import AxisGroup, Lane, make_groups, mesh_group
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control
@@ -22,9 +23,13 @@ from zeromesh.engine.norms import slice_norms
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.model.module_units import clean_name
-from zeromesh.schedule import ITEM_BYTES, LANES, Placed, Schedule, workspace_by_lane
+from zeromesh.schedule import ITEM_BYTES, LANES, Placed, Schedule
 from zeromesh.schedule.transfer import LaneKind
 from zeromesh.strategy import Layout
+
+EXACT_RANKS = 64
+"""Of the longest axis that may have exact sums where the backend has its own: messages to all others, of a chunk each,
+are short on longer ones, and between machines they are more than a ring would send."""
 
 
 def mesh_axes(mesh: DeviceMesh | None, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -84,16 +89,16 @@ def build_engine(
     units = [module.describe(precision) for module in modules]
     control.require_same("strategy", f"{layout.strategy} on {layout.mesh}")
     control.require_same("model", _digest(model, modules, precision))
-    groups = {} if mesh is None else make_groups(mesh, layout.axes)
-    workspace = workspace_by_lane(layout, next((group.backend for group in groups.values()), ""))
-    schedule = Schedule.of(layout, units, workspace_bytes=sum(workspace.values()))
+    groups = {} if mesh is None else make_groups(mesh, layout.axes, exact=layout.strategy.sum == "exact")
+    _require_short_sums(groups.values(), control)
+    schedule = Schedule.of(layout, units, backend=next((group.backend for group in groups.values()), None))
     coordinates = layout.coordinates(control.rank)
     shards = _fill_shards(model, modules, schedule, coordinates, control, device, init)
-    inline, staging = layout.strategy.overlap == "none", schedule.memory.staging
+    inline, memory = layout.strategy.overlap == "none", schedule.memory
 
     def allocate() -> dict[LaneKind, Scratch]:
         _bind_slots(schedule, shards, device)
-        return {kind: _scratch(staging[kind], workspace[kind], device) for kind in LANES}
+        return {kind: _scratch(memory.staging[kind], memory.workspace[kind], device) for kind in LANES}
 
     scratch = control.together(allocate, left="The model has lost its parameters")
     backend = DeviceBackend(
@@ -131,6 +136,20 @@ def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precisio
         kind = "unsharded" if name in whole else "buffer"
         lines.append(f"{kind} {clean_name(name)} {tuple(tensor.shape)} {tensor.dtype}")
     return "\n".join(lines)
+
+
+def _require_short_sums(groups: Iterable[AxisGroup], control: Control) -> None:
+    """Raises MeshError where exact sums would be all-to-alls between more ranks than they are fit for."""
+    groups = [group for group in groups if group.exact and group.backend != "gloo"]
+    hosts = dict(control.gather((dist.get_rank(), socket.gethostname()))) if groups else {}
+    for group in groups:
+        machines = {hosts[rank] for rank in group.ranks}
+        if group.size > EXACT_RANKS or len(machines) > 1:
+            raise MeshError(
+                f"sum=exact sends every rank's part to every other one, which is for axes of at most {EXACT_RANKS} "
+                f"ranks inside of one machine; {group.name} has {group.size} ranks on {len(machines)} machines: leave "
+                f"sum=exact out, and give reduce_dtype=torch.float32 for sums in fp32"
+            )
 
 
 def _scratch(staging: int, workspace: int, device: torch.device) -> Scratch:

@@ -29,7 +29,7 @@ from zeromesh.comm import (
     all_gather,
     all_reduce,
     reduce_scatter,
-    sums_in_place,
+    sums_natively,
 )
 from zeromesh.comm.quantised import (
     check_quantisable,
@@ -244,9 +244,9 @@ class Reduce:
 
     @property
     def native(self) -> bool:
-        """Whether it is the backend's own all-reduce, in place."""
+        """Whether it is the backend's own reduction, in place."""
         wire = self.region if self.staged is None else self.staged
-        return self.operation == "all_reduce" and self.form is None and sums_in_place(wire.dtype)
+        return self.form is None and sums_natively(self.operation, wire.dtype, self.group)
 
     def run(self, workspace: Tensor, accumulate: bool) -> None:
         add = accumulate and self.accumulates

@@ -101,9 +101,9 @@ class Control:
             result = attempt()
         except Exception as error:
             with suppress(RuntimeError):  # this rank's own error says more than that the others are gone
-                self._gather(f"{type(error).__name__}: {error}")
+                self.gather(f"{type(error).__name__}: {error}")
             raise
-        for rank, reason in enumerate(self._gather("")):
+        for rank, reason in enumerate(self.gather("")):
             if reason:
                 raise MismatchError(
                     f"zm.shard must succeed on all ranks; on rank {rank} it did not: {reason}. {left}: "
@@ -111,12 +111,12 @@ class Control:
                 )
         return result
 
-    def _gather(self, text: str) -> list[str]:
-        """Every rank's text."""
-        texts = [text] * self.size
+    def gather(self, value: ResultT) -> list[ResultT]:
+        """Every rank's."""
+        values = [value] * self.size
         if self.group is not None:
-            dist.all_gather_object(texts, text, group=self.group)
-        return texts
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def require_same(self, what: str, text: str) -> None:
         """Raises MismatchError on every rank if `text` differs between ranks."""
@@ -126,7 +126,7 @@ class Control:
         highest, lowest = self.reduce(words, dist.ReduceOp.MAX).tolist()
         if highest == -lowest:
             return
-        texts = self._gather(text)
+        texts = self.gather(text)
         for rank, other in enumerate(texts):
             if other != texts[0]:
                 raise MismatchError(

@@ -22,7 +22,6 @@ from zeromesh.schedule.unit import (
     joined_name,
     neighbours,
 )
-from zeromesh.schedule.workspace import workspace_by_lane
 
 __all__ = [
     "BUCKET_BYTES",
@@ -49,5 +48,4 @@ __all__ = [
     "neighbours",
     "place",
     "sent_bytes_per_axis",
-    "workspace_by_lane",
 ]

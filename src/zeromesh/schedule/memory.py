@@ -7,11 +7,12 @@ The engine allocates exactly these, once; the planner adds them up. Lengths are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from zeromesh.schedule.placed import Persistent, Placed, stays_gathered
 from zeromesh.schedule.transfer import LANES, LaneKind
 from zeromesh.schedule.unit import Role
+from zeromesh.schedule.workspace import workspace_by_lane
 from zeromesh.strategy import Layout
 
 Buffers = Sequence[Sequence[Placed]]
@@ -81,17 +82,17 @@ class MemoryPlan:
         persistent: by unit, by flat buffer.
         gather, reduce: the slots.
         staging: by lane, the longest region that it casts around a wire.
-        workspace: what the collectives need, as the communication layer states it.
+        workspace: by lane, what its collectives need beside the regions that they work on.
     """
 
     persistent: tuple[tuple[Persistent, ...], ...]
     gather: SlotPlan
     reduce: SlotPlan
     staging: Mapping[LaneKind, int]
-    workspace: int = field(default=0)
+    workspace: Mapping[LaneKind, int]
 
     @classmethod
-    def of(cls, layout: Layout, placed: Buffers, workspace_bytes: int = 0) -> MemoryPlan:
+    def of(cls, layout: Layout, placed: Buffers, backend: str | None = None) -> MemoryPlan:
         each = {id(buffer): buffer for unit in placed for buffer in unit}  # a model's blocks share theirs
         persistent = {key: buffer.persistent for key, buffer in each.items()}
         return cls(
@@ -99,7 +100,7 @@ class MemoryPlan:
             gather=plan_gather_slots(layout, placed, layout.strategy.prefetch),
             reduce=plan_reduce_slots(layout, placed),
             staging={lane: max((b.routes[lane].staging_bytes for b in each.values()), default=0) for lane in LANES},
-            workspace=workspace_bytes,
+            workspace=workspace_by_lane(layout, placed, backend) if backend else dict.fromkeys(LANES, 0),
         )
 
     @property
@@ -118,5 +119,5 @@ class MemoryPlan:
     def buffers_bytes(self) -> int:
         """Slots, kept copies, residuals, staging and workspace."""
         kept = sum(buffer.kept + buffer.feedback for unit in self.persistent for buffer in unit)
-        staging = sum(self.staging.values())
-        return self.gather.total_bytes + self.reduce.total_bytes + kept + staging + self.workspace
+        lanes = sum(self.staging.values()) + sum(self.workspace.values())
+        return self.gather.total_bytes + self.reduce.total_bytes + kept + lanes

@@ -102,13 +102,13 @@ class Schedule:
     program: Program = field(repr=False)
 
     @classmethod
-    def of(cls, layout: Layout, units: Sequence[Unit], *, workspace_bytes: int = 0) -> Schedule:
+    def of(cls, layout: Layout, units: Sequence[Unit], *, backend: str | None = None) -> Schedule:
         """The schedule of `units` under `layout`, in the order of registration until the first forward shows another.
 
         Args:
             layout: the strategy on its mesh.
             units: root first; block units in the order of the model's repeated list.
-            workspace_bytes: what the collectives need beside the regions they work on.
+            backend: torch's, whose collectives may need memory beside the regions they work on; None counts none.
         """
         order, placed = tuple(range(len(units))), place(layout, units)
         return cls(
@@ -116,7 +116,7 @@ class Schedule:
             units=tuple(units),
             placed=placed,
             order=order,
-            memory=MemoryPlan.of(layout, placed, workspace_bytes),
+            memory=MemoryPlan.of(layout, placed, backend),
             program=_program(layout, units, order),
         )
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from zeromesh.schedule.transfer import LANES, LaneKind, lane_axes
+from collections.abc import Sequence
+
+from zeromesh.schedule.placed import Placed
+from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes
+from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.strategy import Layout
 from zeromesh.wires import coded
 
@@ -10,22 +14,52 @@ GLOO_BYTES = 8 << 20
 """Room for pieces of 1 MiB from one peer and of half a MiB from three."""
 
 DEVICE_BYTES = 64 << 20
-"""A 32 MiB message already runs at a NIC's rate; more would not be faster."""
+"""Of a collective that takes two axes at once, slice by slice."""
 
-
-def collective_bytes(backend: str) -> int:
-    """Bytes that one collective at a time needs on torch's `backend`."""
-    return GLOO_BYTES if backend == "gloo" else DEVICE_BYTES
-
-
-def workspace_by_lane(layout: Layout, backend: str) -> dict[LaneKind, int]:
-    """Bytes that each lane needs: a lane does one collective at a time; none where no axis has a second rank."""
-    size = collective_bytes(backend)
-    return {lane: size if _needs_workspace(layout, lane) else 0 for lane in LANES}
-
+ROUNDS = 3
+"""Most all-to-alls in which a device sums a region itself, or sends it coded: the host launches each, with a kernel or
+two beside it, and a lane waits for one before it begins the next. With more rounds the room for them would be smaller:
+here it is as long as a third of what one rank gets from all others."""
 
 ALIGN = 64
 """Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""
+
+
+def workspace_by_lane(layout: Layout, placed: Sequence[Sequence[Placed]], backend: str) -> dict[LaneKind, int]:
+    """Bytes that each lane needs on torch's `backend`: a lane does one collective at a time."""
+    if backend == "gloo":
+        return {lane: GLOO_BYTES if _needs_pieces(layout, lane) else 0 for lane in LANES}
+    each = {id(buffer): buffer for unit in placed for buffer in unit}.values()  # a model's blocks share theirs
+    return {
+        lane: max((device_bytes(layout, group) for b in each for group in b.routes[lane].groups), default=0)
+        for lane in LANES
+    }
+
+
+def _needs_pieces(layout: Layout, lane: LaneKind) -> bool:
+    axes = [axis for axis in lane_axes(layout, lane) if axis.size > 1]
+    if lane in ("reduce", "boundary"):
+        return bool(axes)
+    # A lossless gather works in place; a quantised one needs room for its messages.
+    return any(coded(axis.wire.param) for axis in axes)
+
+
+def device_bytes(layout: Layout, steps: Sequence[Transfer]) -> int:
+    """Of one step, or of two at once: what is native works in place."""
+    step, form = steps[0], coded(steps[0].wire)
+    if len(steps) > 1:
+        return DEVICE_BYTES if step.operation == "reduce_scatter" else 0
+    if form is not None:
+        return 2 * step.axis.size * form.message_bytes(_part(step, 8 * form.granule))
+    if layout.strategy.sum == "native" or step.operation == "all_gather":
+        return 0
+    item = ITEM_BYTES[step.wire]
+    return _part(step, ALIGN) * (2 * max(item, ITEM_BYTES["fp32"]) + step.axis.size * item)
+
+
+def _part(step: Transfer, multiple: int) -> int:
+    """Elements of a chunk that one of `ROUNDS` takes."""
+    return -(-step.chunk_numel // (ROUNDS * multiple)) * multiple
 
 
 def part_numel(workspace_bytes: int, item_bytes: int, wide_bytes: int, *, terms: int, longest_bytes: int) -> int:
@@ -39,11 +73,3 @@ def part_numel(workspace_bytes: int, item_bytes: int, wide_bytes: int, *, terms:
     """
     each = 2 * wide_bytes + terms * item_bytes
     return min(longest_bytes // item_bytes, workspace_bytes // each) // ALIGN * ALIGN
-
-
-def _needs_workspace(layout: Layout, lane: LaneKind) -> bool:
-    axes = [axis for axis in lane_axes(layout, lane) if axis.size > 1]
-    if lane in ("reduce", "boundary"):
-        return bool(axes)
-    # A lossless gather works in place; a quantised one needs room for its messages.
-    return any(coded(axis.wire.param) for axis in axes)

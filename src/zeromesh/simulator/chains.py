@@ -8,11 +8,11 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import Literal
 
-from zeromesh.cost.collective import CollectiveCost, Operation
-from zeromesh.cost.transfer import TransferModel
+from zeromesh.cost.collective import CollectiveCost, Operation, one_after_another
+from zeromesh.cost.transfer import SUMMED_NATIVELY, TransferModel
 from zeromesh.schedule import LaneKind, Placed, Route, Schedule, Transfer
 from zeromesh.schedule.transfer import wire_bytes
-from zeromesh.schedule.workspace import collective_bytes
+from zeromesh.schedule.workspace import DEVICE_BYTES, GLOO_BYTES
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
 from zeromesh.strategy import Axis, Collective
@@ -93,7 +93,7 @@ class Chains:
             return self._single(steps[0], kind)
         one, other = steps
         first, last = (self._single(step, kind) for step in steps)
-        room = collective_bytes(self.model.cluster.backend)
+        room = GLOO_BYTES if self.model.cluster.backend == "gloo" else DEVICE_BYTES
         cost = self._collective.pair_cost(first.cost, last.cost, (one, other), room)
         inner, outer = (first, last) if self._place(one) < self._place(other) else (last, first)
         return Work(first.name, (*inner.axes, *outer.axes), cost, (*inner.sent_bytes, *outer.sent_bytes))
@@ -102,8 +102,20 @@ class Chains:
         return self.schedule.layout.axes.index(step.axis)
 
     def _single(self, step: Transfer, kind: str) -> Work:
-        cost = self._with_copies(self.model.cost(step), step.numel, step.wire)
+        cost = self._with_copies(self._cost(step), step.numel, step.wire)
         return Work(f"{kind} {step.operation}", (step.axis.name,), cost, (float(step.sent_bytes),))
+
+    def _cost(self, step: Transfer) -> CollectiveCost:
+        """Exact sums off gloo are all-to-alls, and a gather where all ranks are to have them."""
+        native = self.schedule.layout.strategy.sum == "native" or self.model.cluster.backend == "gloo"
+        if native or coded(step.wire) is not None or step.operation == "all_gather":
+            return self.model.cost(step)
+        summed = self.model.joint((step.axis,), "all_to_all", step.numel, step.wire)
+        if step.operation == "reduce_scatter":
+            return summed
+        if step.wire in SUMMED_NATIVELY:
+            return self.model.cost(step)
+        return one_after_another(summed, self.model.joint((step.axis,), "all_gather", step.numel, step.wire))
 
     def _joined(self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, kind: str) -> Work:
         inner_first = [axis for axis in self.schedule.layout.axes if axis in axes]

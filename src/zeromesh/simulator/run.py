@@ -17,7 +17,7 @@ from zeromesh.cost.constants import Constants, default_constants
 from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
-from zeromesh.schedule import Interpreter, Schedule, workspace_by_lane
+from zeromesh.schedule import Interpreter, Schedule
 from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
@@ -126,7 +126,7 @@ class _Setup:
             schedule=Schedule.of(
                 layout,
                 units,
-                workspace_bytes=sum(workspace_by_lane(layout, cluster.backend).values()) if mechanics.workspace else 0,
+                backend=cluster.backend if mechanics.workspace else None,
             ),
             specs=specs,
         )

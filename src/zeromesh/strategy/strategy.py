@@ -7,7 +7,7 @@
     stage    = "0" | "1" | "2" | "3" | "3k" | "3d" | "3dk"
     wire     = "@" [P] "/" [G ["+ef"]] | "@" P           +ef: error feedback, on a quantised G
     P, G     = dtype | "int8[" block "]" | "int4[" block "]"
-    option   = collective=auto|flat|hierarchical|ho_ring, overlap=all|gather|none, prefetch=K
+    option   = collective=auto|flat|hierarchical|ho_ring, overlap=all|gather|none, prefetch=K, sum=native|exact
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from zeromesh.errors import NotationError, nearest
 from zeromesh.strategy.collective import AUTO, collectives
@@ -24,9 +24,11 @@ from zeromesh.strategy.presets import preset_axes
 from zeromesh.strategy.stage import DEFAULT_WIRE, Stage, Wire
 
 Overlap = Literal["all", "gather", "none"]
+Sum = Literal["native", "exact"]
 Split = int | Literal["*"] | None
 
-OVERLAPS: tuple[Overlap, ...] = ("all", "gather", "none")
+OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+SUMS: tuple[Sum, ...] = get_args(Sum)
 MAX_PREFETCH = 64
 
 _AXIS = re.compile(
@@ -86,6 +88,7 @@ class Strategy:
     collective: str = AUTO
     overlap: Overlap = "all"
     prefetch: int = 1
+    sum: Sum = "native"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", _normal_form(self.axes))
@@ -156,6 +159,8 @@ def _check_options(strategy: Strategy) -> None:
         raise NotationError(f"collective must be one of {', '.join(collectives())}; got {strategy.collective!r}")
     if strategy.overlap not in OVERLAPS:
         raise NotationError(f"overlap must be one of {', '.join(OVERLAPS)}; got {strategy.overlap!r}")
+    if strategy.sum not in SUMS:
+        raise NotationError(f"sum must be one of {', '.join(SUMS)}; got {strategy.sum!r}")
     if not 0 <= strategy.prefetch <= MAX_PREFETCH:
         raise NotationError(f"prefetch must be 0 to {MAX_PREFETCH} units; got {strategy.prefetch}")
 

@@ -1,28 +1,34 @@
-"""What runs on other backends than gloo, on gloo ranks that are told it is another: the same bits, the same bytes."""
+"""What runs on other backends than gloo, on gloo ranks that are told it is another: the backend's own sums, in at most a
+few launches, and exact ones, with the bits and the bytes of gloo's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.pool import kept, on_ranks
-from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, make_groups, reduce_scatter
+from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, collectives, make_groups, reduce_scatter
 from zeromesh.comm.quantised import (
     noise_generator,
     quantised_all_gather,
     quantised_all_reduce,
     quantised_reduce_scatter,
 )
+from zeromesh.schedule import Transfer
+from zeromesh.schedule.workspace import ROUNDS, device_bytes
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
 
 WORLD = 3
+(AXIS,) = Layout.of("line=3", [("line", WORLD)]).axes
 INT8, INT4 = QuantFormat(bits=8), QuantFormat(bits=4, stochastic=True)
 
 
@@ -98,10 +104,12 @@ def quantised_reduce(group: AxisGroup, room: Tensor) -> list[Tensor]:
     return tensors
 
 
-def ran(collective: Callable[[AxisGroup, Tensor], list[Tensor]], backend: str) -> tuple[list[Tensor], list[Sent]]:
+def ran(
+    collective: Callable[[AxisGroup, Tensor], list[Tensor]], backend: str, *, exact: bool = True
+) -> tuple[list[Tensor], list[Sent]]:
     group, seen = kept(make_line), list[Sent]()
     room = torch.zeros(1 << 21, dtype=torch.uint8)  # several parts on both
-    group.backend, group.record = backend, seen.append
+    group.backend, group.record, group.exact = backend, seen.append, exact
     try:
         return collective(group, room), seen
     finally:
@@ -131,3 +139,65 @@ def test_other_backends_give_the_same_bits_for_the_same_bytes(collective):
     assert pairs[0] == pairs[1]
     assert collective is gather or "all_to_all" in calls
     assert collective is not reduce or "all_gather" in calls
+
+
+LOSSLESS = pytest.mark.parametrize("collective", [gather, scatter, reduce])
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a lane's stream would be given: kernels that compute or copy, and collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@LOSSLESS
+@on_ranks(WORLD)
+def test_the_backend_s_own_sums_differ_by_roundings_of_the_wire(collective):
+    expected, by_pieces = ran(collective, "gloo")
+    found, natively = ran(collective, "nccl", exact=False)
+    for got, wanted in zip(found, expected, strict=True):
+        # Two sums of three terms that are up to some 5, each rounded to bf16.
+        assert torch.allclose(got.float(), wanted.float(), rtol=2**-7, atol=2 * 2**-8 * 6)
+    assert {(s.operation, s.axis) for s in natively} == {(s.operation, s.axis) for s in by_pieces}
+    assert len(natively) == len(found) and all(sent.messages == 1 for sent in natively)
+    if collective is not reduce:  # which on gloo is two halves
+        assert [s.sent_bytes for s in by_pieces] == [s.sent_bytes for s in natively]
+
+
+@on_ranks(WORLD)
+def test_a_native_reduction_is_a_collective_and_one_kernel():
+    group = kept(make_line)
+    region, out = values(3 * 70_001, torch.bfloat16), values(70_001, torch.float32)
+    own, nothing = region[group.rank * 70_001 :][:70_001], torch.empty(0)
+    group.backend = "nccl"
+    try:
+        for to, accumulate, after in ((out, True, ["aten::add_.Tensor"]), (out, False, ["aten::copy_"]), (own, False, [])):
+            # Gloo's copies its input first.
+            with mock.patch.object(collectives, "reduce_scatter_single") as backends, Launches() as launches:
+                reduce_scatter(region, to, group, workspace=nothing, accumulate=accumulate)
+            assert backends.call_count == 1 and launches.names == after
+    finally:
+        group.backend = "gloo"
+
+
+@on_ranks(WORLD)
+def test_an_exact_sum_is_three_rounds_in_the_schedule_s_workspace():
+    group, chunk = kept(make_line), 70_001
+    step = Transfer(operation="reduce_scatter", axis=AXIS, numel=3 * chunk, wire="bf16")
+    room = torch.empty(device_bytes(Layout.of("line=3;sum=exact", [("line", WORLD)]), (step,)), dtype=torch.uint8)
+    group.backend, group.exact = "nccl", True
+    try:
+        with pytest.MonkeyPatch.context() as patch, Launches() as launches:
+            patch.setattr(dist, "all_to_all", all_to_all)
+            reduce_scatter(values(3 * chunk, torch.bfloat16), torch.zeros(chunk), group, workspace=room)
+        assert sum(name.startswith("c10d") for name in launches.names) == ROUNDS
+        assert sum(name.startswith("aten::sum") for name in launches.names) == ROUNDS
+    finally:
+        group.backend, group.exact = "gloo", False

@@ -51,7 +51,7 @@ def test_the_optimum_is_that_of_brute_force(memory_bytes: float, outer_bytes_per
 
 
 def test_the_optimum_over_collectives_is_that_of_brute_force() -> None:
-    memory_bytes, outer_bytes_per_s = 1.97e9, 2e9
+    memory_bytes, outer_bytes_per_s = 1.97e9, 10e9
     cluster = small_cluster(4, 4, memory_bytes=memory_bytes, outer_bytes_per_s=outer_bytes_per_s)
     options = Options(splits="none", max_simulations=None, front=0, collective="ho_ring")
     found, _ = search(small_model(), cluster, WORKLOAD, options=options)

@@ -1,0 +1,77 @@
+"""Any strategy trains as one process does, with the collectives of other backends than gloo: on gloo ranks that are told
+it is another, whose own reductions are the native ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeromesh as zm
+from tests.dist.comm.test_native import all_to_all, uneven_all_gather
+from tests.dist.engine.reference import TIMEOUT_S, Case, check, mesh_of
+from tests.dist.engine.test_parity import THREE, TWO, TWO_KEPT, in_calls_of
+from tests.dist.pool import on_ranks
+from zeromesh.comm import groups
+from zeromesh.engine import build
+from zeromesh.errors import MeshError
+
+
+@contextmanager
+def native(*, host: str = "here") -> Iterator[None]:
+    with (
+        mock.patch.object(groups, "backend_of", lambda group, device_type: "nccl"),
+        mock.patch.object(dist, "all_to_all", all_to_all),  # which gloo has of one tensor only
+        mock.patch.object(dist, "all_gather", uneven_all_gather),
+        mock.patch.object(build.socket, "gethostname", lambda: host),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("strategies", in_calls_of(6, TWO + TWO_KEPT))
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_every_mix_on_two_axes(strategies):
+    for index, strategy in enumerate(strategies):
+        option = (";sum=native", ";sum=exact")[index % 3 == 2]
+        with native():
+            check(strategy + option, Case(optimizer="both", debug=True), 2, 2)
+
+
+@pytest.mark.parametrize("strategies", in_calls_of(3, THREE[::20]))
+@on_ranks(8, timeout_s=TIMEOUT_S)
+def test_some_on_three(strategies):
+    for strategy in strategies:
+        with native():
+            check(strategy, Case(world=8, optimizer="both"), 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(weighted=True), Case(precision="bf16-wire", steps=1), Case(precision="bf16", steps=1)], ids=str
+)
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_weights_and_wires(case):
+    for strategy in ("node=3,cluster=0", "node=2,cluster=1", "node=0,cluster=0"):
+        with native():
+            check(strategy, case, 2, 2)
+
+
+@on_ranks(2)
+def test_exact_sums_over_an_axis_between_machines_are_refused():
+    with native(host=f"machine-{dist.get_rank()}"), pytest.raises(MeshError, match=r"node has 2 ranks on 2 machines"):
+        zm.shard(nn.Linear(4, 4), mesh_of(2), "node=3;sum=exact")
+
+
+@on_ranks(2)
+def test_memory_is_as_predicted():
+    for strategy in ("node=3", "node=3;sum=exact", "node=3@int8/int8", "node=1@int8/"):
+        with native():
+            model: Any = zm.shard(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), mesh_of(2), strategy)
+        lines = {line.kind: (line.predicted_bytes, line.allocated_bytes) for line in zm.memory_report(model)}
+        assert all(predicted == allocated for predicted, allocated in lines.values()), (strategy, lines)
+        assert bool(torch.tensor(lines["total"]).all())
