@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import product
+
+Point = Mapping[str, str]
+"""What each of a table's open points is taken to be, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +54,10 @@ def assumptions() -> tuple[Assumption, ...]:
 def assumed(table: str, name: str) -> Assumption:
     """The assumption `table.name`."""
     return next(a for a in assumptions() if (a.table, a.name) == (table, name))
+
+
+def open_points(table: str) -> Iterator[Point]:
+    """Every combination of what `table` leaves open; the assumed values first."""
+    found = [a for a in assumptions() if a.table == table]
+    for choices in product(*(a.choices for a in found)):
+        yield dict(zip((a.name for a in found), choices, strict=True))

@@ -10,7 +10,7 @@ from zeromesh.cost import provenance
 from zeromesh.validate.assumptions import assumptions
 from zeromesh.validate.claims import Claim
 from zeromesh.validate.row import Row
-from zeromesh.validate.score import GOALS, Score, score
+from zeromesh.validate.score import GOALS, Goal, Score, score
 
 _HEAD = """# Predictions against published measurements
 
@@ -21,7 +21,10 @@ for compute efficiency by shape, on the 8-GPU rows of LLM Foundry's 1b, 7b and 3
 rows are marked *fitted* and count for nothing. Everything else only validates. A cluster enters with its own
 description alone, and each table is predicted with the mechanics of the engine it was measured with
 (`zeromesh.simulator.mechanics`). What a source leaves open is listed under assumptions; the range beside a prediction
-spans its alternatives.
+spans every combination of its alternatives.
+
+Goals are the largest median and 90th percentile of the error. A claim is met if its whole range is within the goal,
+whatever the source leaves open; in range if a part of it is.
 """
 
 
@@ -57,7 +60,7 @@ def _summary(scores: Iterable[Score]) -> str:
 
 def _score_cells(s: Score) -> list[str]:
     goal = GOALS.get(s.table)
-    bounds = "" if goal is None else " / ".join(f"{b:.0%}" for b in (goal.median, goal.p90) if b is not None)
+    bounds = "" if goal is None else _bounds(goal)
     met = {True: "met", False: "missed", None: ""}[s.meets_goal]
     return [
         s.table,
@@ -74,9 +77,14 @@ def _score_cells(s: Score) -> list[str]:
     ]
 
 
+def _bounds(goal: Goal) -> str:
+    """The median's and the 90th percentile's goal, "-" for none; the worst error's behind them."""
+    parts = ["-" if goal.median is None else f"{goal.median:.0%}", f"{goal.p90:.0%}"]
+    return " / ".join(parts + ([] if goal.worst is None else [f"{goal.worst:.0%} each"]))
+
+
 def _claims(claims: Iterable[Claim]) -> str:
-    head = ["paper", "claim", "claimed", "predicted", "range", "goal", "why they differ"]
-    held = {True: "met", False: "missed", None: ""}
+    head = ["paper", "claim", "claimed", "predicted", "range", "goal", "moved most by", "why they differ"]
     return _markdown(
         head,
         [
@@ -86,12 +94,28 @@ def _claims(claims: Iterable[Claim]) -> str:
                 f"{c.claimed:g}",
                 f"{c.predicted:.3g}",
                 f"{c.low:.3g} to {c.high:.3g}",
-                held[c.holds],
+                _met(c),
+                _moved(c),
                 c.why,
             ]
             for c in claims
         ],
     )
+
+
+def _met(claim: Claim) -> str:
+    """A claim is met by its whole range; "in range" if by a part of it."""
+    place = "in range" if claim.in_range else "outside"
+    if claim.holds is None:
+        return place
+    goals = [f"{claim.tolerance:g}" if claim.absolute else f"{claim.tolerance:.0%}"] if claim.tolerance else []
+    goals += [f"range of {claim.spread:g}x"] if claim.spread else []
+    return f"{', '.join(goals)}: {'met' if claim.holds else f'missed, {place}'}"
+
+
+def _moved(claim: Claim) -> str:
+    """The two open points that move the prediction most."""
+    return "; ".join(f"{name} ({low:.3g} to {high:.3g})" for name, low, high in claim.moved_by[:2])
 
 
 def _assumptions() -> str:

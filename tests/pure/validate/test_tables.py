@@ -25,6 +25,7 @@ from zeromesh.validate.tables.fsdp import _reserved_gib
 SOURCE_OF = {
     "AMSP Table V": "amsp",
     "AMSP Fig. 12": "amsp",
+    "AMSP layouts, one engine": "amsp-layouts",
     "AMSP MFU": "amsp-mfu",
     "LLM Foundry, one node": "llm-foundry",
     "LLM Foundry, several nodes": "llm-foundry",
@@ -61,22 +62,38 @@ def tables() -> Tables:
 
 @pytest.mark.parametrize(
     "table",
-    [
-        "AMSP Table V",
-        "AMSP Fig. 12",
-        "LLM Foundry, one node",
-        "LLM Foundry, several nodes",
-        "torchtitan",
-        "torchtitan memory",
-        "InternEvo memory",
-        "Galvatron memory",
-        "PaRO",
-    ],
+    ["AMSP Fig. 12", "LLM Foundry, several nodes", "torchtitan memory", "InternEvo memory", "Galvatron memory"],
 )
 def test_goals_that_are_met_stay_met(tables, table):
     result = score(table, tables[table])
     assert result.meets_goal, result
-    assert result.rank is None or result.rank > (0.8 if table == "PaRO" else 0.95)  # PaRO's: its remark
+    assert result.rank is None or result.rank > 0.95
+
+
+#: Of each table that misses its goal, what is reached of the median and the 90th percentile.
+REACHED = {
+    "AMSP Table V": (0.048, 0.091),
+    "AMSP MFU": (0.059, 0.135),
+    "LLM Foundry, one node": (0.042, 0.138),
+    "torchtitan": (0.060, 0.084),
+    "PaRO": (0.19, 1.32),
+    "AMSP layouts, one engine": (0.21, 0.26),
+}
+
+
+@pytest.mark.parametrize("table", REACHED)
+def test_goals_that_are_missed_are_missed_by_no_more(tables, table):
+    """One that is met moves to the test above."""
+    result = score(table, tables[table])
+    median, p90 = REACHED[table]
+    assert not result.meets_goal
+    assert result.median <= median and result.p90 <= p90, result
+
+
+def test_the_layouts_ablation_comes_out_with_gathers_exposed(tables):
+    """Which is what its remark says, and the end of its range."""
+    rows = tables["AMSP layouts, one engine"]
+    assert [row.high / row.measured for row in rows] == pytest.approx([0.925, 0.923, 0.958], abs=0.01)
 
 
 def test_galvatrons_activations_are_within_a_percent(tables):
@@ -146,13 +163,24 @@ def test_every_goal_and_remark_names_a_table(tables):
 
 
 def test_the_page_shows_every_table_and_row(tables):
-    claim = Claim(paper="P", text="gain", claimed=2.0, predicted=1.9, low=1.5, high=2.5, tolerance=0.1, why="because")
+    claim = Claim(
+        paper="P",
+        text="gain",
+        claimed=2.0,
+        predicted=1.9,
+        low=1.5,
+        high=2.5,
+        moved_by=(("batch", 1.5, 1.9), ("shape", 1.9, 2.5), ("nics", 1.9, 2.0)),
+        tolerance=0.1,
+        why="because",
+    )
     shown = ["InternEvo memory", "Galvatron memory"]
     rows = [row for table in shown for row in tables[table]]
     text = page(rows, [claim])
     assert all(f"### {table}\n" in text for table in shown)
     assert text.count("\n| ") > len(rows)
-    assert "| P | gain | 2 | 1.9 | 1.5 to 2.5 | met | because |" in text
+    moved = "batch (1.5 to 1.9); shape (1.9 to 2.5)"
+    assert f"| P | gain | 2 | 1.9 | 1.5 to 2.5 | 10%: missed, in range | {moved} | because |" in text
 
 
 def test_validate_prints_a_table(tmp_path):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from zeromesh.validate.row import Row
-from zeromesh.validate.tables.amsp import amsp_mfu_rows, amsp_rows
+from zeromesh.validate.tables.amsp import amsp_layout_rows, amsp_mfu_rows, amsp_rows
 from zeromesh.validate.tables.fsdp import foundry_rows, torchtitan_rows
 from zeromesh.validate.tables.memory import galvatron_rows, internevo_rows
 from zeromesh.validate.tables.ratios import frontier_rows, paro_rows, zeropp_rows
 
 SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "amsp": amsp_rows,
+    "amsp-layouts": amsp_layout_rows,
     "amsp-mfu": amsp_mfu_rows,
     "llm-foundry": foundry_rows,
     "torchtitan": torchtitan_rows,

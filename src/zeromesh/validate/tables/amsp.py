@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from zeromesh.cluster import preset as cluster_preset
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.model import preset as model_preset
 from zeromesh.model.shape import EAGER, FUSED
 from zeromesh.simulator import ENGINES, FixedWorkload, Mechanics, Simulation, simulate
-from zeromesh.validate.assumptions import assumed
+from zeromesh.validate.assumptions import Point, assumed, open_points
 from zeromesh.validate.row import Row, predicted_row, published
 
 ABLATION, END_TO_END, MFU = "AMSP Table V", "AMSP Fig. 12", "AMSP MFU"
+LAYOUTS = "AMSP layouts, one engine"
 SEQ_LEN, GLOBAL_BATCH_TOKENS = 4096, 4096 * 1024
 
 _MODELS = {"7B": "llama-7b", "13B": "llama-13b", "30B": "amsp-30b"}
@@ -27,8 +29,12 @@ _ENGINES = {
     "all-gather/reduce-scatter overlap only": replace(NO_BROADCAST, overlap_boundary=False),
     "no overlap": replace(NO_BROADCAST, overlap_boundary=False, overlap_gather=False, overlap_reduce=False),
 }
-_NOTHING_OVERLAPS = replace(ENGINES["deepspeed"], overlap_boundary=False, overlap_reduce=False)
-_ALL_OVERLAPS = replace(ENGINES["deepspeed"], overlap_gather=True, overlap_refresh=True)
+_OF_BROADCAST = {"exposed": NO_BROADCAST, "hidden": _AMSP}
+_OF_PEERS = {
+    "deepspeed's": ENGINES["deepspeed"],
+    "no overlap": replace(ENGINES["deepspeed"], overlap_boundary=False, overlap_reduce=False),
+    "all overlap": replace(ENGINES["deepspeed"], overlap_gather=True, overlap_refresh=True),
+}
 AMSP_LAYOUT = {
     "7B": "node=1,cluster=0",
     "13B": "node[4]=3,node[2]=1,cluster=0",
@@ -41,6 +47,7 @@ MICS_LAYOUT = {
 }
 
 
+@cache
 def amsp_step(
     size: str, gpus: int, strategy: str, engine: str | Mechanics, micro_batches: int | None = None, kernels: str = ""
 ) -> Simulation:
@@ -102,9 +109,37 @@ def amsp_mfu_rows() -> Iterator[Row]:
             measured=float(entry["mfu_pct"]),
             excluded=_excluded(system, gpus),
         )
-        strategy, engines = _system(system, size)
-        predictions = [100 * amsp_step(size, gpus, strategy, engine).mfu for engine in engines]
-        yield predicted_row(row, predictions, 100 * amsp_step(size, gpus, strategy, "zeromesh").mfu)
+        predictions = [100 * system_mfu(size, gpus, system, point) for point in open_points("amsp")]
+        yield predicted_row(row, predictions, 100 * amsp_step(size, gpus, _layout(system, size), "zeromesh").mfu)
+
+
+def amsp_layout_rows() -> Iterator[Row]:
+    """AMSP's layout over MiCS's, both in AMSP's engine: what partitioning gains without overlap's part."""
+    for entry in published("amsp_layouts_a800"):
+        size, gpus = entry["model"], int(entry["gpus"])
+        row = Row(
+            table=LAYOUTS,
+            label=f"{size}, {gpus} GPUs: {AMSP_LAYOUT[size]} over {MICS_LAYOUT[size]}",
+            group=f"{size}, {gpus} GPUs",
+            unit="ratio",
+            measured=float(entry["throughput_ratio"]),
+        )
+        yield predicted_row(row, [_layouts_ratio(size, gpus, point) for point in open_points("amsp")])
+
+
+def system_mfu(size: str, gpus: int, system: str, point: Point) -> float:
+    """Of AMSP, or of a system that runs in DeepSpeed, with the paper's open points taken as `point` says."""
+    engine = _OF_BROADCAST[point["broadcast"]] if system == "AMSP" else _OF_PEERS[point["peer_engine"]]
+    return amsp_step(size, gpus, _layout(system, size), engine, kernels=point["kernels"]).mfu
+
+
+def _layouts_ratio(size: str, gpus: int, point: Point) -> float:
+    hidden = point["layouts_overlap"] == "gathers hidden"
+    engine = replace(_OF_BROADCAST[point["broadcast"]], overlap_gather=hidden, overlap_reduce=hidden)
+    ours, theirs = (
+        amsp_step(size, gpus, layout[size], engine, kernels=point["kernels"]) for layout in (AMSP_LAYOUT, MICS_LAYOUT)
+    )
+    return theirs.step_s / ours.step_s
 
 
 def _excluded(system: str, gpus: int) -> str:
@@ -113,19 +148,9 @@ def _excluded(system: str, gpus: int) -> str:
     return ""
 
 
-def _system(system: str, size: str) -> tuple[str, tuple[Mechanics, ...]]:
-    deepspeed = ENGINES["deepspeed"]
-    match system:
-        case "AMSP":
-            return AMSP_LAYOUT[size], (NO_BROADCAST,)
-        case "MiCS":
-            return MICS_LAYOUT[size], (deepspeed, _NOTHING_OVERLAPS, _ALL_OVERLAPS)
-        case "ZeRO-1":
-            return "zero1", (deepspeed, _ALL_OVERLAPS)
-        case "ZeRO-3":
-            return "zero3", (deepspeed, _ALL_OVERLAPS)
-        case _:
-            return "zero++", (deepspeed, _ALL_OVERLAPS)
+def _layout(system: str, size: str) -> str:
+    known = {"AMSP": AMSP_LAYOUT[size], "MiCS": MICS_LAYOUT[size], "ZeRO-1": "zero1", "ZeRO-3": "zero3"}
+    return known.get(system, "zero++")
 
 
 def _model(size: str, kernels: str) -> ModelSpec:

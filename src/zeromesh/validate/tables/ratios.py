@@ -15,7 +15,7 @@ from zeromesh.model.presets import preset_shape
 from zeromesh.model.shape import EAGER, Kernels
 from zeromesh.model.transformer import build
 from zeromesh.simulator import ENGINES, FixedWorkload, Mechanics, simulate
-from zeromesh.validate.assumptions import assumed
+from zeromesh.validate.assumptions import Point, assumed, open_points
 from zeromesh.validate.row import Row, predicted_row, published
 
 ZEROPP, PARO, FRONTIER = "ZeRO++ over ZeRO-3", "PaRO", "Frontier"
@@ -98,67 +98,41 @@ def paro_rows() -> Iterator[Row]:
             measured=float(entry["throughput_ratio"]),
             excluded="the outlier that the paper's formulas do not give either" if scenario.startswith("PEFT") else "",
         )
-        recomputations = [Recomputation.FULL] if size == "65B" else [Recomputation.NONE, Recomputation.FULL]
-        choices = product(
-            assumed("paro", "nics").choices,
-            recomputations,
-            assumed("paro", "overlap").choices,
-            assumed("paro", "kernels").choices,
-        )
-        ratios = [
-            _paro_ratio(size, scenario, gpus, entry["strategy"], entry["baseline"], *choice) for choice in choices
-        ]
-        yield predicted_row(row, ratios)
+        pair = (entry["strategy"], entry["baseline"])
+        yield predicted_row(row, [paro_gain(size, scenario, gpus, *pair, point) for point in open_points("paro")])
 
 
-def _paro_ratio(
-    size: str,
-    scenario: str,
-    gpus: int,
-    strategy: str,
-    baseline: str,
-    nics: str,
-    recomputation: Recomputation,
-    overlap: str,
-    kernels: str,
-) -> float:
-    ours, theirs = (
-        paro_step_s(size, scenario, gpus, name, recomputation, overlap, nics=int(nics), kernels=kernels)
-        for name in (strategy, baseline)
-    )
+def paro_gain(size: str, scenario: str, gpus: int, strategy: str, baseline: str, point: Point) -> float:
+    """How many times as fast as the baseline a strategy is, with PaRO's open points taken as `point` says."""
+    ours, theirs = (paro_seconds(size, scenario, gpus, name, point) for name in (strategy, baseline))
     return theirs / ours
 
 
+def paro_seconds(size: str, scenario: str, gpus: int, strategy: str, point: Point) -> float:
+    """Seconds of a step of PaRO's set-up: seq 512, micro-batch 4, 10 accumulations unless the scenario says else. 65B
+    recomputes whatever is assumed."""
+    full = size == "65B" or point["recomputation"] == "full"
+    return _paro_step_s(
+        size, scenario, gpus, strategy, full, point["overlap"], int(point["nics"]), _PARO_KERNELS[point["kernels"]]
+    )
+
+
 @cache
-def paro_step_s(
-    size: str,
-    scenario: str,
-    gpus: int,
-    strategy: str,
-    recomputation: Recomputation,
-    overlap: str = "yes",
-    collective: str = "auto",
-    nics: int = 1,
-    kernels: str = "",
+def _paro_step_s(
+    size: str, scenario: str, gpus: int, strategy: str, full: bool, overlap: str, nics: int, kernels: Kernels
 ) -> float:
-    """Seconds of a step of PaRO's set-up: seq 512, micro-batch 4, 10 accumulations unless the scenario says else."""
-    model = model_preset(_PARO_MODELS[size], kernels=_PARO_KERNELS[kernels or assumed("paro", "kernels").value])
+    model = model_preset(_PARO_MODELS[size], kernels=kernels)
     micro_batches = 135 if "540 sequences" in scenario else 10
     trainable = _TRAINABLE[next(key for key in _TRAINABLE if scenario.startswith(key))]
     workload = FixedWorkload(
         seq_len=512,
         global_batch_tokens=512 * 4 * micro_batches * gpus,
         micro_batch=4,
-        recomputation=recomputation,
+        recomputation=Recomputation.FULL if full else Recomputation.NONE,
         grad_dtype="bf16",
     )
-    return simulate(
-        with_trainable(model, trainable),
-        paro_cluster(gpus, nics),
-        f"paro:{strategy}" + ("" if collective == "auto" else f";collective={collective}"),
-        workload,
-        engine=_mechanics(overlap),
-    ).step_s
+    spec, cluster = with_trainable(model, trainable), paro_cluster(gpus, nics)
+    return simulate(spec, cluster, f"paro:{strategy}", workload, engine=_mechanics(overlap)).step_s
 
 
 def paro_cluster(gpus: int, nics: int) -> Cluster:
@@ -171,9 +145,8 @@ def paro_cluster(gpus: int, nics: int) -> Cluster:
 
 def frontier_rows() -> Iterator[Row]:
     """TFLOPS per GCD relative to ZeRO-3, 20B GPT on 384 GCDs."""
-    strategies = {"ZeRO-3": ("zero3",), "ZeRO++": ("zero++",), "3-level": assumed("frontier", "layout").choices}
     for entry in published("frontier_mi250x"):
-        system = entry["system"]
+        system, gcds = entry["system"], int(entry["gcds"])
         row = Row(
             table=FRONTIER,
             label=f"{entry['model']}, {entry['gcds']} GCDs, {system}",
@@ -182,27 +155,26 @@ def frontier_rows() -> Iterator[Row]:
             measured=float(entry["tflops_per_gcd_relative_to_zero3"]),
             excluded="the unit of the others" if system == "ZeRO-3" else "",
         )
-        choices = product(
-            assumed("frontier", "model").choices,
-            assumed("frontier", "micro_batch").choices,
-            assumed("frontier", "accumulation").choices,
-            strategies[system],
-        )
-        ratios = [_frontier_ratio(*choice, int(entry["gcds"])) for choice in choices]
-        yield predicted_row(row, ratios)
+        yield predicted_row(row, [frontier_ratio("ZeRO-3", system, gcds, point) for point in open_points("frontier")])
 
 
-def _frontier_ratio(shape: str, micro_batch: str, accumulation: str, strategy: str, gcds: int) -> float:
-    baseline, step_s = (
-        frontier_step_s(shape, int(micro_batch), int(accumulation), name, gcds) for name in ("zero3", strategy)
-    )
-    return baseline / step_s
+def frontier_ratio(baseline: str, system: str, gcds: int, point: Point) -> float:
+    """How many times as fast as the baseline a system is."""
+    theirs, ours = (frontier_step_s(name, gcds, point) for name in (baseline, system))
+    return theirs / ours
+
+
+def frontier_step_s(system: str, gcds: int, point: Point) -> float:
+    """Seconds of one step of ZeRO-3, ZeRO++ or the paper's three levels."""
+    strategy = {"ZeRO-3": _on_three_levels("zero3"), "ZeRO++": _on_three_levels("zero++")}.get(system, point["layout"])
+    batch, count, seq_len = (int(point[name]) for name in ("micro_batch", "accumulation", "seq_len"))
+    return _frontier_step_s(point["model"], batch, count, seq_len, strategy, gcds, point["overlap"])
 
 
 @cache
-def frontier_step_s(shape: str, micro_batch: int, micro_batches: int, strategy: str, gcds: int) -> float:
-    """Seconds of one step."""
-    seq_len = int(assumed("frontier", "seq_len").value)
+def _frontier_step_s(
+    shape: str, micro_batch: int, micro_batches: int, seq_len: int, strategy: str, gcds: int, overlap: str
+) -> float:
     workload = FixedWorkload(
         seq_len=seq_len,
         global_batch_tokens=seq_len * micro_batch * micro_batches * gcds,
@@ -210,8 +182,7 @@ def frontier_step_s(shape: str, micro_batch: int, micro_batches: int, strategy: 
         recomputation=Recomputation.FULL,
     )
     cluster = cluster_preset("frontier-mi250x").take(gcds)
-    strategy = strategy if "=" in strategy else _on_three_levels(strategy)
-    return simulate(gpt(shape), cluster, strategy, workload, engine=_DEEPSPEED).step_s
+    return simulate(gpt(shape), cluster, strategy, workload, engine=_mechanics(overlap)).step_s
 
 
 def _on_three_levels(name: str) -> str:
