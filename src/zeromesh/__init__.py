@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zeromesh.observe.replicas import check_replicas
     from zeromesh.observe.report import memory_report, traffic_report
     from zeromesh.planner import Workload
+    from zeromesh.sharding import Sharding
     from zeromesh.strategy import Plan, Strategy
 
 __version__ = "0.1.0.dev0"
@@ -26,6 +27,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "Checkpoints": "zeromesh.checkpoint.checkpoints",
     "Plan": "zeromesh.strategy",
+    "Sharding": "zeromesh.sharding",
     "Strategy": "zeromesh.strategy",
     "Workload": "zeromesh.planner",
     "accumulate": "zeromesh.engine.api",
@@ -50,6 +52,7 @@ _HOMES = {
 __all__ = [
     "Checkpoints",
     "Plan",
+    "Sharding",
     "Strategy",
     "Workload",
     "accumulate",

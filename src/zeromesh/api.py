@@ -151,19 +151,16 @@ def shard(
         "master_dtype": master_dtype,
     }
     chosen: str | Strategy | Plan = strategy
-    if strategy != "auto":
-        if cluster is not None or workload is not None:
-            raise InputError(f'cluster and workload are for the strategy "auto"; the strategy is {str(strategy)!r}')
-    else:
-        if cluster is None or workload is None or mesh is None:
-            raise InputError('strategy "auto" needs a mesh, cluster=... and workload=zm.Workload(...) to choose by')
+    require_plannable(strategy, mesh=mesh, cluster=cluster, workload=workload)
+    if strategy == "auto":
+        assert mesh is not None and cluster is not None and workload is not None  # required above
         own = {"units": units is not None, "resident": bool(resident), "bucket_bytes": bucket_bytes != BUCKET_BYTES}
         if any(own.values()):
             raise InputError(
                 f'strategy "auto" plans for the units that the model is cut into by itself, so it takes no '
                 f"{' and no '.join(name for name, given in own.items() if given)}: name a strategy beside them"
             )
-        devices, described, asked = mesh, cluster, workload  # not None from here on
+        devices, described, asked = mesh, cluster, workload  # not None, also inside the lambda
         planned = make_control(mesh).together(
             lambda: auto_strategy(model, devices, described, with_dtypes(asked, model, dtypes))
         )
@@ -180,6 +177,14 @@ def shard(
         bucket_bytes=bucket_bytes,
         debug=debug,
     )
+
+
+def require_plannable(strategy: object, *, mesh: object, cluster: object, workload: object) -> None:
+    """Raises InputError for "auto" without what it plans by, and for that without "auto"."""
+    if strategy == "auto" and (cluster is None or workload is None or mesh is None):
+        raise InputError('strategy "auto" needs a mesh, cluster=... and workload=zm.Workload(...) to choose by')
+    if strategy != "auto" and (cluster is not None or workload is not None):
+        raise InputError(f'cluster and workload are for the strategy "auto"; the strategy is {str(strategy)!r}')
 
 
 def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]) -> Workload:

@@ -10,7 +10,15 @@ import pytest
 TORCH_FREE = ["cluster", "model", "strategy", "schedule", "cost", "simulator", "planner", "report", "trace", "units"]
 READS_MODULES = ("zeromesh.model.from_module", "zeromesh.model.module_")
 """The one exception: what reads an arbitrary nn.Module, imported where it is needed."""
-ENTRY_POINTS = ["zeromesh", "zeromesh.wires", "zeromesh.errors", "zeromesh.cli.app", "zeromesh.train"]
+ENTRY_POINTS = [
+    "zeromesh",
+    "zeromesh.sharding",
+    "zeromesh.integrations",
+    "zeromesh.wires",
+    "zeromesh.errors",
+    "zeromesh.cli.app",
+    "zeromesh.train",
+]
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,15 @@ from zeromesh.errors import ModelError, nearest
 from zeromesh.model.module_units import clean_name
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, *, names: Container[str] | None = None) -> dict[str, Any]:
     """All parameters (in the master's dtype) and buffers, whole, on the CPU of the mesh's first rank, and its modules'
     extra states.
 
     Every rank calls it; at most one flat buffer is whole on a device at a time.
+
+    Args:
+        model: sharded.
+        names: of what is wanted, the same on every rank; nothing else is gathered.
 
     Returns:
         By original name, in the model's order, tied parameters under each of their names; an empty dict on the other
@@ -35,15 +39,19 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     engine.interpreter.quiesce()
     state: dict[str, Any] = {}
     for buffer in _buffers(engine):
+        wanted = [place for place in buffer.places if names is None or any(n in names for n in place.info.names)]
+        if not wanted:
+            continue
         values = _gather(engine, buffer)
         if engine.control.rank == 0:
-            for place in buffer.places:
+            for place in wanted:
                 whole = values[place.start : place.stop].view(place.shape).to("cpu", copy=True)
                 state.update(dict.fromkeys(place.info.names, whole))
     if engine.control.rank == 0:
         state.update({name: b.detach().to("cpu", copy=True) for name, b in persistent_buffers(model)})
         state |= extra_states(model)
         state = {name: state[name] for name in model.state_dict() if name in state} | state  # hooks may hide some
+        state = state if names is None else {name: value for name, value in state.items() if name in names}
     return state
 
 

@@ -187,7 +187,7 @@ def _require_reduced(optimizer: Optimizer, plain: Iterable[torch.Tensor]) -> Non
                 )
 
 
-def _steps_as_a_known_one(kind: type[Optimizer]) -> bool:
+def steps_elementwise(kind: type[Optimizer]) -> bool:
     """Whether its `step` is that of one of torch's elementwise optimizers, inherited or its own."""
     for base in kind.__mro__:
         if base.__name__ in ELEMENTWISE and base.__module__.startswith("torch.optim"):
@@ -214,7 +214,7 @@ def _check(optimizer: Optimizer) -> None:
     _require_reduced(optimizer, (param for param in params if type(param) is not ShardedParameter))
     if any(type(param) is ShardedParameter for param in params):
         kind = type(optimizer)
-        if not _steps_as_a_known_one(kind) and optimizer not in VOUCHED:
+        if not steps_elementwise(kind) and optimizer not in VOUCHED:
             raise OptimizerError(
                 f"each rank holds a slice of every parameter, so the optimizer must work element by element; "
                 f"{kind.__module__}.{kind.__name__} is not known to. If it does, call zm.elementwise(optimizer); if it "

@@ -1,0 +1,136 @@
+"""What models of transformers and PEFT do with all ranks once they are sharded: save themselves, and generate."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
+
+from zeromesh.checkpoint.collect import buffers_of
+from zeromesh.checkpoint.full_state import full_state_dict
+from zeromesh.checkpoint.huggingface import save_safetensors
+from zeromesh.engine.api import engine_of
+from zeromesh.errors import InputError
+from zeromesh.integrations.methods import give_method
+from zeromesh.model.module_units import find_blocks
+from zeromesh.sharding import Sharding
+
+
+def with_blocks_only(sharding: Sharding, model: nn.Module) -> Sharding:
+    """`sharding`, for a model whose forward somebody has replaced (TRL's fused heads, say).
+
+    Such a forward uses the head's or the embedding's weight without calling it, in functions of its own that autograd
+    sees and we do not; so those stay with the root, whose parameters are whole while its forward runs.
+    """
+    replaced = any(isinstance(part, PreTrainedModel) and "forward" in vars(part) for part in model.modules())
+    if not replaced or sharding.units is not None or sharding.strategy == "auto":
+        return sharding
+    blocks = dict.fromkeys(type(block) for block in find_blocks(model))
+    return replace(sharding, units=tuple(blocks)) if blocks else sharding
+
+
+def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Gives a model that has just been sharded its `save_pretrained` and `generate`.
+
+    Args:
+        dtype: of the files; None for what each parameter computes in.
+    """
+    if is_peft(model):
+        give_method(model, "save_pretrained", functools.partial(_save_adapters, dtype=dtype))
+    elif isinstance(model, PreTrainedModel):
+        give_method(model, "save_pretrained", functools.partial(_save_pretrained, dtype=dtype))
+    layout = engine_of(model).schedule.layout
+    if layout.degree(layout.param_axes) > 1:
+        for part in model.modules():
+            if isinstance(part, GenerationMixin):
+                give_method(part, "generate", _generate)
+
+
+def is_peft(model: object) -> bool:
+    """Whether it is a model of PEFT's, which need not be installed."""
+    return any(kind.__module__ == "peft.peft_model" for kind in type(model).__mro__)
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Each token gathers parameters, so a rank whose sequences are complete goes on until all ranks' are."""
+    return type(model).generate(model, *args, **(kwargs | {"synced_gpus": True}))
+
+
+def _save_pretrained(
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    *,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Any] | None = None,
+    max_file_bytes: int = 5_000_000_000,
+    dtype: torch.dtype | None,
+    **options: Any,
+) -> None:
+    """transformers' `save_pretrained` of a sharded model: all ranks call it, and each writes its slices."""
+    if state_dict is not None:  # whole tensors, that the caller has gathered
+        type(model).save_pretrained(
+            model, save_directory, is_main_process=is_main_process, state_dict=state_dict, **options
+        )
+        return
+    if options:
+        raise InputError(
+            f"save_pretrained of a sharded model takes the directory, is_main_process and max_file_bytes; got "
+            f"{', '.join(options)}: gather it with zm.full_state_dict(model), and give that as state_dict=..."
+        )
+    model.config.architectures = [type(model).__name__]
+    if dtype is not None:
+        model.config.dtype = str(dtype).removeprefix("torch.")
+    save_safetensors(model, save_directory, dtype=dtype, max_file_bytes=max_file_bytes)
+    if is_main_process and model.can_generate():
+        model.generation_config.save_pretrained(save_directory)
+
+
+def _save_adapters(
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    *,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None,
+    **options: Any,
+) -> None:
+    """PEFT's `save_pretrained` of a sharded model: all ranks call it, and only the adapters are gathered."""
+    if state_dict is None:
+        state_dict = full_state_dict(model, names=_adapter_names(model, options))
+        if dtype is not None:
+            state_dict = {name: value.to(dtype) if _floats(value) else value for name, value in state_dict.items()}
+    if is_main_process:
+        type(model).save_pretrained(model, save_directory, state_dict=state_dict, **options)
+
+
+def _floats(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _adapter_names(model: nn.Module, options: Mapping[str, Any]) -> frozenset[str]:
+    """Those of the parameters that PEFT would write, as itself chooses them."""
+    from peft import get_peft_model_state_dict
+
+    named = {name: place.shape for b in buffers_of(engine_of(model)) for place in b.places for name in place.info.names}
+    stands = {name: torch.empty(shape, device="meta") for name, shape in named.items()}
+    by_stand = {id(stand): name for name, stand in stands.items()}
+    adapters: Iterable[str] = options.get("selected_adapters") or model.peft_config  # type: ignore[assignment]
+    chosen: set[str] = set()
+    for adapter in adapters:
+        found = get_peft_model_state_dict(
+            model,
+            state_dict=dict(stands),
+            adapter_name=adapter,
+            save_embedding_layers=options.get("save_embedding_layers", "auto"),
+        )
+        if any(id(value) not in by_stand for value in found.values()):  # computed from others
+            return frozenset(named)
+        chosen.update(by_stand[id(value)] for value in found.values())
+    return frozenset(chosen)

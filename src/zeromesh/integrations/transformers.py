@@ -1,0 +1,252 @@
+"""Hugging Face's Trainer over sharded models::
+
+    from zeromesh.integrations.transformers import Trainer
+
+    trainer = Trainer(model=model, args=args, train_dataset=data, sharding=zm.Sharding(strategy=..., mesh=...))
+
+Everything else stays as it was. The model is sharded where training, evaluation or prediction begins, so that what the
+constructor of a Trainer does to a model (adapters, fused heads, reference models) is done before.
+
+A checkpoint is what the Trainer writes, with the model as `from_pretrained` takes it, and in the place of
+`optimizer.pt` a directory of `zm.Checkpoints` with masters and optimizer states, which loads on other ranks and under
+other strategies.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh.checkpoint.checkpoints import Checkpoints
+from zeromesh.checkpoint.full_state import full_state_dict
+from zeromesh.checkpoint.huggingface import load_safetensors
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.optim import ELEMENTWISE, steps_elementwise
+from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
+from zeromesh.integrations.methods import give_no_sync, is_sharded
+from zeromesh.integrations.pretrained import adapt, is_peft, with_blocks_only
+from zeromesh.integrations.versions import require_known
+from zeromesh.sharding import Sharding
+
+require_known("transformers")
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Mixed
+else:
+    _Mixed = object
+
+STATES = "zeromesh"
+"""The directory, in a checkpoint of the Trainer's, that holds masters and optimizer states."""
+
+SCHEDULER = "scheduler"
+SAMPLES = "samples_per_step"
+
+MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transformers
+    """Ahead of a Trainer, makes it shard: ``class ShardedSFT(TrainerMixin, trl.SFTTrainer): pass``.
+
+    Args:
+        sharding: how. Where it says no `param_dtype`, `bf16=True` and `fp16=True` of the arguments do.
+
+    Raises:
+        InputError: the arguments ask for another way of sharding too, or for what cannot be done to slices.
+        ModelError: the model is sharded already.
+        OptimizerError: the optimizer mixes elements of a parameter, or was made before the model is sharded.
+        MeshError: the mesh has another number of ranks than the job.
+    """
+
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+
+    def __init__(self, *args: Any, sharding: Sharding, **kwargs: Any) -> None:
+        self.sharding = sharding
+        super().__init__(*args, **kwargs)
+
+    def shard_model(self) -> None:
+        """Shards `self.model`, and a frozen reference beside it, where they are not yet; all ranks call it.
+
+        Training, evaluation, prediction and loading begin with it.
+        """
+        if not is_sharded(self.model):
+            self._sharding = self._sharding_here()
+            self.model = self.model_wrapped = self._shard(self.model)
+        reference = getattr(self, "ref_model", None)
+        if isinstance(reference, nn.Module) and not is_sharded(reference):
+            self._shard(reference.requires_grad_(False))
+
+    def _sharding_here(self) -> Sharding:
+        dtype = self.sharding.param_dtype or MIXED.get(self.args.mixed_precision)
+        return replace(self.sharding, param_dtype=dtype).on(self.args.device.type)
+
+    def _shard(self, model: Any) -> Any:
+        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        # What nobody casts is written as it computes, each parameter in its own dtype.
+        written = own if self._sharding.param_dtype is not None else None
+        model = with_blocks_only(self._sharding, model).shard(model)
+        give_no_sync(model)
+        adapt(model, written)
+        # Autocast, and the mark by which `prepare` then leaves it as it is, without DistributedDataParallel.
+        return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    # ---- where sharding begins
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        self.shard_model()
+        return super().create_optimizer(model)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.shard_model()
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.shard_model()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Not the whole of it: its shards will be there."""
+        if self.sharding.mesh is None:
+            super()._move_model_to_device(model, device)
+
+    # ---- wrong input
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self._require_alone()
+        if self.sharding.mesh is not None:
+            self.accelerator.device_placement = False
+
+    def _require_alone(self) -> None:
+        args = self.args
+        if is_sharded(self.model):
+            raise ModelError(
+                "the model is sharded already: give the Trainer a plain one, which it shards as sharding= says"
+            )
+        refused = {
+            "deepspeed": self.is_deepspeed_enabled,
+            "fsdp": bool(args.fsdp) or self.is_fsdp_enabled,
+            "parallelism_config": args.parallelism_config is not None,
+            "torch_compile": args.torch_compile,
+            "bf16_full_eval": args.bf16_full_eval,
+            "fp16_full_eval": args.fp16_full_eval,
+            "save_on_each_node": args.save_on_each_node,
+            "sync_ref_model": getattr(args, "sync_ref_model", False),
+            "even_batches=False": not self.accelerator.even_batches,
+        }
+        named = [name for name, given in refused.items() if given]
+        if named:
+            raise InputError(f"{', '.join(named)} cannot be used with sharding=: {_INSTEAD[named[0]]}")
+        if args.n_gpu > 1:
+            raise InputError(
+                f"this process sees {args.n_gpu} GPUs, over which the Trainer would copy the model: start one process "
+                f"for each with torchrun"
+            )
+
+    def _validate_args(self) -> None:
+        super()._validate_args()
+        if self.optimizer is not None:
+            raise OptimizerError(
+                "optimizers=(...) holds an optimizer of the model as it is before it is sharded, so the sharded one "
+                "would never be updated: give optimizer_cls_and_kwargs=(class, options), or override create_optimizer"
+            )
+        kind, _ = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        overridden = type(self).create_optimizer is not TrainerMixin.create_optimizer
+        if not overridden and not (isinstance(kind, type) and issubclass(kind, Optimizer) and steps_elementwise(kind)):
+            raise OptimizerError(
+                f"each rank holds a slice of every parameter, so the optimizer must work element by element; "
+                f"optim={self.args.optim.value} ({getattr(kind, '__name__', kind)}) is not known to: use adamw_torch, "
+                f"adamw_torch_fused, sgd, adagrad, rmsprop or another of torch's {', '.join(sorted(ELEMENTWISE))} "
+                f"(optimizer_cls_and_kwargs), or override create_optimizer and vouch for yours with zm.elementwise"
+            )
+
+    # ---- checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and is_sharded(self.model):
+            directory = output_dir if output_dir is not None else self.args.output_dir
+            if not hasattr(self.model, "save_pretrained"):
+                state_dict = full_state_dict(self.model)
+            elif not self.args.should_save:  # the others' parts of what the writing rank does below
+                self.model.save_pretrained(directory, is_main_process=False)
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = {SCHEDULER: self.lr_scheduler.state_dict(), SAMPLES: self._samples_per_step()}
+        with self._checkpoints(output_dir) as checkpoints:
+            checkpoints.save(self.state.global_step, state)
+            checkpoints.wait()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.shard_model()
+        if not self._has_states(resume_from_checkpoint):  # else they come with the optimizer's
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self._has_states(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        with self._checkpoints(checkpoint) as checkpoints:
+            # The Trainer itself sets random states, after it has skipped the batches that were trained on.
+            found = checkpoints.load(os.path.join(checkpoint, STATES), random_states=False)
+        assert found is not None  # of a path
+        self._require_same_samples(checkpoint, found.state)
+        self.lr_scheduler.load_state_dict(found.state[SCHEDULER])
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if is_peft(self.model) or best is None:
+            super()._load_best_model()
+        else:
+            load_safetensors(self.model, best)
+
+    def _checkpoints(self, directory: str) -> Checkpoints:
+        optimizer = self.optimizer
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        return Checkpoints(os.path.join(directory, STATES), self.model, optimizer, keep=1)
+
+    def _has_states(self, checkpoint: str) -> bool:
+        return engine_of(self.model).control.say(os.path.isdir(os.path.join(checkpoint, STATES)))
+
+    def _samples_per_step(self) -> int:
+        return int(self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size)
+
+    def _require_same_samples(self, checkpoint: str, state: dict[str, Any]) -> None:
+        """The Trainer counts what was trained on in this run's steps."""
+        saved, own = state.get(SAMPLES), self._samples_per_step()
+        if saved != own and not self.args.ignore_data_skip:
+            raise CheckpointError(
+                f"{checkpoint} was written with {saved} samples a step, and this run takes {own} (processes x "
+                f"per_device_train_batch_size x gradient_accumulation_steps), so it would go on at another place in "
+                f"the data: set them so that their product is {saved}, or pass ignore_data_skip=True"
+            )
+
+
+_ELSEWHERE = "zeromesh shards the model itself; leave it out (also in what `accelerate config` wrote)"
+_NO_CAST = (
+    "a sharded model cannot be cast; with bf16=True, or Sharding(param_dtype=...), it computes in that everywhere"
+)
+_INSTEAD = {
+    "deepspeed": _ELSEWHERE,
+    "fsdp": _ELSEWHERE,
+    "parallelism_config": _ELSEWHERE,
+    "torch_compile": "compile the model's blocks before, with their compile()",
+    "bf16_full_eval": _NO_CAST,
+    "fp16_full_eval": _NO_CAST,
+    "save_on_each_node": "all ranks write one checkpoint, to a directory that all of them see",
+    "sync_ref_model": "it mixes the model's parameters with the reference's, which are sharded in another way",
+    "even_batches=False": "all ranks must run as many forwards, or those that have more wait for ever",
+}
+
+
+class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers is not followed by mypy
+    """transformers' Trainer with one argument more: `sharding`."""

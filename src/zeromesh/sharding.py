@@ -1,0 +1,125 @@
+"""How to shard, as one value: what integrations with training libraries take in the place of `zm.shard`'s arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from zeromesh.api import require_plannable, shard
+from zeromesh.errors import InputError, MeshError
+from zeromesh.schedule import BUCKET_BYTES
+from zeromesh.strategy import Layout, Plan, Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from zeromesh.cluster import Cluster
+    from zeromesh.engine.units import UnitClasses
+    from zeromesh.planner import Workload
+
+ModelT = TypeVar("ModelT", bound="nn.Module")
+
+Sizes = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """A strategy, a mesh and the options of `zm.shard`, said once and used by whatever makes the model.
+
+    Nothing is sent, and torch is not imported, before `on` or `shard`; what is wrong in it raises here.
+
+    Args:
+        strategy: as `zm.shard` takes it; "auto" plans, for `cluster` and `workload`.
+        mesh: sizes by name, outermost first (``{"cluster": 2, "node": 8}``), from which torch's mesh of all ranks is
+            made; or torch's own; None for a single process.
+        param_dtype, reduce_dtype, grad_dtype, master_dtype, units, resident, init, bucket_bytes, debug, cluster,
+            workload: as `zm.shard` takes them.
+
+    Raises:
+        InputError: "auto" without mesh, cluster or workload, or either of the last two without "auto".
+        NotationError, MeshError: the strategy does not parse, or does not fit the sizes.
+
+    Example:
+        >>> import zeromesh as zm
+        >>> zm.Sharding(strategy="node=3,cluster=1", mesh={"cluster": 2, "node": 8}).mesh
+        (('cluster', 2), ('node', 8))
+    """
+
+    strategy: str | Strategy | Plan
+    mesh: Mapping[str, int] | Sizes | DeviceMesh | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+    units: UnitClasses | None = None
+    resident: Sequence[str] = ()
+    init: Callable[[nn.Module], None] | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    debug: bool | None = None
+    cluster: Cluster | str | None = None
+    workload: Workload | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.mesh, Mapping):
+            object.__setattr__(self, "mesh", tuple(self.mesh.items()))
+        object.__setattr__(self, "resident", tuple(self.resident))
+        if isinstance(self.mesh, tuple):
+            _require_sizes(self.mesh)
+        require_plannable(self.strategy, mesh=self.mesh, cluster=self.cluster, workload=self.workload)
+        if isinstance(self.mesh, tuple) and isinstance(self.strategy, str | Strategy) and self.strategy != "auto":
+            layout = Layout.of(self.strategy, self.mesh[::-1])
+            layout.require_runnable()
+            object.__setattr__(self, "strategy", layout.strategy)
+
+    def on(self, device_type: str) -> Sharding:
+        """With torch's own mesh of all ranks of the job, which call this together; its groups are made here.
+
+        Args:
+            device_type: of the mesh, where only its sizes were given: "cpu", "cuda", ...
+
+        Raises:
+            MeshError: the mesh has another number of ranks than the job.
+        """
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if self.mesh is None:
+            return self
+        sizes = self.mesh if isinstance(self.mesh, tuple) else None
+        size = prod(count for _, count in sizes) if sizes else self.mesh.size()  # type: ignore[union-attr]
+        if size != world:
+            shown = ", ".join(f"{name}={count}" for name, count in sizes) if sizes else str(self.mesh)
+            raise MeshError(
+                f"the mesh ({shown}) has {size} ranks and the job {world}: give sizes whose product is the number of "
+                f"processes, such as {{'cluster': nodes, 'node': processes on each}}, and start as many with torchrun"
+            )
+        if sizes is None:
+            return self
+        if not dist.is_initialized():  # one process; the strategy then names the axes
+            return replace(self, mesh=None)
+        names, counts = zip(*sizes, strict=True)
+        return replace(self, mesh=init_device_mesh(device_type, counts, mesh_dim_names=names))
+
+    def shard(self, model: ModelT) -> ModelT:
+        """`zm.shard` of `model` with all of this; all ranks call it together. A mesh of sizes is made on the machine's
+        accelerator, where it has one: `on` says another."""
+        if isinstance(self.mesh, tuple):
+            import torch
+
+            found = torch.accelerator.current_accelerator()
+            return self.on(found.type if found else "cpu").shard(model)
+        options: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return shard(model, options.pop("mesh"), options.pop("strategy"), **options)
+
+
+def _require_sizes(mesh: Sizes) -> None:
+    names = [name for name, _ in mesh]
+    if not mesh or len(set(names)) != len(names) or not all(type(size) is int and size > 0 for _, size in mesh):
+        raise InputError(
+            f"a mesh is sizes by name, outermost first, each 1 or more: {{'cluster': 2, 'node': 8}}; got {dict(mesh)}"
+        )

@@ -1,0 +1,255 @@
+"""transformers' Trainer with `sharding=` against itself without, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import zeromesh as zm
+from tests.dist.integrations.hugging import (
+    BOUND,
+    SAMPLES,
+    STRATEGIES,
+    arguments,
+    assert_same_curve,
+    build,
+    curve,
+    launched,
+    plain,
+    samples,
+    sharding,
+)
+from tests.dist.pool import Pool, on_ranks
+from zeromesh.engine.param import ShardedParameter
+from zeromesh.errors import CheckpointError, InputError, MeshError, ModelError, OptimizerError
+
+
+def trained(directory: Path, kind: str = "llama", how: zm.Sharding | None = None, **options: Any) -> Any:
+    """A trainer that has run, and written its model."""
+    import transformers as hf
+
+    from zeromesh.integrations.transformers import Trainer
+
+    own = {"args": arguments(directory, **options), "train_dataset": samples(), "eval_dataset": samples(16, seed=2, uneven=False)}
+    model = build(kind)
+    trainer = hf.Trainer(model=model, **own) if how is None else Trainer(model=model, sharding=how, **own)
+    trainer.train()
+    return trainer
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in sorted(directory.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def assert_same_weights(found: Path, expected: Path) -> None:
+    left, right = weights(found), weights(expected)
+    assert left.keys() == right.keys() and left
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=0, atol=2e-6)  # Adam's steps of 1e-2, 20 of them
+
+
+def plainly(directory: Path, kind: str) -> tuple[Any, ...]:
+    trainer = trained(directory, kind)
+    trainer.save_model()
+    found = trainer.predict(samples(6, seed=5))
+    return curve(trainer), trainer.evaluate()["eval_loss"], torch.from_numpy(found.predictions), trainer.state.total_flos
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["llama", "tied", "lora"])
+@on_ranks(4, timeout_s=190)
+def test_losses_are_those_of_plain_training(kind, tmp_path):
+    expected, evaluated, predicted, flos = plain(lambda: plainly(tmp_path / "plain", kind))
+    assert expected[-1][1] < expected[0][1]
+    for strategy in STRATEGIES:
+        directory = tmp_path / strategy
+        with launched():
+            trainer = trained(directory, kind, sharding(strategy))
+            assert all(isinstance(param, ShardedParameter) for param in trainer.model.parameters())
+            assert_same_curve(curve(trainer), expected)
+            assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluated, abs=BOUND)
+            found = torch.from_numpy(trainer.predict(samples(6, seed=5)).predictions)
+            torch.testing.assert_close(found, predicted, rtol=0, atol=1e-5)
+            assert trainer.state.total_flos == flos
+            trainer.save_model()
+            zm.check_replicas(trainer.model, trainer.optimizer.optimizer)
+        dist.barrier()
+        assert_same_weights(directory, tmp_path / "plain")
+
+
+@on_ranks(4, timeout_s=60)
+def test_slow_links_are_crossed_once_a_step(tmp_path):
+    from zeromesh.integrations.transformers import Trainer
+
+    with launched():
+        args = arguments(tmp_path, max_steps=3)
+        trainer = Trainer(model=build(), args=args, train_dataset=samples(), sharding=sharding(STRATEGIES[0]))
+        trainer.shard_model()
+        with zm.traffic_report(trainer.model, micro_batches=2) as traffic:
+            trainer.train()
+    lines = traffic.lines(steps=3)
+    assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines] != [0, 0]
+
+
+EVERYTHING: dict[str, Any] = {
+    "label_smoothing_factor": 0.1,
+    "activation_checkpointing": True,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 4,
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,  # so that the best is not the last
+    "lr_scheduler_type": "constant",
+    "learning_rate": 2e-2,
+    "max_steps": 12,
+}
+
+
+def with_everything(directory: Path, how: zm.Sharding | None = None) -> tuple[Any, ...]:
+    trainer = trained(directory, "llama", how, **EVERYTHING)
+    evaluated = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    best = trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    assert best == pytest.approx(max(evaluated), abs=BOUND)
+    assert evaluated[-1] < max(evaluated) - 1e-3
+    left = sorted(path.name for path in directory.glob("checkpoint-*"))
+    return curve(trainer), evaluated, Path(trainer.state.best_model_checkpoint).name, left
+
+
+@pytest.mark.timeout(200)
+@on_ranks(4, timeout_s=190)
+def test_smoothing_recomputation_evaluation_and_the_best_model(tmp_path):
+    expected, *others = plain(lambda: with_everything(tmp_path / "plain"))
+    with launched():
+        found, *own = with_everything(tmp_path / "sharded", sharding())
+    assert_same_curve(found, expected)
+    torch.testing.assert_close(own[0], others[0], rtol=0, atol=BOUND)
+    assert own[1:] == others[1:]
+    dist.barrier()
+    assert_same_weights(tmp_path / "sharded", tmp_path / "plain")
+
+
+def stopped(directory: str, kind: str, strategy: str, mesh: dict[str, int]) -> None:
+    with launched():
+        trained(Path(directory), kind, sharding(strategy, mesh), save_strategy="steps", save_steps=10, max_steps=20)
+
+
+def resumed(directory: str, kind: str, strategy: str, mesh: dict[str, int], **options: Any) -> Any:
+    from zeromesh.integrations.transformers import Trainer
+
+    with launched():
+        args = arguments(directory, **options)
+        trainer = Trainer(model=build(kind), args=args, train_dataset=samples(), sharding=sharding(strategy, mesh))
+        with torch.no_grad():  # what is not loaded shows
+            for parameter in trainer.model.parameters():
+                parameter.zero_() if parameter.requires_grad else None
+        trainer.train(resume_from_checkpoint=f"{directory}/checkpoint-10")
+        return curve(trainer)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("kind", "strategy"), [("tied", "node=3"), ("lora", "node=1")])
+def test_resumes_on_another_world_and_strategy(pool: Pool, kind, strategy, tmp_path):
+    pool.run(4, stopped, str(tmp_path), kind, STRATEGIES[0], {"cluster": 2, "node": 2}, timeout_s=190)
+    (expected,) = pool.run(1, alone, str(tmp_path / "plain"), kind, timeout_s=190)
+    for found in pool.run(2, resumed, str(tmp_path), kind, strategy, {"node": 2}, timeout_s=190):
+        assert_same_curve(found, expected)
+
+
+def alone(directory: str, kind: str) -> Any:
+    return plain(lambda: curve(trained(Path(directory), kind)))
+
+
+@on_ranks(2, timeout_s=100)
+def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path):
+    expected = plain(lambda: curve(trained(tmp_path, save_strategy="steps", save_steps=10)))
+    found = resumed(str(tmp_path), "llama", "node=3", {"node": 2})
+    assert_same_curve(found, expected)
+
+
+@on_ranks(2, timeout_s=100)
+def test_other_samples_a_step_are_refused_on_resuming(tmp_path):
+    stopped(str(tmp_path), "llama", "node=3", {"node": 2})
+    with pytest.raises(CheckpointError, match="was written with 8 samples a step, and this run takes 16"):
+        resumed(str(tmp_path), "llama", "node=3", {"node": 2}, gradient_accumulation_steps=4)
+    resumed(str(tmp_path), "llama", "node=3", {"node": 2}, gradient_accumulation_steps=4, ignore_data_skip=True)
+
+
+@on_ranks(2, timeout_s=100)
+def test_bf16_computes_and_sends_in_it_and_is_written_as_it_came(tmp_path):
+    with launched():
+        trainer = trained(tmp_path, "llama", sharding("node=3", {"node": 2}), bf16=True)
+        from zeromesh.engine.api import engine_of
+
+        specs = [buffer.spec for unit in engine_of(trainer.model).units for buffer in unit.buffers]
+        assert {(spec.param_dtype, spec.master_dtype) for spec in specs} == {("bf16", "fp32")}
+        trainer.save_model()
+    expected = plain(lambda: curve(trained(tmp_path / "plain")))
+    assert [loss for _, loss, _ in curve(trainer)] == pytest.approx([loss for _, loss, _ in expected], abs=0.02)
+    dist.barrier()
+    assert {value.dtype for value in weights(tmp_path).values()} == {torch.float32}
+
+
+@on_ranks(2, timeout_s=60)
+def test_ranks_generate_unequal_lengths(tmp_path):
+    from zeromesh.integrations.transformers import Trainer
+
+    def generated(trainer: Any, which: int) -> list[int]:
+        prompt = samples(8, seed=7)[which]["input_ids"][None]
+        return trainer.model.generate(prompt, max_new_tokens=12, do_sample=False)[0].tolist()
+
+    def ends(model: Any) -> Any:  # the second prompt's first token ends it
+        model.generation_config.eos_token_id = first[1][10]
+        return model
+
+    first = plain(lambda: [generated(type("Plain", (), {"model": build()}), which) for which in (0, 1)])
+    expected = plain(lambda: [generated(type("Plain", (), {"model": ends(build())}), which) for which in (0, 1)])
+    assert len(expected[0]) > len(expected[1]) == 11
+    with launched():
+        trainer = Trainer(
+            model=ends(build()), args=arguments(tmp_path), train_dataset=samples(), sharding=sharding("node=3", {"node": 2})
+        )
+        trainer.shard_model()
+        assert generated(trainer, dist.get_rank()) == expected[dist.get_rank()]
+
+
+def test_refuses(pool: Pool, tmp_path):
+    pool.run(2, refuses, str(tmp_path), timeout_s=60)
+
+
+def refuses(directory: str) -> None:
+    from zeromesh.integrations.transformers import Trainer
+
+    how = sharding("node=3", {"node": 2})
+
+    def make(model: Any = None, *, sharding: Any = how, optimizers: Any = (None, None), **options: Any) -> Any:
+        args = arguments(directory, **options)
+        return Trainer(model or build(), args, train_dataset=samples(), sharding=sharding, optimizers=optimizers)
+
+    with launched():
+        with pytest.raises(InputError, match="fsdp cannot be used with sharding=: zeromesh shards the model itself"):
+            make(fsdp=True)
+        with pytest.raises(InputError, match="torch_compile cannot be used with sharding=: compile the model's blocks"):
+            make(torch_compile=True)
+        with pytest.raises(InputError, match="bf16_full_eval cannot be used with sharding=: a sharded model cannot be"):
+            make(bf16_full_eval=True)
+        with pytest.raises(InputError, match="even_batches=False cannot be used with sharding=: all ranks must run"):
+            make(accelerator_config={"even_batches": False})
+        with pytest.raises(OptimizerError, match=r"optim=adafactor \(Adafactor\) is not known to: use adamw_torch"):
+            make(optim="adafactor")
+        model = build()
+        with pytest.raises(OptimizerError, match="optimizers=.* holds an optimizer of the model as it is before"):
+            make(model, optimizers=(torch.optim.AdamW(model.parameters()), None))
+        model = zm.Sharding(strategy="node=3", mesh={"node": 2}).shard(build())
+        with pytest.raises(ModelError, match="the model is sharded already: give the Trainer a plain one"):
+            make(model)
+        with pytest.raises(MeshError, match=r"the mesh \(node=4\) has 4 ranks and the job 2"):
+            make(sharding=sharding("node=3", {"node": 4})).train()

@@ -1,0 +1,62 @@
+"""`zm.Sharding`: a value; and the versions that integrations know."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+
+import pytest
+
+import zeromesh as zm
+from zeromesh.errors import InputError, MeshError, NotationError
+from zeromesh.integrations import versions
+from zeromesh.integrations.versions import require_known
+
+MESH = {"cluster": 2, "node": 4}
+WORKLOAD = zm.Workload(seq_len=8, global_batch_tokens=64)
+
+
+def test_takes_what_shard_takes() -> None:
+    expected = {name: option.default for name, option in inspect.signature(zm.shard).parameters.items()}
+    del expected["model"]
+    own = {field.name: field.default for field in fields(zm.Sharding)}
+    assert own.keys() == expected.keys()
+    assert [name for name in own if own[name] != expected[name]] == ["strategy", "mesh"]  # whose default is no option
+
+
+def test_equal_meaning_is_equal() -> None:
+    named = zm.Sharding(strategy="node[2]=3,node[2]=3,cluster=1", mesh=MESH, resident=["3"])
+    assert named == zm.Sharding(strategy="node=3,cluster=1", mesh=tuple(MESH.items()), resident=("3",))
+    assert hash(named) == hash(zm.Sharding(strategy="node=3,cluster=1", mesh=MESH, resident=["3"]))
+    assert zm.Sharding(strategy="zero3", mesh=MESH) == zm.Sharding(strategy="node=3,cluster=3", mesh=MESH)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"strategy": "auto"}, InputError, 'strategy "auto" needs a mesh'),
+        ({"strategy": "auto", "mesh": MESH, "cluster": "a800-8x-hdr"}, InputError, 'strategy "auto" needs a mesh'),
+        ({"strategy": "node=3", "workload": WORKLOAD}, InputError, 'are for the strategy "auto"; the strategy is'),
+        ({"strategy": "nod=3,cluster=1", "mesh": MESH}, MeshError, "no axis 'nod'.*did you mean node"),
+        ({"strategy": "node=9,cluster=1", "mesh": MESH}, NotationError, "9"),
+        ({"strategy": "node=3", "mesh": {"node": 0}}, InputError, "a mesh is sizes by name, .* got {'node': 0}"),
+        ({"strategy": "node=3", "mesh": {}}, InputError, "a mesh is sizes by name"),
+        ({"strategy": "node=3", "mesh": (("node", 2), ("node", 2))}, InputError, "a mesh is sizes by name"),
+    ],
+)
+def test_says_what_is_wrong_when_it_is_made(options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        zm.Sharding(**options)
+
+
+def test_plans_later() -> None:
+    assert zm.Sharding(strategy="auto", mesh=MESH, cluster="a800-8x-hdr", workload=WORKLOAD).strategy == "auto"
+
+
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_known("peft")
+    monkeypatch.setattr(versions, "version", lambda library: "0.3.1")
+    with pytest.raises(
+        InputError, match=r"was written for peft <0.22,>=0.21, and 0.3.1 is installed, .*zeromesh\[peft\]"
+    ):
+        require_known("peft")
