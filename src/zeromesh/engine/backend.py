@@ -39,7 +39,7 @@ from zeromesh.engine.chain import (
     unshard_chain,
 )
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.leaf import ClosedLeaf, Leaf, take_grads
+from zeromesh.engine.leaf import ClosedLeaf, Leaf
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import ModelError
 from zeromesh.schedule import LaneKind, Op, Reducing, Reduction, lane_axes
@@ -120,8 +120,8 @@ class UnitShards:
         return {p: leaf for b in self.buffers for p, leaf in zip(b.optimizer_params, b.leaves, strict=True)}
 
     @cached_property
-    def trained_leaves(self) -> list[Leaf]:
-        return [leaf for buffer in self.buffers if buffer.spec.trainable for leaf in buffer.leaves]
+    def trained(self) -> list[FlatShards]:
+        return [buffer for buffer in self.buffers if buffer.spec.trainable]
 
     def begin_step(self) -> None:
         """The accumulator is empty; gradients that are shown are set aside. If they are thrown away, perhaps for their
@@ -298,8 +298,7 @@ class DeviceBackend:
         self.units[unit].versions = []
 
     def has_grads(self, unit: int) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():  # else closed leaves take a detour
-            return any([leaf.grad is not None for leaf in self.units[unit].trained_leaves])
+        return any([grad is not None for b in self.units[unit].trained for grad in b.grads_of_leaves()])
 
     def agree(self, words: Tensor) -> Ticket:
         """Replaces `words` by their maximum over all ranks, after the reductions that were issued before."""
@@ -324,12 +323,29 @@ class DeviceBackend:
     def drop_leaf_grads(self) -> None:
         """What a backward that did not end has left."""
         for unit in self.units:
-            take_grads(unit.trained_leaves)
+            for buffer in unit.trained:
+                buffer.take_grads()
+
+    def add_in_place(self, unit: int) -> None:
+        """Before the backward of a unit whose accumulator holds micro-batches: `FlatShards.add_in_place`."""
+        if self.scale is not None or unit in self.stale or torch.is_grad_enabled():  # that makes sums anew
+            return
+        for index, chain in self.chains[unit].reduce.items():
+            if chain.first == 1:
+                self.units[unit].buffers[index].add_in_place()
+
+    def end_backward(self) -> None:
+        """Autograd adds to no accumulator any more, whether it has or not."""
+        for unit in self.units:
+            for buffer in unit.trained:
+                if buffer.adds:
+                    buffer.take_grads()
 
     def _collect(self, unit: int, index: int, factor: float, *, accumulate: bool) -> None:
         """Moves the gradients that autograd has left on a buffer's leaves to where they are reduced."""
         shards, buffer = self.units[unit], self.units[unit].buffers[index]
-        found, used = take_grads(buffer.leaves), shards.used[index]
+        adds = buffer.adds
+        found, used = buffer.take_grads(), shards.used[index]
         stale = self.stale.get(unit)
         homes, missing, grads = list[Tensor](), list[Tensor](), list[Tensor]()
         for position, (grad, home) in enumerate(zip(found, buffer.homes, strict=True)):
@@ -339,6 +355,8 @@ class DeviceBackend:
             if stale is not None:
                 _require_unchanged(buffer.optimizer_params[position], stale)
             used[position] = True
+            if adds and grad.data_ptr() == home.data_ptr():
+                continue
             homes.append(home)
             grad = grad.to_dense() if grad.is_sparse else grad
             grads.append(grad.detach() if grad.requires_grad else grad)  # backward(create_graph=True)

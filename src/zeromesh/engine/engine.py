@@ -239,7 +239,7 @@ class Engine:
                 self._enter_backward()
 
         self._watched.add(unit)
-        for leaf in self.backend.units[unit].trained_leaves:
+        for leaf in [leaf for buffer in self.backend.units[unit].trained for leaf in buffer.leaves]:
             with torch._C.DisableTorchFunctionSubclass():  # it may be closed by now
                 leaf.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch leaves it so
 
@@ -256,6 +256,8 @@ class Engine:
         if call.generation != self.interpreter.states[unit].generation:
             backward.stale[unit] = min(call.generation, backward.stale.get(unit, call.generation))
         self.interpreter.pre_backward(call)
+        if self.interpreter.states[unit].grad is GradState.PARTIAL:
+            self.backend.add_in_place(unit)
 
     def _enter_backward(self) -> Backward:
         """The backward that runs; once in each, autograd is asked to tell when it has ended."""
@@ -291,6 +293,7 @@ class Engine:
 
     def _end_backward(self) -> None:
         self.interpreter.end_backward()
+        self.backend.end_backward()
         self._backward = None
         self._step.backwards += 1
         if self.interpreter.last:

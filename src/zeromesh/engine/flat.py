@@ -51,6 +51,7 @@ class FlatShards:
         places: its parameters.
         device: of all tensors.
         noise: for rounding on quantised wires, by axis; no axis is in the jobs of two lanes.
+        adds: whether autograd adds to the accumulator itself.
     """
 
     placed: Placed
@@ -68,6 +69,7 @@ class FlatShards:
     optimizer_params: list[ShardedParameter] = field(default_factory=list)
     optimizer_grads: list[ShardedGrad] = field(default_factory=list)
     noise: dict[str, torch.Generator] = field(default_factory=dict)
+    adds: bool = False
 
     @classmethod
     def allocate(
@@ -179,6 +181,38 @@ class FlatShards:
     def homes(self) -> list[Tensor]:
         """Each parameter's part of `collected`, in its shape."""
         return [self.collected[place.start : place.stop].view(place.shape) for place in self.places]
+
+    @cached_property
+    def _sums(self) -> list[Tensor]:
+        """The accumulator for autograd to add to, where that is as good as adding to it afterwards: each parameter's
+        part, with a version of its own, which tells whether anything was added."""
+        direct = self.waiting is None and self.collected.dtype == self.leaves[0].dtype
+        return [home.data for home in self.homes] if direct else []
+
+    def add_in_place(self) -> None:
+        """Has autograd add a further micro-batch's gradients to the accumulator, while it has them at hand."""
+        if self._sums and not self.adds:
+            torch._C._autograd._unsafe_set_version_counter(tuple(self._sums), (0,) * len(self._sums))
+            self.adds = True
+            for leaf, held in zip(self.leaves, self._sums, strict=True):
+                if leaf.grad is None:
+                    leaf.grad = held
+
+    def grads_of_leaves(self) -> list[Tensor | None]:
+        """What autograd has left on the leaves, open or closed; of `add_in_place` what it has added to."""
+        with torch._C.DisableTorchFunctionSubclass():  # else closed ones take a detour
+            grads = [leaf.grad for leaf in self.leaves]
+        if self.adds:
+            return [None if g is held and not held._version else g for g, held in zip(grads, self._sums, strict=True)]
+        return grads
+
+    def take_grads(self) -> list[Tensor | None]:
+        """The same, and the leaves have them no more."""
+        grads, self.adds = self.grads_of_leaves(), False
+        with torch._C.DisableTorchFunctionSubclass():
+            for leaf in self.leaves:
+                leaf.grad = None
+        return grads
 
     def make_optimizer_params(self, **attributes: object) -> None:
         """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard)."""

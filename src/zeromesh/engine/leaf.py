@@ -8,7 +8,6 @@ unit through a cache or an attribute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,12 +59,3 @@ class ClosedLeaf(Leaf):
             f"memory may hold another unit's parameters by now. Keep a clone, compute it inside that forward, or name "
             f"the unit in zm.shard(resident=[...])"
         )
-
-
-def take_grads(leaves: Sequence[Leaf]) -> list[Tensor | None]:
-    """The gradients that autograd has left on leaves, open or closed, which lose them."""
-    with torch._C.DisableTorchFunctionSubclass():  # else closed ones take a detour
-        grads = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-    return grads
