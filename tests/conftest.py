@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-TIERS = ("pure", "local", "dist", "netlab", "gpu")
+TIERS = ("pure", "local", "dist", "netlab", "gpu", "simdev")
 ROOT = Path(__file__).parent
 
 # A property test that fails on one machine fails on all: the same examples everywhere, and no clock in the verdict.

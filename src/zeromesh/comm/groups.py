@@ -305,9 +305,9 @@ class _Pool:
         """For each axis the serials of channels that are free, and equally far, on all ranks of the axis; as many on
         every rank of the mesh."""
         own = {name: (k.ranks, {s: c.started for s, c in list(self._free[k].items())}) for name, k in keys.items()}
-        offers: list[tuple[int, dict[str, _Offer]]] = [(0, {})] * everyone.size()
-        dist.all_gather_object(offers, (dist.get_rank(), own), group=everyone)
-        by_rank = dict(offers)
+        offers: list[dict[str, _Offer]] = [own] * everyone.size()
+        dist.all_gather_object(offers, own, group=everyone)
+        by_rank = dict(zip(dist.get_process_group_ranks(everyone), offers, strict=True))
         found = {}
         for name, key in keys.items():
             lines = {offer[name][0] for offer in by_rank.values()}

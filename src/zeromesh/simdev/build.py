@@ -1,0 +1,122 @@
+"""Compiles the device, once for each torch and each version of its sources, and loads it.
+
+What was built lies in torch's cache of extensions (`TORCH_EXTENSIONS_DIR`), under a name that holds torch's version and
+the sources: another torch builds another.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh.errors import InputError
+
+SOURCES = Path(__file__).parent / "native"
+FLAGS = ("-O1",)
+"""Kernels are torch's own; and it compiles in two thirds of the time that -O2 takes."""
+
+DONE = "done"
+"""A file beside a library that is whole: linking may have been cut short."""
+
+
+@functools.cache
+def native() -> Any:
+    """The compiled device, of this process.
+
+    Raises:
+        InputError: there is no compiler or ninja, or torch is not the one it was written for.
+    """
+    directory = _directory()
+    directory.mkdir(parents=True, exist_ok=True)
+    with _alone(directory / "in-use"):
+        if (directory / DONE).exists():
+            return _load(directory.name, directory / f"{directory.name}.so")
+        built = _build(directory)
+        (directory / DONE).touch()
+        return built
+
+
+def missing() -> str | None:
+    """What is needed to build the device and not there; None where it is all there, or built already."""
+    if (_directory() / DONE).exists():
+        return None
+    lacking = [
+        name for name, found in (("a C++ compiler (g++ or clang++)", _compiler()), ("ninja", _ninja())) if not found
+    ]
+    if not lacking:
+        return None
+    return (
+        f"the simulated device is compiled on first use, which needs {' and '.join(lacking)}: install "
+        f"{'it' if len(lacking) == 1 else 'them'} (Debian: apt install g++ ninja-build; ninja also: pip install ninja)"
+    )
+
+
+def _directory() -> Path:
+    parts = [torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), *FLAGS]
+    digest = hashlib.sha256("\n".join(map(str, parts)).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    return Path(root) / f"zeromesh_simdev_{digest.hexdigest()[:16]}"
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time; a lock of the kernel's, which goes with a process that is killed."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "c++"))
+
+
+def _ninja() -> str | None:
+    """pip installs it beside the interpreter, which need not be on PATH."""
+    return shutil.which("ninja", path=os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)]))
+
+
+def _build(directory: Path) -> Any:
+    wrong = missing()
+    if wrong is not None:
+        raise InputError(wrong)
+    from torch.utils import cpp_extension  # slow to import, and it needs setuptools
+
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
+    (directory / "lock").unlink(missing_ok=True)  # torch's own, of a build that was killed
+    try:
+        return cpp_extension.load(
+            name=directory.name,
+            sources=[str(path) for path in sorted(SOURCES.glob("*.unit.cc"))],
+            extra_cflags=list(FLAGS),
+            build_directory=str(directory),
+        )
+    except RuntimeError as error:
+        raise InputError(
+            f"the simulated device was written for torch 2.13 and does not compile here, with torch "
+            f"{torch.__version__}: use torch 2.13 for it. {error}"
+        ) from error
+    finally:
+        os.environ["PATH"] = before
+
+
+def _load(name: str, library: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,167 @@
+"""Holds every access against what streams, events and the host have waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zeromesh.errors import InputError
+from zeromesh.simdev.build import native
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """An access that nothing orders after an earlier one of the same bytes on another stream, where one writes.
+
+    Args:
+        operation, where, stream, writes: of the access; "where" is file and line of the caller outside torch.
+        earlier_operation, earlier_where, earlier_stream, earlier_writes: of what may not be over.
+    """
+
+    operation: str
+    where: str
+    stream: int
+    writes: bool
+    earlier_operation: str
+    earlier_where: str
+    earlier_stream: int
+    earlier_writes: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operation} at {self.where} {_verb(self.writes)} on stream {self.stream} what "
+            f"{self.earlier_operation} at {self.earlier_where} may still {_verb(self.earlier_writes)[:-1]} on stream "
+            f"{self.earlier_stream}: nothing orders one after the other"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyFree:
+    """A block that went back to its stream's free ones before that stream came after what another does with it.
+
+    Args:
+        size_bytes: that were asked for.
+        where, stream: of the release; the stream is the block's own.
+        earlier_operation, earlier_where, earlier_stream: of what may not be over.
+    """
+
+    size_bytes: int
+    where: str
+    stream: int
+    earlier_operation: str
+    earlier_where: str
+    earlier_stream: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.size_bytes} bytes of stream {self.stream} were freed at {self.where} while "
+            f"{self.earlier_operation} at {self.earlier_where} on stream {self.earlier_stream} may still use them: "
+            f"wait for it before, or call record_stream"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRead:
+    """The host waited for values of the device.
+
+    Args:
+        operation: that read them.
+        stream: that it waited for.
+        stack: the callers outside torch, "file:line", innermost first.
+        size_bytes: that were read, where it is known.
+    """
+
+    operation: str
+    stream: int
+    stack: tuple[str, ...]
+    size_bytes: int
+
+    @property
+    def where(self) -> str:
+        return self.stack[0] if self.stack else "autograd"
+
+    def __str__(self) -> str:
+        return f"{self.operation} at {self.where} waits for stream {self.stream}"
+
+
+class HostWait(HostRead):
+    """The host waited for the device without reading from it: it synchronised, or sent what was not pinned."""
+
+    __slots__ = ()
+
+
+class Checker:
+    """Checks all kernels of the process while the context is open. One at a time.
+
+    Attributes:
+        races, early_frees, host_reads, host_waits: what was found, in order; each distinct one once but for reads and
+            waits, of which all count.
+        checked: accesses that were looked at.
+
+    Example:
+        >>> from zeromesh import simdev
+        >>> with simdev.Checker() as checker:  # doctest: +SKIP
+        ...     train_one_step()
+        >>> assert not checker.races and not checker.early_frees  # doctest: +SKIP
+    """
+
+    def __enter__(self) -> Checker:
+        if native().is_checking():
+            raise InputError("one Checker at a time: another context of this process is open")
+        native().start_checking()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        native().stop_checking()
+
+    @property
+    def races(self) -> list[Race]:
+        return list(dict.fromkeys(map(_race, native().races())))
+
+    @property
+    def early_frees(self) -> list[EarlyFree]:
+        return list(dict.fromkeys(map(_early_free, native().early_frees())))
+
+    @property
+    def host_reads(self) -> list[HostRead]:
+        return [_host(HostRead, found) for found in native().host_reads()]
+
+    @property
+    def host_waits(self) -> list[HostWait]:
+        return [_host(HostWait, found) for found in native().host_waits()]
+
+    @property
+    def checked(self) -> int:
+        return int(native().checked())
+
+
+def _verb(writes: bool) -> str:
+    return "writes" if writes else "reads"
+
+
+def _race(found: Any) -> Race:
+    return Race(
+        operation=found.what,
+        where=found.where,
+        stream=found.stream,
+        writes=found.writes,
+        earlier_operation=found.other,
+        earlier_where=found.other_where,
+        earlier_stream=found.other_stream,
+        earlier_writes=found.other_writes,
+    )
+
+
+def _early_free(found: Any) -> EarlyFree:
+    return EarlyFree(
+        size_bytes=found.bytes,
+        where=found.where,
+        stream=found.stream,
+        earlier_operation=found.other,
+        earlier_where=found.other_where,
+        earlier_stream=found.other_stream,
+    )
+
+
+def _host(kind: type[HostRead], found: Any) -> Any:
+    return kind(operation=found.what, stream=found.stream, stack=tuple(found.stack), size_bytes=found.bytes)

@@ -1,0 +1,108 @@
+"""The device itself: started once in a process, in one mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils import backend_registration
+
+from zeromesh.errors import InputError
+from zeromesh.simdev import module
+from zeromesh.simdev.build import native
+from zeromesh.simdev.groups import register_backends
+
+NAME = "simdev"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The simulated device of this process.
+
+    Args:
+        virtual: whether memory is reserved only, and kernels compute shapes only.
+    """
+
+    virtual: bool
+
+    @property
+    def torch(self) -> torch.device:
+        return torch.device(NAME, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStats:
+    """Of the device's allocator, which works as torch's for CUDA does.
+
+    Args:
+        allocated_bytes, peak_allocated_bytes: that live tensors asked for.
+        rounded_bytes, peak_rounded_bytes: of their blocks; what torch.cuda.memory_allocated() counts.
+        reserved_bytes, peak_reserved_bytes: of segments that were taken from the device.
+        blocks, segments: how many there are.
+    """
+
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    rounded_bytes: int
+    peak_rounded_bytes: int
+    reserved_bytes: int
+    peak_reserved_bytes: int
+    blocks: int
+    segments: int
+
+
+_started: Device | None = None
+
+
+def start(virtual: bool = False) -> Device:
+    """The device of this process: compiled where it is not yet, and registered with torch as "simdev".
+
+    Raises:
+        InputError: it cannot be compiled, it was started in the other mode, or torch has another device of the kind.
+    """
+    global _started
+    if _started is None:
+        _require_place()
+        native().set_virtual(virtual)
+        native().set_passed_over([str(Path(torch.__file__).parent), str(Path(__file__).parent)])
+        backend_registration.rename_privateuse1_backend(NAME)
+        torch._register_device_module(NAME, module)  # type: ignore[no-untyped-call]
+        backend_registration.generate_methods_for_privateuse1_backend()
+        register_backends(virtual)
+        _started = Device(virtual=virtual)
+    if _started.virtual != virtual:
+        modes = ("virtual" if _started.virtual else "real"), ("virtual" if virtual else "real")
+        raise InputError(
+            f"the simulated device of this process is {modes[0]}, and cannot become {modes[1]}: use another process"
+        )
+    return _started
+
+
+def _require_place() -> None:
+    other = torch._C._get_privateuse1_backend_name()
+    if other not in ("privateuseone", NAME):
+        raise InputError(
+            f"torch has one place for a device that is not its own, and {other!r} has it in this process: start the "
+            f"simulated device in another process"
+        )
+
+
+def memory_stats() -> MemoryStats:
+    """What the device's memory holds, and has held at most since `reset_peak_memory`."""
+    stats = native().memory_stats()
+    return MemoryStats(
+        allocated_bytes=stats.allocated,
+        peak_allocated_bytes=stats.peak_allocated,
+        rounded_bytes=stats.rounded,
+        peak_rounded_bytes=stats.peak_rounded,
+        reserved_bytes=stats.reserved,
+        peak_reserved_bytes=stats.peak_reserved,
+        blocks=stats.blocks,
+        segments=stats.segments,
+    )
+
+
+def reset_peak_memory() -> None:
+    """Peaks begin anew, with what is held now."""
+    native().reset_peaks()

@@ -1,0 +1,402 @@
+// Kernels: torch's own of the host, on the same memory; in virtual mode its meta kernels, which know shapes alone.
+//
+// Every operator that torch has no composite kernel for comes to `fallback`; those beside it make memory, views of it, or
+// copies between device and host. All of them tell checker and recorder what they touch.
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <set>
+
+#include "clocks.h"
+#include "generator.h"
+#include "recorder.h"
+#include "tensors.h"
+
+namespace simdev {
+namespace {
+
+using c10::IValue;
+
+at::Tensor as_meta(const at::Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+}
+
+at::Tensor new_on_device(const at::Tensor& like) {
+  return at::detail::empty_strided_generic(
+      like.sizes(), like.strides(), device_memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), like.scalar_type());
+}
+
+// A tensor of the device that an operator is given.
+struct Operand {
+  at::Tensor tensor;
+  bool reads, writes;
+};
+
+// Applies `visit` to every tensor of a value that is on the device.
+template <typename Visit>
+void for_each_on_device(const IValue& value, const Visit& visit) {
+  if (value.isTensor() && on_device(value.toTensor())) visit(value.toTensor());
+  if (value.isTensorList())
+    for (const at::Tensor& tensor : value.toTensorVector())
+      if (on_device(tensor)) visit(tensor);
+  if (value.isOptionalTensorList())
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
+      if (tensor && on_device(*tensor)) visit(*tensor);
+}
+
+bool writes(const c10::Argument& argument) { return argument.alias_info() != nullptr && argument.alias_info()->isWrite(); }
+
+bool is_view(const c10::FunctionSchema& schema) {
+  for (const auto& result : schema.returns())
+    if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) return true;
+  return false;
+}
+
+// Whether an operator overwrites an argument without reading it.
+bool overwrites(const std::string& name, const c10::Argument& argument) {
+  static const std::set<std::string> names{"aten::zero_", "aten::fill_", "aten::random_", "aten::normal_", "aten::uniform_"};
+  return writes(argument) && (argument.is_out() || names.count(name) != 0);
+}
+
+// On CUDA the host waits for the values of these, since their results have a size that depends on them, or go to it.
+bool reads_on_host(const std::string& name) {
+  static const std::set<std::string> names{
+      "aten::nonzero", "aten::masked_select", "aten::equal", "aten::bincount", "aten::repeat_interleave",
+      "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive"};
+  return names.count(name) != 0;
+}
+
+// Applies `change` to every tensor of a value.
+template <typename Change>
+IValue changed(const IValue& value, const Change& change) {
+  if (value.isTensor()) return change(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(change(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
+      list.push_back(tensor ? std::optional<at::Tensor>(change(*tensor)) : std::nullopt);
+    return list;
+  }
+  return value;
+}
+
+// One call of an operator on the device.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, torch::jit::Stack* stack) : op_(op), schema_(op.schema()) {
+    const auto last = torch::jit::last(stack, schema_.arguments().size());
+    arguments_.assign(last.begin(), last.end());
+    torch::jit::drop(stack, arguments_.size());
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      const auto& argument = schema_.arguments()[i];
+      const bool read = !overwrites(schema_.name(), argument), written = writes(argument);
+      for_each_on_device(arguments_[i], [&](const at::Tensor& tensor) { operands_.push_back({tensor, read, written}); });
+    }
+  }
+
+  std::vector<IValue> run() {
+    const std::string& name = schema_.name();
+    if (reads_on_host(name)) {
+      checker::host_read(name, current_stream(), 0);
+      host_waits_for(current_stream());
+    }
+    const bool known = all_known();
+    if (!known && reads_on_host(name)) refuse("its result depends on values that the virtual device does not have");
+    std::vector<IValue> found = known ? computed(at::kCPU) : virtual_results();
+    std::vector<IValue> results(found.size());
+    for (size_t i = 0; i < found.size(); ++i) results[i] = result(i, found[i]);
+    for (const auto& operand : operands_)
+      if (operand.writes) wrote(operand.tensor, known);
+    report(results);
+    return results;
+  }
+
+ private:
+  bool all_known() const {
+    if (!is_virtual()) return true;
+    for (const auto& operand : operands_)
+      if (!is_backed(operand.tensor) || (operand.reads && !is_known(operand.tensor))) return false;
+    if (mutates_only() || reads_on_host(schema_.name())) return true;
+    for (const auto& value : computed(at::kMeta)) {  // results may be large where arguments are small
+      bool small = true;
+      changed(value, [&](const at::Tensor& tensor) {
+        small = small && (!tensor.defined() || tensor.nbytes() <= kWordBytes);
+        return tensor;
+      });
+      if (!small) return false;
+    }
+    return true;
+  }
+
+  std::vector<IValue> virtual_results() const {
+    if (mutates_only()) return std::vector<IValue>(schema_.returns().size());
+    return computed(at::kMeta);
+  }
+
+  // Whether nothing that it returns has a shape to be found out.
+  bool mutates_only() const {
+    for (const auto& result : schema_.returns())
+      if (!writes(result)) return false;
+    for (size_t i = 0; i < arguments_.size(); ++i)
+      if (arguments_[i].isTensor() && is_to_be_sized(schema_.arguments()[i], arguments_[i].toTensor())) return false;
+    return true;
+  }
+
+  // By torch's kernel of the host, or of the meta device.
+  std::vector<IValue> computed(c10::DeviceType where) const {
+    torch::jit::Stack stack;
+    for (size_t i = 0; i < arguments_.size(); ++i) stack.push_back(moved(arguments_[i], schema_.arguments()[i], where));
+    const auto key = where == at::kMeta ? c10::DispatchKey::Meta : c10::DispatchKey::CPU;
+    try {
+      op_.redispatchBoxed(c10::DispatchKeySet(key), &stack);
+    } catch (const c10::NotImplementedError&) {
+      if (where == at::kMeta) refuse("torch has no kernel that finds its shapes alone");
+      throw;
+    }
+    return stack;
+  }
+
+  [[noreturn]] void refuse(const char* reason) const {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, schema_.operator_name(), " cannot run on the virtual device: ", reason, ". Use another operator there, register ",
+        "a meta kernel for it (torch.library.register_fake), or start the device with virtual=False");
+  }
+
+  static IValue moved(const IValue& value, const c10::Argument& argument, c10::DeviceType where) {
+    if (argument.type()->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get())))
+      return where == at::kMeta ? IValue() : IValue(host_generator(value.toOptional<at::Generator>()));
+    if (value.isDevice() && value.toDevice().type() == c10::DeviceType::PrivateUse1) return c10::Device(where);
+    return changed(value, [where, &argument](const at::Tensor& tensor) {
+      if (is_to_be_sized(argument, tensor)) return at::empty({0}, tensor.options().device(where));
+      if (!tensor.defined() || tensor.device().type() == where) return tensor;
+      if (where == at::kMeta) return tensor.dim() == 0 && !on_device(tensor) ? tensor : as_meta(tensor);
+      return on_device(tensor) ? on_host(tensor) : tensor;
+    });
+  }
+
+  // `out=` of no elements: the operator gives it its size.
+  static bool is_to_be_sized(const c10::Argument& argument, const at::Tensor& tensor) {
+    return argument.is_out() && on_device(tensor) && tensor.numel() == 0;
+  }
+
+  static IValue sized(const at::Tensor& out, const at::Tensor& found) {
+    out.resize_(found.sizes());
+    out.unsafeGetTensorImpl()->set_sizes_and_strides(found.sizes(), found.strides());
+    if (!found.is_meta()) on_host(out).copy_(found);
+    return out;
+  }
+
+  // As it comes to the caller: the argument that it is, a view of it, or new memory of the device.
+  IValue result(size_t index, const IValue& found) {
+    const auto* alias = schema_.returns()[index].alias_info();
+    if (alias != nullptr) {
+      for (size_t i = 0; i < arguments_.size(); ++i) {
+        const auto* other = schema_.arguments()[i].alias_info();
+        if (other == nullptr || !(*other == *alias)) continue;
+        const bool size = arguments_[i].isTensor() && is_to_be_sized(schema_.arguments()[i], arguments_[i].toTensor());
+        if (size && found.isTensor() && found.toTensor().defined()) return sized(arguments_[i].toTensor(), found.toTensor());
+        return alias->isWrite() ? arguments_[i] : IValue(view_of(arguments_[i].toTensor(), found.toTensor()));
+      }
+    }
+    return changed(found, [](const at::Tensor& tensor) {
+      if (!tensor.defined() || on_device(tensor)) return tensor;
+      at::Tensor made = new_on_device(tensor);
+      if (!tensor.is_meta()) {
+        on_host(made).copy_(tensor);
+        wrote(made, true);
+      }
+      return made;
+    });
+  }
+
+  static at::Tensor view_of(const at::Tensor& base, const at::Tensor& found) {
+    TORCH_CHECK(base.scalar_type() == found.scalar_type(), "the simulated device cannot view ", base.scalar_type(), " as ", found.scalar_type());
+    return at::cpu::as_strided(base, found.sizes(), found.strides(), base.storage_offset() + found.storage_offset());
+  }
+
+  void report(const std::vector<IValue>& results) {
+    if (checker::on && !is_view(schema_)) {
+      std::vector<Touch> touches;
+      for (const auto& operand : operands_) add_touch(touches, operand.tensor, operand.writes);
+      for (size_t i = 0; i < results.size(); ++i)
+        if (schema_.returns()[i].alias_info() == nullptr)
+          for_each_on_device(results[i], [&](const at::Tensor& tensor) { add_touch(touches, tensor, true); });
+      checker::access(schema_.name(), touches, current_stream());
+    }
+    if (recorder::on) recorder::kernel(c10::toString(schema_.operator_name()), arguments_, results);
+  }
+
+  static constexpr size_t kWordBytes = 1 << 20;  // [Note: Words]
+
+  const c10::OperatorHandle& op_;
+  const c10::FunctionSchema& schema_;
+  std::vector<IValue> arguments_{};
+  std::vector<Operand> operands_{};
+};
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  for (auto& result : Call(op, stack).run()) stack->push_back(std::move(result));
+}
+
+void report_copy(const char* name, const at::Tensor& from, const at::Tensor& to) {
+  if (checker::on) {
+    std::vector<Touch> touches;
+    if (on_device(from)) add_touch(touches, from, false);
+    if (on_device(to)) add_touch(touches, to, true);
+    checker::access(name, touches, current_stream());
+  }
+  if (recorder::on) recorder::kernel(name, {from, to}, {});
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  const bool down = !on_device(to), up = !on_device(from);
+  report_copy(down ? "copy to the host" : up ? "copy from the host" : "aten::copy_", from, to);
+  const at::Tensor& host = down ? to : from;
+  if ((down || up) && to.numel() != 0 && !(non_blocking && is_pinned(host.storage().data()))) {
+    if (down) checker::host_read("copy to the host", current_stream(), static_cast<int64_t>(to.nbytes()));
+    if (up) checker::host_wait("copy from memory that is not pinned", current_stream());
+    host_waits_for(current_stream());
+  }
+  const bool known = up || is_known(from);
+  if (known && (down || is_backed(to))) {
+    (down ? to : on_host(to)).copy_(up ? from : on_host(from));
+  } else if (down) {
+    to.zero_();
+  }
+  if (!down) wrote(to, known);
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+at::Scalar local_scalar(const at::Tensor& tensor) {
+  report_copy("aten::_local_scalar_dense", tensor, {});
+  checker::host_read("aten::_local_scalar_dense", current_stream(), static_cast<int64_t>(tensor.nbytes()));
+  host_waits_for(current_stream());
+  return is_known(tensor) ? on_host(tensor).item() : at::Scalar(0);
+}
+
+at::Tensor empty(
+    at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>,
+    std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+  return at::detail::empty_generic(sizes, device_memory(), keys, at::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(
+    at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device>, std::optional<bool>) {
+  const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+  return at::detail::empty_strided_generic(sizes, strides, device_memory(), keys, at::dtype_or_default(dtype));
+}
+
+at::Tensor as_strided(
+    const at::Tensor& self, at::SymIntArrayRef sizes, at::SymIntArrayRef strides, std::optional<at::SymInt> offset) {
+  return at::cpu::as_strided_symint(self, sizes, strides, std::move(offset));
+}
+
+at::Tensor view(const at::Tensor& self, at::SymIntArrayRef sizes) {
+  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(sizes));
+}
+
+at::Tensor reshape_alias(const at::Tensor& self, at::SymIntArrayRef sizes, at::SymIntArrayRef strides) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides));
+}
+
+const at::Tensor& resize(const at::Tensor& self, at::SymIntArrayRef symbolic, std::optional<at::MemoryFormat> format) {
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(symbolic);
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(sizes);
+  if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  const size_t needed = static_cast<size_t>(self.storage_offset() + self.numel()) * self.itemsize();
+  auto* storage = self.storage().unsafeGetStorageImpl();
+  if (storage->nbytes() < needed) resize_storage(*storage, needed);
+  return self;
+}
+
+at::Tensor& set_storage_at(at::Tensor& self, at::Storage storage, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  return at::cpu::set_(self, std::move(storage), offset, sizes, strides);
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage storage) {
+  const auto length = static_cast<int64_t>(storage.nbytes() / self.itemsize());
+  return at::cpu::set_(self, std::move(storage), 0, {length}, {1});
+}
+
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& other) {
+  return at::cpu::set_(self, other.storage(), other.storage_offset(), other.sizes(), other.strides());
+}
+
+void record_stream(at::Tensor& self, at::Stream stream) {
+  use_on_stream(self.storage().data(), static_cast<int>(stream.id()));
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", as_strided);
+  m.impl("view", view);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("resize_", resize);
+  m.impl("set_.source_Storage_storage_offset", set_storage_at);
+  m.impl("set_.source_Storage", set_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar);
+  m.impl("record_stream", record_stream);
+}
+
+// Torch composes these of others where a device has no kernel of its own; the devices that this one stands for do have.
+bool has_kernel_of_its_own(const c10::OperatorHandle& op) {
+  if (op.operator_name().name.rfind("aten::_foreach_", 0) == 0) return true;
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+}
+
+}  // namespace
+
+void register_kernels() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    if (!op || name.name.rfind("aten::", 0) != 0 || !op->hasSchema()) continue;
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1) || is_view(op->schema())) continue;
+    if (has_kernel_of_its_own(*op))
+      library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
+void resize_storage(c10::StorageImpl& storage, size_t bytes) {
+  const size_t kept = std::min(storage.nbytes(), bytes);
+  c10::DataPtr fresh = device_memory()->allocate(bytes);
+  Block* before = block_at(storage.data());
+  Block* after = block_at(fresh.get());
+  if (kept != 0) {
+    const bool known = !is_virtual() || (before->known && after->small);
+    if (known) std::memcpy(fresh.get(), storage.data(), kept);
+    after->known = known && kept == bytes;
+    checker::access("resize_", {{before, 0, kept, false}, {after, 0, kept, true}}, current_stream());
+  }
+  storage.set_data_ptr_noswap(std::move(fresh));
+  storage.set_nbytes(bytes);
+}
+
+}  // namespace simdev

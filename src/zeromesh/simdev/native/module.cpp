@@ -1,0 +1,67 @@
+// What Python sees.
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "accesses.h"
+#include "clocks.h"
+#include "generator.h"
+#include "group.h"
+#include "memory.h"
+#include "recorder_python.h"
+
+namespace simdev {
+namespace {
+
+void bind_findings(py::module& m) {
+  py::class_<Finding>(m, "Finding")
+      .def_readonly("what", &Finding::what)
+      .def_readonly("where", &Finding::where)
+      .def_readonly("other", &Finding::other)
+      .def_readonly("other_where", &Finding::other_where)
+      .def_readonly("stream", &Finding::stream)
+      .def_readonly("other_stream", &Finding::other_stream)
+      .def_readonly("writes", &Finding::writes)
+      .def_readonly("other_writes", &Finding::other_writes)
+      .def_readonly("bytes", &Finding::bytes)
+      .def_readonly("stack", &Finding::stack);
+  m.def("set_passed_over", &checker::set_passed_over);
+  m.def("start_checking", &checker::start);
+  m.def("stop_checking", &checker::stop);
+  m.def("is_checking", [] { return checker::on; });
+  m.def("races", &checker::races);
+  m.def("early_frees", &checker::early_frees);
+  m.def("host_reads", &checker::host_reads);
+  m.def("host_waits", &checker::host_waits);
+  m.def("checked", &checker::checked);
+}
+
+void bind_memory(py::module& m) {
+  py::class_<Stats>(m, "Stats")
+      .def_readonly("allocated", &Stats::allocated)
+      .def_readonly("peak_allocated", &Stats::peak_allocated)
+      .def_readonly("rounded", &Stats::rounded)
+      .def_readonly("peak_rounded", &Stats::peak_rounded)
+      .def_readonly("reserved", &Stats::reserved)
+      .def_readonly("peak_reserved", &Stats::peak_reserved)
+      .def_readonly("blocks", &Stats::blocks)
+      .def_readonly("segments", &Stats::segments);
+  m.def("memory_stats", &memory_stats);
+  m.def("reset_peaks", &reset_peaks);
+  m.def("empty_cache", &empty_cache);
+  m.def("set_virtual", &set_virtual);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  register_hooks();
+  register_kernels();
+  bind_findings(m);
+  bind_memory(m);
+  m.def("current_stream", &current_stream);
+  m.def("default_generator", &default_generator);
+  m.def("listen", &recorder::listen);
+  m.def("make_group", &make_group, py::arg("rank"), py::arg("size"), py::arg("gloo"), py::arg("timeout"));
+}
+
+}  // namespace simdev

@@ -1,0 +1,5 @@
+// See device.unit.cc.
+#include "group.cpp"
+#include "module.cpp"
+#include "recorder.cpp"
+#include "transport.cpp"

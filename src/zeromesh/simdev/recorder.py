@@ -1,0 +1,103 @@
+"""Tells of what the host issues, in its order: kernels, collectives, and what comes after what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zeromesh.errors import InputError
+from zeromesh.simdev.build import native
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One kernel.
+
+    Args:
+        name: of torch's operator with its overload, such as `aten::mm` or `aten::add_.Tensor`; or of a copy.
+        stream: that it runs on.
+        thread: that issued it.
+        arguments, results: as torch's operator has them. Whoever keeps these tensors keeps their memory.
+    """
+
+    name: str
+    stream: int
+    thread: int
+    arguments: tuple[Any, ...]
+    results: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One launch of a process group.
+
+    Args:
+        name: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, gather, scatter, reduce, send, receive,
+            or "send and receive", which are one launch.
+        stream: that it runs on.
+        thread: that issued it.
+        ranks: of the group.
+        sent_bytes: by this rank, to others.
+        group: the group's description.
+    """
+
+    name: str
+    stream: int
+    thread: int
+    ranks: int
+    sent_bytes: int
+    group: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """An event is recorded or waited for, or the host waits.
+
+    Args:
+        kind: "record", "wait", "host waits for stream", "host waits for event" or "host waits for device".
+        stream: that records, or waits, or is waited for.
+        thread: that issued it.
+        event: number of the recording; a wait has that of what it waits for. 0 where there is none.
+    """
+
+    kind: str
+    stream: int
+    thread: int
+    event: int
+
+
+Entry = Kernel | Collective | Order
+
+
+class Recorder:
+    """Calls `listener` with every entry while the context is open, in the thread that issues it. One at a time."""
+
+    _open = False
+
+    def __init__(self, listener: Callable[[Entry], None]) -> None:
+        self._listener = listener
+
+    def __enter__(self) -> Recorder:
+        if Recorder._open:
+            raise InputError("one Recorder at a time: another context of this process is open")
+        Recorder._open = True
+        native().listen(self._told)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        native().listen(None)
+        Recorder._open = False
+
+    def _told(self, kind: str, name: str, stream: int, *more: Any) -> None:
+        thread = threading.get_ident()
+        if kind == "kernel":
+            arguments, results = more
+            entry: Entry = Kernel(name=name, stream=stream, thread=thread, arguments=arguments, results=results)
+        elif kind == "collective":
+            ranks, sent, group = more
+            entry = Collective(name=name, stream=stream, thread=thread, ranks=ranks, sent_bytes=sent, group=group)
+        else:
+            entry = Order(kind=name, stream=stream, thread=thread, event=more[0])
+        self._listener(entry)
