@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from zeromesh.cost import CollectiveCost, Constants, Group, Operation, collective_cost, one_after_another
 from zeromesh.strategy import Collective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zeromesh.comm import AxisGroup
 
 
 class Hierarchical(Collective):
@@ -20,3 +27,26 @@ class Hierarchical(Collective):
         # An all-reduce scatters inside, sums the pieces across, and gathers inside.
         inside: tuple[Operation, ...] = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
         return one_after_another(across, *(self.joint_cost(inner, op, full_bytes, constants) for op in inside))
+
+    def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool) -> None:
+        from zeromesh.comm import all_gather
+
+        all_gather(region.chunk(major.size)[major.rank], minor, reduced=reduced)
+        all_gather(region, major, reduced=reduced)
+
+    def reduce_scatter(
+        self,
+        region: Tensor,
+        out: Tensor,
+        major: AxisGroup,
+        minor: AxisGroup,
+        *,
+        scales: tuple[float, float],
+        accumulate: bool,
+        **options: Any,
+    ) -> None:
+        from zeromesh.comm import reduce_scatter
+
+        part = region.chunk(major.size)[major.rank]
+        reduce_scatter(region, part, major, scale=scales[0], **options)
+        reduce_scatter(part, out, minor, scale=scales[1], accumulate=accumulate, **options)

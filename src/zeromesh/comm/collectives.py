@@ -19,7 +19,7 @@ ranks an axis has, that is `ROUNDS` of them where the workspace is that of the s
 [Note: Arguments] Of all collectives, also on quantised wires:
 
     region      flat, contiguous, of n equal chunks
-    workspace   `workspace_bytes(group)` bytes, as many on all ranks
+    workspace   as many bytes on all ranks: those of `schedule.workspace`, or `workspace_bytes(group)`
     scale       factor of the sum
     accumulate  add to `out`, with one rounding to its dtype, instead of overwriting it
 
@@ -48,7 +48,7 @@ from zeromesh.comm.transport import (
     swap,
 )
 from zeromesh.errors import InternalError
-from zeromesh.schedule.workspace import DEVICE_BYTES, GLOO_BYTES
+from zeromesh.schedule.workspace import GLOO_BYTES
 
 WINDOW = 4
 """Pieces in flight from each peer: some on the wire while one is summed. 2 were 10 % slower, 8 no faster."""
@@ -58,8 +58,8 @@ WHOLE_BYTES = 1 << 17
 
 
 def workspace_bytes(group: AxisGroup) -> int:
-    """Bytes of workspace with which reductions over `group` run well; all ranks must pass as much."""
-    return GLOO_BYTES if group.backend == "gloo" else DEVICE_BYTES
+    """Bytes of workspace with which lossless reductions over `group` run well; all ranks must pass as much."""
+    return GLOO_BYTES if group.backend == "gloo" else 0
 
 
 @hosted
@@ -96,15 +96,14 @@ def reduce_scatter(
 
 @hosted
 def all_reduce(tensor: Tensor, group: AxisGroup, *, workspace: Tensor, scale: float = 1.0) -> None:
-    """Replaces `tensor`, flat, contiguous, of any length, by its sum over the group, the same bits on every rank:
-    [Note: Arguments]."""
+    """Replaces `tensor`, a region, by its sum over the group, the same bits on every rank: [Note: Arguments]."""
     if sums_natively("all_reduce", tensor.dtype, group):
         _native_all_reduce(tensor, group, scale)
         return
-    chunks = chunks_of(tensor, group.size, even=False)
+    chunks = chunks_of(tensor, group.size)
     target = Target(out=chunks[group.rank], scale=scale, accumulate=False)
     _reduce_scatter(tensor, chunks, target, group, workspace, "all_reduce")
-    _all_gather(tensor, group, group.reduce, "all_reduce", even=False)
+    _all_gather(tensor, group, group.reduce, "all_reduce")
 
 
 @hosted
@@ -120,44 +119,39 @@ def sums_natively(operation: str, dtype: torch.dtype, group: AxisGroup) -> bool:
     return not exact or (operation == "all_reduce" and dtype == sum_dtype(dtype))
 
 
-def chunks_of(tensor: Tensor, count: int, *, even: bool = True) -> Sequence[Tensor]:
-    """The chunks of a region; those of one that is not `even` may be shorter, or empty, in the end.
+def chunks_of(tensor: Tensor, count: int) -> Sequence[Tensor]:
+    """The chunks of a region.
 
     Raises:
         InternalError: not a flat contiguous tensor, or not of `count` equal chunks.
     """
-    if tensor.dim() != 1 or not tensor.is_contiguous() or (even and tensor.numel() % count):
-        raise InternalError(
-            f"a region must be flat, contiguous{f' and of {count} equal chunks' if even else ''}; got shape "
-            f"{tuple(tensor.shape)}, strides {tensor.stride()}"
-        )
-    length = -(-tensor.numel() // count)
+    length = _chunk_numel(tensor, count)
     return [tensor[index * length : (index + 1) * length] for index in range(count)]
 
 
-def _all_gather(region: Tensor, group: AxisGroup, channel: Channel, operation: str, *, even: bool = True) -> None:
-    exchange = Exchange(group, channel, operation, region.numel(), region.element_size())
-    pg = channel.process_group
-    if group.backend == "gloo" or not even:
-        chunks = list(chunks_of(region, group.size, even=even))
-        own = chunks[group.rank]
-    else:  # no slices of what may be thousands of ranks
-        own = _own_chunk(region, group)
-    sent = (group.size - 1) * own.nbytes
-    if group.backend == "gloo":
-        swap(exchange, [own] * group.size, chunks, PIECE_BYTES)
-    elif even:
-        exchange.native(lambda: gather_single(region, own, group=pg), sent)
-    else:
-        exchange.native(lambda: dist.all_gather(chunks, own, group=pg), sent)
-    exchange.finish()
+def _chunk_numel(region: Tensor, count: int) -> int:
+    if region.dim() != 1 or not region.is_contiguous() or region.numel() % count:
+        raise InternalError(
+            f"a region must be flat, contiguous and of {count} equal chunks; got shape {tuple(region.shape)}, strides "
+            f"{region.stride()}"
+        )
+    return region.numel() // count
 
 
 def _own_chunk(region: Tensor, group: AxisGroup) -> Tensor:
-    if region.dim() != 1 or not region.is_contiguous() or region.numel() % group.size:
-        chunks_of(region, group.size)  # which says so
-    length = region.numel() // group.size
+    """Without slices of what may be thousands of ranks."""
+    length = _chunk_numel(region, group.size)
     return region[group.rank * length : (group.rank + 1) * length]
+
+
+def _all_gather(region: Tensor, group: AxisGroup, channel: Channel, operation: str) -> None:
+    own = _own_chunk(region, group)
+    exchange = Exchange(group, channel, operation, region.numel(), region.element_size())
+    if group.backend == "gloo":
+        swap(exchange, [own] * group.size, chunks_of(region, group.size), PIECE_BYTES)
+    else:
+        exchange.native(lambda: gather_single(region, own, group=channel.process_group), region.nbytes - own.nbytes)
+    exchange.finish()
 
 
 def _native_reduce_scatter(region: Tensor, target: Target, group: AxisGroup) -> None:
@@ -172,7 +166,7 @@ def _native_reduce_scatter(region: Tensor, target: Target, group: AxisGroup) -> 
 
 def _native_all_reduce(tensor: Tensor, group: AxisGroup, scale: float) -> None:
     exchange = Exchange(group, group.reduce, "all_reduce", tensor.numel(), tensor.element_size())
-    sent = -(-2 * (group.size - 1) * tensor.nbytes // group.size)
+    sent = 2 * (tensor.nbytes - tensor.nbytes // group.size)
     exchange.native(lambda: dist.all_reduce(tensor, group=group.reduce.process_group), sent)
     exchange.finish()
     if scale != 1:
@@ -183,7 +177,7 @@ def _reduce_scatter(
     region: Tensor, chunks: Sequence[Tensor], target: Target, group: AxisGroup, workspace: Tensor, operation: str
 ) -> None:
     wire, wide = region.dtype, sum_dtype(region.dtype, target.out.dtype)
-    exchange = Exchange(group, group.reduce, operation, *(chunk.numel() for chunk in chunks), workspace.numel())
+    exchange = Exchange(group, group.reduce, operation, region.numel(), workspace.numel())
     if group.backend != "gloo":
         scratch = SumScratch.cut(workspace, wire, wide, terms=group.size, longest=workspace.numel())
         _sum_in_parts(exchange, chunks, target, scratch)
@@ -206,13 +200,9 @@ Arrivals = Iterator[tuple[slice, Sequence[Tensor]]]
 
 def _arrivals_at_once(exchange: Exchange, region: Tensor, chunks: Sequence[Tensor], scratch: SumScratch) -> Arrivals:
     own = chunks[exchange.group.rank]
-    lengths = [chunk.numel() for chunk in chunks]
-    sent = region.nbytes - own.nbytes
     group = exchange.process_group
-    same = [own.numel()] * len(chunks)
-    exchange.native(lambda: dist.all_to_all_single(scratch.received, region, same, lengths, group=group), sent)
-    if own.numel():
-        yield slice(0, own.numel()), scratch.terms
+    exchange.native(lambda: dist.all_to_all_single(scratch.received, region, group=group), region.nbytes - own.nbytes)
+    yield slice(0, own.numel()), scratch.terms
 
 
 def _arrivals_in_pieces(exchange: Exchange, chunks: Sequence[Tensor], scratch: SumScratch) -> Arrivals:
@@ -242,13 +232,10 @@ def _arrivals_in_pieces(exchange: Exchange, chunks: Sequence[Tensor], scratch: S
 
 
 def _sum_in_parts(exchange: Exchange, chunks: Sequence[Tensor], target: Target, scratch: SumScratch) -> None:
-    rank = exchange.group.rank
-    for part in parts(chunks[0].numel(), scratch.numel):  # the first chunk is never shorter than another
+    for part in parts(chunks[0].numel(), scratch.numel):
         outgoing = [chunk[part] for chunk in chunks]
-        length = outgoing[rank].numel()
-        terms = [slot[:length] for slot in scratch.terms]
-        sent = sum(piece.nbytes for peer, piece in enumerate(outgoing) if peer != rank)
+        terms = [slot[: part.stop - part.start] for slot in scratch.terms]
+        sent = (len(chunks) - 1) * outgoing[0].nbytes
         exchange.native(functools.partial(dist.all_to_all, terms, outgoing, group=exchange.process_group), sent)
-        if length:
-            target.add_at_once(terms, slice(part.start, part.start + length), scratch)
+        target.add_at_once(terms, part, scratch)
     exchange.finish()

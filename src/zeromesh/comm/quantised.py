@@ -9,8 +9,9 @@ is within `WireFormat.error_bound(k)` of the largest value::
     all_reduce       both, so two quantisations; the sum of a piece is quantised in the pass that adds it up
 
 Chunks travel in pieces. On gloo one is on the wire while the next is quantised and the one before dequantised, each in
-cache. On a device a piece's kernels and its exchange follow one another on the lane's stream, and the next piece them:
-what hides them is the computation beside the lane. So pieces are as long as the workspace allows, and few.
+cache. On a device a piece's kernels and its exchange, the backend's own all-gather or all-to-all, follow one another on
+the lane's stream, and the next piece them: what hides them is the computation beside the lane. So pieces are as long as
+the workspace allows, and few: at most `ROUNDS`, of up to five launches each, where that is the schedule's.
 
 Beside what [Note: Arguments] says, they take
 
@@ -36,7 +37,7 @@ from zeromesh.comm.collectives import chunks_of
 from zeromesh.comm.groups import AxisGroup, Channel
 from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import Target, parts
-from zeromesh.comm.transport import Exchange, Wait, wait_for_all
+from zeromesh.comm.transport import Exchange, Wait, gather_single, wait_for_all
 from zeromesh.errors import InputError, InternalError
 from zeromesh.wires import WireFormat
 from zeromesh.wires.codec import Codec
@@ -89,7 +90,7 @@ def quantised_all_gather(
         keep: room for all messages, `group.size * form.message_bytes(chunk)` bytes, which `restore_kept` reads.
     """
     chunks = chunks_of(region, group.size)
-    wire = _Wire.cut(form, group, workspace, generator)
+    wire = _Wire.cut(form, group, workspace, generator, directions=1)
     kept = None if keep is None else wire.cut_kept(keep, chunks)
     _all_gather(chunks, wire, group.gather, "all_gather", kept=kept)
 
@@ -102,9 +103,9 @@ def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: WireForma
         region: of n equal chunks.
     """
     chunks = chunks_of(region, group.size)
-    wire = _Wire.cut(form, group, workspace, None)
+    wire = _Wire.cut(form, group, workspace, None, directions=1)
     for pieces, messages in zip(wire.cut_up(chunks), wire.cut_kept(keep, chunks), strict=True):
-        wire.codec.dequantise_each(messages, pieces)
+        wire.codec.dequantise_each(messages.unbind(), pieces)
 
 
 @hosted
@@ -125,7 +126,8 @@ def quantised_reduce_scatter(
     chunks = chunks_of(region, group.size)
     residuals = None if residual is None else chunks_of(residual, group.size)
     target = Target(out=out, scale=scale, accumulate=accumulate)
-    _reduce(chunks, residuals, target, _Wire.cut(form, group, workspace, generator), "reduce_scatter")
+    wire = _Wire.cut(form, group, workspace, generator, directions=2)
+    _reduce(chunks, residuals, target, wire, "reduce_scatter")
 
 
 @hosted
@@ -139,12 +141,13 @@ def quantised_all_reduce(
     residual: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Replaces `tensor`, flat, contiguous, of any length, by its sum over the group, the same bits on every rank. The
-    own chunk's part of `residual` is what the sum lost on its way back."""
-    chunks = chunks_of(tensor, group.size, even=False)
-    residuals = None if residual is None else chunks_of(residual, group.size, even=False)
+    """Replaces `tensor`, a region, by its sum over the group, the same bits on every rank. The own chunk's part of
+    `residual` is what the sum lost on its way back."""
+    chunks = chunks_of(tensor, group.size)
+    residuals = None if residual is None else chunks_of(residual, group.size)
     target = Target(out=chunks[group.rank], scale=scale, accumulate=False)
-    _reduce(chunks, residuals, target, _Wire.cut(form, group, workspace, generator), "all_reduce")
+    wire = _Wire.cut(form, group, workspace, generator, directions=2)
+    _reduce(chunks, residuals, target, wire, "all_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +156,7 @@ class _Wire:
 
     Args:
         numel: elements of a piece.
-        incoming, outgoing: room for messages, (ranks, bytes), of each piece in flight.
+        incoming, outgoing: room for messages of all ranks, of each piece in flight. A gather has no outgoing ones.
     """
 
     group: AxisGroup
@@ -164,22 +167,31 @@ class _Wire:
     outgoing: Sequence[Tensor]
 
     @classmethod
-    def cut(cls, form: WireFormat, group: AxisGroup, workspace: Tensor, generator: torch.Generator | None) -> _Wire:
+    def cut(
+        cls,
+        form: WireFormat,
+        group: AxisGroup,
+        workspace: Tensor,
+        generator: torch.Generator | None,
+        *,
+        directions: int,
+    ) -> _Wire:
+        """Args: directions: in which messages of all ranks lie there, 1 of a gather and 2 of a reduction."""
         unit = 8 * form.granule  # keeps every view that follows on a multiple of eight bytes
         # Also of a device's workspace, if it exchanges over gloo: what it keeps has been cut on the host (`comm.host`).
         gloo = group.backend == "gloo"
-        window, longest = (WINDOW, PIECE_NUMEL) if gloo else (1, workspace.numel())
+        window, longest = (WINDOW, PIECE_NUMEL) if gloo else (1, 8 * workspace.numel())
 
         def memory_bytes(numel: int) -> int:  # kernels take none
             return form.memory_bytes(numel) if gloo or workspace.is_cpu else 0
 
-        each = memory_bytes(unit) + 2 * window * group.size * form.message_bytes(unit)
+        each = memory_bytes(unit) + directions * window * group.size * form.message_bytes(unit)
         numel = min(longest // unit, workspace.numel() // each) * unit
         if numel == 0:
             raise InternalError(
                 f"a quantised collective of {group.size} ranks needs {each} bytes; got {len(workspace)}"
             )
-        shape = (2 * window, group.size, form.message_bytes(numel))
+        shape = (directions * window, group.size * form.message_bytes(numel))
         rounds = workspace[memory_bytes(numel) :][: math.prod(shape)].view(shape).unbind()
         return cls(
             group=group,
@@ -196,69 +208,54 @@ class _Wire:
         return len(self.incoming)
 
     def exchange(self, channel: Channel, operation: str, chunks: Sequence[Tensor]) -> Exchange:
-        lengths = (chunk.numel() for chunk in chunks)
-        return Exchange(self.group, channel, operation, *lengths, self.numel, str(self.form))
+        return Exchange(self.group, channel, operation, chunks[0].numel(), self.numel, str(self.form))
 
-    def room(self, slot: Tensor, piece: Tensor) -> Tensor:
-        """The part of a slot that the message of a piece takes."""
-        return slot[: self.form.message_bytes(piece.numel())]
+    def rows(self, slots: Sequence[Tensor], index: int, piece: Tensor) -> Tensor:
+        """The messages of a round, (ranks, bytes), one after the other."""
+        message_bytes = self.form.message_bytes(piece.numel())
+        return slots[index % self.window][: self.group.size * message_bytes].view(self.group.size, -1)
 
     def part(self, index: int, piece: Tensor) -> slice:
         """Where a round's piece lies in its chunk."""
         return slice(index * self.numel, index * self.numel + piece.numel())
 
     def cut_up(self, chunks: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        """The pieces of all chunks, round by round; a chunk that ends early has empty ones."""
-        rounds = parts(max(chunk.numel() for chunk in chunks), self.numel)
-        return [[chunk[part] for chunk in chunks] for part in rounds]
+        """The pieces of all chunks, round by round."""
+        return [[chunk[part] for chunk in chunks] for part in parts(chunks[0].numel(), self.numel)]
 
-    def cut_kept(self, keep: Tensor, chunks: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        """The messages of all pieces of equal chunks, round by round: chunk after chunk, piece after piece."""
-        length, numel = self.form.message_bytes(chunks[0].numel()), chunks[0].numel()
-        if keep.numel() != length * len(chunks):
-            raise InternalError(
-                f"kept messages of {len(chunks)} chunks of {numel} need {length} bytes each; got {len(keep)}"
-            )
+    def cut_kept(self, keep: Tensor, chunks: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The messages of all pieces, round by round, as `rows` has them."""
+        count, numel = len(chunks), chunks[0].numel()
+        length = self.form.message_bytes(numel)
+        if keep.numel() != length * count:
+            raise InternalError(f"kept messages of {count} chunks of {numel} need {length} bytes each; got {len(keep)}")
         # Pieces are whole blocks but the last, so their messages are as long as the chunk's in one.
         bounds = [self.form.message_bytes(part.start) for part in parts(numel, self.numel)] + [length]
-        return [
-            [keep[start + chunk * length : stop + chunk * length] for chunk in range(len(chunks))]
-            for start, stop in pairwise(bounds)
-        ]
+        return [keep[count * start : count * stop].view(count, -1) for start, stop in pairwise(bounds)]
 
 
 def _all_gather(
-    chunks: Sequence[Tensor],
-    wire: _Wire,
-    channel: Channel,
-    operation: str,
-    *,
-    kept: Sequence[Sequence[Tensor]] | None = None,
+    chunks: Sequence[Tensor], wire: _Wire, channel: Channel, operation: str, *, kept: Sequence[Tensor] | None = None
 ) -> None:
-    """`kept`: where messages are received and left, by round and rank."""
+    """`kept`: where messages are received and left, by round."""
     rank = wire.group.rank
     exchange = wire.exchange(channel, operation, chunks)
     rounds = wire.cut_up(chunks)
 
-    def arriving(index: int) -> Sequence[Tensor]:
-        if kept is not None:
-            return kept[index]
-        slots = wire.incoming[index % wire.window]
-        return [wire.room(slot, piece) for slot, piece in zip(slots, rounds[index], strict=True)]
+    def messages(index: int) -> Tensor:
+        return wire.rows(wire.incoming, index, rounds[index][rank]) if kept is None else kept[index]
 
     def start(index: int) -> Wait:
-        own, incoming = rounds[index][rank], arriving(index)
-        message = wire.room(wire.outgoing[index % wire.window][0], own) if kept is None else incoming[rank]
+        own, rows = rounds[index][rank], messages(index)
 
-        def fill() -> Sequence[Tensor]:
-            wire.codec.quantise(own, message)
-            wire.codec.dequantise(message, own)
-            return [message] * len(incoming)
+        def fill() -> None:
+            wire.codec.quantise(own, rows[rank])
+            wire.codec.dequantise(rows[rank], own)
 
-        return _swap_messages(exchange, incoming, fill)
+        return _gather_messages(exchange, rows, fill)
 
     def end(index: int) -> None:
-        wire.codec.dequantise_each(arriving(index), rounds[index], skipped=rank)
+        wire.codec.dequantise_each(messages(index).unbind(), rounds[index], skipped=rank)
 
     _run(exchange, len(rounds), wire.window, start, end)
 
@@ -272,45 +269,33 @@ def _reduce(
     rounds = wire.cut_up(chunks)
     lost = None if residuals is None else wire.cut_up(residuals)
 
+    def terms(index: int) -> Tensor:
+        return wire.rows(wire.incoming, index, rounds[index][rank])
+
     def start(index: int) -> Wait:
-        return _swap_terms(exchange, wire, index, rounds[index], None if lost is None else lost[index])
+        outgoing = wire.rows(wire.outgoing, index, rounds[index][rank])
+        owed = None if lost is None else lost[index]
+        quantised = partial(wire.codec.quantise_each, rounds[index], outgoing.unbind(), owed, skipped=rank)
+        return _swap_messages(exchange, terms(index), outgoing, quantised)
 
     def add_up(index: int) -> None:
         own = rounds[index][rank]
-        wire.codec.reduce(wire.incoming[index % wire.window], own, rank, target, wire.part(index, own))
-
-    def sums(index: int) -> Sequence[Tensor]:
-        """Room for those of a round, where its terms were."""
-        slots = wire.incoming[index % wire.window]
-        return [wire.room(slot, piece) for slot, piece in zip(slots, rounds[index], strict=True)]
+        wire.codec.reduce(terms(index), own, rank, target, wire.part(index, own))
 
     def turn(index: int) -> Wait:
-        own, slots = rounds[index][rank], index % wire.window
-        message = wire.room(wire.outgoing[slots][rank], own)  # which no term has left from
-        residual = None if lost is None else lost[index][rank]
-        part = wire.part(index, own)
-        wire.codec.requantise(wire.incoming[slots], own, rank, target, part, message, residual)
-        return _swap_messages(exchange, sums(index), lambda: [message] * len(chunks))
+        """A round's sum takes the place in which no term has arrived, and the others' those of their terms."""
+        own, rows = rounds[index][rank], terms(index)
+        owed = None if lost is None else lost[index][rank]
+        wire.codec.requantise(rows, own, rank, target, wire.part(index, own), rows[rank], owed)
+        return _gather_messages(exchange, rows, lambda: None)
 
     def end(index: int) -> None:
-        wire.codec.dequantise_each(sums(index), rounds[index], skipped=rank)
+        wire.codec.dequantise_each(terms(index).unbind(), rounds[index], skipped=rank)
 
     if operation == "all_reduce":
         _run(exchange, len(rounds), wire.window, start, end, turn)
     else:
         _run(exchange, len(rounds), wire.window, start, add_up)
-
-
-def _swap_terms(
-    exchange: Exchange, wire: _Wire, index: int, pieces: Sequence[Tensor], residuals: Sequence[Tensor] | None
-) -> Wait:
-    """Sends a round's pieces, quantised, each to its rank, and receives the terms of the own one."""
-    slots, own = index % wire.window, pieces[wire.group.rank]
-    incoming = [wire.room(slot, own) for slot in wire.incoming[slots]]
-    outgoing = [wire.room(slot, piece) for slot, piece in zip(wire.outgoing[slots], pieces, strict=True)]
-    return _swap_messages(
-        exchange, incoming, lambda: wire.codec.quantise_each(pieces, outgoing, residuals, skipped=wire.group.rank)
-    )
 
 
 def _run(
@@ -337,18 +322,35 @@ def _run(
     exchange.finish()
 
 
-def _swap_messages(exchange: Exchange, incoming: Sequence[Tensor], fill: Callable[[], Iterable[Tensor]]) -> Wait:
-    """Begins to receive `incoming[i]` from every other rank i and to send it the i-th message of `fill`."""
-    rank = exchange.group.rank
+def _gather_messages(exchange: Exchange, rows: Tensor, fill: Callable[[], None]) -> Wait:
+    """Begins to send the own one of `rows`, once `fill` has written it, to every other rank, and to receive theirs."""
+    rank, own = exchange.group.rank, rows[exchange.group.rank]
     if exchange.group.backend != "gloo":
-        nothing = incoming[rank][:0]
-        messages = [nothing if peer == rank else message for peer, message in enumerate(fill())]
-        arriving = [nothing if peer == rank else message for peer, message in enumerate(incoming)]
-        sent = sum(message.nbytes for message in messages)
-        exchange.native(lambda: dist.all_to_all(arriving, messages, group=exchange.process_group), sent)
+        fill()
+        group = exchange.process_group
+        exchange.native(lambda: gather_single(rows.view(-1), own, group=group), rows.nbytes - own.nbytes)
         return lambda: None
-    waits = [exchange.post_recv(room, peer) for peer, room in enumerate(incoming) if peer != rank and len(room)]
-    for peer, message in enumerate(fill()):
-        if peer != rank and len(message):
-            waits.append(exchange.post_send(message, peer))
+    waits = _receive(exchange, rows)
+    fill()
+    waits += [exchange.post_send(own, peer) for peer in range(exchange.group.size) if peer != rank]
     return partial(wait_for_all, waits)
+
+
+def _swap_messages(
+    exchange: Exchange, incoming: Tensor, outgoing: Tensor, written: Callable[[], Iterable[Tensor]]
+) -> Wait:
+    """Begins to send each other rank its row of `outgoing`, which are `written` one after the other, and to receive."""
+    rank, group = exchange.group.rank, exchange.process_group
+    if exchange.group.backend != "gloo":
+        for _ in written():
+            pass
+        sent = outgoing.nbytes - outgoing[rank].nbytes
+        exchange.native(lambda: dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=group), sent)
+        return lambda: None
+    waits = _receive(exchange, incoming)
+    waits += [exchange.post_send(message, peer) for peer, message in enumerate(written()) if peer != rank]
+    return partial(wait_for_all, waits)
+
+
+def _receive(exchange: Exchange, rows: Tensor) -> list[Wait]:
+    return [exchange.post_recv(row, peer) for peer, row in enumerate(rows) if peer != exchange.group.rank]

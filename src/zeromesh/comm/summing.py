@@ -106,7 +106,7 @@ class Target:
         self.store(total, part, widened)
 
     def add_at_once(self, terms: Sequence[Tensor], part: slice, scratch: SumScratch) -> None:
-        """The same in one kernel; the terms lie one after the other in `scratch`."""
+        """The same in one kernel, or three where Triton has none; the terms lie one after the other in `scratch`."""
         numel = terms[0].numel()
         rows = scratch.received.view(len(terms), -1)[:, :numel]
         if _has_triton(rows.device.type):
@@ -114,18 +114,17 @@ class Target:
 
             sum_in_order(rows, self.out[part], scale=self.scale, accumulate=self.accumulate)
             return
-        total = torch.sum(rows, 0, dtype=scratch.total.dtype, out=scratch.total[:numel])
-        self.store(total, part, scratch.widened[:numel])
+        self.take(torch.sum(rows, 0, dtype=scratch.total.dtype, out=scratch.total[:numel]), part)
 
-    def take(self, total: Tensor) -> None:
-        """A sum that is finished but for its scale, in any dtype, to all of `out`, which it may be itself."""
+    def take(self, total: Tensor, part: slice = slice(None)) -> None:
+        """Scales a finished sum, of any dtype, which is overwritten, and brings it to `out[part]`, which it may be."""
+        out = self.out[part]
         if self.accumulate:
-            self.out.add_(total, alpha=self.scale)
-            return
-        if total.data_ptr() != self.out.data_ptr():
-            self.out.copy_(total)
-        if self.scale != 1:
-            self.out.mul_(self.scale)
+            out.add_(total if self.scale == 1 else total.mul_(self.scale))
+        elif self.scale != 1:
+            torch.mul(total, self.scale, out=out)
+        elif total.data_ptr() != out.data_ptr():
+            out.copy_(total)
 
     def store(self, total: Tensor, part: slice, widened: Tensor) -> None:
         """Scales a finished sum, which is overwritten, and writes it to `out[part]`."""

@@ -75,32 +75,16 @@ class Exchange:
     def post(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
         """Begins to receive and to send to several ranks, which post what answers it in the same order.
 
-        On a device all of it is one kernel of the backend, which no other of this channel overtakes.
-
         Args:
             arriving, leaving: each a tensor and the rank that it comes from or goes to. What leaves must not change
                 before `finish`.
 
         Returns:
-            What waits for what arrives; on a CUDA stream without blocking the host.
+            What waits for what arrives.
         """
-        if self.group.backend == "gloo":
-            waits = [self.post_recv(tensor, source) for tensor, source in arriving]
-            for tensor, target in leaving:
-                self.before_finish(self.post_send(tensor, target))
-            return lambda: wait_for_all(waits)
-        return self._launch(arriving, leaving)
-
-    def _launch(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
-        operations = [
-            dist.P2POp(call, tensor, self.group.ranks[peer], self.process_group, self._tag)
-            for call, messages in ((dist.irecv, arriving), (dist.isend, leaving))
-            for tensor, peer in messages
-            if tensor.numel()
-        ]
-        works = self._guard(lambda: dist.batch_isend_irecv(operations), None) if operations else []
-        self.count(sum(tensor.nbytes for tensor, _ in leaving))
-        waits = [self._waiter(work, None) for work in works]
+        waits = [self.post_recv(tensor, source) for tensor, source in arriving]
+        for tensor, target in leaving:
+            self.before_finish(self.post_send(tensor, target))
         return lambda: wait_for_all(waits)
 
     def before_finish(self, wait: Wait) -> None:
@@ -108,7 +92,7 @@ class Exchange:
         self._sends.append(wait)
 
     def native(self, call: Callable[[], Any], sent_bytes: int) -> None:
-        """Runs a collective of the backend; on a CUDA stream without blocking the host."""
+        """Runs a collective of the backend; on a device's stream without blocking the host."""
         self._guard(call, None)
         self.count(sent_bytes)
 

@@ -93,7 +93,7 @@ class Placed:
         layout: the strategy on its mesh.
         buffer: lengths and dtypes.
         role: of its unit.
-        padded: the buffer's length, which every axis divides that it is cut over.
+        padded: the buffer's length: [Note: Padding] of the layout.
         routes: what each lane sends. A gradient waits in its reduce slot in the dtype that the lane `reduce` holds.
         from_kept: what `unshard` sends where the kept copy is there.
         kept_axis: the axis whose gather fills the kept copy; None where there is none: without such an axis, or where

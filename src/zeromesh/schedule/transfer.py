@@ -36,18 +36,13 @@ class Transfer:
 
     @property
     def chunk_numel(self) -> int:
-        return -(-self.numel // self.axis.size)
+        return self.numel // self.axis.size
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one rank sends: [Note: Bytes]. The last chunks of an all-reduce may be shorter, or empty, and with
-        them what the ranks of a longer axis send: this is their mean, rounded up, and exact for two."""
-        others = self.axis.size - 1
-        if self.operation != "all_reduce":
-            return others * wire_bytes(self.chunk_numel, self.wire)
-        full, rest = divmod(self.numel, max(1, self.chunk_numel))
-        chunks = full * wire_bytes(self.chunk_numel, self.wire) + wire_bytes(rest, self.wire)
-        return -(-2 * others * chunks // self.axis.size)
+        """Bytes that one rank sends: [Note: Bytes]."""
+        turns = 2 if self.operation == "all_reduce" else 1
+        return turns * (self.axis.size - 1) * wire_bytes(self.chunk_numel, self.wire)
 
 
 def wire_bytes(numel: int, wire: str) -> int:

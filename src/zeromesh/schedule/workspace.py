@@ -13,13 +13,11 @@ from zeromesh.wires import coded
 GLOO_BYTES = 8 << 20
 """Room for pieces of 1 MiB from one peer and of half a MiB from three."""
 
-DEVICE_BYTES = 64 << 20
-"""Of a collective that takes two axes at once, slice by slice."""
-
-ROUNDS = 3
-"""Most all-to-alls in which a device sums a region itself, or sends it coded: the host launches each, with a kernel or
-two beside it, and a lane waits for one before it begins the next. With more rounds the room for them would be smaller:
-here it is as long as a third of what one rank gets from all others."""
+ROUNDS = 2
+"""Most exchanges in which a device sums a region itself, or sends it coded: the host launches each, with up to four
+kernels beside it, and a lane waits for one before it begins the next. Ten launches are what a unit may take on an axis
+in a direction, so that the host keeps ahead. With more rounds the room would be smaller: here it is for messages or
+terms of half a chunk from every rank."""
 
 ALIGN = 64
 """Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""
@@ -31,7 +29,7 @@ def workspace_by_lane(layout: Layout, placed: Sequence[Sequence[Placed]], backen
         return {lane: GLOO_BYTES if _needs_pieces(layout, lane) else 0 for lane in LANES}
     each = {id(buffer): buffer for unit in placed for buffer in unit}.values()  # a model's blocks share theirs
     return {
-        lane: max((device_bytes(layout, group) for b in each for group in b.routes[lane].groups), default=0)
+        lane: max((device_bytes(layout, step) for buffer in each for step in buffer.routes[lane].steps), default=0)
         for lane in LANES
     }
 
@@ -44,13 +42,12 @@ def _needs_pieces(layout: Layout, lane: LaneKind) -> bool:
     return any(coded(axis.wire.param) for axis in axes)
 
 
-def device_bytes(layout: Layout, steps: Sequence[Transfer]) -> int:
-    """Of one step, or of two at once: what is native works in place."""
-    step, form = steps[0], coded(steps[0].wire)
-    if len(steps) > 1:
-        return DEVICE_BYTES if step.operation == "reduce_scatter" else 0
+def device_bytes(layout: Layout, step: Transfer) -> int:
+    """Of one step; what is native works in place."""
+    form = coded(step.wire)
     if form is not None:
-        return 2 * step.axis.size * form.message_bytes(_part(step, 8 * form.granule))
+        directions = 1 if step.operation == "all_gather" else 2
+        return directions * step.axis.size * form.message_bytes(_part(step, 8 * form.granule))
     if layout.strategy.sum == "native" or step.operation == "all_gather":
         return 0
     item = ITEM_BYTES[step.wire]

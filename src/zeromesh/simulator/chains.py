@@ -12,7 +12,6 @@ from zeromesh.cost.collective import CollectiveCost, Operation, one_after_anothe
 from zeromesh.cost.transfer import SUMMED_NATIVELY, TransferModel
 from zeromesh.schedule import LaneKind, Placed, Route, Schedule, Transfer
 from zeromesh.schedule.transfer import wire_bytes
-from zeromesh.schedule.workspace import DEVICE_BYTES, GLOO_BYTES
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
 from zeromesh.strategy import Axis, Collective
@@ -93,8 +92,7 @@ class Chains:
             return self._single(steps[0], kind)
         one, other = steps
         first, last = (self._single(step, kind) for step in steps)
-        room = GLOO_BYTES if self.model.cluster.backend == "gloo" else DEVICE_BYTES
-        cost = self._collective.pair_cost(first.cost, last.cost, (one, other), room)
+        cost = self._collective.pair_cost(first.cost, last.cost, (one, other), self.model.cluster.backend)
         inner, outer = (first, last) if self._place(one) < self._place(other) else (last, first)
         return Work(first.name, (*inner.axes, *outer.axes), cost, (*inner.sent_bytes, *outer.sent_bytes))
 
@@ -110,7 +108,12 @@ class Chains:
         native = self.schedule.layout.strategy.sum == "native" or self.model.cluster.backend == "gloo"
         if native or coded(step.wire) is not None or step.operation == "all_gather":
             return self.model.cost(step)
-        summed = self.model.joint((step.axis,), "all_to_all", step.numel, step.wire)
+        sent = self.model.joint((step.axis,), "all_to_all", step.numel, step.wire)
+        # The kernel that adds up reads all terms and what they are added to, and writes that.
+        summing = self.model.compute.memory(
+            wire_bytes(step.numel, step.wire) + 2 * wire_bytes(step.chunk_numel, "fp32")
+        )
+        summed = replace(sent, seconds=sent.seconds + summing)
         if step.operation == "reduce_scatter":
             return summed
         if step.wire in SUMMED_NATIVELY:

@@ -39,9 +39,9 @@ class Collective(ABC):
         """Of one collective over a group of several levels, in engines that issue it so."""
 
     def pair_cost(
-        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], workspace_bytes: int
+        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], backend: str
     ) -> CollectiveCost:
-        """Of two steps at once, given that of each alone."""
+        """Of two steps at once on torch's `backend`, given that of each alone."""
         raise NotImplementedError(f"{self.name} carries out one step at a time")
 
     def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool) -> None:

@@ -8,6 +8,10 @@ inside the other two, and each one-axis collective works on one contiguous regio
     node=3,cluster=1 on 2 x 2, a buffer of 8 elements       rank = (cluster, node)
     params, grads   [0 1 2 3 | 4 5 6 7]                     node 0 | node 1
     states          [0 1 | 2 3 | 4 5 | 6 7]                 (0,0) | (1,0) | (0,1) | (1,1)
+
+[Note: Padding] A buffer's length is padded to a multiple of `CHUNK_NUMEL` for each rank, whatever the stages: so all
+chunks of a collective, over any of its axes and in any dtype, are equally long and begin at multiples of 16 bytes, as
+backends want them (uneven gathers are a broadcast from each rank on NCCL, and unaligned ones go slowly).
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from zeromesh.errors import MeshError, NotationError, nearest
 from zeromesh.strategy.collective import Collective, find_collective
 from zeromesh.strategy.stage import Stage, Wire
 from zeromesh.strategy.strategy import AxisStage, Strategy
+
+CHUNK_NUMEL = 8
+"""16 bytes, what a card loads and stores at once, of the narrowest dtype: [Note: Padding]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +146,10 @@ class Layout:
     @property
     def multiple(self) -> int:
         """What a flat buffer's length is padded to a multiple of."""
-        return self.degree(self.significant) * self.degree(self.scattered_replicas)
+        return self.world * CHUNK_NUMEL
 
     def padded(self, numel: int) -> int:
-        """`numel` rounded up, so that every axis that it is cut over divides it."""
+        """`numel` rounded up: [Note: Padding]."""
         return -(-numel // self.multiple) * self.multiple
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.dist.checkpoint.models import Mesh, Odd, assemble, make, require_equa
 from tests.dist.pool import Pool, kept, on_ranks
 from tests.local.checkpoint.strategies import STRATEGIES
 from zeromesh.checkpoint.checkpoints import Checkpoints
+from zeromesh.strategy import Layout
 
 ONE: Mesh = (("cluster", 1), ("node", 1))
 TWO: Mesh = (("cluster", 1), ("node", 2))
@@ -68,6 +70,22 @@ def test_any_layout_loads_under_any_other(pool: Pool, tmp_path: Path, number: in
     for other_mesh, other in pairs[5 * number + 1 : 5 * number + 4]:
         found = pool.run(world(other_mesh), load, tmp_path, other_mesh, other)
         require_equal(assemble([held for held, _ in found]), expected)
+
+
+def save_as_before(directory: Path, mesh: Mesh, strategy: str):
+    """With buffers that are padded only so that the sharded axes divide them."""
+    least = property(lambda layout: layout.degree(layout.significant))
+    with mock.patch.object(Layout, "multiple", least):
+        return save(directory, mesh, strategy)
+
+
+def test_what_was_saved_with_another_padding_loads(pool: Pool, tmp_path: Path) -> None:
+    """Files hold parts of tensors; here they end elsewhere than the parts that load them."""
+    expected = pool.run(4, save_as_before, tmp_path, FOUR, "node=3,cluster=1")
+    found = [held for held, _ in pool.run(4, load, tmp_path, FOUR, "node=3,cluster=1")]
+    lengths = [[local.numel() for _, _, _, local in held] for held in (*expected, *found)]
+    assert lengths[:4] != lengths[4:]
+    require_equal(assemble(found), assemble(expected))
 
 
 def test_replicas_are_written_once_and_spread(pool: Pool, tmp_path: Path) -> None:

@@ -14,21 +14,29 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.comm.test_native import all_to_all, uneven_all_gather
+from tests.dist.comm.test_native import all_to_all
 from tests.dist.engine.reference import TIMEOUT_S, Case, check, mesh_of
 from tests.dist.engine.test_parity import THREE, TWO, TWO_KEPT, in_calls_of
 from tests.dist.pool import on_ranks
-from zeromesh.comm import groups
+from zeromesh.comm import AxisGroup, groups
 from zeromesh.engine import build
 from zeromesh.errors import MeshError
+
+
+make_group = groups._make_group
+
+
+def told(*args: Any) -> AxisGroup:
+    group = make_group(*args)
+    group.backend = "nccl"
+    return group
 
 
 @contextmanager
 def native(*, host: str = "here") -> Iterator[None]:
     with (
-        mock.patch.object(groups, "backend_of", lambda group, device_type: "nccl"),
+        mock.patch.object(groups, "_make_group", told),
         mock.patch.object(dist, "all_to_all", all_to_all),  # which gloo has of one tensor only
-        mock.patch.object(dist, "all_gather", uneven_all_gather),
         mock.patch.object(build.socket, "gethostname", lambda: host),
     ):
         yield

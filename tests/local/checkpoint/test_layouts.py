@@ -110,4 +110,5 @@ def test_ranks_of_a_layout_write_as_much_as_each_other(layout: Layout) -> None:
         held = buffer_of(layout, rank, *buffer)
         sizes.append(sum(piece.num_bytes for piece in share(pieces_of(held, None), *replica_of(held))))
     assert sum(sizes) == 2 * 180 * 4
-    assert max(sizes) - min(sizes) <= 8 * 4
+    padding = layout.padded(180) - 180  # which the last have, of parameters and gradients, and do not write
+    assert max(sizes) - min(sizes) <= (8 + 2 * padding) * 4

@@ -45,11 +45,11 @@ def test_each_lane_has_its_own(strategy: str, expected: dict[str, int]) -> None:
 
 
 def part(numel: int) -> int:
-    """Of one of four chunks, in three rounds."""
-    return -(-numel // 4 // (3 * 64)) * 64
+    """Of one of four chunks, in two rounds."""
+    return -(-numel // 4 // (2 * 64)) * 64
 
 
-MESSAGE = QuantFormat(bits=8).message_bytes(-(-NUMEL // 4 // (3 * 1024)) * 1024)
+MESSAGE = QuantFormat(bits=8).message_bytes(-(-NUMEL // 4 // (2 * 1024)) * 1024)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ MESSAGE = QuantFormat(bits=8).message_bytes(-(-NUMEL // 4 // (3 * 1024)) * 1024)
         ("node=1,cluster=0", {}),
         # Four terms of a part in bf16, and two sums in fp32; of an all-reduce over a quarter, that of a quarter.
         ("node=3,cluster=0;sum=exact", {"reduce": part(NUMEL) * (4 * 2 + 2 * 4), "boundary": part(NUMEL // 4) * 16}),
-        # Four messages that come and four that go.
-        ("node=3@int8/,cluster=0", {"unshard": 8 * MESSAGE}),
+        # Four messages that come, this rank's own among them; of a reduction as many that go.
+        ("node=3@int8/int8,cluster=0", {"unshard": 4 * MESSAGE, "reduce": 8 * MESSAGE}),
     ],
 )
-def test_a_device_needs_room_for_three_rounds_of_the_longest_region(strategy: str, expected: dict[str, int]) -> None:
+def test_a_device_needs_room_for_two_rounds_of_the_longest_region(strategy: str, expected: dict[str, int]) -> None:
     found = lanes(strategy, MESH, "nccl")
     assert {lane: found.get(lane, 0) for lane in expected} == expected
     assert bool(found) == bool(expected)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import pytest
@@ -100,8 +99,14 @@ def test_prefixes_and_order(layout):
         assert axes == order[: len(axes)]
     kept = [axis.stage.kept for axis in layout.param_axes]
     assert kept == sorted(kept), "what is kept is gathered first"
-    replicas = [axis for axis in layout.replica_axes if axis.size > 1]
-    assert layout.multiple == prod(axis.size for axis in (*order, *replicas[:-1]))
+
+
+@given(layouts(), st.integers(0, 200))
+def test_every_chunk_is_even_and_begins_on_16_bytes(layout, numel):
+    """Of a region over any axes, of the narrowest dtype."""
+    padded = layout.padded(numel)
+    for axes in (*degrees(layout), layout.axes):
+        assert padded // layout.degree(axes) * 2 % 16 == 0 and padded % layout.degree(axes) == 0
 
 
 @given(layouts())

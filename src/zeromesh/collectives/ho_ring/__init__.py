@@ -1,7 +1,9 @@
 """HO-Ring (PaRO, arXiv 2310.06003): the bytes of level after level, with two levels at work at once.
 
 As soon as one level delivers a slice the other passes it on, while the first fetches the next: the time is that of the
-slower level plus one slice of the other, instead of the sum of both. How it does that is in `ring.py`.
+slower level plus one slice of the other, instead of the sum of both. How it does that is in `ring.py`: on gloo, where a
+message costs little. On other backends a slice would be a launch, and its sum several: there the levels follow each
+other, each as the backend's own collective.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from zeromesh.collectives.ho_ring.slices import slice_bytes, sum_terms
 from zeromesh.cost import CollectiveCost, Constants, Group, Operation
 from zeromesh.cost.collective import merge_busy, one_after_another, ring_cost
 from zeromesh.schedule import ITEM_BYTES, Transfer
-from zeromesh.schedule.workspace import part_numel
+from zeromesh.schedule.workspace import GLOO_BYTES, part_numel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +52,10 @@ class HoRing(Hierarchical):
         )
 
     def pair_cost(
-        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], workspace_bytes: int
+        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], backend: str
     ) -> CollectiveCost:
+        if backend != "gloo":
+            return one_after_another(first, second)
         sizes = [step.axis.size for step in steps]
         shard_numel = -(-max(step.numel for step in steps) // prod(sizes))
         item_bytes = ITEM_BYTES[steps[0].wire]
@@ -60,19 +64,25 @@ class HoRing(Hierarchical):
             rounds = -(-shard_numel // (longest // item_bytes)) * sizes[0]
         else:  # sums the same slice of all shards in one round
             wide, terms = max(item_bytes, ITEM_BYTES["fp32"]), sum_terms(*sizes)
-            numel = part_numel(workspace_bytes, item_bytes, wide, terms=terms, longest_bytes=longest)
+            numel = part_numel(GLOO_BYTES, item_bytes, wide, terms=terms, longest_bytes=longest)
             rounds = -(-shard_numel // max(1, numel))  # 0 of more ranks than there is room for
         return overlapped_cost(first, second, rounds)
 
-    def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool = False) -> None:
+    def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool) -> None:
         from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather
 
-        ho_ring_all_gather(region, major, minor, reduced=reduced)
+        if minor.backend != "gloo":
+            super().all_gather(region, major, minor, reduced=reduced)
+        else:
+            ho_ring_all_gather(region, major, minor, reduced=reduced)
 
     def reduce_scatter(self, region: Tensor, out: Tensor, major: AxisGroup, minor: AxisGroup, **options: Any) -> None:
         from zeromesh.collectives.ho_ring.ring import ho_ring_reduce_scatter
 
-        ho_ring_reduce_scatter(region, out, major, minor, **options)
+        if minor.backend != "gloo":
+            super().reduce_scatter(region, out, major, minor, **options)
+        else:
+            ho_ring_reduce_scatter(region, out, major, minor, **options)
 
 
 def overlapped_cost(first: CollectiveCost, second: CollectiveCost, slices: int) -> CollectiveCost:

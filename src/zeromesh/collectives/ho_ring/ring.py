@@ -11,11 +11,6 @@ instead of (mg-1)/(mg) of the region::
 
 In a gather, as soon as minor delivers a slice, it is sent on to all ranks of major; in a reduction, as soon as a slice
 is summed over major, it is on its way over minor. Two collectives, one after the other, give the same bits.
-
-[Note: Slices on a device] On gloo a slice is a message from one rank to one other. Elsewhere all messages of a slice on
-one axis are one operation of that axis's communicator, which runs on a stream of its own: the lane's stream waits for a
-slice of one level before it starts the same slice of the other, and the next slice of the first is under way by then.
-The host waits for nothing.
 """
 
 from __future__ import annotations
@@ -51,10 +46,7 @@ def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup, *, re
     channels = (major.reduce, minor.reduce) if reduced else (major.gather, minor.gather)
     grid = _Grid.of(region, major, minor, "all_gather", channels)
     numel = slice_bytes(grid.shards[0][0].nbytes) // region.element_size()
-    if major.backend == minor.backend == "gloo":
-        _gather_along_ring(grid, numel)
-    else:
-        _gather_in_slices(grid, numel)
+    _gather_along_ring(grid, numel)
     grid.finish()
 
 
@@ -89,31 +81,6 @@ def _from_major(grid: _Grid, numel: int) -> Iterator[tuple[int, Tensor]]:
         columns = [pieces(row[(own - step) % size], numel) for row in grid.shards]
         for index in range(len(columns[0])):
             yield from ((peer, columns[peer][index]) for peer in grid.major.peers)
-
-
-def _gather_in_slices(grid: _Grid, numel: int) -> None:
-    """Each slice goes to all of minor, and what has arrived there to all of major: [Note: Slices on a device]."""
-    own = grid.minor.group.rank
-    rows = [[pieces(shard, numel) for shard in row] for row in grid.shards]
-    mine, columns = rows[grid.major.group.rank], [own, *grid.minor.peers]
-
-    def over_minor(index: int) -> Wait:
-        arriving = [(mine[t][index], t) for t in grid.minor.peers]
-        return grid.minor.post(arriving, [(mine[own][index], t) for t in grid.minor.peers])
-
-    def over_major(index: int, owners: Sequence[int]) -> Wait:
-        """Slices of the shards that these ranks of minor own, seen from each rank in its own order of them."""
-        arriving = [(rows[peer][t][index], peer) for peer in grid.major.peers for t in owners]
-        return grid.major.post(arriving, [(mine[t][index], peer) for peer in grid.major.peers for t in owners])
-
-    slices = range(len(mine[own]))
-    delivered = [over_minor(index) for index in slices]
-    waits = [over_major(index, columns[:1]) for index in slices]  # what is here needs to wait for nothing
-    for index in slices:
-        delivered[index]()
-        waits.append(over_major(index, columns[1:]))
-    for wait in waits:
-        wait()
 
 
 @hosted

@@ -335,19 +335,13 @@ class TritonQuantiser(Codec):
         *,
         skipped: int = -1,
     ) -> Iterator[Tensor]:
-        """See `Codec`; pieces of equal length in one launch."""
-        if not _equally_long(sources):
-            yield from super().quantise_each(sources, messages, residuals, skipped=skipped)
-            return
+        """See `Codec`; in one launch."""
         self.quantise_all(sources, messages, residuals, skipped=skipped)
         yield from messages
 
     def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
-        """See `Codec`; pieces of equal length in one launch."""
-        if _equally_long(targets):
-            self.dequantise_all(messages, targets, skipped=skipped)
-        else:
-            super().dequantise_each(messages, targets, skipped=skipped)
+        """See `Codec`; in one launch."""
+        self.dequantise_all(messages, targets, skipped=skipped)
 
     @staticmethod
     def _programs(blocks: int, ranks: int = 1) -> tuple[int, int]:
@@ -370,10 +364,6 @@ class TritonQuantiser(Codec):
         if self._generator is None:
             return 0
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**31, generator=self._generator))
-
-
-def _equally_long(pieces: Sequence[Tensor]) -> bool:
-    return len({piece.numel() for piece in pieces}) == 1
 
 
 def _apart(tensors: Sequence[Tensor]) -> int:

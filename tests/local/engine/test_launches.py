@@ -1,0 +1,169 @@
+"""What the host launches for a unit off gloo: on each axis and in each direction at most ten kernels and collectives,
+whatever the strategy and the number of ranks. Chains of the engine run on one process; what they would give a backend
+and a device is counted, and nothing is sent."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.pure.strategy.mixes import NAMES, mixes, notation
+from zeromesh.comm import AxisGroup, collectives, quantised, summing
+from zeromesh.comm.groups import Channel
+from zeromesh.engine.chain import Gather, Reduce, Scratch, reduce_chain, refresh_chain, unshard_chain
+from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.units import DTYPES, ParamInfo
+from zeromesh.schedule import LANES, FlatBuffer, Placed
+from zeromesh.schedule.workspace import workspace_by_lane
+from zeromesh.strategy import Layout
+from zeromesh.wires import QuantFormat
+from zeromesh.wires.codec import Codec
+
+BUDGET = 10
+NUMEL = 70_000
+
+
+class Launches(TorchDispatchMode):
+    """By axis; copies and sums by torch are kernels too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.axis, self.count = "", Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.add()
+        return func(*args, **(kwargs or {}))
+
+    def add(self, *_: Any, **__: Any) -> None:
+        self.count[self.axis] += 1
+
+
+class CountingCodec(Codec):
+    """Of a device: each call is one launch for all ranks."""
+
+    def __init__(self, launches: Launches) -> None:
+        self.quantise = self.dequantise = self.reduce = self.requantise = launches.add  # type: ignore[method-assign]
+        self.dequantise_each = launches.add  # type: ignore[method-assign]
+        self._launches = launches
+
+    quantise = dequantise = reduce = requantise = None  # type: ignore[assignment]  # each process's own
+
+    def quantise_each(self, sources: Any, messages: Sequence[Tensor], *_: Any, **__: Any) -> Iterator[Tensor]:
+        self._launches.add()
+        yield from messages
+
+
+@contextmanager
+def counted(*, triton: bool) -> Iterator[Launches]:
+    launches = Launches()
+    kernels = SimpleNamespace(sum_in_order=launches.add)
+    with (
+        mock.patch.object(collectives, "gather_single", launches.add),
+        mock.patch.object(collectives, "reduce_scatter_single", launches.add),
+        mock.patch.object(quantised, "gather_single", launches.add),
+        mock.patch.multiple(dist, all_reduce=launches.add, all_to_all=launches.add, all_to_all_single=launches.add),
+        mock.patch.object(summing, "_has_triton", lambda device_type: triton),
+        pytest.MonkeyPatch.context() as patch,
+        mock.patch.object(QuantFormat, "codec", lambda *_: CountingCodec(launches)),
+        mock.patch.object(QuantFormat, "memory_bytes", lambda *_: 0),  # a device's codec has none
+    ):
+        patch.setitem(sys.modules, "zeromesh.comm.kernels", kernels)
+        yield launches
+
+
+def launched(strategy: str, sizes: Sequence[int], *, triton: bool = True) -> dict[str, int]:
+    """The most launches of a block on an axis, by direction."""
+    layout = Layout.of(strategy, list(zip(NAMES, sizes, strict=False)))
+    spec = FlatBuffer(numel=NUMEL, param_dtype="bf16", master_dtype="fp32", reduce_dtype="bf16")
+    placed = Placed.of(layout, spec)
+    info = ParamInfo(names=("weight",), param=nn.Parameter(torch.empty(NUMEL, device="meta")), sites=())
+    coordinates = layout.coordinates(layout.world - 1)
+    shards = FlatShards.allocate(placed, [info], coordinates, torch.device("cpu"))
+    sharded = layout.degree(layout.param_axes) > 1
+    waiting = (
+        torch.zeros(placed.padded, dtype=DTYPES[placed.slot_dtype]) if layout.degree(layout.grad_axes) > 1 else None
+    )
+    shards.bind(torch.zeros(placed.padded, dtype=torch.bfloat16) if sharded else None, waiting)
+    room = workspace_by_lane(layout, [[placed]], "nccl")
+    scratch = {
+        lane: Scratch(*(torch.zeros(n, dtype=torch.uint8) for n in (placed.routes[lane].staging_bytes, room[lane])))
+        for lane in LANES
+    }
+    assert shards.grads is not None
+    with counted(triton=triton) as launches:
+        groups = {axis.name: group_of(axis.name, axis.size, coordinates, layout) for axis in layout.axes}
+        reduce = reduce_chain(shards, groups, scratch, shards.grads)
+        gathers = [refresh_chain(shards, groups, scratch["refresh"])]
+        gathers += [unshard_chain(shards, groups, scratch["unshard"], from_kept=False)] if sharded else []
+        with torch.no_grad(), launches:
+            for chain in gathers:
+                for step in chain.steps if chain else ():
+                    launches.axis = f"gather over {step.group.name if isinstance(step, Gather) else 'both'}"
+                    step.run(scratch["refresh"].workspace if chain is gathers[0] else scratch["unshard"].workspace)
+            for part, lane in ((reduce.micro, "reduce"), (reduce.boundary, "boundary")):
+                for each in part:
+                    launches.axis = f"reduce over {each.group.name if isinstance(each, Reduce) else 'both'}"
+                    each.run(scratch[lane].workspace, accumulate=True)  # type: ignore[index]
+    return dict(launches.count)
+
+
+def group_of(name: str, size: int, coordinates: dict[str, int], layout: Layout) -> AxisGroup:
+    channel = Channel(process_group=None, serial=1)  # type: ignore[arg-type]
+    return AxisGroup(
+        name=name,
+        ranks=tuple(range(size)),
+        rank=coordinates[name],
+        backend="nccl",
+        device_type="cpu",
+        gather=channel,
+        reduce=channel,
+        timeout_s=1.0,
+        exact=layout.strategy.sum == "exact",
+    )
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (8, 64)], ids=str)
+@pytest.mark.parametrize("option", ["", ";sum=exact", ";collective=ho_ring"])
+def test_lossless_strategies_are_within_the_budget(sizes: tuple[int, int], option: str) -> None:
+    for mix in mixes(2, kept=True):
+        found = launched(notation(mix) + option, sizes)
+        assert max(found.values()) <= BUDGET, (mix, found)
+        assert ";sum=exact" in option or max(found.values()) <= 6, (mix, found)
+
+
+@pytest.mark.parametrize("wires", ["@int8/int4", "@int4/int8+ef", "@fp32/fp32", "@fp32/fp32;sum=exact"])
+def test_wires_are_within_the_budget(wires: str) -> None:
+    wire, _, option = wires.partition(";")
+    for mix in mixes(2, kept=True):
+        terms = [f"{name}={stage}{spelt(stage, wire)}" for name, stage in zip(NAMES, mix, strict=False)]
+        found = launched(";".join([",".join(terms), option] if option else [",".join(terms)]), (8, 64))
+        assert max(found.values()) <= BUDGET, (mix, found)
+
+
+def spelt(stage: str, wire: str) -> str:
+    """A stage 0 sends no parameters."""
+    return f"@/{wire.rpartition('/')[2]}" if stage == "0" else wire
+
+
+@pytest.mark.parametrize("strategy", ["node=3@int8/int4", "node=3", "node=0", "node=1", "node=0@/int8"])
+def test_more_ranks_are_no_more_launches(strategy: str) -> None:
+    few, many = (launched(strategy, (size,)) for size in (4, 4096))
+    assert few.keys() == many.keys() and all(many[axis] <= few[axis] for axis in few)
+
+
+def test_exact_sums_without_triton_are_within_it_too() -> None:
+    for mix in mixes(2, kept=True):
+        found = launched(notation(mix) + ";sum=exact", (8, 64), triton=False)
+        assert max(found.values()) <= BUDGET, (mix, found)
