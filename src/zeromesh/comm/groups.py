@@ -10,6 +10,11 @@ can then not be waiting in one. One that has failed is not used again. And all r
 make as many: where the default group is bound to a device, NCCL splits the new ones off it, and all ranks take part. A
 mesh that is a part of the ranks cannot have that of the others: its communicators are not split off.
 
+[Note: Warm] A device's backend connects the ranks of a communicator in its first collective, which keeps the host
+waiting for all of them. So each new one does a collective of one word as it is made. All ranks make those of their axes
+in the same order, gathers before reductions, so whoever waits in one waits for ranks that come to it. They have the
+device's backend alone: where the default group has one for the host too, no second mesh of connections is made.
+
 [Note: Names] The ranks of a new group meet in the store under its name. `new_group` makes that of a number which grows
 with the groups that a process has, and ranks that have not the same number (a model on a part of the ranks, a group
 that the user has made for some of them) would wait for each other for ever. So ours are named after their ranks, and
@@ -82,7 +87,7 @@ class AxisGroup:
         name: of the axis.
         ranks: their global ranks, in the order of their index on the axis.
         rank: this rank's own index.
-        backend: of torch, `gloo` or `nccl`.
+        backend: of torch.
         device_type: of the tensors.
         gather, reduce: communicators; the same ranks in the same order.
         timeout_s: after which a collective fails.
@@ -120,7 +125,7 @@ def make_groups(
         mesh: with named dimensions; may be a part of a larger mesh.
         axes: each a dimension of the mesh or a part of one.
         timeout_s: after which a collective fails; None for that of the default process group.
-        backend: of torch; None for that of the default process group.
+        backend: of torch; None for that of the default process group for the mesh's devices.
         exact: of the groups.
 
     Returns:
@@ -134,7 +139,8 @@ def make_groups(
         return {}
     timeout_s = default_timeout_s(mesh.device_type) if timeout_s is None else timeout_s
     split = mesh.size() == dist.get_world_size()
-    keys = {axis.name: Key(axis_ranks(mesh, axis), timeout_s, backend, split) for axis in axes}
+    backend = backend or backend_of(_world(), mesh.device_type)
+    keys = {axis.name: Key(axis_ranks(mesh, axis), timeout_s, backend, mesh.device_type, split) for axis in axes}
     pool = _Pool.current()
     free = pool.agree(mesh_group(mesh), keys)
     # Each rank makes only the groups it belongs to, so set-up does not grow with the world.
@@ -156,7 +162,7 @@ def borrow_channel(
         The communicator, whose user keeps `started` and `failed`; and what gives it back: [Note: Reuse].
     """
     split = everyone.size() == dist.get_world_size()
-    key = Key(tuple(dist.get_process_group_ranks(everyone)), timeout_s, backend, split)
+    key = Key(tuple(dist.get_process_group_ranks(everyone)), timeout_s, backend, "cpu", split)
     pool = _Pool.current()
     (channel,) = pool.channels(key, pool.agree(everyone, {description: key})[description], description)
     return channel, functools.partial(pool.put, key, (channel,))
@@ -170,7 +176,10 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         return mesh.get_group()
     # Not torch's own, by flattening the mesh: that must be done on all ranks of the mesh which this one is a part of.
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    return _Pool.current().everyone(ranks, default_timeout_s(mesh.device_type))
+    backend = backend_of(_world(), mesh.device_type)
+    return _Pool.current().everyone(
+        Key(ranks, default_timeout_s(mesh.device_type), backend, mesh.device_type, split=False)
+    )
 
 
 def default_timeout_s(device_type: str) -> float:
@@ -210,7 +219,7 @@ def _make_group(mesh: DeviceMesh, name: str, key: Key, pool: _Pool, free: Sequen
         name=name,
         ranks=key.ranks,
         rank=key.ranks.index(dist.get_rank()),
-        backend=backend_of(gather.process_group, mesh.device_type),
+        backend=key.backend,
         device_type=mesh.device_type,
         gather=gather,
         reduce=reduce,
@@ -231,7 +240,7 @@ def _new_group(key: Key, serial: int, description: str) -> dist.ProcessGroup:
             len(ranks),
             ranks.index(dist.get_rank()),
             ranks,
-            dist.Backend(key.backend or dist.get_backend()),
+            dist.Backend(key.backend),
             c10d._get_default_store(),
             f"zeromesh-{name}",  # type: ignore[arg-type]  # a NewType of str
             timeout=timedelta(seconds=key.timeout_s),
@@ -266,13 +275,15 @@ class Key(NamedTuple):
     Args:
         ranks: global ones, in the group's order.
         timeout_s: after which a collective fails.
-        backend: of torch; None for that of the default process group.
+        backend: of torch.
+        device_type: of what is sent.
         split: off the default process group, where that is bound to a device: all its ranks make groups now.
     """
 
     ranks: tuple[int, ...]
     timeout_s: float
-    backend: str | None
+    backend: str
+    device_type: str
     split: bool
 
 
@@ -295,11 +306,11 @@ class _Pool:
             cls._latest = cls(world)
         return cls._latest
 
-    def everyone(self, ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
+    def everyone(self, key: Key) -> dist.ProcessGroup:
         """All ranks of a mesh, for the words of all models on it. It is never given back: on it they agree."""
-        if ranks not in self._everyone:
-            self._everyone[ranks] = self._make(Key(ranks, timeout_s, None, split=False), "mesh").process_group
-        return self._everyone[ranks]
+        if key.ranks not in self._everyone:
+            self._everyone[key.ranks] = self._make(key, "mesh").process_group
+        return self._everyone[key.ranks]
 
     def agree(self, everyone: dist.ProcessGroup, keys: Mapping[str, Key]) -> dict[str, list[int]]:
         """For each axis the serials of channels that are free, and equally far, on all ranks of the axis; as many on
@@ -323,7 +334,10 @@ class _Pool:
     def _make(self, key: Key, description: str) -> Channel:
         self._made[key.ranks] += 1
         serial = self._made[key.ranks]
-        return Channel(process_group=_new_group(key, serial, description), serial=serial)
+        group = _new_group(key, serial, description)
+        if key.backend != "gloo":  # [Note: Warm]
+            dist.all_reduce(torch.zeros(1, device=key.device_type), group=group)
+        return Channel(process_group=group, serial=serial)
 
     def put(self, key: Key, channels: Iterable[Channel]) -> None:
         self._free[key] |= {channel.serial: channel for channel in channels if not channel.failed}
@@ -340,6 +354,6 @@ def _common(offers: Sequence[Mapping[int, int]]) -> list[int]:
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """The backend that serves tensors on this type of device: `gloo` or `nccl`."""
+    """The backend that serves tensors on this type of device."""
     config = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return config.get(device_type, dist.get_backend(group))

@@ -35,7 +35,7 @@ def slice_norms(engine: Engine, slices: Sequence[Tensor], order: float) -> list[
     if not slices:  # alike on every rank
         return []
     dtype = torch.promote_types(slices[0].dtype, torch.float32)
-    powers = torch.stack([_power(tensor, order) for tensor in slices])
+    powers = _powers(slices, order)
     if math.isinf(order):
         # A maximum over ranks drops nan or keeps it by their order.
         unknown = powers.isnan()
@@ -47,9 +47,11 @@ def slice_norms(engine: Engine, slices: Sequence[Tensor], order: float) -> list[
     return list(total.pow(1 / order).to(dtype))
 
 
-def _power(tensor: Tensor, order: float) -> Tensor:
-    """Sum of p-th powers of magnitudes (infinity: the largest), in fp64: squares of fp32 neither overflow nor round."""
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.float64, device=tensor.device)
-    norm: Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.float64)
-    return norm if math.isinf(order) else norm.pow(order)
+def _powers(slices: Sequence[Tensor], order: float) -> Tensor:
+    """Sums of p-th powers of magnitudes (infinity: the largest), in fp64: squares of fp32 neither overflow nor round. A
+    few kernels for all slices, which are as many as a model has parameters."""
+    nothing = torch.zeros((), dtype=torch.float64, device=slices[0].device)
+    filled = [tensor for tensor in slices if tensor.numel()]
+    found = iter(torch._foreach_norm(filled, order, torch.float64) if filled else ())
+    norms = torch.stack([next(found) if tensor.numel() else nothing for tensor in slices])
+    return norms if math.isinf(order) else norms.pow(order)

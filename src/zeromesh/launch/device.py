@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -18,6 +18,26 @@ from zeromesh.errors import InputError
 
 CPU = torch.device("cpu")
 _NAMED_RANKS = 8
+
+PROMISES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "SLURM_GPUS_ON_NODE",
+    "SLURM_STEP_GPUS",
+)
+"""Who sets one of these to anything but nothing expects a device."""
+
+COUNTS = ("SLURM_GPUS_ON_NODE",)
+"""Of those, the ones that are no list: there 0 is no device, and not the first."""
+
+NO_DEVICES = ("", "0", "-1", "none", "void", "NoDevFiles")
+"""What launchers and people write for none."""
+
+NCCL_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""[Note: Order]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +76,35 @@ def find_device(wanted: str, local_rank: int, local_world: int) -> tuple[torch.d
     found, visible = torch.accelerator.current_accelerator(), visible_devices()
     if found is None or not visible or wanted not in ("auto", found.type):
         there = f"{visible} of type {found.type}" if found is not None and visible else "none"
-        lacks = "" if wanted == "auto" else f"are to have a device of type {wanted}, where torch sees {there}"
+        lacks = _promised(os.environ) if wanted == "auto" else f"are to have a device of type {wanted}"
+        lacks = lacks and f"{lacks}, where torch sees {there}"
         return CPU, Claim(type="cpu", lacks=lacks)
     if 1 < visible < local_world:
         return CPU, Claim(type="cpu", lacks=f"are {local_world} on a machine of {visible} devices")
     device = torch.device(found.type, 0 if visible == 1 else local_rank)
     return device, Claim(type=device.type, identity=_identity(device))
+
+
+def _promised(environ: Mapping[str, str]) -> str:
+    """What says that there should be devices here; empty where nothing does, or somebody hides them."""
+    said = {name: environ[name] for name in PROMISES if name in environ}
+    none = {name for name, value in said.items() if value in NO_DEVICES and (value != "0" or name in COUNTS)}
+    return "" if none or not said else "were given devices by " + ", ".join(f"{n}={v}" for n, v in said.items())
+
+
+def order_launches() -> None:
+    """Settings of NCCL and CUDA for several communicators at work at once, unless somebody has set them: before CUDA is
+    initialised.
+
+    [Note: Order] Collectives of several communicators may run at the same time only if all ranks launch them in one
+    order and the device keeps to it; else two that wait for each other's places never end. The lanes see to the first.
+    NCCL 2.26 and newer see to the second if told to. And kernels of different streams wait for each other where CUDA
+    has fewer queues than there are streams (8 by default): four lanes, the computation, one of each communicator. RCCL
+    is left alone: told to keep the order, it has crashed.
+    """
+    if torch.version.cuda is not None:
+        for name, value in NCCL_ORDER.items():
+            os.environ.setdefault(name, value)
 
 
 def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:
@@ -86,7 +129,8 @@ def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:
             f"each rank must have a device of its own, of one type on all machines, or all the CPU; of {world} ranks, "
             f"{wrong}. Start no more ranks on a machine than it has devices, with LOCAL_RANK and LOCAL_WORLD_SIZE set "
             f"(torchrun does; under srun they are SLURM_LOCALID and SLURM_NTASKS_PER_NODE). To compute on the CPU, "
-            f'set run.device = "cpu" in what is trained, or hide all devices (CUDA_VISIBLE_DEVICES= does)'
+            f'set run.device = "cpu" in what is trained, or hide all devices (CUDA_VISIBLE_DEVICES= does). Where torch '
+            f"sees fewer devices than there are, it was built for others, or the driver does not answer"
         )
 
 

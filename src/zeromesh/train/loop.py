@@ -12,11 +12,10 @@ from random import Random
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeromesh.engine.api import accumulate, clip_grad_norm_, shard, zero_grad
+from zeromesh.engine.api import accumulate, clip_grad_norm_, engine_of, shard, zero_grad
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from zeromesh.files import write_whole
@@ -278,12 +277,10 @@ class Trainer:
         self.model.train()
         loss_sum, tokens = self._forward_backward(self.counts.batch(step))
         clip_norm = self.config.optimizer.clip_norm or float("inf")
-        grad_norm = float(clip_grad_norm_(self.model, clip_norm))
-        own_loss = float(loss_sum)
+        norm = clip_grad_norm_(self.model, clip_norm)
+        totals = self._sum_over_ranks("adding up the loss", loss_sum, tokens, self._asked_to_stop())
         # Before the optimizer's step: all ranks must decide alike whether there is one.
-        loss_total, token_total, stops = self._sum_over_ranks(
-            "adding up the loss", own_loss, tokens, int(self._asked_to_stop())
-        )
+        loss_total, token_total, stops, grad_norm = torch.stack([*totals, norm.to(totals)]).tolist()
         outcome = StepOutcome(
             loss=loss_total / token_total, grad_norm=grad_norm, tokens=int(token_total), stop=stops > 0
         )
@@ -292,7 +289,7 @@ class Trainer:
             self.optimizer.zero_grad()
             return outcome
         zero_grad(self.model)
-        return replace(outcome, broken=self._ranks_where(not math.isfinite(own_loss)))
+        return replace(outcome, broken=self._ranks_where(not math.isfinite(loss_sum)))
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -306,8 +303,8 @@ class Trainer:
             if weight:  # 0 times a loss that is not finite would not be 0
                 loss_sum += float(loss) * weight
             tokens += weight
-        loss_total, token_total = self._sum_over_ranks("adding up the held-out loss", loss_sum, tokens)
-        return loss_total / token_total
+        loss_total, token_total = self._sum_over_ranks("adding up the held-out loss", loss_sum, tokens).tolist()
+        return float(loss_total / token_total)
 
     def _timed_step(self, step: int) -> tuple[StepMetrics, StepOutcome]:
         every, done = self.config.eval.every, step + 1
@@ -373,16 +370,22 @@ class Trainer:
         device = self.ranks.device
         return rows if device.type == "cpu" else rows.contiguous().pin_memory().to(device, non_blocking=True)
 
-    def _sum_over_ranks(self, operation: str, *numbers: float) -> list[float]:
-        total = torch.tensor(numbers, dtype=torch.float64)
+    def _sum_over_ranks(self, operation: str, *numbers: float | Tensor) -> Tensor:
+        """On the device and by its backend, so that the host waits for nothing before it looks at them."""
+        words = [number if isinstance(number, Tensor) else self._word(number) for number in numbers]
         with collective(operation):
-            dist.all_reduce(total)
-        return [float(number) for number in total]
+            return engine_of(self.model).control.reduce(torch.stack(words))
+
+    def _word(self, number: float) -> Tensor:
+        """Written by a kernel: a copy from the host would wait for the device."""
+        return torch.full((), number, dtype=torch.float64, device=self.ranks.device)
 
     def _ranks_where(self, here: bool) -> tuple[int, ...]:
         """Ranks on which `here` is true; collective."""
         flags = [float(here and rank == self.ranks.rank) for rank in range(self.ranks.world)]
-        return tuple(rank for rank, flag in enumerate(self._sum_over_ranks("finding the rank", *flags)) if flag)
+        return tuple(
+            rank for rank, flag in enumerate(self._sum_over_ranks("finding the rank", *flags).tolist()) if flag
+        )
 
     def _deal(self, sequences: Sequences, global_sequences: int, seed: int) -> Sampler:
         return Sampler(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
 from tests.dist.pool import Pool, kept, on_ranks
-from zeromesh.comm import AxisGroup, all_gather, make_groups
+from zeromesh.comm import AxisGroup, all_gather, groups, make_groups
 from zeromesh.comm.groups import borrow_channel
 from zeromesh.comm.transport import Exchange
 from zeromesh.errors import CommunicationError, MeshError
@@ -30,13 +30,13 @@ def ranks_by_axis(strategy, sizes):
     """Each axis's ranks, checked by a gather of the ranks themselves."""
     names, shape = zip(*reversed(sizes), strict=True)
     mesh = kept(init_device_mesh, "cpu", shape, mesh_dim_names=names)
-    groups = make_groups(mesh, axes(strategy, *sizes))
-    for group in groups.values():
+    made = make_groups(mesh, axes(strategy, *sizes))
+    for group in made.values():
         region = torch.full((group.size,), -1)
         region[group.rank] = dist.get_rank()
         all_gather(region, group)
         assert tuple(region.tolist()) == group.ranks
-    return {name: group.ranks for name, group in groups.items()}
+    return {name: group.ranks for name, group in made.items()}
 
 
 @pytest.mark.parametrize(
@@ -196,15 +196,15 @@ def test_a_rank_that_frees_late_keeps_the_others_in_step():
     make_groups(mesh, two)
     held = []
     for late in (1, 2, 3, 0):
-        groups = make_groups(mesh, two)
+        line = make_groups(mesh, two)
         if dist.get_rank() == late:
-            held.append(groups)
-        for group in groups.values():
+            held.append(line)
+        for group in line.values():
             region = torch.full((group.size,), -1)
             region[group.rank] = dist.get_rank()
             all_gather(region, group)
             assert tuple(region.tolist()) == group.ranks
-        del groups, group
+        del line, group
 
 
 @on_ranks(2)
@@ -251,3 +251,35 @@ def test_models_one_after_the_other_leave_no_groups_behind():
 
     first = train()
     assert [train() for _ in range(3)] == [first] * 3
+
+
+# ---- on a device
+
+
+@on_ranks(4)
+def test_a_device_s_groups_have_its_backend_alone_and_are_connected_as_they_are_made():
+    """In one order on all ranks, gathers before reductions; those that are used again are not connected again."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+    made, sent = [], []
+    make, all_reduce = groups._new_group, dist.all_reduce
+
+    def on_gloo(key, serial, description):
+        made.append((description, key.backend))
+        return make(key._replace(backend="gloo"), serial, description)
+
+    def watched(tensor, *, group):
+        sent.append((tensor.numel(), tuple(dist.get_process_group_ranks(group))))
+        all_reduce(tensor, group=group)
+
+    with (
+        patch.object(groups, "backend_of", lambda group, device_type: "nccl"),
+        patch.object(groups, "_new_group", on_gloo),
+        patch.object(dist, "all_reduce", watched),
+    ):
+        held = make_groups(mesh, axes(*TWO), timeout_s=23.0)
+        expected = [(f"{axis} {use}", "nccl") for axis in ("node", "cluster") for use in ("gather", "reduce")]
+        assert made == expected
+        assert sent == [(1, held[name].ranks) for name in ("node", "node", "cluster", "cluster")]
+        del held
+        make_groups(mesh, axes(*TWO), timeout_s=23.0)
+        assert len(made) == len(sent) == 4

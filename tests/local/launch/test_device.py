@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -11,7 +12,16 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from zeromesh.errors import InputError
-from zeromesh.launch.device import CPU, Claim, agree_on_device, backend_for, device_name, find_device
+from zeromesh.launch.device import (
+    CPU,
+    PROMISES,
+    Claim,
+    agree_on_device,
+    backend_for,
+    device_name,
+    find_device,
+    order_launches,
+)
 
 FIRST, SECOND = (torch.device("cuda", index) for index in range(2))
 See = Callable[..., None]
@@ -20,6 +30,9 @@ See = Callable[..., None]
 @pytest.fixture
 def see(monkeypatch: pytest.MonkeyPatch) -> See:
     """Makes a number of devices of a type visible, whose properties the given ones are."""
+
+    for name in PROMISES:
+        monkeypatch.delenv(name, raising=False)
 
     def show(count: int, kind: str = "cuda", **properties: object) -> None:
         found = torch.device(kind) if count else None
@@ -119,6 +132,42 @@ def test_who_has_none_and_should_says_why(see: See) -> None:
     assert "0 are to have a device of type xpu, where torch sees 2 of type cuda." in agree(other)[0]
     see(0)
     assert "0 are to have a device of type cuda, where torch sees none." in agree(find_device("cuda", 0, 1)[1])[0]
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, ""),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "-1", "SLURM_GPUS_ON_NODE": "8"}, ""),  # hidden by whoever started it
+        ({"SLURM_GPUS_ON_NODE": "0"}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES=0"),
+        ({"ROCR_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "2"}, "ROCR_VISIBLE_DEVICES=0,1, SLURM_GPUS_ON_NODE=2"),
+    ],
+)
+def test_nobody_who_was_given_devices_trains_on_the_cpu(
+    see: See, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], said: str
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    see(0)
+    device, claim = find_device("auto", 0, 1)
+    assert device == CPU
+    (told,) = agree(claim)
+    assert (f"of 1 ranks, 0 were given devices by {said}, where torch sees none." in told) if said else not told
+    assert find_device("cpu", 0, 1)[1] == NONE
+
+
+@pytest.mark.parametrize("cuda", ["12.8", None])
+def test_nccl_keeps_the_order_of_launches_unless_somebody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    order_launches()
+    assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == ("1" if cuda else None)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 def test_a_device_has_a_name_and_a_backend(see: See) -> None:
