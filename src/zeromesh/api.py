@@ -93,6 +93,7 @@ def shard(
     init: Callable[[nn.Module], None] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     debug: bool | None = None,
+    register: bool | None = None,
     cluster: Cluster | str | None = None,
     workload: Workload | None = None,
 ) -> ModelT:
@@ -120,6 +121,8 @@ def shard(
             compute, take this many bytes, and reduced as one; 0 joins none.
         debug: compare what each unit computes with before and after every use; slow, for bug reports. Default: whether
             the environment variable ZEROMESH_DEBUG is set and not 0.
+        register: take gather and reduce slots from memory that the device's backend sends from without staging, where
+            it has such memory. Default: whether ZEROMESH_REGISTER is set and not 0.
         cluster: with "auto": what the mesh's devices and links are. Its levels are the mesh's axes, by name and size.
         workload: with "auto": sequence length, batch and micro-batch, and dtypes for which there is no option. What is
             computed in is `param_dtype`, else the model's own dtype, and never the workload's. Recomputation is what
@@ -176,6 +179,7 @@ def shard(
         init=init,
         bucket_bytes=bucket_bytes,
         debug=debug,
+        register=register,
     )
 
 

@@ -46,6 +46,7 @@ def shard(
     init: Callable[[nn.Module], None] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     debug: bool | None = None,
+    register: bool | None = None,
 ) -> ModelT:
     """`zeromesh.shard` of a given strategy; that says what the options are, and what is raised.
 
@@ -69,11 +70,13 @@ def shard(
         require_wires(layout, [module.describe(precision) for module in found], mesh_device(mesh, model).type)
         return precision, layout, found
 
-    if debug is None:
-        debug = os.environ.get("ZEROMESH_DEBUG", "0") not in ("", "0")
+    debug, register = (
+        os.environ.get(name, "0") not in ("", "0") if given is None else given
+        for name, given in (("ZEROMESH_DEBUG", debug), ("ZEROMESH_REGISTER", register))
+    )
     control = make_control(mesh)
     precision, layout, found = control.together(prepare)
-    engine = build_engine(model, mesh, control, layout, found, precision, init, debug=debug)
+    engine = build_engine(model, mesh, control, layout, found, precision, init, debug=debug, register=register)
     watch_optimizers(engine)
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.comm import AxisGroup, Lane, make_groups, mesh_group
+from zeromesh.comm.registered import Registration, registered
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control
@@ -83,11 +84,12 @@ def build_engine(
     init: Init | None,
     *,
     debug: bool = False,
+    register: bool = False,
 ) -> Engine:
     """Shards `model` in place; see `zm.shard`."""
     device = mesh_device(mesh, model)
     units = [module.describe(precision) for module in modules]
-    control.require_same("strategy", f"{layout.strategy} on {layout.mesh}")
+    control.require_same("strategy", f"{layout.strategy} on {layout.mesh}{' registered' * register}")
     control.require_same("model", _digest(model, modules, precision))
     groups = {} if mesh is None else make_groups(mesh, layout.axes, exact=layout.strategy.sum == "exact")
     _require_short_sums(groups.values(), control)
@@ -96,11 +98,12 @@ def build_engine(
     shards = _fill_shards(model, modules, schedule, coordinates, control, device, init)
     inline, memory = layout.strategy.overlap == "none", schedule.memory
 
-    def allocate() -> dict[LaneKind, Scratch]:
-        _bind_slots(schedule, shards, device)
-        return {kind: _scratch(memory.staging[kind], memory.workspace[kind], device) for kind in LANES}
+    def allocate() -> tuple[dict[LaneKind, Scratch], Registration | None]:
+        with registered(groups.values() if register else (), device) as registration:
+            _bind_slots(schedule, shards, device)
+        return {kind: _scratch(memory.staging[kind], memory.workspace[kind], device) for kind in LANES}, registration
 
-    scratch = control.together(allocate, left="The model has lost its parameters")
+    scratch, registration = control.together(allocate, left="The model has lost its parameters")
     backend = DeviceBackend(
         shards,
         layout,
@@ -108,6 +111,8 @@ def build_engine(
         lanes={kind: Lane(kind, device=device, inline=inline) for kind in LANES},
         scratch=scratch,
     )
+    if registration is not None:
+        weakref.finalize(backend, registration.release).atexit = False
     engine = Engine(schedule, backend, control, precision, model=weakref.ref(model), debug=debug)
     _make_optimizer_params(engine)
     for index, module in enumerate(modules):
