@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.up-to-date
 
-.PHONY: help venv demo test test-gpu check check-format check-lint check-types check-layers check-docs format clean FORCE
+.PHONY: help venv demo test test-gpu gpu check check-format check-lint check-types check-layers check-docs format clean FORCE
 
 help:
 	@echo "make venv    .venv with everything in it (PYTHON=... names the interpreter, >= 3.11)"
 	@echo "make demo    train a small Llama on 4 local processes and compare predicted with measured"
 	@echo "make test    the tests (TESTS=tests/pure for a part of them)"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make gpu     all that this machine's devices can show, in one result file and one page (docs/first-day.md)"
 	@echo "make check   format, lint, types, import layers, documentation examples"
 	@echo "make bench-NAME  run benchmarks/NAME.py, by hand on a quiet machine (ARGS=... for its options)"
 	@echo "make format  rewrite the sources in the project's format"
@@ -36,6 +37,9 @@ endif
 
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu
+
+gpu: $(STAMP)
+	@$(BIN)/python tools/first_day.py $(ARGS)
 
 check: check-format check-lint check-types check-layers check-docs
 
