@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zeromesh.cluster.device import Device
@@ -78,6 +79,23 @@ class Cluster:
     def members_below(self, index: int) -> int:
         """Devices in one member of level `index`: 1 for the innermost."""
         return math.prod(level.size for level in self.levels[:index])
+
+    def sized(self, mesh: Mapping[str, int]) -> Cluster:
+        """The same cluster with the sizes of a mesh whose axes are its levels.
+
+        Args:
+            mesh: sizes by axis name, outermost first.
+
+        Raises:
+            ClusterError: the mesh has other axes.
+        """
+        levels = [level.name for level in self.levels]
+        if levels != list(mesh)[::-1]:
+            raise ClusterError(
+                f"the mesh's axes must be the levels of cluster {self.name!r}, outermost first "
+                f"{', '.join(reversed(levels))}; the mesh has {', '.join(mesh)}"
+            )
+        return replace(self, levels=tuple(replace(level, size=mesh[level.name]) for level in self.levels))
 
     def take(self, world: int) -> Cluster:
         """The first `world` devices: inner levels are filled first, levels above keep size 1.

@@ -80,9 +80,20 @@ class ComputeModel:
     def matmul(self, matmul: MatmulSpec, tokens: float) -> float:
         """Forward seconds of one `MatmulSpec`, all of its count."""
         rows = max(1.0, tokens * matmul.rows_per_token)
-        reciprocals = 1 / rows + 1 / matmul.inner + 1 / matmul.outer
-        waste = 1 + self.constants.matmul_scale * reciprocals / 3
-        return matmul.forward_flops * tokens * waste / (self.matrix_flops * self.constants.matmul_share)
+        return self.product(rows, matmul.inner, matmul.outer, flops=matmul.forward_flops * tokens)
+
+    def product(self, rows: float, inner: float, outer: float, *, flops: float, backward: bool = False) -> float:
+        """Seconds of matrix products of these dimensions, which have so many FLOPs together: [Note: Shape classes]."""
+        constants = self.constants
+        waste = 1 + constants.matmul_scale * (1 / rows + 1 / inner + 1 / outer) / 3
+        share = constants.matmul_backward_share if backward else constants.matmul_share
+        return flops * waste / (self.matrix_flops * share)
+
+    def attention(self, flops: float, *, backward: bool = False) -> float:
+        """Seconds of fused attention that computes so many FLOPs; what it skips is none of them."""
+        constants = self.constants
+        share = constants.attention_backward_share if backward else constants.attention_forward_share
+        return flops / (self.matrix_flops * share)
 
     def optimizer(self, elements: float) -> float:
         """Seconds of an AdamW step on `elements` of the state shard."""
@@ -107,14 +118,13 @@ class ComputeModel:
     def _attention_forward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
         if attention is None:
             return 0.0
-        rate = self.matrix_flops * self.constants.attention_forward_share
-        return attention.forward_flops(seq_len) * _causal_share(attention, seq_len) * tokens / rate
+        return self.attention(attention.forward_flops(seq_len) * _causal_share(attention, seq_len) * tokens)
 
     def _attention_backward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
         if attention is None:
             return 0.0
-        rate = self.matrix_flops * self.constants.attention_backward_share
-        return attention.backward_flops(seq_len) * _causal_share(attention, seq_len) * tokens / rate
+        flops = attention.backward_flops(seq_len) * _causal_share(attention, seq_len) * tokens
+        return self.attention(flops, backward=True)
 
     def _traffic(self, unit: UnitSpec, tokens: float, seq_len: int) -> float:
         return self.memory(unit.activations.elementwise.at(seq_len) * self.constants.traffic * tokens)

@@ -17,6 +17,7 @@ from zeromesh.report.page import (
     Point,
     Remark,
     Row,
+    Section,
     Segment,
     Span,
     Table,
@@ -40,9 +41,8 @@ def plan_page(planned: Planned) -> str:
         facts=_facts(best),
         memory=_memory(planned.candidates, planned.limit_bytes, cluster),
         front=_front(planned.front, planned.limit_bytes),
-        timeline=_timeline(planned.trace, best.candidate.micro_batches) if planned.trace else None,
-        candidates=candidates_table(planned.candidates),
-        traffic=traffic_table(best),
+        timeline=timeline(planned.trace, best.candidate.micro_batches) if planned.trace else None,
+        sections=_sections(planned.candidates, best),
         why=tuple(
             Remark(name=reason.name, strategy=reason.strategy, outcome=reason.outcome, text=reason.text)
             for reason in planned.why
@@ -59,10 +59,16 @@ def simulation_page(choices: Sequence[Choice], cluster: Cluster) -> str:
         subtitle=f"engine {simulation.engine}, cluster {cluster.name}: {_levels(cluster)}",
         facts=_facts(choice),
         memory=_memory(choices, simulation.memory_limit_bytes, cluster),
-        timeline=_timeline(simulation.trace, simulation.micro_batches) if simulation.trace else None,
-        candidates=candidates_table(choices),
-        traffic=traffic_table(choice),
+        timeline=timeline(simulation.trace, simulation.micro_batches) if simulation.trace else None,
+        sections=_sections(choices, choice),
     ).to_html()
+
+
+def _sections(choices: Sequence[Choice], best: Choice) -> tuple[Section, ...]:
+    return (
+        Section(key="candidates", title="Candidates", table=candidates_table(choices)),
+        Section(key="traffic", title="Traffic of the best", table=traffic_table(best)),
+    )
 
 
 def search_note(planned: Planned) -> str:
@@ -212,7 +218,8 @@ def _round_values(low: float, high: float) -> list[float]:
     return [n * step for n in range(first, math.floor(high / step) + 1)]
 
 
-def _timeline(trace: Trace, micro_batches: int) -> Timeline:
+def timeline(trace: Trace, micro_batches: int) -> Timeline:
+    """A step's events, row by row."""
     whole = trace.step_s
     resources = sorted({event.resource for event in trace.events}, key=lambda name: (name != "compute", name))
     caption = f"{format_seconds(whole, digits=4)}: {trace.label}"

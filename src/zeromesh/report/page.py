@@ -43,13 +43,13 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryChart:
-    """Stacked bars against the device's limit."""
+    """Stacked bars against the device's limit, where one is known."""
 
     kinds: tuple[str, ...]
     bars: tuple[Bar, ...]
-    limit: float
-    limit_label: str
-    limit_bytes: float
+    limit: float | None = None
+    limit_label: str = ""
+    limit_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +119,15 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A table with a title; `key` is its id."""
+
+    key: str
+    title: str
+    table: Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
     """One line of the why."""
 
@@ -136,11 +145,11 @@ class Page:
     subtitle: str
     facts: tuple[Fact, ...]
     memory: MemoryChart
-    candidates: Table
-    traffic: Table
+    sections: tuple[Section, ...]
     front: FrontChart | None = None
     timeline: Timeline | None = None
     why: tuple[Remark, ...] = ()
+    why_title: str = "Why the others lose"
     notes: tuple[str, ...] = field(default=())
 
     def to_html(self) -> str:

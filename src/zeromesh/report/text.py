@@ -27,7 +27,7 @@ def print_plan(planned: Planned, console: Console | None = None) -> None:
         f"({', '.join(f'{name} {size}' for name, size in cluster.axes)})"
     )
     console.print(Text.assemble("best: ", (planned.best.simulation.strategy, "bold green")))
-    console.print(_rich(candidates_table(planned.candidates)))
+    console.print(rich_table(candidates_table(planned.candidates)))
     _details(console, planned.best)
     console.print("why the others lose")
     for reason in planned.why:
@@ -44,7 +44,7 @@ def print_simulation(choices: Sequence[Choice], cluster: Cluster, console: Conso
     choice = choices[0]
     console.print(Text(choice.simulation.strategy, style="bold"))
     console.print(f"{choice.simulation.engine} on {cluster.world} x {cluster.device.name} of {cluster.name}")
-    console.print(_rich(candidates_table(choices)))
+    console.print(rich_table(candidates_table(choices)))
     _details(console, choice)
 
 
@@ -73,10 +73,11 @@ def _details(console: Console, choice: Choice) -> None:
             f"{format_seconds(simulation.exposed_comm_s)}"
         )
     )
-    console.print(_rich(traffic_table(choice)))
+    console.print(rich_table(traffic_table(choice)))
 
 
-def _rich(table: Table) -> RichTable:
+def rich_table(table: Table) -> RichTable:
+    """The table for a terminal: text to the left, figures to the right."""
     shown = RichTable(box=None, pad_edge=False)
     for position, head in enumerate(table.heads):
         first = position == 0

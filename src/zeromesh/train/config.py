@@ -6,7 +6,6 @@ Each class is one table of the file. Unknown keys are errors; everything is vali
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from zeromesh.cluster import Cluster, find_cluster
-from zeromesh.errors import ClusterError, ConfigError, MeshError
+from zeromesh.errors import ConfigError, MeshError
 from zeromesh.strategy import Layout, Plan
 from zeromesh.train.document import nearest_key, read_document
 from zeromesh.train.resize import mesh_text, resize_mesh
@@ -240,8 +239,12 @@ class TrainConfig(Section):
         """Of a step on each rank; those of some ranks may be empty."""
         return -(-self.batch.global_sequences // (self.world * self.batch.micro))
 
-    def on_world(self, world: int) -> Self:
-        """The configuration for the number of processes that a launcher has started.
+    def on_world(self, world: int, *, asker: str = "the launcher started {world} processes") -> Self:
+        """The configuration for the number of ranks that there are.
+
+        Args:
+            world: how many.
+            asker: who says so, for the message.
 
         Raises:
             MeshError: it is not the mesh's, and `faults.resize` is off, or the strategy fits no mesh of that size.
@@ -250,7 +253,7 @@ class TrainConfig(Section):
             return self
         if not self.faults.resize:
             raise MeshError(
-                f"mesh {mesh_text(self.mesh)} has {self.world} ranks, but the launcher started {world} processes;"
+                f"mesh {mesh_text(self.mesh)} has {self.world} ranks, but {asker.format(world=world)};"
                 f" start {self.world}, or change the mesh, as in --set mesh.{next(iter(self.mesh))}=..., or let it be"
                 f" re-sized with --set faults.resize=true"
             )
@@ -258,22 +261,13 @@ class TrainConfig(Section):
         return self.model_copy(update={"mesh": resized})
 
     def hardware(self) -> Cluster:
-        """The cluster that "auto" plans for, of the mesh's sizes.
+        """The cluster that "auto" plans for, and that a rehearsal is timed on, of the mesh's sizes.
 
         Raises:
             ClusterError: there is none of that name, or it has other levels than the mesh has axes.
         """
         assert self.cluster is not None
-        cluster = find_cluster(self.cluster)
-        sizes = tuple(reversed(self.mesh.items()))
-        levels = [level.name for level in cluster.levels]
-        if levels != [name for name, _ in sizes]:
-            raise ClusterError(
-                f"the mesh's axes must be the levels of cluster {cluster.name!r}, outermost first "
-                f"{', '.join(reversed(levels))}; the mesh has {', '.join(self.mesh)}"
-            )
-        sized = [replace(level, size=size) for level, (_, size) in zip(cluster.levels, sizes, strict=True)]
-        return replace(cluster, levels=tuple(sized))
+        return find_cluster(self.cluster).sized(self.mesh)
 
     def layout(self) -> Layout:
         """The strategy resolved on the mesh.

@@ -87,6 +87,19 @@ def load_corpus(config: DataConfig) -> Corpus:
         if stream.numel():
             with collective("sharing the corpus"):
                 dist.broadcast(stream, src=0)
+    return _corpus(config, tokens, facts)
+
+
+def read_corpus(config: DataConfig) -> Corpus:
+    """Read and tokenise the corpus for this process alone.
+
+    Raises:
+        ConfigError: the corpus cannot be made.
+    """
+    return _corpus(config, *_read(config))
+
+
+def _corpus(config: DataConfig, tokens: Sequence[Tensor], facts: dict[str, Any]) -> Corpus:
     training, held_out = (Sequences(tokens=stream, seq_len=config.seq_len) for stream in tokens)
     return Corpus(training=training, held_out=held_out, **facts)
 

@@ -74,12 +74,16 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     model = _build(config, ranks, corpus.vocab_size)
     if config.strategy == AUTO:
         config = choose_strategy(config, model)
+    trainer = make_trainer(config, ranks, corpus, model)
+    checkpointer = make_checkpointer(config, ranks, corpus, trainer.model, trainer.optimizer, trainer.counts)
+    return trainer.run(checkpointer)
+
+
+def make_trainer(config: TrainConfig, ranks: Ranks, corpus: Corpus, model: nn.Module) -> Trainer:
+    """What runs the steps, of `model` sharded as the configuration says; collective."""
     model = _sharded(config, ranks, model)
     torch.manual_seed(_seed_of(config.run.seed, ranks.rank, model))
-    optimizer = make_optimizer(model, config.optimizer)
-    trainer = Trainer(config, ranks, corpus, model, optimizer)
-    checkpointer = make_checkpointer(config, ranks, corpus, model, optimizer, trainer.counts)
-    return trainer.run(checkpointer)
+    return Trainer(config, ranks, corpus, model, make_optimizer(model, config.optimizer))
 
 
 def _require_writable(directory: Path) -> None:
@@ -275,15 +279,14 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config.optimizer, step, self.config.run.steps)
         self.model.train()
-        loss_sum, tokens = self._forward_backward(self.counts.batch(step))
+        loss_sum = self._forward_backward(self.counts.batch(step))
         clip_norm = self.config.optimizer.clip_norm or float("inf")
         norm = clip_grad_norm_(self.model, clip_norm)
-        totals = self._sum_over_ranks("adding up the loss", loss_sum, tokens, self._asked_to_stop())
+        totals = self._sum_over_ranks("adding up the loss", loss_sum, self._asked_to_stop())
         # Before the optimizer's step: all ranks must decide alike whether there is one.
-        loss_total, token_total, stops, grad_norm = torch.stack([*totals, norm.to(totals)]).tolist()
-        outcome = StepOutcome(
-            loss=loss_total / token_total, grad_norm=grad_norm, tokens=int(token_total), stop=stops > 0
-        )
+        loss_total, stops, grad_norm = torch.stack([*totals, norm.to(totals)]).tolist()
+        tokens = self._weight(self.sampler.global_sequences)
+        outcome = StepOutcome(loss=loss_total / tokens, grad_norm=grad_norm, tokens=int(tokens), stop=stops > 0)
         if outcome.finite:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -335,10 +338,9 @@ class Trainer:
             for line in fault_lines(self.counts):
                 print(line, flush=True)
 
-    def _forward_backward(self, batch: int) -> tuple[Tensor, int]:
-        """Gradient of the mean over the global batch's tokens; this rank's sum of losses, and its tokens."""
+    def _forward_backward(self, batch: int) -> Tensor:
+        """Gradient of the mean over the global batch's tokens; this rank's sum of losses."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        tokens = 0
         batches = list(self.sampler.rank_batches(batch, self.ranks.rank))
         for position, indices in enumerate(batches):
             last, weight = position == len(batches) - 1, self._weight(len(indices))
@@ -347,8 +349,7 @@ class Trainer:
                 loss.backward()  # type: ignore[no-untyped-call]
             if targets:  # as in `evaluate`
                 loss_sum += loss.detach().double() * targets
-            tokens += targets
-        return loss_sum, tokens
+        return loss_sum
 
     def _weight(self, sequences: int) -> float:
         """Targets in so many sequences: what they count in the mean over the global batch's tokens."""

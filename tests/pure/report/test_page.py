@@ -29,6 +29,7 @@ from zeromesh.report.page import (
     Point,
     Remark,
     Row,
+    Section,
     Segment,
     Span,
     Table,
@@ -77,8 +78,18 @@ def small_page() -> Page:
             ticks=(Tick(at=0.0, label="0 s"),),
             caption="1.5 s",
         ),
-        candidates=Table(heads=("strategy", "step"), rows=(("node=3,cluster=0", "1.5 s"),)),
-        traffic=Table(heads=("axis", "sent"), rows=(("node", "1 GB"),)),
+        sections=(
+            Section(
+                key="candidates",
+                title="Candidates",
+                table=Table(heads=("strategy", "step"), rows=(("node=3,cluster=0", "1.5 s"),)),
+            ),
+            Section(
+                key="traffic",
+                title="Traffic of the best",
+                table=Table(heads=("axis", "sent"), rows=(("node", "1 GB"),)),
+            ),
+        ),
         why=(Remark(name="ZeRO-1", strategy="node=1,cluster=1", outcome="excluded", text="does not fit"),),
         notes=("a note",),
     )
