@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zeromesh.observe.replicas import check_replicas
     from zeromesh.observe.report import memory_report, traffic_report
     from zeromesh.planner import Workload
+    from zeromesh.rehearsal.own import rehearse
     from zeromesh.sharding import Sharding
     from zeromesh.strategy import Plan, Strategy
 
@@ -41,6 +42,7 @@ _HOMES = {
     "plan": "zeromesh.api",
     "record_trace": "zeromesh.observe.record",
     "refresh": "zeromesh.engine.api",
+    "rehearse": "zeromesh.rehearsal.own",
     "save_safetensors": "zeromesh.checkpoint.huggingface",
     "shard": "zeromesh.api",
     "simulate": "zeromesh.api",
@@ -66,6 +68,7 @@ __all__ = [
     "plan",
     "record_trace",
     "refresh",
+    "rehearse",
     "save_safetensors",
     "shard",
     "simulate",

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import zeromesh
-from zeromesh.cli import bench, clusters, lab, plan, probe, selftest, simulate, train, validate
+from zeromesh.cli import bench, clusters, lab, plan, probe, rehearse, selftest, simulate, train, validate
 from zeromesh.errors import InputError
 
 EXIT_INPUT = 2
@@ -42,6 +42,7 @@ def _options(
 app.command()(plan.plan)
 app.command()(simulate.simulate)
 app.command()(train.train)
+app.command()(rehearse.rehearse)
 app.command()(probe.probe)
 app.command()(selftest.selftest)
 app.command()(bench.bench)

@@ -1,0 +1,59 @@
+"""`zeromesh rehearse`: a run's own step, as any rank of any number, without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeromesh.cli import workload as shared
+from zeromesh.errors import InputError
+
+EXIT_FAILS = 1
+
+
+def rehearse(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What would be trained.")],
+    world: Annotated[int, typer.Option(help="Ranks that the mesh must have; 0: as many as it has.")] = 0,
+    rank: Annotated[
+        list[int] | None, typer.Option(help="Which rank to be (default 0); repeated, the ranks are compared.")
+    ] = None,
+    cluster: Annotated[str, typer.Option(help="A preset or a TOML file: for the time of a step, and what fits.")] = "",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key of the file; may be repeated."),
+    ] = None,
+    as_json: shared.Json = False,
+    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline, for Perfetto.")] = None,
+) -> None:
+    """Run a configuration's own step as one rank of any number, on a virtual device, and say what it would do.
+
+    The model, the optimizer and the engine are the real ones; memory is reserved and not touched, kernels know shapes
+    alone, collectives are counted. The exit code is 0, 1 if something would fail, and 2 for wrong input.
+    """
+    from zeromesh.rehearsal.compare import failures_of
+    from zeromesh.rehearsal.launch import rehearse_config
+    from zeromesh.rehearsal.show import print_rehearsal, rehearsal_page
+
+    if world < 0:
+        raise InputError(f"--world must be at least 1 (0: as many ranks as the mesh has), got {world}")
+    settings = [*(overrides or ()), *([f"cluster={cluster}"] if cluster else ())]
+    found = rehearse_config(config, settings, world=world, ranks=rank or (0,))
+    failures = failures_of(found)
+    first = found[0]
+    if report is not None:
+        shared.write(report, rehearsal_page(found, failures))
+    if trace is not None and not first.cluster:
+        raise InputError("--trace needs a cluster whose time is shown: give --cluster NAME")
+    if trace is not None and first.trace is not None:
+        shared.write(trace, first.trace.to_json())
+    if as_json:
+        others = [other.to_json() for other in found[1:]]
+        print(json.dumps(first.to_json() | {"failures": list(failures), "others": others}, indent=2))
+    else:
+        print_rehearsal(found, failures)
+    if failures:
+        raise typer.Exit(EXIT_FAILS)

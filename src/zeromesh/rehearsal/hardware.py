@@ -1,0 +1,67 @@
+"""The device and links that a rehearsal is timed on, and what fits into the device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from zeromesh.cluster import Cluster
+from zeromesh.cost.collective import FREE, CollectiveCost, Operation
+from zeromesh.cost.compute import ComputeModel
+from zeromesh.cost.constants import Constants, default_constants
+from zeromesh.cost.memory import Overhead
+from zeromesh.cost.transfer import TransferModel
+from zeromesh.rehearsal.kernels import KernelModel
+from zeromesh.simulator.run import DEFAULT_MARGIN
+from zeromesh.strategy import Axis
+
+_WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """A cluster with the constants with which plans are made.
+
+    Args:
+        cluster: of the mesh's sizes; its levels are the mesh's axes.
+        constants: of the cost model.
+        kernels: what kernels take.
+        transfers: what collectives take.
+    """
+
+    cluster: Cluster
+    constants: Constants
+    kernels: KernelModel
+    transfers: TransferModel
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Self:
+        """With the shipped constants."""
+        constants = default_constants()
+        compute = ComputeModel(device=cluster.device, constants=constants)
+        return cls(
+            cluster=cluster,
+            constants=constants,
+            kernels=KernelModel(compute=compute),
+            transfers=TransferModel(cluster, constants, compute),
+        )
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a device has, the margin off that plans leave."""
+        return self.cluster.device.memory_bytes * (1 - DEFAULT_MARGIN)
+
+    def overhead_bytes(self, communicators: int) -> float:
+        """Of a process beside its tensors; what the allocator loses is in what it has reserved."""
+        overhead = Overhead.of(
+            self.constants, backend=self.cluster.backend, communicators=communicators, dynamic_bytes=0.0
+        )
+        return overhead.total_bytes
+
+    def collective(self, axes: Sequence[Axis], operation: Operation, full_bytes: float) -> CollectiveCost:
+        """One collective of a whole buffer of `full_bytes` on the wire, over the group of `axes`."""
+        axes = [axis for axis in axes if axis.size > 1]
+        if not axes or full_bytes <= 0:
+            return FREE
+        return self.transfers.joint(axes, operation, max(1, round(full_bytes / _WORD_BYTES)), "fp32")

@@ -1,0 +1,59 @@
+"""`zm.rehearse`: a user's own loop on the virtual device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeromesh.cluster import Cluster, find_cluster
+from zeromesh.rehearsal.result import Rehearsal
+from zeromesh.rehearsal.steps import Stage
+from zeromesh.rehearsal.virtual import virtual_rank
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+def rehearse(
+    step: Callable[[ModelT, OptimizerT], object],
+    build: Callable[[DeviceMesh], tuple[ModelT, OptimizerT]],
+    *,
+    mesh: Mapping[str, int],
+    rank: int = 0,
+    cluster: Cluster | str | None = None,
+) -> Rehearsal:
+    """What a training step of your own would do as one rank of any number, without a GPU and without other ranks.
+
+    The engine is the real one, on a virtual device that reserves memory and does not touch it; kernels know shapes
+    alone, and collectives are counted. Whatever the step reads of the device is 0. The device is this process's
+    accelerator from then on, so rehearse in a process of its own.
+
+    Args:
+        step: a whole one: forward, backward, clipping, the optimizer's step; called a few times. Tensors that it makes
+            go to ``mesh.device_type``, which `build` has seen.
+        build: makes the model, shards it over the mesh that it is given, and makes its optimizer. Make large models
+            under ``torch.device("meta")``: nothing needs their values.
+        mesh: sizes by axis name, outermost first.
+        rank: which one to be.
+        cluster: a description, a preset's name or a TOML file, whose levels are the mesh's axes: for the time of a step
+            and the memory of a device.
+
+    Returns:
+        The figures: `.memory`, `.axes`, `.launches_per_unit()`, `.host_reads`, `.failures`, `.trace`, `.to_json()`.
+
+    Raises:
+        MeshError: the mesh has no such rank.
+        ClusterError: the cluster cannot be read, or has other levels.
+        InputError: there is no compiler for the device, or another process group.
+    """
+    found = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    hardware = None if found is None else found.sized(mesh)
+    with virtual_rank(mesh, rank) as made:
+        stage = Stage(hardware)
+        stage.places.go("shard")
+        model, optimizer = build(made)
+        return stage.take(lambda: step(model, optimizer), model, optimizer, rank=rank)

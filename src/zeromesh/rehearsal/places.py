@@ -1,0 +1,135 @@
+"""Where a step is: which unit's forward or backward runs, or which lane is at work for which unit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from zeromesh.comm import Lane, Ticket
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.optim import updates
+from zeromesh.rehearsal.result import COMPUTE, Phase, Place
+from zeromesh.schedule import PointKind
+
+_PHASES: dict[PointKind, Phase] = {
+    PointKind.PRE_RECOMPUTE: "recompute",
+    PointKind.POST_RECOMPUTE: "backward",
+    PointKind.PRE_BACKWARD: "backward",
+    PointKind.POST_BACKWARD: "backward",
+}
+
+
+class Places:
+    """Follows one step after another.
+
+    Args:
+        left: called with each place as it is left.
+
+    Attributes:
+        micro_batches: of the last step.
+        recomputes: whether units have been run again in the backward.
+    """
+
+    def __init__(self, left: Callable[[Place], None]) -> None:
+        self._left = left
+        self._inside: list[str] = []
+        self._done = 0
+        self.micro_batches, self.recomputes = 0, False
+        self.now = Place(phase="build")
+        self.lane, self._lane_unit = COMPUTE, ""
+
+    @property
+    def unit(self) -> str | None:
+        """For which unit something is launched now."""
+        return self.now.unit if self.lane == COMPUTE else self._lane_unit
+
+    @property
+    def micro_batch(self) -> int:
+        """Index in the step; -1 outside of forward and backward."""
+        return self._done if self.now.phase in ("forward", "recompute", "backward") else -1
+
+    def go(self, phase: Phase, unit: str | None = None) -> None:
+        """To another place."""
+        place = Place(phase=phase, unit=unit)
+        if place != self.now:
+            self._left(self.now)
+            self.now = place
+
+    @contextmanager
+    def follow(self, engine: Engine) -> Iterator[None]:
+        """The points and lanes of `engine`, beside whoever follows them already."""
+        interpreter, backend = engine.interpreter, engine.backend
+        watch, lanes = interpreter.watch, backend.lanes
+        names = [unit.name for unit in engine.schedule.units]
+
+        def point(kind: PointKind, unit: int) -> None:
+            watch(kind, unit)
+            self._point(kind, names[unit] if unit >= 0 else "")
+
+        def stepping(optimizer: Optimizer, *_: Any) -> None:
+            if updates(optimizer, engine):
+                self.go("optimizer")
+
+        interpreter.watch = point
+        backend.lanes = {kind: _FollowedLane(lane, self) for kind, lane in lanes.items()}  # type: ignore[misc]
+        hook = register_optimizer_step_pre_hook(stepping)
+        self.go("other")
+        try:
+            yield
+        finally:
+            self.go("other")
+            hook.remove()
+            interpreter.watch, backend.lanes = watch, lanes
+
+    def _point(self, kind: PointKind, unit: str) -> None:
+        match kind:
+            case PointKind.PRE_FORWARD:
+                self._inside.append(unit)
+                self.go("forward", unit)
+            case PointKind.POST_FORWARD if sys.exc_info()[0] is not None:
+                pass  # it was left by an exception, which is to be seen where it was raised
+            case PointKind.POST_FORWARD:
+                if unit in self._inside:
+                    del self._inside[self._inside.index(unit) :]
+                # After the root's forward comes what the user does with its output: the loss.
+                self.go("forward", self._inside[-1] if self._inside else unit)
+            case PointKind.END_BACKWARD:
+                self._inside.clear()
+                self._done += 1
+                self.go("other")
+            case PointKind.STEPPED:
+                self.micro_batches, self._done = self._done or self.micro_batches, 0
+                self.go("other")
+            case _ if kind in _PHASES:
+                self.recomputes |= kind is PointKind.PRE_RECOMPUTE
+                self.go(_PHASES[kind], unit)
+
+
+@dataclass(frozen=True, slots=True)
+class _FollowedLane:
+    """A lane whose jobs are known, while they are issued, by their unit. On a device that is within `submit`."""
+
+    lane: Lane
+    places: Places
+
+    @property
+    def name(self) -> str:
+        return self.lane.name
+
+    def submit(self, job: Callable[[], object], label: str = "", *, after: Ticket | None = None) -> Ticket:
+        places, unit = self.places, label.partition(" ")[2]
+
+        def run() -> None:
+            before = places.lane, places._lane_unit
+            places.lane, places._lane_unit = self.lane.name, unit
+            try:
+                job()
+            finally:
+                places.lane, places._lane_unit = before
+
+        return self.lane.submit(run, label, after=after)

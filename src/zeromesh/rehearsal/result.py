@@ -1,0 +1,253 @@
+"""What a rehearsal finds, as values. Torch-free: a process of its own makes them, and another one shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zeromesh.trace import Trace
+
+Phase = Literal["build", "shard", "forward", "recompute", "backward", "optimizer", "other"]
+
+COMPUTE = "compute"
+"""The lane of whatever is on no lane: the model's own kernels, and what is issued beside them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where something happens.
+
+    Args:
+        phase: of the step, or before it.
+        unit: its name, "" for the root; None where it belongs to none.
+    """
+
+    phase: Phase
+    unit: str | None = None
+
+    def __str__(self) -> str:
+        match self.phase:
+            case "build":
+                return "building the model"
+            case "shard":
+                return "zm.shard"
+            case "other":
+                return "the step, outside of forward and backward"
+            case "optimizer":
+                return "the optimizer's step"
+            case "recompute":
+                return f"the recomputation of {self.unit or 'the root'}"
+            case phase:
+                return f"the {phase} of {self.unit or 'the root'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindBytes:
+    """Model state of one kind on the rehearsed rank, as `zm.memory_report` says it."""
+
+    kind: str
+    predicted_bytes: int
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most that is in use, and that the allocator has reserved, while one place lasts."""
+
+    place: Place
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of the rehearsed rank's device.
+
+    Args:
+        kinds: of the model's state.
+        rest_bytes: in use between two steps, state and all else.
+        peaks: by place, each place once, in the order in which they are first come to.
+        growth: places in which the allocator has reserved more than ever before, in the order of time.
+        overhead_bytes: of a process beside its tensors: context, communicators; 0 without a cluster.
+        limit_bytes: of the device, its margin off; None without a cluster.
+    """
+
+    kinds: tuple[KindBytes, ...]
+    rest_bytes: int
+    peaks: tuple[Peak, ...]
+    growth: tuple[Peak, ...] = ()
+    overhead_bytes: float = 0.0
+    limit_bytes: float | None = None
+
+    @property
+    def predicted_bytes(self) -> int:
+        return sum(kind.predicted_bytes for kind in self.kinds)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(kind.allocated_bytes for kind in self.kinds)
+
+    @property
+    def peak(self) -> Peak:
+        """Where most is in use; the first such place."""
+        return max(self.peaks, key=lambda peak: peak.allocated_bytes)
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        return max((peak.reserved_bytes for peak in self.growth), default=0)
+
+    @property
+    def activations_bytes(self) -> int:
+        """At the peak, beside what is in use between steps."""
+        return max(0, self.peak.allocated_bytes - self.rest_bytes)
+
+    @property
+    def needed_bytes(self) -> float:
+        """Of the device, at the most."""
+        return self.peak_reserved_bytes + self.overhead_bytes
+
+    @property
+    def fails_at(self) -> Peak | None:
+        """The first place at which the device's memory does not suffice."""
+        limit = self.limit_bytes
+        if limit is None:
+            return None
+        return next((peak for peak in self.growth if peak.reserved_bytes + self.overhead_bytes > limit), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launches:
+    """Kernels and collectives of one unit in a step, on one lane."""
+
+    unit: str
+    lane: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisBytes:
+    """What the rank sends on one axis in a step, and in how many of the engine's collectives."""
+
+    axis: str
+    size: int
+    stage: str
+    predicted_bytes: int
+    sent_bytes: int
+    collectives: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRead:
+    """A place in the code at which the host waits for the device, and how often in a step."""
+
+    what: str
+    where: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One collective, as all ranks of its group must call it."""
+
+    axis: str
+    operation: str
+    sent_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.operation} over {self.axis} that sends {self.sent_bytes:,} bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What one rank of a step would do.
+
+    Args:
+        model, strategy: names.
+        mesh: (axis, size), outermost first.
+        world, rank: how many there would be, and which of them was rehearsed.
+        micro_batches: of a step.
+        cluster: whose device and links the timeline is of; empty without one.
+        memory: of the device.
+        axes: traffic.
+        launches: by unit and lane, of a step.
+        blocks: names of the block units.
+        races, early_frees: what the checker has found.
+        host_reads: by line of code.
+        calls: the collectives of a step, in order.
+        failures: what would fail, and where.
+        host_s: of a step: what the host does on this machine, whose kernels compute shapes alone.
+        step_s: of a step on the cluster; None without one.
+        exposed_s: of that, while the computation waits for communication.
+        trace: of the step.
+    """
+
+    model: str
+    strategy: str
+    mesh: tuple[tuple[str, int], ...]
+    world: int
+    rank: int
+    micro_batches: int
+    cluster: str
+    memory: Memory
+    axes: tuple[AxisBytes, ...] = ()
+    launches: tuple[Launches, ...] = ()
+    blocks: tuple[str, ...] = ()
+    races: tuple[str, ...] = ()
+    early_frees: tuple[str, ...] = ()
+    host_reads: tuple[HostRead, ...] = ()
+    calls: tuple[Call, ...] = ()
+    failures: tuple[str, ...] = ()
+    host_s: float = 0.0
+    step_s: float | None = None
+    exposed_s: float | None = None
+    trace: Trace | None = None
+
+    def launches_per_unit(self) -> dict[str, int]:
+        """By lane, the most of any block; of any unit where the model has no blocks."""
+        units = set(self.blocks) or {line.unit for line in self.launches}
+        most: dict[str, int] = {}
+        for line in self.launches:
+            if line.unit in units:
+                most[line.lane] = max(most.get(line.lane, 0), line.count)
+        return most
+
+    def to_json(self) -> dict[str, Any]:
+        """What `--json` prints of one rank."""
+        memory = self.memory
+        return {
+            "model": self.model,
+            "strategy": self.strategy,
+            "mesh": dict(self.mesh),
+            "world": self.world,
+            "rank": self.rank,
+            "micro_batches": self.micro_batches,
+            "cluster": self.cluster or None,
+            "memory": {
+                "predicted_bytes": memory.predicted_bytes,
+                "allocated_bytes": memory.allocated_bytes,
+                "peak_allocated_bytes": memory.peak.allocated_bytes,
+                "peak_reserved_bytes": memory.peak_reserved_bytes,
+                "peak_at": str(memory.peak.place),
+                "activations_bytes": memory.activations_bytes,
+                "rest_bytes": memory.rest_bytes,
+                "overhead_bytes": round(memory.overhead_bytes),
+                "limit_bytes": None if memory.limit_bytes is None else round(memory.limit_bytes),
+                "fits": None if memory.limit_bytes is None else memory.fails_at is None,
+                "fails_at": None if memory.fails_at is None else str(memory.fails_at.place),
+                "kinds": {
+                    kind.kind: {"predicted_bytes": kind.predicted_bytes, "allocated_bytes": kind.allocated_bytes}
+                    for kind in memory.kinds
+                },
+            },
+            "bytes_by_axis": {axis.axis: axis.sent_bytes for axis in self.axes},
+            "collectives_by_axis": {axis.axis: axis.collectives for axis in self.axes},
+            "predicted_bytes_by_axis": {axis.axis: axis.predicted_bytes for axis in self.axes},
+            "launches_per_unit": self.launches_per_unit(),
+            "races": list(self.races),
+            "early_frees": list(self.early_frees),
+            "host_reads": [{"what": read.what, "where": read.where, "count": read.count} for read in self.host_reads],
+            "failures": list(self.failures),
+            "host_s": self.host_s,
+            "step_s": self.step_s,
+            "exposed_s": self.exposed_s,
+        }

@@ -1,0 +1,193 @@
+"""A rehearsal for people: tables in the terminal, one self-contained HTML page. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from zeromesh.rehearsal.result import COMPUTE, Memory, Peak, Rehearsal
+from zeromesh.report.build import timeline
+from zeromesh.report.page import Bar, Fact, MemoryChart, Page, Remark, Section, Segment, Table
+from zeromesh.report.text import rich_table
+from zeromesh.units import format_bytes, format_seconds
+
+_KINDS = ("params", "grads", "optimizer", "buffers", "activations", "overhead")
+_READS = 20
+"""Lines of code at which the host waits that are listed."""
+
+
+def print_rehearsal(rehearsals: Sequence[Rehearsal], failures: Sequence[str], console: Console | None = None) -> None:
+    """What the first of the rehearsed ranks would do, and what would fail on any.
+
+    Args:
+        rehearsals: by rank, at least one.
+        failures: of all ranks, differences between them included.
+    """
+    console = console or Console()
+    first = rehearsals[0]
+    console.print(Text(_title(first), style="bold"))
+    console.print(Text(_subtitle(first, rehearsals)))
+    for section in _sections(first):
+        console.print(Text(f"\n{section.title}", style="bold"))
+        console.print(rich_table(section.table))
+    console.print(Text(f"\n{_time(first)}"))
+    for failure in failures:
+        console.print(Text(f"would fail: {failure}", style="bold red"))
+    if not failures:
+        console.print(Text(_nothing_fails(rehearsals), style="green"))
+
+
+def rehearsal_page(rehearsals: Sequence[Rehearsal], failures: Sequence[str]) -> str:
+    """The same as a page, as HTML, with the timeline."""
+    first = rehearsals[0]
+    return Page(
+        title=_title(first),
+        subtitle=_subtitle(first, rehearsals),
+        facts=_facts(first),
+        memory=_chart(first.memory, first.cluster),
+        timeline=timeline(first.trace, first.micro_batches) if first.trace and first.trace.events else None,
+        sections=_sections(first),
+        why=tuple(Remark(name="would fail", strategy="", outcome="excluded", text=text) for text in failures),
+        why_title="What would fail",
+        notes=(_time(first), *(() if failures else (_nothing_fails(rehearsals),))),
+    ).to_html()
+
+
+def _title(first: Rehearsal) -> str:
+    return f"{first.model}, {first.strategy}, as rank {first.rank} of {first.world:,}"
+
+
+def _subtitle(first: Rehearsal, rehearsals: Sequence[Rehearsal]) -> str:
+    mesh = " x ".join(f"{name}={size}" for name, size in first.mesh)
+    others = f"; compared with rank {', '.join(str(other.rank) for other in rehearsals[1:])}" if rehearsals[1:] else ""
+    where = f" of {first.cluster}" if first.cluster else ", no cluster given"
+    return f"mesh {mesh}{where}; {first.micro_batches} micro-batches a step{others}"
+
+
+def _nothing_fails(rehearsals: Sequence[Rehearsal]) -> str:
+    compared = ", and its collectives come in the same order on all of them" if rehearsals[1:] else ""
+    ranks = "rank" if len(rehearsals) == 1 else "ranks"
+    return f"nothing was found that would fail on the {len(rehearsals)} {ranks} rehearsed{compared}"
+
+
+def _time(first: Rehearsal) -> str:
+    host = f"the host needs {format_seconds(first.host_s)} a step on this machine"
+    if first.step_s is None or first.exposed_s is None:
+        return f"{host}; for the time of a step say which cluster: --cluster NAME (see `zeromesh clusters`)"
+    return (
+        f"a step takes {format_seconds(first.step_s, digits=4)} on {first.cluster}, "
+        f"{format_seconds(first.exposed_s)} of it waiting for communication; {host}"
+    )
+
+
+def _sections(first: Rehearsal) -> tuple[Section, ...]:
+    found = [
+        Section(key="state", title="Bytes of one device", table=_state(first.memory)),
+        Section(key="peaks", title="Where the most is in use, phase by phase", table=_peaks(first.memory)),
+        Section(key="traffic", title="Bytes one device sends a step, by axis", table=_traffic(first)),
+        Section(key="launches", title="Launches a step, the most of any block", table=_launches(first)),
+    ]
+    if first.host_reads:
+        found.append(Section(key="reads", title="Where the host waits for the device", table=_reads(first)))
+    return tuple(found)
+
+
+def _state(memory: Memory) -> Table:
+    rows = [(kind.kind, f"{kind.predicted_bytes:,}", f"{kind.allocated_bytes:,}") for kind in memory.kinds]
+    total = ("total", f"{memory.predicted_bytes:,}", f"{memory.allocated_bytes:,}")
+    peak = [
+        ("peak, with activations", "", f"{memory.peak.allocated_bytes:,}"),
+        ("peak, reserved by the allocator", "", f"{memory.peak_reserved_bytes:,}"),
+    ]
+    beside = [("context and communicators", f"{memory.overhead_bytes:,.0f}", "")] if memory.overhead_bytes else []
+    limit = [("usable", f"{memory.limit_bytes:,.0f}", "")] if memory.limit_bytes is not None else []
+    return Table(heads=("kind", "predicted", "allocated"), rows=(*rows, total, *peak, *beside, *limit))
+
+
+def _peaks(memory: Memory) -> Table:
+    """The highest place of each phase, in the order of phases."""
+    highest: dict[str, Peak] = {}
+    for peak in memory.peaks:
+        before = highest.get(peak.place.phase, peak)
+        highest[peak.place.phase] = max(before, peak, key=lambda p: p.allocated_bytes)
+    return Table(
+        heads=("place", "allocated", "reserved by then"),
+        rows=tuple(
+            (str(p.place), format_bytes(p.allocated_bytes), format_bytes(p.reserved_bytes)) for p in highest.values()
+        ),
+    )
+
+
+def _traffic(first: Rehearsal) -> Table:
+    return Table(
+        heads=("axis", "size", "stage", "calls", "predicted", "counted"),
+        rows=tuple(
+            (
+                axis.axis,
+                f"{axis.size:,}",
+                axis.stage,
+                f"{axis.collectives:,}",
+                f"{axis.predicted_bytes:,}",
+                f"{axis.sent_bytes:,}",
+            )
+            for axis in first.axes
+        ),
+    )
+
+
+def _launches(first: Rehearsal) -> Table:
+    lanes = first.launches_per_unit()
+    rows = tuple((lane, f"{lanes[lane]:,}") for lane in sorted(lanes, key=lambda lane: (lane != COMPUTE, lane)))
+    return Table(heads=("lane", "launches"), rows=rows)
+
+
+def _reads(first: Rehearsal) -> Table:
+    return Table(
+        heads=("line", "what", "times a step"),
+        rows=tuple((read.where, read.what, f"{read.count:,}") for read in first.host_reads[:_READS]),
+    )
+
+
+def _facts(first: Rehearsal) -> tuple[Fact, ...]:
+    memory = first.memory
+    facts = [
+        Fact(key="strategy", label="strategy", value=first.strategy),
+        Fact(key="world", label="ranks", value=f"{first.world:,}"),
+        Fact(key="peak", label="peak memory", value=format_bytes(memory.peak.allocated_bytes)),
+        Fact(key="reserved", label="reserved", value=format_bytes(memory.peak_reserved_bytes)),
+        Fact(key="host_s", label="host time of a step", value=format_seconds(first.host_s)),
+    ]
+    if first.step_s is not None:
+        facts.insert(2, Fact(key="step_s", label="step time", value=format_seconds(first.step_s, digits=4)))
+    return tuple(facts)
+
+
+def _chart(memory: Memory, cluster: str) -> MemoryChart:
+    held = {kind.kind: float(kind.allocated_bytes) for kind in memory.kinds}
+    held |= {"overhead": memory.overhead_bytes}
+    rest, peak = held | {"activations": 0.0}, held | {"activations": float(memory.activations_bytes)}
+    most = max(sum(peak.values()), memory.limit_bytes or 0.0) * 1.05
+    bars = (_bar("between steps", rest, most), _bar(f"at the peak: {memory.peak.place}", peak, most))
+    if memory.limit_bytes is None:
+        return MemoryChart(kinds=_KINDS, bars=bars)
+    return MemoryChart(
+        kinds=_KINDS,
+        bars=bars,
+        limit=100 * memory.limit_bytes / most,
+        limit_label=f"{format_bytes(memory.limit_bytes)} usable of a device of {cluster}",
+        limit_bytes=memory.limit_bytes,
+    )
+
+
+def _bar(label: str, held: dict[str, float], most: float) -> Bar:
+    left, segments = 0.0, []
+    for kind in _KINDS:
+        size = held.get(kind, 0.0)
+        width = 100 * size / most
+        text = f"{kind}: {format_bytes(size)}"
+        segments.append(Segment(kind=kind, left=left, width=width, label=text, value_bytes=size))
+        left += width
+    total = sum(held.values())
+    return Bar(label=label, total_bytes=total, total=format_bytes(total), segments=tuple(segments))

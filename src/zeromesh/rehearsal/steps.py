@@ -1,0 +1,235 @@
+"""Takes steps of a sharded model on the virtual device, and says what they would do.
+
+[Note: Steps] The first step makes what later ones find: the optimizer's states, the order of units. The second is taken
+as it is, and timed: the host's seconds, of its processor, since nothing here is waited for. The third is checked for
+races, early frees and host reads. The fourth and fifth are recorded for the timeline, which is in a steady state from
+the first one's refreshes on: the fifth's is shown. Peaks are those of all of them, and of `zm.shard`.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import zeromesh
+from zeromesh import simdev
+from zeromesh.cluster import Cluster
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.engine import Engine
+from zeromesh.observe.report import memory_report, traffic_report
+from zeromesh.rehearsal.hardware import Hardware
+from zeromesh.rehearsal.places import Places
+from zeromesh.rehearsal.result import AxisBytes, HostRead, KindBytes, Launches, Memory, Peak, Place, Rehearsal
+from zeromesh.rehearsal.timeline import TimedStep, replay
+from zeromesh.rehearsal.watch import Watch
+from zeromesh.schedule import Role
+
+_SOURCES = Path(zeromesh.__file__).parent.parent
+
+_COMMUNICATORS = 2
+"""Of each axis: one for gathers, one for reductions."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    """What the steps have shown so far."""
+
+    host_s: float = 0.0
+    axes: tuple[AxisBytes, ...] = ()
+    races: tuple[str, ...] = ()
+    early_frees: tuple[str, ...] = ()
+    host_reads: tuple[HostRead, ...] = ()
+    watch: Watch | None = None
+    timed: tuple[TimedStep, ...] = ()
+    failures: list[str] = field(default_factory=list)
+
+
+class Peaks:
+    """The most that is in use in each place, in the order in which places are first come to."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[Place, Peak] = {}
+        self._growth: list[Peak] = []
+        simdev.reset_peak_memory()
+
+    def left(self, place: Place) -> None:
+        """What has been in use since the last place was left, was so in this one."""
+        stats = simdev.memory_stats()
+        now = Peak(place=place, allocated_bytes=stats.peak_allocated_bytes, reserved_bytes=stats.peak_reserved_bytes)
+        before = self._by_place.get(place, now)
+        self._by_place[place] = max(now, before, key=lambda peak: peak.allocated_bytes)
+        if not self._growth or now.reserved_bytes > self._growth[-1].reserved_bytes:
+            self._growth.append(now)
+        simdev.reset_peak_memory()
+
+    def all(self) -> tuple[Peak, ...]:
+        """By place."""
+        return tuple(self._by_place.values())
+
+    def growth(self) -> tuple[Peak, ...]:
+        """In the order of time, where more was reserved than before."""
+        return tuple(self._growth)
+
+
+class Stage:
+    """Where one rank rehearses: what is built, sharded and stepped here is watched.
+
+    Args:
+        cluster: of the mesh's sizes; None for no timeline.
+    """
+
+    def __init__(self, cluster: Cluster | None) -> None:
+        self.hardware = None if cluster is None else Hardware.of(cluster)
+        self.peaks = Peaks()
+        self.places = Places(self.peaks.left)
+
+    def take(
+        self,
+        step: Callable[[], object],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        rank: int,
+    ) -> Rehearsal:
+        """What steps of a sharded model would do: [Note: Steps].
+
+        Args:
+            step: a whole one, the optimizer's included.
+            model, optimizer: that it trains.
+            rank: which this process is.
+        """
+        engine, found = engine_of(model), _Found()
+        with self.places.follow(engine):
+            try:
+                self._take(step, model, engine, found)
+            except Exception as error:  # the user's code: whatever it raises is what it would raise
+                found.failures.append(f"in {self.places.now}: {_said(error)}")
+        return self._result(engine, model, optimizer, found, rank)
+
+    def _take(self, step: Callable[[], object], model: nn.Module, engine: Engine, found: _Found) -> None:
+        step()
+        seen, began = self.places, time.process_time()
+        with traffic_report(model, micro_batches=seen.micro_batches, recompute=seen.recomputes) as traffic:
+            step()
+        found.host_s = time.process_time() - began
+        calls = Counter(call.axis for call in traffic.calls)
+        found.axes = tuple(
+            AxisBytes(
+                axis=line.axis,
+                size=line.size,
+                stage=line.stage,
+                predicted_bytes=line.predicted_bytes,
+                sent_bytes=line.sent_bytes,
+                collectives=calls[line.axis],
+            )
+            for line in traffic.lines()
+        )
+        with simdev.Checker() as checker:
+            step()
+        found.races = tuple(dict.fromkeys(str(race) for race in checker.races))
+        found.early_frees = tuple(dict.fromkeys(str(free) for free in checker.early_frees))
+        found.host_reads = host_reads(checker)
+        found.watch = self._record(step, engine)
+        if self.hardware is not None:
+            whole_s = found.watch.step_s
+            found.timed = replay(
+                found.watch.issued,
+                label=f"{engine.schedule.layout.strategy} on {self.hardware.cluster.name} (rehearsed)",
+                contention=self.hardware.constants.contention,
+                host_scale=found.host_s / whole_s if whole_s else 1.0,
+            )
+
+    def _record(self, step: Callable[[], object], engine: Engine) -> Watch:
+        watch = Watch(
+            places=self.places,
+            hardware=self.hardware,
+            axes={axis.name: axis for axis in engine.schedule.layout.axes},
+        )
+        with simdev.Recorder(watch):
+            for _ in range(2):
+                watch.begin()
+                step()
+                watch.end()
+        return watch
+
+    def _result(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        found: _Found,
+        rank: int,
+    ) -> Rehearsal:
+        *kinds, _total = memory_report(model, optimizer)
+        hardware, layout = self.hardware, engine.schedule.layout
+        communicators = _COMMUNICATORS * sum(axis.size > 1 for axis in layout.axes)
+        watch = found.watch
+        last = found.timed[-1] if found.timed else None
+        return Rehearsal(
+            model=type(model).__name__,
+            strategy=str(layout.strategy),
+            mesh=layout.mesh[::-1],
+            world=layout.world,
+            rank=rank,
+            micro_batches=self.places.micro_batches,
+            cluster="" if hardware is None else hardware.cluster.name,
+            memory=Memory(
+                kinds=tuple(
+                    KindBytes(
+                        kind=line.kind, predicted_bytes=line.predicted_bytes, allocated_bytes=line.allocated_bytes
+                    )
+                    for line in kinds
+                ),
+                rest_bytes=simdev.memory_stats().allocated_bytes,
+                peaks=self.peaks.all(),
+                growth=self.peaks.growth(),
+                overhead_bytes=0.0 if hardware is None else hardware.overhead_bytes(communicators),
+                limit_bytes=None if hardware is None else hardware.limit_bytes,
+            ),
+            axes=found.axes,
+            launches=tuple(
+                Launches(unit=unit, lane=lane, count=count)
+                for (unit, lane), count in (watch.launches if watch else {}).items()
+            ),
+            blocks=tuple(unit.name for unit in engine.schedule.units if unit.role is Role.BLOCK),
+            races=found.races,
+            early_frees=found.early_frees,
+            host_reads=found.host_reads,
+            calls=tuple(watch.calls) if watch else (),
+            failures=tuple(found.failures),
+            host_s=found.host_s,
+            step_s=None if last is None else last.seconds,
+            exposed_s=None if last is None else last.trace.seconds(kind="wait"),
+            trace=None if last is None else last.trace,
+        )
+
+
+def host_reads(checker: simdev.Checker) -> tuple[HostRead, ...]:
+    """By line of code, those that come most often first; where the host waits without reading among them."""
+    counts = Counter((read.operation, _short(read.where)) for read in (*checker.host_reads, *checker.host_waits))
+    return tuple(HostRead(what=what, where=where, count=count) for (what, where), count in counts.most_common())
+
+
+def _short(where: str) -> str:
+    """A file of a package from its name on, another as seen from here."""
+    for root in (*site.getsitepackages(), str(_SOURCES)):
+        if where.startswith(f"{root}{os.sep}"):
+            return where.removeprefix(f"{root}{os.sep}")
+    return where.removeprefix(f"{os.getcwd()}{os.sep}")
+
+
+def _said(error: Exception) -> str:
+    """The error, and the last line of the user's own code before it."""
+    passed_over = (str(Path(torch.__file__).parent), str(Path(zeromesh.__file__).parent))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed_over)]
+    where = f" ({_short(f'{frames[-1].filename}:{frames[-1].lineno}')})" if frames else ""
+    return f"{type(error).__name__}: {error}".rstrip() + where

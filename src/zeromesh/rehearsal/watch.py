@@ -1,0 +1,178 @@
+"""Hears of everything that a step issues on the virtual device, and keeps what counts and timelines are made of."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch._ops import OpOverload
+
+from zeromesh.cost.collective import FREE, Operation
+from zeromesh.rehearsal.hardware import Hardware
+from zeromesh.rehearsal.places import Places
+from zeromesh.rehearsal.result import COMPUTE, Call
+from zeromesh.rehearsal.timeline import Communication, Issued, Kernel, Order, OrderKind, StepEnd
+from zeromesh.simdev import recorder
+from zeromesh.strategy import Axis
+
+EVERYONE = "mesh"
+"""The name of the group of all ranks, beside those of the axes."""
+
+_NO_KERNEL = (
+    "aten::empty",
+    "aten::new_empty",
+    "aten::resize_",
+    "aten::set_",
+    "aten::_local_scalar_dense",
+    "aten::lift",
+)
+"""How the names of operators begin for which a device launches nothing."""
+
+_ORDERS: dict[str, OrderKind] = {
+    "record": "record",
+    "wait": "wait",
+    "host waits for event": "host event",
+    "host waits for stream": "host stream",
+    "host waits for device": "host all",
+}
+"""The device's words for orders, and the timeline's."""
+
+_OPERATIONS: dict[str, Operation] = {
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+}
+"""What the cost model calls what the device does; all else goes from all to all."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """Called by the device of every kernel, collective and order, in the order in which the host issues them.
+
+    Args:
+        places: where the step is.
+        hardware: whose seconds count; None counts no seconds.
+        axes: of the layout, by name.
+
+    Attributes:
+        issued: everything, for `replay`.
+        launches: by (unit, lane).
+        calls: the collectives.
+        host_s: processor seconds of the recording, less what this object has taken.
+        step_s: of that, the last step's.
+    """
+
+    places: Places
+    hardware: Hardware | None
+    axes: Mapping[str, Axis]
+    issued: list[Issued] = field(default_factory=list)
+    launches: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: list[Call] = field(default_factory=list)
+    host_s: float = 0.0
+    step_s: float = 0.0
+    _left_s: float = field(default_factory=time.process_time)
+
+    def begin(self) -> None:
+        """A step begins: what was counted was another's."""
+        self.launches.clear()
+        self.calls.clear()
+        self.step_s = -self.host_s
+        self._left_s = time.process_time()
+
+    def end(self) -> None:
+        """It has ended."""
+        self.host_s += time.process_time() - self._left_s
+        self.step_s += self.host_s
+        self.issued.append(StepEnd(at_s=self.host_s))
+        self._left_s = time.process_time()
+
+    def __call__(self, entry: recorder.Entry) -> None:
+        self.host_s += time.process_time() - self._left_s
+        match entry:
+            case recorder.Kernel():
+                self._kernel(entry)
+            case recorder.Collective():
+                self._collective(entry)
+            case recorder.Order():
+                self.issued.append(
+                    Order(at_s=self.host_s, kind=_ORDERS[entry.kind], stream=entry.stream, event=entry.event)
+                )
+        self._left_s = time.process_time()
+
+    def _kernel(self, kernel: recorder.Kernel) -> None:
+        operator = _operator(kernel.name)
+        if kernel.name.startswith(_NO_KERNEL) or (operator is not None and operator.is_view):
+            return
+        seconds = 0.0
+        if self.hardware is not None:
+            result = kernel.results[0] if len(kernel.results) == 1 else kernel.results
+            backward = self.places.now.phase == "backward"
+            seconds = self.hardware.kernels.seconds(operator, kernel.arguments, result, backward=backward)
+        self._launched()
+        self.issued.append(
+            Kernel(
+                at_s=self.host_s,
+                stream=kernel.stream,
+                seconds=seconds,
+                place=self.places.now,
+                lane=self.places.lane,
+                micro_batch=self.places.micro_batch,
+            )
+        )
+
+    def _collective(self, sent: recorder.Collective) -> None:
+        axis = sent.group.rpartition(" ")[0]  # our groups say which axis they are of, and what they are for
+        axis = axis if axis in self.axes else EVERYONE
+        self.calls.append(Call(axis=axis, operation=sent.name, sent_bytes=sent.sent_bytes))
+        self._launched()
+        operation, cost = _OPERATIONS.get(sent.name, "all_to_all"), FREE
+        if self.hardware is not None and sent.ranks > 1:
+            over = [self.axes[axis]] if axis in self.axes else list(self.axes.values())
+            cost = self.hardware.collective(over, operation, whole_bytes(operation, sent.ranks, sent.sent_bytes))
+        self.issued.append(
+            Communication(
+                at_s=self.host_s,
+                stream=sent.stream,
+                cost=cost,
+                operation=sent.name,
+                axis=axis,
+                unit=self.places.unit,
+                sent_bytes=float(sent.sent_bytes),
+                lane=self.places.lane if self.places.lane != COMPUTE else "words",
+                micro_batch=self.places.micro_batch,
+            )
+        )
+
+    def _launched(self) -> None:
+        unit = self.places.unit
+        if unit is not None:
+            self.launches[unit, self.places.lane] += 1
+
+
+def whole_bytes(operation: Operation, ranks: int, sent_bytes: float) -> float:
+    """Of the buffer that a collective is about, from what one rank sends of it.
+
+    >>> whole_bytes("all_gather", 4, 300), whole_bytes("all_reduce", 4, 600)
+    (400.0, 400.0)
+    """
+    if operation == "broadcast":
+        return sent_bytes
+    passes = 2 if operation == "all_reduce" else 1
+    return sent_bytes * ranks / (ranks - 1) / passes
+
+
+@cache
+def _operator(name: str) -> OpOverload | None:
+    """The operator of a full name; None for a copy, which the device tells of by what it copies alone."""
+    if "::" not in name or name == "aten::copy_":
+        return None
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    found = getattr(packet, overload or "default", None)
+    return found if isinstance(found, OpOverload) else None

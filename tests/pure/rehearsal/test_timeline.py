@@ -1,0 +1,99 @@
+"""Virtual clocks of streams, against times worked out by hand."""
+
+from __future__ import annotations
+
+from zeromesh.cost.collective import CollectiveCost
+from zeromesh.rehearsal.result import Place
+from zeromesh.rehearsal.timeline import Communication, Issued, Kernel, Order, StepEnd, TimedStep, replay
+
+FORWARD, BACKWARD = Place(phase="forward", unit="layers.0"), Place(phase="backward", unit="layers.0")
+
+
+def kernel(
+    seconds: float, place: Place = FORWARD, *, at_s: float = 0.0, stream: int = 0, lane: str = "compute"
+) -> Kernel:
+    return Kernel(at_s=at_s, stream=stream, seconds=seconds, place=place, lane=lane)
+
+
+def gather(latency_s: float, busy_s: float, *, stream: int = 1, level: int = 0, lane: str = "unshard") -> Communication:
+    return Communication(
+        at_s=0.0,
+        stream=stream,
+        cost=CollectiveCost(seconds=latency_s + busy_s, busy=((level, busy_s),)),
+        operation="all_gather",
+        axis="node",
+        unit="layers.0",
+        sent_bytes=8.0,
+        lane=lane,
+    )
+
+
+def after(event: int, of: int, stream: int) -> tuple[Order, Order]:
+    """`stream` goes on after what `of` has been given so far."""
+    return (
+        Order(at_s=0.0, kind="record", stream=of, event=event),
+        Order(at_s=0.0, kind="wait", stream=stream, event=event),
+    )
+
+
+def run(*issued: Issued, contention: float = 1.0, host_scale: float = 1.0) -> TimedStep:
+    at_s = issued[-1].at_s
+    (step,) = replay([*issued, StepEnd(at_s=at_s)], label="", contention=contention, host_scale=host_scale)
+    return step
+
+
+def test_streams_run_side_by_side_and_a_wait_is_what_is_left() -> None:
+    step = run(gather(1.0, 4.0), kernel(2.0), *after(7, of=1, stream=0), kernel(1.0, BACKWARD))
+    assert step.seconds == 6.0
+    assert [(e.name, e.start_s, e.end_s) for e in step.trace.events if e.resource == "compute"] == [
+        ("forward", 0.0, 2.0),
+        ("wait", 2.0, 5.0),
+        ("backward", 5.0, 6.0),
+    ]
+    (sent,) = [event for event in step.trace.events if event.kind == "communicate"]
+    assert (sent.resource, sent.name, sent.start_s, sent.end_s) == ("unshard/node", "unshard all_gather", 0.0, 5.0)
+
+
+def test_a_wait_for_what_has_ended_is_none() -> None:
+    step = run(gather(0.0, 1.0), kernel(2.0), *after(7, of=1, stream=0), kernel(1.0))
+    assert step.seconds == 3.0
+    assert step.trace.seconds(kind="wait") == 0.0
+
+
+def test_a_device_stands_still_where_the_host_is_late() -> None:
+    step = run(kernel(1.0), kernel(1.0, BACKWARD, at_s=3.0))
+    assert step.seconds == 4.0
+    assert run(kernel(1.0), kernel(1.0, BACKWARD, at_s=3.0), host_scale=0.5).seconds == 2.5
+
+
+def test_a_host_that_reads_no_longer_runs_ahead() -> None:
+    """Both kernels are issued in the first second; the read lets the host issue the second one when the first ends."""
+    read = Order(at_s=0.5, kind="host stream", stream=0)
+    assert run(kernel(5.0), kernel(1.0, BACKWARD, at_s=1.0)).seconds == 6.0
+    assert run(kernel(5.0), read, kernel(1.0, BACKWARD, at_s=1.0)).seconds == 6.5
+
+
+def test_kernels_take_longer_beside_collectives() -> None:
+    """Two of three seconds are beside the collective, which costs them a tenth each."""
+    assert run(gather(0.0, 2.0), kernel(3.0), contention=1.1).seconds == 3.0 + 0.2
+
+
+def test_collectives_share_a_link_and_not_different_ones() -> None:
+    """The second one, of 4 s, finds the link in use for 4 s."""
+    shared = run(gather(0.0, 4.0), gather(0.0, 4.0, stream=2, lane="reduce"), *after(1, of=2, stream=0), kernel(1.0))
+    apart = run(gather(0.0, 4.0), gather(0.0, 4.0, stream=2, level=1), *after(1, of=2, stream=0), kernel(1.0))
+    assert (shared.seconds, apart.seconds) == (9.0, 5.0)
+
+
+def test_a_step_begins_where_the_computation_has_ended_the_one_before() -> None:
+    issued = [
+        kernel(2.0),
+        gather(0.0, 9.0),
+        StepEnd(at_s=0.0),
+        *after(3, of=1, stream=0),
+        kernel(1.0),
+        StepEnd(at_s=0.0),
+    ]
+    first, second = replay(issued, label="", contention=1.0, host_scale=1.0)
+    assert (first.seconds, second.seconds) == (2.0, 8.0)
+    assert second.trace.seconds(kind="wait") == 7.0

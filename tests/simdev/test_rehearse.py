@@ -1,0 +1,222 @@
+"""`zm.rehearse` and a configuration's steps on the virtual device, against what is counted on real ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeromesh as zm
+from tests.dist.pool import Pool, shared
+from tests.dist.train.harness import build_tiny, config, write_text
+from tests.simdev.ranks import alone
+from zeromesh.cluster import find_cluster
+from zeromesh.errors import InputError, MeshError
+from zeromesh.observe.report import memory_report, traffic_report
+from zeromesh.rehearsal.compare import failures_of
+from zeromesh.rehearsal.show import rehearsal_page
+
+WIDTH = 256
+MESH = {"cluster": 128, "node": 8}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build(mesh, strategy="node=3,cluster=1"):
+    with torch.device("meta"):
+        model = Model()
+    model = zm.shard(model, mesh, strategy, param_dtype=torch.bfloat16)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def step(model, optimizer, rows=64):
+    for index in range(2):
+        with zm.accumulate(model, last=index == 1):
+            x = torch.zeros(rows, WIDTH, device="simdev", dtype=torch.bfloat16)
+            model(x).float().square().mean().backward()
+    zm.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@alone(virtual=True)
+def test_a_step_of_ones_own_on_1024_ranks():
+    found = zm.rehearse(step, build, mesh=MESH, rank=1000, cluster="a800-8x-hdr")
+    assert not failures_of([found]), failures_of([found])
+    memory = found.memory
+    assert memory.predicted_bytes == memory.allocated_bytes > 0
+    assert memory.peak.allocated_bytes > memory.rest_bytes >= memory.allocated_bytes
+    # Of 64 rows, a block keeps its input, the wide sum and its tanh for the backward.
+    assert memory.activations_bytes >= 4 * 64 * 9 * WIDTH * 2
+    assert memory.peak_reserved_bytes >= memory.peak.allocated_bytes and memory.fails_at is None
+    for axis in found.axes:
+        assert axis.sent_bytes == axis.predicted_bytes > 0
+    launches = found.launches_per_unit()
+    assert launches["compute"] > 20
+    # In each of two micro-batches: a copy and a gather for the forward and, but for the last blocks, for the backward;
+    # the backend's reduction and the sum onto what is there.
+    assert (launches["unshard"], launches["reduce"]) == (8, 4)
+    assert launches["boundary"] <= 4 and launches["refresh"] <= 2
+    assert not found.host_reads or all("zeromesh/engine/control.py" in read.where for read in found.host_reads)
+    assert found.to_json()["memory"]["peak_at"] == str(memory.peak.place)
+
+
+@alone(virtual=True)
+def test_seconds_are_those_of_kernels_and_links():
+    """Twice the rows, longer kernels; the same bytes; and a cluster of slower links only communicates longer."""
+    cluster = find_cluster("a800-8x-hdr")
+    levels = [replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s / 50) for level in cluster.levels]
+    slow = replace(cluster, levels=tuple(levels))
+
+    def run(rows, where):
+        return zm.rehearse(lambda m, o: step(m, o, rows), build, mesh=MESH, cluster=where).trace
+
+    few, many, slower = run(1 << 14, cluster), run(1 << 15, cluster), run(1 << 14, slow)
+    assert 1.8 < many.seconds(kind="compute", name="backward") / few.seconds(kind="compute", name="backward") < 2.2
+    assert slower.seconds(kind="communicate", axis="node") > 4 * few.seconds(kind="communicate", axis="node")
+    assert slower.seconds(kind="wait") > few.seconds(kind="wait")
+    assert few.sent_bytes(axis="cluster") == slower.sent_bytes(axis="cluster") > 0
+
+
+@alone(virtual=True)
+def test_it_says_where_memory_runs_out():
+    cluster = find_cluster("a800-8x-hdr")
+    device = replace(cluster.device, memory_bytes=1.9e9)  # most of it is the context's
+    found = zm.rehearse(lambda m, o: step(m, o, 1 << 14), build, mesh=MESH, cluster=replace(cluster, device=device))
+    assert found.memory.fails_at is not None and found.memory.fails_at.place.phase == "forward"
+    (said,) = failures_of([found])
+    assert "does not fit: it needs" in said and "it runs out in the forward of blocks." in said
+    assert found.step_s is not None  # it goes on nevertheless
+    assert "it runs out in the forward" in rehearsal_page([found], [said])
+
+
+@alone(virtual=True)
+def test_ranks_that_issue_different_collectives_are_found():
+    def uneven(model, optimizer):
+        step(model, optimizer)
+        if dist.get_rank() == 3:
+            dist.all_reduce(torch.zeros(7, device="simdev"))
+
+    same = [zm.rehearse(step, build, mesh=MESH, rank=rank) for rank in (0, 3)]
+    assert failures_of(same) == ()
+    found = [zm.rehearse(uneven, build, mesh=MESH, rank=rank) for rank in (0, 3)]
+    (said,) = failures_of(found)
+    assert "ranks 0 and 3 issue different collectives" in said
+    assert "none on rank 0, all_reduce over mesh that sends 55 bytes on rank 3" in said
+
+
+@alone(virtual=True)
+def test_what_the_step_would_raise_is_said_with_its_place():
+    def mixed(model, optimizer):
+        model(torch.zeros(2, WIDTH + 1, device="simdev")).sum().backward()
+
+    found = zm.rehearse(mixed, build, mesh=MESH)
+    (said,) = found.failures
+    assert "in the forward of blocks.0: RuntimeError: mat1 and mat2 shapes" in said and "test_rehearse.py:" in said
+    assert found.step_s is None and found.memory.allocated_bytes > 0
+
+
+@alone(virtual=True)
+def test_an_operator_without_a_meta_kernel_is_named():
+    with torch.library._scoped_library("rehearsed", "DEF") as library:
+        library.define("strange(Tensor x) -> Tensor")
+        library.impl("strange", lambda x: x.clone(), "CPU")
+
+        def strange(model, optimizer):
+            torch.ops.rehearsed.strange(model(torch.zeros(2048, 1 << 10, WIDTH, device="simdev", dtype=torch.bfloat16)))
+
+        found = zm.rehearse(strange, build, mesh=MESH)
+    (said,) = found.failures
+    assert "rehearsed::strange cannot run on the virtual device" in said and "register_fake" in said
+
+
+@alone(virtual=True)
+def test_wrong_input_is_one_message():
+    with pytest.raises(MeshError, match="ranks of this mesh are 0 to 1023, got 1024"):
+        zm.rehearse(step, build, mesh=MESH, rank=1024)
+    with pytest.raises(InputError, match="outermost first cluster, node; the mesh has node"):
+        zm.rehearse(step, build, mesh={"node": 8}, cluster="a800-8x-hdr")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(InputError, match="this process has one: rehearse before init_process_group"):
+        zm.rehearse(step, build, mesh=MESH)
+    dist.destroy_process_group()
+
+
+def trained(run_config):
+    """On a real rank: what the second of two steps allocates and sends, and the workspace of gloo's collectives."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from zeromesh.engine.api import engine_of
+    from zeromesh.launch.ranks import Ranks
+    from zeromesh.train.corpus import read_corpus
+    from zeromesh.train.loop import make_trainer
+
+    mesh = init_device_mesh("cpu", tuple(run_config.mesh.values()), mesh_dim_names=tuple(run_config.mesh))
+    ranks = Ranks(rank=dist.get_rank(), world=dist.get_world_size(), device=torch.device("cpu"), mesh=mesh)
+    corpus = read_corpus(run_config.data)
+    trainer = make_trainer(run_config, ranks, corpus, build_tiny(run_config.model, corpus.vocab_size))
+    trainer.step(0)
+    with traffic_report(trainer.model, micro_batches=trainer.sampler.micro_batches) as traffic:
+        trainer.step(0)
+    memory = {line.kind: line.allocated_bytes for line in memory_report(trainer.model, trainer.optimizer)}
+    workspace = sum(engine_of(trainer.model).schedule.memory.workspace.values())
+    calls = [(call.axis, call.operation, call.sent_bytes) for call in traffic.calls]
+    return memory, workspace, sorted(calls)
+
+
+def rehearsed(run_config, rank):
+    from zeromesh.rehearsal.training import rehearse_training
+
+    with mock.patch("zeromesh.rehearsal.training.build_language_model", build_tiny):
+        found = rehearse_training(run_config, rank)
+    assert not found.failures, found.failures
+    return found
+
+
+@alone(virtual=True)
+def rehearse_and_compare(run_config, rank, memory, workspace, calls):
+    found = rehearsed(run_config, rank)
+    kinds = {kind.kind: kind.allocated_bytes for kind in found.memory.kinds}
+    # Gloo's collectives work in memory of their own, a device's do not: the rest is the same, to the byte.
+    assert kinds == {
+        **{k: memory[k] for k in ("params", "grads", "optimizer")},
+        "buffers": memory["buffers"] - workspace,
+    }
+    assert found.memory.predicted_bytes == found.memory.allocated_bytes
+    sent = {axis: sum(bytes_ for name, _, bytes_ in calls if name == axis) for axis in run_config.mesh}
+    assert {axis.axis: axis.sent_bytes for axis in found.axes} == sent
+    # Not what a backend launches for each, which differs: the engine's collectives.
+    count = {axis: sum(name == axis for name, _, _ in calls) for axis in run_config.mesh}
+    assert {axis.axis: axis.collectives for axis in found.axes} == count
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=2,cluster=0", "node=3,cluster=3k"])
+def test_a_rehearsal_counts_what_real_ranks_count(tmp_path: Path, strategy: str) -> None:
+    run_config = config(write_text(tmp_path), (("cluster", 2), ("node", 2)), strategy, checkpoint={})
+    pool: Pool = shared()
+    for rank, (memory, workspace, calls) in enumerate(pool.run(4, trained, run_config)):
+        if rank in (0, 3):
+            rehearse_and_compare(run_config, rank, memory, workspace, calls)
