@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -15,6 +18,7 @@ import zeromesh as zm
 from tests.dist.pool import Pool, shared
 from tests.dist.train.harness import build_tiny, config, write_text
 from tests.simdev.ranks import alone
+from zeromesh.cli.app import main
 from zeromesh.cluster import find_cluster
 from zeromesh.errors import InputError, MeshError
 from zeromesh.observe.report import memory_report, traffic_report
@@ -23,6 +27,7 @@ from zeromesh.rehearsal.show import rehearsal_page
 
 WIDTH = 256
 MESH = {"cluster": 128, "node": 8}
+FAKE_TRANSFORMERS = Path(__file__).parents[1] / "local" / "train" / "fake"
 
 
 class Block(nn.Module):
@@ -220,3 +225,53 @@ def test_a_rehearsal_counts_what_real_ranks_count(tmp_path: Path, strategy: str)
     for rank, (memory, workspace, calls) in enumerate(pool.run(4, trained, run_config)):
         if rank in (0, 3):
             rehearse_and_compare(run_config, rank, memory, workspace, calls)
+
+
+CONFIG = """
+strategy = "node=3,cluster=1"
+mesh = { cluster = 64, node = 8 }
+cluster = "a800-8x-hdr"
+[run]
+directory = "out"
+steps = 2
+[model]
+config = { model_type = "tiny" }
+[data]
+files = ["text/*.txt"]
+seq_len = 12
+holdout = 0
+[batch]
+global_sequences = 1024
+micro = 1
+[optimizer]
+lr = 1e-2
+"""
+
+
+def test_the_command_rehearses_ranks_in_processes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (write_text(tmp_path) / "run.toml").write_text(CONFIG)
+    monkeypatch.setenv("PYTHONPATH", str(FAKE_TRANSFORMERS))
+    arguments = ["--rank", "0", "--rank", "511", "--world", "512", "--json"]
+    files = ["--report", str(tmp_path / "page.html"), "--trace", str(tmp_path / "trace.json")]
+    monkeypatch.setattr(sys, "argv", ["zeromesh", "rehearse", str(tmp_path / "run.toml"), *arguments, *files])
+    with contextlib.suppress(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    (other,) = found["others"]
+    assert (found["world"], found["rank"], other["rank"], found["failures"]) == (512, 0, 511, [])
+    memory = found["memory"]
+    assert memory["predicted_bytes"] == memory["allocated_bytes"] <= memory["peak_allocated_bytes"]
+    assert memory["peak_allocated_bytes"] <= memory["peak_reserved_bytes"] and memory["fits"] is True
+    assert found["races"] == found["early_frees"] == [] and found["launches_per_unit"]["compute"] > 0
+    assert {read["where"].split(":")[0] for read in found["host_reads"]} == {
+        "zeromesh/engine/control.py",
+        "zeromesh/train/loop.py",
+    }
+    assert found["bytes_by_axis"] == found["predicted_bytes_by_axis"] and set(found["bytes_by_axis"]) == set(MESH)
+    assert found["step_s"] > 0 and found["host_s"] > 0
+    assert "as rank 0 of 512" in (tmp_path / "page.html").read_text()
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert not (tmp_path / "out").exists()

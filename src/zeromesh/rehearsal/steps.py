@@ -25,7 +25,7 @@ from zeromesh import simdev
 from zeromesh.cluster import Cluster
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
-from zeromesh.observe.report import memory_report, traffic_report
+from zeromesh.observe.report import memory_report, persistent, traffic_report
 from zeromesh.rehearsal.hardware import Hardware
 from zeromesh.rehearsal.places import Places
 from zeromesh.rehearsal.result import AxisBytes, HostRead, KindBytes, Launches, Memory, Peak, Place, Rehearsal
@@ -34,6 +34,9 @@ from zeromesh.rehearsal.watch import Watch
 from zeromesh.schedule import Role
 
 _SOURCES = Path(zeromesh.__file__).parent.parent
+
+_UNKNOWN_BYTES = 2 << 20
+"""Of what the virtual device never knows the values of."""
 
 _COMMUNICATORS = 2
 """Of each axis: one for gathers, one for reductions."""
@@ -108,6 +111,7 @@ class Stage:
             rank: which this process is.
         """
         engine, found = engine_of(model), _Found()
+        _forget_values(engine)
         with self.places.follow(engine):
             try:
                 self._take(step, model, engine, found)
@@ -211,6 +215,15 @@ class Stage:
             exposed_s=None if last is None else last.trace.seconds(kind="wait"),
             trace=None if last is None else last.trace,
         )
+
+
+def _forget_values(engine: Engine) -> None:
+    """Weights become shapes also where they are so small that the device would know their values: a model's on the meta
+    device are drawn on the first rank alone, and a step that finds NaN is another one than that which trains."""
+    for unit in engine.units:
+        for tensor in (tensor for buffer in unit.buffers for tensor in persistent(buffer).values()):
+            unknown = torch.empty(max(tensor.numel(), _UNKNOWN_BYTES), dtype=tensor.dtype, device=tensor.device)
+            tensor.copy_(unknown[: tensor.numel()])
 
 
 def host_reads(checker: simdev.Checker) -> tuple[HostRead, ...]:
