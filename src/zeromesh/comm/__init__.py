@@ -10,10 +10,12 @@ from zeromesh.comm.collectives import (
 )
 from zeromesh.comm.groups import AxisGroup, Sent, make_groups, mesh_group
 from zeromesh.comm.lane import Lane, Ticket
+from zeromesh.comm.transport import Message, pass_on
 
 __all__ = [
     "AxisGroup",
     "Lane",
+    "Message",
     "Sent",
     "Ticket",
     "all_gather",
@@ -21,6 +23,7 @@ __all__ = [
     "all_reduce_max",
     "make_groups",
     "mesh_group",
+    "pass_on",
     "reduce_scatter",
     "sums_natively",
     "workspace_bytes",

@@ -46,7 +46,7 @@ class Sent:
     """What one rank handed to the transport for one collective.
 
     Args:
-        operation: `all_gather`, `reduce_scatter` or `all_reduce`.
+        operation: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
         axis: name of the axis.
         sent_bytes: payload to other ranks.
         messages: number of sends, or of native collectives.

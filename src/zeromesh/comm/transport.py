@@ -162,6 +162,32 @@ def swap(exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor
     wait_for_all(waits)
 
 
+def pass_on(arriving: Sequence[Message], leaving: Sequence[Message], group: AxisGroup, *, reduced: bool) -> None:
+    """An all-to-all of any number of tensors of any lengths and dtypes, from where they lie to where they are to be.
+
+    Args:
+        arriving, leaving: flat tensors and the ranks that they come from or go to; of any two ranks, what one sends is
+            in its order what the other expects.
+        group: all of whose ranks call this, also those without messages.
+        reduced: whether it takes its turn among the reductions, else among the gathers.
+    """
+    host = group.backend == "gloo" and group.device_type != "cpu"  # for tests, as `comm.host`
+    landing = [(tensor.cpu() if host else tensor, peer) for tensor, peer in arriving]
+    sending = [(tensor.cpu() if host else tensor, peer) for tensor, peer in leaving]
+    exchange = Exchange(group, group.reduce if reduced else group.gather, "all_to_all")
+    exchange.post(_in_pieces(landing, group), _in_pieces(sending, group))()
+    exchange.finish()
+    if host:
+        for (tensor, _), (landed, _) in zip(arriving, landing, strict=True):
+            tensor.copy_(landed)
+
+
+def _in_pieces(messages: Sequence[Message], group: AxisGroup) -> Sequence[Message]:
+    if group.backend != "gloo":
+        return messages
+    return [(piece, peer) for tensor, peer in messages for piece in pieces(tensor, PIECE_BYTES // tensor.itemsize)]
+
+
 # Under these names from torch 2.13 on, which warns under those of before.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -12,6 +12,9 @@ axis is in both lanes of a direction (`lane_axes`). What a job reads and writes,
     reduce    waiting -> grads    a slot is filled again only after its reduction
     boundary  grads -> its part   follows the unit's `reduce`; `.grad` appears after the wait
 
+At an optimizer's step lanes are idle. What goes to owners of whole tensors then takes the lanes of reductions, what
+comes back those of gathers: over each axis the one whose communicator it is.
+
 [Note: Versions] Autograd remembers the version of each tensor that it saves, and raises if that is another when it is
 used. A slot's version names the unit whose parameters it holds, and none from the start of a gather until that has been
 waited for. So whatever a graph reads of a slot outside its unit's turn, and whoever made it read that, is an error: a
@@ -23,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +55,26 @@ _VERSION_BITS = 16
 
 REDUCTIONS: tuple[LaneKind, ...] = ("reduce", "boundary")
 """The lanes that gradients pass, in their order."""
+
+GATHERS: tuple[LaneKind, ...] = ("refresh", "unshard")
+"""The lanes that parameters pass, in their order."""
+
+AxisJob = tuple[str, Job]
+"""What is to be done over one axis, by its name."""
+
+
+class WholeTensors(Protocol):
+    """A bucket of whole tensors that owners step on, on this rank; `zeromesh.owners` has them."""
+
+    def collect(self) -> Sequence[AxisJob]:
+        """What brings gradients and values to the owners, to be done in this order."""
+
+    def step(self) -> None:
+        """Steps on what this rank owns."""
+
+    def give_back(self) -> Sequence[AxisJob]:
+        """What brings values back to the state shards."""
+
 
 Site = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter, int]
 """The `_parameters` of a module, a key, and what stands there: the compute leaf, or else the optimizer's parameter. And
@@ -176,6 +200,7 @@ class DeviceBackend:
         chains: of each unit; `record` puts observed ones in their place while it records.
         scale: of the gradients of the running micro-batch; None is 1.
         stale: units whose running backward began with parameters of an older generation, and that.
+        owned: buckets of whole tensors, as the schedule counts them.
     """
 
     def __init__(
@@ -194,6 +219,7 @@ class DeviceBackend:
         self.scratch = scratch
         self.scale: float | None = None
         self.stale: Mapping[int, int] = {}
+        self.owned: list[WholeTensors] = []
         self.chains = [self._bind(unit) for unit in units]
 
     def _bind(self, unit: UnitShards) -> UnitChains:
@@ -311,6 +337,22 @@ class DeviceBackend:
                 agree = partial(_run, [partial(all_reduce_max, words, group) for group in groups])
                 ticket = self.lanes[lane].submit(agree, "agree on gradients", after=ticket)
         assert ticket is not None
+        return ticket
+
+    # ---- whole tensors
+
+    def collect(self, bucket: int) -> Ticket | None:
+        return self._along(self.owned[bucket].collect(), REDUCTIONS, f"collect bucket {bucket}")
+
+    def update(self, bucket: int) -> Ticket | None:
+        self.owned[bucket].step()
+        return self._along(self.owned[bucket].give_back(), GATHERS, f"give back bucket {bucket}")
+
+    def _along(self, jobs: Sequence[AxisJob], kinds: Sequence[LaneKind], label: str) -> Ticket | None:
+        ticket: Ticket | None = None
+        for axis, job in jobs:
+            lane = next(kind for kind in kinds if any(own.name == axis for own in lane_axes(self.layout, kind)))
+            ticket = self.lanes[lane].submit(job, label, after=ticket)
         return ticket
 
     # ---- gradients

@@ -1,10 +1,11 @@
 """One training step as data, and the interpreter that engine and simulator run it with. Torch-free.
 
 Reading order: `unit` (what is scheduled), `transfer` (one collective), `placed` (what is held and sent of a flat
-buffer), `memory` (all buffers), `program` (points and ops), `calls` (where forward and backward are), `interpreter`
-(who carries ops out), `step` (the canonical order).
+buffer), `memory` (all buffers), `bucket` (whole tensors), `program` (points and ops), `calls` (where forward and
+backward are), `interpreter` (who carries ops out), `step` (the canonical order).
 """
 
+from zeromesh.schedule.bucket import Bucket, Shipment
 from zeromesh.schedule.calls import Call
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.placed import Placed, Route, place
@@ -27,6 +28,7 @@ __all__ = [
     "BUCKET_BYTES",
     "ITEM_BYTES",
     "LANES",
+    "Bucket",
     "Call",
     "FlatBuffer",
     "GradState",
@@ -40,6 +42,7 @@ __all__ = [
     "Role",
     "Route",
     "Schedule",
+    "Shipment",
     "Transfer",
     "Unit",
     "join_units",

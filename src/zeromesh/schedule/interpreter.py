@@ -57,6 +57,7 @@ class Interpreter(Generic[T]):
         gather_slots, reduce_slots: which unit has each; None is free.
         forward: that runs, outside a backward or (a recomputation) inside.
         backward: that runs.
+        owned: of buckets of whole tensors, what is on its way.
         awaited: units whose forward no backward has followed.
         seen: units in the order of their first forward.
         digest: of the gathers since the last step, to be compared between ranks.
@@ -73,6 +74,7 @@ class Interpreter(Generic[T]):
     backward: Backward | None = None
     seen: list[int] = field(default_factory=list)
     digest: int = 0
+    owned: dict[int, T | None] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
     _graphs: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
     _forwards: int = 0
@@ -151,6 +153,10 @@ class Interpreter(Generic[T]):
         self.backward = None
         self.awaited.clear()
 
+    def step_owned(self, optimizer: int) -> None:
+        """An optimizer is to step on whole tensors; when this returns, masters are up to date."""
+        self._run(PointKind.OWNED, optimizer)
+
     def stepped(self, units: Iterable[int]) -> None:
         """An optimizer, a load or the user has changed the masters of `units`."""
         self.watch(PointKind.STEPPED, -1)
@@ -190,6 +196,8 @@ class Interpreter(Generic[T]):
             self._settle(state, "refreshing", Op(Action.SYNC, -1))
             self._settle(state, "ticket", Op(Action.SYNC, -1))
             self._settle_reduction(state, Op(Action.SYNC, -1))
+        for bucket in list(self.owned):  # of a step that raised
+            self._settle_owned(Op(Action.SETTLE, bucket))
 
     def adopt(self, order: Sequence[int]) -> None:
         """Continues with units in `order`, as the first step has shown it; between steps only."""
@@ -249,6 +257,13 @@ class Interpreter(Generic[T]):
                 self._settle_reduction(self.states[op.unit], op)
             case Action.FLUSH:
                 self._flush(op)
+            case Action.COLLECT:
+                self.owned[op.unit] = self.backend.collect(op.unit)
+            case Action.UPDATE:
+                self._settle_owned(op)
+                self.owned[op.unit] = self.backend.update(op.unit)
+            case Action.SETTLE:
+                self._settle_owned(op)
 
     def _refresh(self, unit: int) -> None:
         state = self.states[unit]
@@ -385,6 +400,12 @@ class Interpreter(Generic[T]):
     def _settle_reduction(self, state: UnitState[T], op: Op) -> None:
         self._settle(state, "taking", op)
         self._settle(state, "reducing", op)
+
+    def _settle_owned(self, op: Op) -> None:
+        ticket = self.owned[op.unit]
+        if ticket is not None:
+            self.backend.wait(ticket, op)
+        del self.owned[op.unit]
 
     def _settle(self, state: UnitState[T], kind: str, op: Op) -> None:
         ticket: T | None = getattr(state, kind)

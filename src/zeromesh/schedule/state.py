@@ -77,6 +77,12 @@ class Backend(Protocol[T]):
     def has_grads(self, unit: int) -> bool:
         """Whether autograd has left gradients of the unit that were not handed to `reduce`."""
 
+    def collect(self, bucket: int) -> T | None:
+        """Bring a bucket's gradients and values to the owners of its tensors."""
+
+    def update(self, bucket: int) -> T | None:
+        """Step on those of its tensors that this rank owns, and bring their values back to the state shards."""
+
 
 @dataclass(slots=True)
 class UnitState(Generic[T]):

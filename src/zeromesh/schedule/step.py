@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from zeromesh.schedule.bucket import Shipment
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.placed import Route
 from zeromesh.schedule.program import Op, Schedule
@@ -79,6 +80,7 @@ class Counted:
 
     schedule: Schedule
     sent: list[tuple[int, Transfer]] = field(default_factory=list)
+    shipped: list[Shipment] = field(default_factory=list)
 
     def _list(self, unit: int, route: Route) -> None:
         self.sent.extend((unit, step) for step in route.steps)
@@ -112,6 +114,12 @@ class Counted:
         """Each is reduced when its unit's backward ends."""
         return False
 
+    def collect(self, bucket: int) -> None:
+        self.shipped.extend(self.schedule.bucket(bucket).there)
+
+    def update(self, bucket: int) -> None:
+        self.shipped.extend(self.schedule.bucket(bucket).back)
+
 
 def step_transfers(schedule: Schedule, *, micro_batches: int, recompute: bool = False) -> list[tuple[int, Transfer]]:
     """Every collective of one step in steady state, as (unit, transfer), in the order of issue."""
@@ -123,8 +131,14 @@ def step_transfers(schedule: Schedule, *, micro_batches: int, recompute: bool = 
 
 
 def sent_bytes_per_axis(schedule: Schedule, *, micro_batches: int, recompute: bool = False) -> dict[str, int]:
-    """Bytes that one rank sends on each axis of the layout in one step in steady state."""
+    """Bytes that one rank sends on each axis of the layout in one step in steady state, in which each optimizer that
+    steps on whole tensors steps once, on all of them."""
     total = Counter({axis.name: 0 for axis in schedule.layout.axes})
     for _, step in step_transfers(schedule, micro_batches=micro_batches, recompute=recompute):
         total[step.axis.name] += step.sent_bytes
+    counted = Counted(schedule)
+    for optimizer in range(len(schedule.buckets)):
+        Interpreter(schedule=schedule, backend=counted).step_owned(optimizer)
+    for shipment in counted.shipped:
+        total[shipment.axis.name] += shipment.sent_bytes
     return dict(total)

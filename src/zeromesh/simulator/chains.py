@@ -10,7 +10,7 @@ from typing import Literal
 
 from zeromesh.cost.collective import CollectiveCost, Operation, one_after_another
 from zeromesh.cost.transfer import SUMMED_NATIVELY, TransferModel
-from zeromesh.schedule import LaneKind, Placed, Route, Schedule, Transfer
+from zeromesh.schedule import LaneKind, Placed, Route, Schedule, Shipment, Transfer
 from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
@@ -48,6 +48,16 @@ class Chains:
     def reduce_boundary(self, unit: int) -> tuple[Work, ...]:
         """Reductions to the state shard."""
         return self._get("boundary", unit)
+
+    def shipped(self, shipments: Sequence[Shipment]) -> tuple[Work, ...]:
+        """What goes to the owners of whole tensors, or comes back."""
+        works = []
+        for shipment in shipments:
+            axis = shipment.axis
+            region = -(-shipment.numel * axis.size // (axis.size - 1))  # of which a rank sends all but its own part
+            cost = self.model.joint((axis,), "all_to_all", region, shipment.wire)
+            works.append(Work("owners all_to_all", (axis.name,), cost, (float(shipment.sent_bytes),)))
+        return tuple(works)
 
     def _get(self, lane: LaneKind | Literal["from_kept"], unit: int) -> tuple[Work, ...]:
         placed = self.schedule.placed[unit]

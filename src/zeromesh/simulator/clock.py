@@ -115,6 +115,14 @@ class ClockBackend:
         """Each is reduced when its unit's backward ends."""
         return False
 
+    def collect(self, bucket: int) -> Job | None:
+        return self._submit("boundary", -1, self.chains.shipped(self.chains.schedule.bucket(bucket).there), None)
+
+    def update(self, bucket: int) -> Job | None:
+        owned = self.chains.schedule.bucket(bucket)
+        self.compute("optimizer", -1, owned.step_s)
+        return self._submit("refresh", -1, self.chains.shipped(owned.back), None)
+
     # ---- the driver's side
 
     def compute(self, name: str, unit: int, seconds: float) -> None:
@@ -199,7 +207,7 @@ class ClockBackend:
                     resource=f"{job.lane}/{axis}",
                     start_s=start,
                     end_s=end,
-                    unit=self.unit_names[job.unit],
+                    unit=self.unit_names[job.unit] if job.unit >= 0 else None,
                     micro_batch=job.micro_batch,
                     axis=axis,
                     sent_bytes=sum(work.sent_bytes),
