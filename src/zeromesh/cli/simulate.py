@@ -23,6 +23,7 @@ def simulate(
     micro_batch: shared.MicroBatch = 0,
     trainable: shared.Trainable = "all",
     grad_dtype: shared.GradDtype = "fp32",
+    optimizer: shared.Optimizer = "adamw",
     activation_checkpointing: shared.Checkpointing = "auto",
     wire: Annotated[str, typer.Option(help="any, or lossless: refuse a strategy with quantised wires.")] = "any",
     memory_margin: shared.Margin = 0.08,
@@ -49,7 +50,9 @@ def simulate(
         shared.check_choice("--emit", emit, tuple(EMITTERS))
     find_engine(engine)
     spec, hardware = shared.load(model, cluster, world, seq_len, trainable)
-    work = shared.workload(hardware, seq_len, global_batch_tokens, micro_batch, grad_dtype, activation_checkpointing)
+    work = shared.workload(
+        hardware, seq_len, global_batch_tokens, micro_batch, grad_dtype, activation_checkpointing, optimizer
+    )
     parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
     if overlap:
         shared.check_choice("--overlap", overlap, OVERLAPS)

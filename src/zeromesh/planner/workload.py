@@ -26,6 +26,7 @@ class Workload:
         recomputation: of the blocks; None leaves it to the planner.
         param_dtype, reduce_dtype, grad_dtype, master_dtype: fp64, fp32, bf16 or fp16, for the options of
             `zeromesh.shard` of these names; reduce_dtype None is param_dtype.
+        optimizer: adamw, or muon for the matrices of blocks and adamw for the rest.
 
     Raises:
         InputError: a size below 1, a dtype that there is not, or a batch that is no whole number of sequences.
@@ -39,6 +40,7 @@ class Workload:
     reduce_dtype: str | None = None
     grad_dtype: str = "fp32"
     master_dtype: str = "fp32"
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         settle_dtypes(self)
@@ -113,6 +115,7 @@ class Workload:
             reduce_dtype=self.reduce_dtype,
             grad_dtype=self.grad_dtype,
             master_dtype=self.master_dtype,
+            optimizer=self.optimizer,
         )
 
     def recomputations(self) -> tuple[Recomputation, ...]:

@@ -17,12 +17,13 @@ from zeromesh.cost.constants import Constants, default_constants
 from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
-from zeromesh.schedule import Interpreter, Schedule
+from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule
 from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
 from zeromesh.simulator.mechanics import Mechanics, find_engine
-from zeromesh.simulator.memory import Activations, MemoryBytes, memory_bytes, step_bytes, unreduced_bytes
+from zeromesh.simulator.memory import MOMENTS, Activations, MemoryBytes, memory_bytes, step_bytes, unreduced_bytes
+from zeromesh.simulator.muon import OwnedMatrices
 from zeromesh.simulator.network import Job
 from zeromesh.simulator.result import AxisTraffic, Simulation
 from zeromesh.simulator.units import schedule_units
@@ -96,6 +97,7 @@ class _Setup:
     transfers: TransferModel
     schedule: Schedule
     specs: tuple[tuple[UnitSpec, ...], ...]  # of each unit of the schedule
+    owned: OwnedMatrices | None  # what Muon steps on
 
     @classmethod
     def of(
@@ -114,6 +116,8 @@ class _Setup:
         units, specs = schedule_units(model, workload, mechanics.bucket_bytes if whole else 0)
         dtype = cluster.device.compute_dtype(workload.param_dtype)
         compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
+        schedule = Schedule.of(layout, units, backend=cluster.backend if mechanics.workspace else None)
+        owned = OwnedMatrices.of(schedule, specs, compute) if workload.optimizer == "muon" else None
         return cls(
             model=model,
             cluster=cluster,
@@ -123,12 +127,9 @@ class _Setup:
             constants=constants,
             compute=compute,
             transfers=TransferModel(cluster, constants, compute),
-            schedule=Schedule.of(
-                layout,
-                units,
-                backend=cluster.backend if mechanics.workspace else None,
-            ),
+            schedule=schedule if owned is None else schedule.with_owned(owned.buckets),
             specs=specs,
+            owned=owned,
         )
 
     @property
@@ -145,7 +146,14 @@ class _Setup:
             dynamic_bytes=dynamic_bytes,
         )
         found = memory_bytes(self.schedule, dynamic_bytes, overhead, planned=self.mechanics.planned)
-        return replace(found, params=found.params + self.model.whole_bytes)
+        optimizer = found.optimizer if self.owned is None else found.optimizer - self._less_states(self.owned)
+        return replace(found, params=found.params + self.model.whole_bytes, optimizer=optimizer)
+
+    def _less_states(self, owned: OwnedMatrices) -> float:
+        """Bytes by which Muon's states are below AdamW's: one momentum of what a rank owns, not two of its slices."""
+        ranks = self.schedule.layout.degree(self.schedule.layout.significant)
+        item = ITEM_BYTES[self.workload.master_dtype]
+        return item * (MOMENTS * owned.numel / ranks) - ITEM_BYTES[self.workload.grad_dtype] * owned.most_numel
 
     def parts(self) -> tuple[UnitSpec, ...]:
         """What computes, in order; several may be one unit of the schedule."""
@@ -178,7 +186,8 @@ class _Setup:
     def optimizer_seconds(self) -> float:
         layout = self.schedule.layout
         trainable = sum(b.numel for unit in self.schedule.units for b in unit.buffers if b.trainable)
-        return self.compute.optimizer(trainable / layout.degree(layout.significant))
+        sliced = trainable - (0 if self.owned is None else self.owned.numel)
+        return self.compute.optimizer(sliced / layout.degree(layout.significant))
 
 
 class _Step:
@@ -214,6 +223,8 @@ class _Step:
         """Runs the step; the clock ends at `step_s` less what was skipped."""
         self._updated()
         skipped_s, skipped = self._micro_batches()
+        for optimizer in range(len(self.setup.schedule.buckets)):
+            self.interpreter.step_owned(optimizer)
         self.backend.compute("optimizer", -1, self.setup.optimizer_seconds())
         self.step_s = self.backend.now_s + skipped_s
         totals = self.backend.totals

@@ -8,6 +8,8 @@ from zeromesh.errors import ConfigError
 from zeromesh.model import Recomputation
 from zeromesh.strategy.plan import settle_dtypes
 
+OPTIMIZERS = ("adamw", "muon")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedWorkload:
@@ -22,6 +24,7 @@ class FixedWorkload:
         reduce_dtype: of gradients on the wire; None is `param_dtype`.
         grad_dtype: of the accumulated gradient.
         master_dtype: of the optimizer's copy.
+        optimizer: adamw, or muon for the matrices of blocks and adamw for the rest.
 
     Raises:
         InputError: a size below 1, or a dtype that is not fp64, fp32, bf16 or fp16.
@@ -35,12 +38,15 @@ class FixedWorkload:
     reduce_dtype: str | None = None
     grad_dtype: str = "fp32"
     master_dtype: str = "fp32"
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         settle_dtypes(self)
         for name in ("seq_len", "global_batch_tokens", "micro_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {self.optimizer!r}")
 
     @property
     def micro_batch_tokens(self) -> int:
