@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zeromesh.observe.record import record_trace
     from zeromesh.observe.replicas import check_replicas
     from zeromesh.observe.report import memory_report, traffic_report
+    from zeromesh.owners.optimizer import by_owner
     from zeromesh.planner import Workload
     from zeromesh.rehearsal.own import rehearse
     from zeromesh.sharding import Sharding
@@ -32,6 +33,7 @@ _HOMES = {
     "Strategy": "zeromesh.strategy",
     "Workload": "zeromesh.planner",
     "accumulate": "zeromesh.engine.api",
+    "by_owner": "zeromesh.owners.optimizer",
     "check_replicas": "zeromesh.observe.replicas",
     "clip_grad_norm_": "zeromesh.engine.api",
     "elementwise": "zeromesh.engine.optim",
@@ -58,6 +60,7 @@ __all__ = [
     "Strategy",
     "Workload",
     "accumulate",
+    "by_owner",
     "check_replicas",
     "clip_grad_norm_",
     "elementwise",

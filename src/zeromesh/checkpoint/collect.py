@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.full_state import persistent_buffers
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.optim import take_slices
+from zeromesh.engine.optim import WHOLE, take_slices
 from zeromesh.engine.param import ShardedGrad, ShardedParameter
 from zeromesh.errors import CheckpointError
 from zeromesh.pieces.piece import Piece, share, whole
@@ -74,12 +74,16 @@ def collect(model: nn.Module, engine: Engine, optimizers: Sequence[Optimizer]) -
     engine.require_own()
     collected = Collected()
     states = _states(optimizers)
+    owned = {param for optimizer in optimizers for param in WHOLE.get(optimizer, ())}
     first = engine.control.rank == 0
     for buffer in buffers_of(engine):
         pieces = [param_piece(param) for param in buffer.optimizer_params]
         numbers: list[Piece] = []
         for param, own in zip(buffer.optimizer_params, tuple(pieces), strict=True):
             for key, value in sorted(states.pop(param, {}).items()):
+                if param in owned:  # all of it, and on no other rank of this copy of the states
+                    pieces.append(whole(f"{STATE}{param.full_name}.{key}", value))
+                    continue
                 target = pieces if value.dim() else numbers
                 target.append(_state_piece(param.full_name, own, key, value))
         collected.add(pieces, replica_of(buffer))

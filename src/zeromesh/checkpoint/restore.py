@@ -15,7 +15,7 @@ from zeromesh.checkpoint.full_state import persistent_buffers
 from zeromesh.checkpoint.manifest import TensorEntry
 from zeromesh.checkpoint.read import Reader, require_match
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.optim import NUMBERS
+from zeromesh.engine.optim import NUMBERS, WHOLE
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError
 from zeromesh.pieces.piece import DTYPES, Piece, whole
@@ -68,8 +68,10 @@ def restore_optimizers(engine: Engine, optimizers: Sequence[Optimizer], reader: 
         for group in optimizer.param_groups:
             for param in group["params"]:
                 found = next((saved.pop(name) for name in names.get(param, ()) if name in saved), None)
-                if found:
-                    targets = _state_targets(param, group, found, reader, optimizer.state.get(param, {}))
+                if found and param in WHOLE.get(optimizer, (param,)):
+                    whole_states = optimizer in WHOLE
+                    present = optimizer.state.get(param, {})
+                    targets = _state_targets(param, group, found, reader, present, whole_states=whole_states)
                     states[param] = {piece.name.rpartition(".")[2]: tensor for piece, tensor in targets}
                     pieces += [piece for piece, _ in targets]
     if saved:
@@ -103,22 +105,25 @@ def _state_targets(
     found: Mapping[str, TensorEntry],
     reader: Reader,
     present: Mapping[str, Any],
+    *,
+    whole_states: bool,
 ) -> list[tuple[Piece, Tensor]]:
-    """What each state of a parameter is read into, and the tensor that it is then."""
+    """What each state of a parameter is read into, and the tensor that it is then: of `whole_states` all, of others
+    the elements of this rank's slice."""
     targets = []
     local, shape = param.local, tuple(param.global_shape)
     number_device = local.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
     for name, entry in found.items():
         key, dtype = name.rpartition(".")[2], DTYPES[reader.entry(name).dtype]
         number = entry.shape == () and (shape != () or key in NUMBERS)  # of a 0-d parameter it may be its slice
-        if not number and entry.shape != shape:
+        if not number and entry.shape != shape and not whole_states:
             raise CheckpointError(f"{reader.where}: {name} must have shape {shape} or (); it has {entry.shape}")
         model = reader.manifest.tensors.get(MODEL + name.removeprefix(STATE).rpartition(".")[0])
         if not number and model is not None and entry.dtype == model.dtype:
             dtype = local.dtype  # as the optimizer makes it: like the parameter, which may have another one than saved
-        sizes = () if number else (local.numel(),)
+        sizes = entry.shape if number or whole_states else (local.numel(),)
         tensor = _in_place(present.get(key), sizes, dtype, number_device if number else local.device)
-        start = 0 if number else param.flat_start
+        start = 0 if number or whole_states else param.flat_start
         targets.append((Piece(name=name, shape=entry.shape, start=start, local=tensor.view(-1)), tensor))
     return targets
 

@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -163,7 +164,8 @@ def swap(exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor
 
 
 def pass_on(arriving: Sequence[Message], leaving: Sequence[Message], group: AxisGroup, *, reduced: bool) -> None:
-    """An all-to-all of any number of tensors of any lengths and dtypes, from where they lie to where they are to be.
+    """An all-to-all of any number of tensors of any lengths and dtypes. On gloo they go from where they lie to where
+    they are to be; elsewhere it is the backend's own, of bytes that are laid together.
 
     Args:
         arriving, leaving: flat tensors and the ranks that they come from or go to; of any two ranks, what one sends is
@@ -175,16 +177,45 @@ def pass_on(arriving: Sequence[Message], leaving: Sequence[Message], group: Axis
     landing = [(tensor.cpu() if host else tensor, peer) for tensor, peer in arriving]
     sending = [(tensor.cpu() if host else tensor, peer) for tensor, peer in leaving]
     exchange = Exchange(group, group.reduce if reduced else group.gather, "all_to_all")
-    exchange.post(_in_pieces(landing, group), _in_pieces(sending, group))()
+    if group.backend == "gloo":
+        exchange.post(_in_pieces(landing), _in_pieces(sending))()
+    else:
+        _pass_on_natively(exchange, landing, sending)
     exchange.finish()
     if host:
         for (tensor, _), (landed, _) in zip(arriving, landing, strict=True):
             tensor.copy_(landed)
 
 
-def _in_pieces(messages: Sequence[Message], group: AxisGroup) -> Sequence[Message]:
-    if group.backend != "gloo":
-        return messages
+def _pass_on_natively(exchange: Exchange, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:
+    incoming, outgoing = _by_peer(exchange, arriving), _by_peer(exchange, leaving)
+    to_come, to_go = ([sum(part.numel() for part in parts) for parts in each] for each in (incoming, outgoing))
+    device = torch.device("cpu") if exchange.group.device_type == "cpu" else torch.accelerator.current_accelerator()
+    sent, received = (torch.empty(sum(own), dtype=torch.uint8, device=device) for own in (to_go, to_come))
+    _lay(sent, [part for parts in outgoing for part in parts], out=False)
+    group = exchange.process_group
+    exchange.native(lambda: dist.all_to_all_single(received, sent, to_come, to_go, group=group), sent.numel())
+    _lay(received, [part for parts in incoming for part in parts], out=True)
+
+
+def _by_peer(exchange: Exchange, messages: Sequence[Message]) -> list[list[Tensor]]:
+    """Bytes of the messages from or to each rank of the axis."""
+    found: list[list[Tensor]] = [[] for _ in range(exchange.group.size)]
+    for tensor, peer in messages:
+        found[peer].append(tensor.view(torch.uint8))
+    return found
+
+
+def _lay(whole: Tensor, parts: Sequence[Tensor], *, out: bool) -> None:
+    """Copies `parts` into `whole`, end to end, or `out` of it."""
+    start = 0
+    for part in parts:
+        place = whole[start : start + part.numel()]
+        (part if out else place).copy_(place if out else part)
+        start += part.numel()
+
+
+def _in_pieces(messages: Sequence[Message]) -> Sequence[Message]:
     return [(piece, peer) for tensor, peer in messages for piece in pieces(tensor, PIECE_BYTES // tensor.itemsize)]
 
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from zeromesh.comm import Ticket
-from zeromesh.engine.backend import DeviceBackend, UnitShards
+from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
 from zeromesh.engine.containers import tensors_of
 from zeromesh.engine.control import Control
 from zeromesh.engine.guard import SlotGuard
@@ -39,7 +39,7 @@ from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
 from zeromesh.errors import MismatchError, ModelError, OptimizerError
-from zeromesh.schedule import Call, GradState, Interpreter, Schedule
+from zeromesh.schedule import Bucket, Call, GradState, Interpreter, Schedule
 
 _PRIME = 2**31 - 1
 
@@ -423,6 +423,13 @@ class Engine:
         self._step.shown = True
 
     # ---- optimizers
+
+    def own(self, tensors: Sequence[WholeTensors], buckets: Sequence[Bucket]) -> int:
+        """Takes an optimizer's buckets of whole tensors into the schedule, under the number that is returned; weakly,
+        since their states go with the optimizer."""
+        self.backend.owned += [weakref.proxy(each) for each in tensors]
+        self.interpreter.schedule = self.schedule.with_owned(buckets)
+        return len(self.schedule.buckets) - 1
 
     def before_step(self, params: Sequence[ShardedParameter]) -> None:
         """Masters are about to change: nothing may still read them, and no partial sum may be left out."""

@@ -4,13 +4,14 @@ An optimizer's `state_dict()` holds, from its first step on, slices of whole ten
 states for all ranks then sees what this one has of them, and what would save this rank's for all raises.
 
 An optimizer that steps on slices must work element by element. Torch's that do are listed; any other is refused at its
-first step, unless the user has vouched for it with `zm.elementwise(optimizer)`.
+first step, unless the user has vouched for it with `zm.elementwise(optimizer)` or made it with `zm.by_owner`.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,7 @@ from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.param import ShardedGrad, ShardedParameter
 from zeromesh.engine.units import DTYPE_NAMES
 from zeromesh.errors import OptimizerError
+from zeromesh.pieces.piece import whole
 from zeromesh.pieces.sliced import SlicedTensor, part_of
 
 if TYPE_CHECKING:
@@ -52,6 +54,9 @@ VOUCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 _shown: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Whose state dicts hold slices."""
+
+WHOLE: weakref.WeakKeyDictionary[Optimizer, frozenset[ShardedParameter]] = weakref.WeakKeyDictionary()
+"""By optimizer that steps on whole tensors (`zeromesh.owners`): the parameters that it steps on here."""
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _installed: list[Any] = []
@@ -122,7 +127,8 @@ def _as_slices(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
     states = dict(found["state"])
     for index, param in zip(indices, _params(optimizer), strict=True):
         if isinstance(param, ShardedParameter) and index in states:
-            states[index] = {key: _as_slice(param, key, value) for key, value in states[index].items()}
+            shown = _as_whole if optimizer in WHOLE else _as_slice
+            states[index] = {key: shown(param, key, value) for key, value in states[index].items()}
     return {**found, "state": states}
 
 
@@ -133,8 +139,16 @@ def _as_slice(param: ShardedParameter, key: str, value: Any) -> Any:
     return param.sliced(f"{param.full_name}.{key}", value)
 
 
+def _as_whole(param: ShardedParameter, key: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.dim() or value.dtype not in DTYPE_NAMES:
+        return value
+    return SlicedTensor(whole(f"{param.full_name}.{key}", value))
+
+
 def take_slices(optimizer: Optimizer) -> None:
     """States that came from such a state dict, or from one of whole tensors, as the optimizer steps on them."""
+    if optimizer in WHOLE:
+        return _take_whole(optimizer, WHOLE[optimizer])
     for param in _params(optimizer):
         if isinstance(param, ShardedParameter):
             state: dict[str, Any] = optimizer.state.get(param, {})
@@ -143,6 +157,18 @@ def take_slices(optimizer: Optimizer) -> None:
                     own = part_of(value, f"{param.full_name}.{key}", param.flat_start, param.local.numel())
                     # A clone, or the whole of it would stay in memory.
                     state[key] = own if isinstance(value, SlicedTensor) else own.clone()
+
+
+def _take_whole(optimizer: Optimizer, own: frozenset[ShardedParameter]) -> None:
+    """The same of one that steps on whole tensors: on its own, with all of their states."""
+    for param in [param for param in optimizer.state if param not in own]:
+        del optimizer.state[param]
+    for param in own:
+        state: dict[str, Any] = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if isinstance(value, SlicedTensor):
+                shape = value.piece.shape
+                state[key] = part_of(value, f"{param.full_name}.{key}", 0, math.prod(shape)).view(shape)
 
 
 def _is_whole(key: str, value: Any, param: ShardedParameter) -> bool:
@@ -214,10 +240,9 @@ def _check(optimizer: Optimizer) -> None:
     _require_reduced(optimizer, (param for param in params if type(param) is not ShardedParameter))
     if any(type(param) is ShardedParameter for param in params):
         kind = type(optimizer)
-        if not steps_elementwise(kind) and optimizer not in VOUCHED:
+        if not steps_elementwise(kind) and optimizer not in VOUCHED and optimizer not in WHOLE:
             raise OptimizerError(
                 f"each rank holds a slice of every parameter, so the optimizer must work element by element; "
                 f"{kind.__module__}.{kind.__name__} is not known to. If it does, call zm.elementwise(optimizer); if it "
-                f"takes norms or factors of whole tensors, its numbers would be wrong: use one of "
-                f"{', '.join(sorted(ELEMENTWISE))} from torch.optim"
+                f"needs whole tensors (their norms, factors, matrices), make it as zm.by_owner({kind.__name__}, params)"
             )

@@ -242,7 +242,7 @@ class _Recorder:
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             # A step that updates nothing of ours reaches no point; its slice ends here.
-            register_optimizer_step_post_hook(lambda *_: self._close()),
+            register_optimizer_step_post_hook(self._after_step),
         ]
 
     def remove(self) -> None:
@@ -354,6 +354,10 @@ class _Recorder:
             self._complete, self._num_micro_batches = False, 0
             self.place = _Place(step=self.place.step + 1)
             self._starts.append(self.clock.mark())
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if updates(optimizer, self.engine):  # not one that another steps inside of its own step
+            self._close()
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if updates(optimizer, self.engine):

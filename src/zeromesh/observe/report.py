@@ -13,9 +13,11 @@ from zeromesh.comm import Sent
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.optim import VOUCHED, take_slices
+from zeromesh.engine.optim import VOUCHED, WHOLE, take_slices
 from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
 from zeromesh.engine.units import DTYPES
+from zeromesh.owners.optimizer import OwnerOptimizer
+from zeromesh.owners.trial import kept_tensors
 from zeromesh.schedule import sent_bytes_per_axis
 
 _TRIAL_NUMEL = 16
@@ -94,6 +96,12 @@ def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> tuple
     grad_dtypes = {param: DTYPES[b.spec.grad_dtype] for b in buffers for param in b.optimizer_params}
     predicted = held = 0
     take_slices(optimizer)
+    if isinstance(optimizer, OwnerOptimizer):
+        own = [param for param in WHOLE[optimizer] if param in grad_dtypes]
+        held = sum(
+            state.untyped_storage().nbytes() for p in own for state in kept_tensors(optimizer.state.get(p, {}), p)
+        )
+        return optimizer.state_bytes() if own else 0, held
     for index, group in enumerate(optimizer.param_groups):
         rates: dict[object, int] = {}
         for param in (param for param in group["params"] if param in grad_dtypes):

@@ -1,0 +1,297 @@
+"""`zm.by_owner`: an optimizer that steps on whole tensors, each on one of the ranks that hold its slices.
+
+To whoever holds it, it is a torch optimizer over the model's parameters. Inside, each bucket of tensors has an
+optimizer of the class that was asked for, over the bucket's tensors that this rank owns, so that a class that counts
+its steps by group still counts once a step.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.optim import WHOLE
+from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.units import DTYPES
+from zeromesh.errors import OptimizerError
+from zeromesh.owners.bucket import Member, OwnedBucket, without_memory
+from zeromesh.owners.trial import require_tensorwise, trial_state_bytes
+from zeromesh.pieces.owners import (
+    BUCKET_BYTES,
+    WAITS,
+    Owners,
+    Placement,
+    choose_owners,
+    cut,
+    newton_schulz_flops,
+    significant_strides,
+)
+from zeromesh.pieces.passage import Part, bucket_of, passage
+from zeromesh.schedule import ITEM_BYTES, Bucket
+
+CostOf = Callable[[Sequence[int]], float]
+"""What stepping a tensor of a shape takes, in any unit."""
+
+
+def by_owner(
+    optimizer: type[Optimizer],
+    params: Iterable[Any],
+    *,
+    cost: CostOf | None = None,
+    bucket_bytes: int | None = None,
+    **options: Any,
+) -> OwnerOptimizer:
+    """An optimizer for whole tensors: each is stepped by one of the ranks that together hold its state shards.
+
+    For classes that treat each tensor by itself and need all of it: Muon, Shampoo, SOAP, Adafactor, LAMB. All ranks
+    call this alike, after `zm.shard`.
+
+    Args:
+        optimizer: the class, unchanged.
+        params: parameters of the sharded model, or groups of them with options of their own.
+        cost: of stepping a tensor of a shape, which owners are balanced by; None for the operations of torch's Muon,
+            and of others the elements.
+        bucket_bytes: of what one bucket brings to one owner; None for 64 MiB, and more where ranks would wait else.
+        options: for `optimizer`.
+
+    Raises:
+        OptimizerError: a parameter is not the sharded model's, or the class makes one tensor's update of others.
+        MismatchError: on all ranks, if they give different tensors.
+
+    Example:
+        >>> optimizer = by_owner(torch.optim.Muon, model.blocks.parameters(), lr=0.02)  # doctest: +SKIP
+    """
+    groups = [dict(entry) if isinstance(entry, Mapping) else entry for entry in params]
+    if not groups or not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    groups = [{**group, "params": _listed(group["params"])} for group in groups]
+    engine = _engine_of([param for group in groups for param in group["params"]], optimizer)
+    return OwnerOptimizer(optimizer, groups, options, engine, cost or _cost_of(optimizer), bucket_bytes)
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _cost_of(kind: type[Optimizer]) -> CostOf:
+    named = any(base.__name__ == "Muon" for base in kind.__mro__)
+    return newton_schulz_flops if named else lambda shape: float(torch.Size(shape).numel())
+
+
+def _engine_of(params: Sequence[Any], kind: type[Optimizer]) -> Engine:
+    engines: list[object] = [param.engine() if type(param) is ShardedParameter else None for param in params]
+    strange = next((place for place, engine in enumerate(engines) if engine is None or engine is not engines[0]), None)
+    if not params or strange is not None:
+        found = "none" if strange is None else f"{type(params[strange]).__name__} at place {strange}"
+        raise OptimizerError(
+            f"zm.by_owner({kind.__name__}, params) needs parameters of one sharded model; got {found}: call it after "
+            f"zm.shard, with parameters from model.parameters()"
+        )
+    engine = engines[0]
+    assert isinstance(engine, Engine)
+    return engine
+
+
+class OwnerOptimizer(Optimizer):
+    """What `zm.by_owner` returns.
+
+    Attributes:
+        kind: the class that steps.
+        placements: of its tensors, those without elements aside.
+        owners: who has which of them, and how even that is.
+        buckets: in which they are stepped.
+    """
+
+    def __init__(
+        self,
+        kind: type[Optimizer],
+        groups: list[dict[str, Any]],
+        options: dict[str, Any],
+        engine: Engine,
+        cost: CostOf,
+        bucket_bytes: int | None,
+    ) -> None:
+        self._complete = False
+        self.kind = kind
+        template = _stand_in(kind, groups, options, _whole)
+        shown = [{**own, "params": group["params"]} for own, group in zip(template.param_groups, groups, strict=True)]
+        super().__init__(shown, template.defaults)
+        self._complete = True
+        self._engine = weakref.ref(engine)
+        self._params = [param for group in self.param_groups for param in group["params"]]
+        self._taken = [_options(group) for group in self.param_groups]
+        stepped = [param for param in self._params if param.requires_grad and param.numel()]
+        require_tensorwise(kind, list({param.dim(): param for param in stepped}.values()), options)
+        self._place(engine, stepped, cost, bucket_bytes, groups, options)
+        self._take_over()
+
+    def _place(
+        self,
+        engine: Engine,
+        params: list[ShardedParameter],
+        cost: CostOf,
+        bucket_bytes: int | None,
+        groups: list[dict[str, Any]],
+        options: dict[str, Any],
+    ) -> None:
+        """Chooses owners, and puts the buckets into the engine's schedule."""
+        layout, known = engine.schedule.layout, _placements(engine)
+        self.placements = [known[param][0] for param in params]
+        dtypes = [known[param][1] for param in params]
+        self._grad_dtypes = {param: DTYPES[known[param][1][0]] for param in params}
+        self._given = options
+        costs = [cost(placement.shape) for placement in self.placements]
+        self.owners: Owners = choose_owners(layout, self.placements, costs)
+        named = zip(self.placements, self.owners.rank_of, strict=True)
+        lines = [f"{self.kind.__name__} of {each.name} {each.shape} on {owner}" for each, owner in named]
+        engine.control.require_same("tensors in zm.by_owner", "\n".join([*lines, f"buckets of {bucket_bytes}"]))
+        rank = layout.shard(layout.degree(layout.significant), layout.significant, _coordinates(engine)).start
+        own = {p: _whole(p) for p, owner in zip(params, self.owners.rank_of, strict=True) if owner == rank}
+        WHOLE[self] = frozenset(own)
+        parts = defaultdict[int, list[Part]](list)
+        for part in passage(layout, self.placements, self.owners.rank_of):
+            parts[part.tensor].append(part)
+        members = [Member(param=p, whole=own.get(p), parts=tuple(parts[index])) for index, p in enumerate(params)]
+        each = max((sum(ITEM_BYTES[dtype] for dtype in pair) for pair in dtypes), default=1)
+        self.buckets, described = list[OwnedBucket](), list[Bucket]()
+        most, waits = (bucket_bytes or BUCKET_BYTES) // each, WAITS if bucket_bytes is None else math.inf
+        for indices in cut(self.placements, self.owners, costs, most, waits=waits):
+            held = [members[index] for index in indices]
+            optimizer = _stand_in(self.kind, groups, options, {m.param: m.whole for m in held}.get)
+            self.buckets.append(_bucket(engine, optimizer, held, rank))
+            described.append(bucket_of(layout, [part for member in held for part in member.parts], rank, dtypes))
+        self._number = engine.own(self.buckets, described)
+        weakref.finalize(self, _disown, self._engine, self._number)
+
+    # ---- what torch's optimizers have
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._complete:
+            raise OptimizerError(
+                "the owners of an optimizer's tensors are chosen once: give zm.by_owner all groups, or make another "
+                "optimizer for further parameters"
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As the class's own, on all ranks together."""
+        engine, loss = self._engine(), None
+        if engine is None:
+            raise OptimizerError("the model whose parameters this optimizer steps on has been deleted")
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            engine.before_step(self._params)
+        self._hand_over()
+        engine.interpreter.step_owned(self._number)
+        self._take_over()
+        return loss
+
+    def _hand_over(self) -> None:
+        """What users, schedulers and loads have changed goes to the buckets' optimizers."""
+        for place, (group, taken) in enumerate(zip(self.param_groups, self._taken, strict=True)):
+            changed = {k: v for k, v in _options(group).items() if k not in taken or not _same(taken[k], v)}
+            for bucket in self.buckets:
+                bucket.optimizer.param_groups[place].update(changed)
+        for bucket, param, whole in self._own():
+            if param in self.state:
+                bucket.optimizer.state[whole] = self.state[param]
+            else:
+                bucket.optimizer.state.pop(whole, None)
+
+    def _take_over(self) -> None:
+        """What the step has changed is seen here too: states, and what a class counts by group."""
+        first = self.buckets[0].optimizer.param_groups
+        for group, own in zip(self.param_groups, first, strict=True):
+            group.update(_options(own))
+        self._taken = [_options(group) for group in self.param_groups]
+        for bucket, param, whole in self._own():
+            if whole in bucket.optimizer.state:
+                self.state[param] = bucket.optimizer.state[whole]
+
+    def state_bytes(self) -> int:
+        """Of the states that this rank keeps once all its tensors have been stepped on, from none that it has: the
+        class steps once on a tensor of each kind that it owns. Numbers, such as step counts, are not counted."""
+        found: dict[tuple[object, ...], int] = {}
+        total = 0
+        for bucket, param, whole in self._own():
+            group = next(
+                place for place, each in enumerate(self.param_groups) if any(p is param for p in each["params"])
+            )
+            kind = group, whole.shape, whole.dtype, self._grad_dtypes[param]
+            if kind not in found:
+                options = _options(bucket.optimizer.param_groups[group])
+                found[kind] = trial_state_bytes(self.kind, whole, self._grad_dtypes[param], options, self._given)
+            total += found[kind]
+        return total
+
+    def _own(self) -> Iterator[tuple[OwnedBucket, ShardedParameter, nn.Parameter]]:
+        for bucket in self.buckets:
+            for member in bucket.members:
+                if member.whole is not None:
+                    yield bucket, member.param, member.whole
+
+
+def _disown(reference: weakref.ref[Engine], number: int) -> None:
+    engine = reference()
+    if engine is not None:
+        engine.interpreter.schedule = engine.schedule.without_owned(number)
+
+
+def _placements(engine: Engine) -> dict[ShardedParameter, tuple[Placement, tuple[str, str]]]:
+    """Where each trained parameter lies, and the dtypes of its gradient and values."""
+    found = {}
+    for buffer in (buffer for unit in engine.units for buffer in unit.buffers if buffer.spec.trainable):
+        spec = buffer.spec
+        for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
+            placement = Placement(
+                name=place.info.name, shape=tuple(place.shape), start=place.start, padded=buffer.padded
+            )
+            found[param] = placement, (spec.grad_dtype, spec.master_dtype or spec.param_dtype)
+    return found
+
+
+def _bucket(engine: Engine, optimizer: Optimizer, members: Sequence[Member], rank: int) -> OwnedBucket:
+    strides = significant_strides(engine.schedule.layout)
+    return OwnedBucket(optimizer=optimizer, members=members, rank=rank, groups=engine.backend.groups, strides=strides)
+
+
+def _coordinates(engine: Engine) -> dict[str, int]:
+    return engine.schedule.layout.coordinates(engine.control.rank)
+
+
+def _stand_in(
+    kind: type[Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    stands_for: Callable[[ShardedParameter], nn.Parameter | None],
+) -> Optimizer:
+    """An optimizer of the class, with these groups, over what stands for their parameters here."""
+    own = [
+        {**group, "params": [whole for param in group["params"] if (whole := stands_for(param)) is not None]}
+        for group in groups
+    ]
+    return kind(own, **options)
+
+
+def _whole(param: ShardedParameter) -> nn.Parameter:
+    """Of the whole tensor's shape, without memory."""
+    return nn.Parameter(without_memory(param.global_shape, param.dtype, param.device))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether an option is as it was; a tensor that was written to is still the same, on both sides."""
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)

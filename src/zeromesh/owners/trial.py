@@ -1,0 +1,119 @@
+"""What is known of an optimizer by trying it: whether it treats each tensor by itself, and what it keeps of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeromesh.engine.optim import NUMBERS
+from zeromesh.errors import OptimizerError
+
+MIXING = frozenset({"LBFGS"})
+"""Of torch.optim, those that treat all tensors as one."""
+
+STEPS = 2
+"""Of a trial: what one step has left in the optimizer may come out in the next."""
+
+
+def require_tensorwise(kind: type[Optimizer], like: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+    """Raises OptimizerError where stepping on two tensors together differs from stepping on each alone.
+
+    The second's gradients are large: a norm over both would show in the first.
+
+    Args:
+        kind: the optimizer's class.
+        like: a parameter: its number of dimensions, dtype and device.
+        options: for `kind`.
+    """
+    if any(base.__name__ in MIXING and base.__module__.startswith("torch.optim") for base in kind.__mro__):
+        raise _mixes(kind)
+    for sample in like:
+        sizes = [min(size, 4 + place) for place, size in enumerate(sample.shape)]
+        values = [_values(sizes, sample, seed) for seed in (1, 2)]
+        together = _stepped(kind, values, (0, 1), options)
+        alone = [_stepped(kind, values, (which,), options)[0] for which in (0, 1)]
+        if not all(torch.equal(one, other) for one, other in zip(together, alone, strict=True)):
+            raise _mixes(kind)
+
+
+def _values(sizes: Sequence[int], like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sizes, generator=generator, dtype=torch.float64).to(like.device, like.dtype)
+
+
+def _stepped(
+    kind: type[Optimizer], values: Sequence[Tensor], which: Sequence[int], options: Mapping[str, Any]
+) -> list[Tensor]:
+    params = [nn.Parameter(values[index].clone()) for index in which]
+    optimizer = kind([{"params": params}], **options)
+    for _ in range(STEPS):
+        for index, param in zip(which, params, strict=True):
+            param.grad = values[1 - index] * 1000**index
+        try:
+            optimizer.step()
+        except TypeError as error:  # LBFGS and its like need a closure
+            raise OptimizerError(
+                f"zm.by_owner steps {kind.__name__} without a closure, and it does not step so: {error}"
+            ) from error
+    return [param.detach() for param in params]
+
+
+def _mixes(kind: type[Optimizer]) -> OptimizerError:
+    return OptimizerError(
+        f"zm.by_owner is for optimizers that treat each tensor by itself; {kind.__name__} makes one tensor's update of "
+        f"others' gradients too, and each rank would see those of its own only. Clip or scale by a norm over all of "
+        f"them before the step (zm.clip_grad_norm_), or use another optimizer"
+    )
+
+
+def trial_state_bytes(
+    kind: type[Optimizer],
+    like: Tensor,
+    grad_dtype: torch.dtype,
+    group: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> int:
+    """Bytes that the class keeps for a tensor once it has stepped on it, numbers aside.
+
+    On torch's meta device, which takes no memory; a class that looks at values is tried on the tensor's own.
+
+    Args:
+        like: its shape, dtype and device.
+        grad_dtype: of its gradient.
+        group: options of its group.
+        options: for `kind`.
+    """
+    try:
+        return _kept_bytes(kind, like, torch.device("meta"), grad_dtype, group, options)
+    except (RuntimeError, NotImplementedError):
+        return _kept_bytes(kind, like, like.device, grad_dtype, group, options)
+
+
+def _kept_bytes(
+    kind: type[Optimizer],
+    like: Tensor,
+    device: torch.device,
+    grad_dtype: torch.dtype,
+    group: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> int:
+    param = nn.Parameter(torch.ones(like.shape, dtype=like.dtype, device=device))
+    if grad_dtype != like.dtype:
+        param.grad_dtype = grad_dtype
+    param.grad = torch.ones(like.shape, dtype=grad_dtype, device=device)
+    optimizer = kind([{**group, "params": [param]}], **options)
+    optimizer.step()
+    return sum(value.nbytes for value in kept_tensors(optimizer.state[param], like))
+
+
+def kept_tensors(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
+    """Of a tensor's states those that are no numbers, such as step counts."""
+    return [
+        value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and (value.dim() or (not param.dim() and key not in NUMBERS))
+    ]

@@ -1,0 +1,98 @@
+"""Optimizers that need whole tensors, as their papers have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class _Each(Optimizer):
+    """Updates each tensor by itself."""
+
+    def __init__(self, params: Any, lr: float = 0.02, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, param.grad, self.state[param], group)
+        return loss
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class LAMB(_Each):
+    """You et al., arXiv 1904.00962, algorithm 2: Adam's update, scaled by the tensor's norm over the update's. Counts
+    its steps by group, as NVIDIA's does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        return super().step(closure)
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+        state["exp_avg"].lerp_(grad, 0.1)
+        state["exp_avg_sq"].mul_(0.999).addcmul_(grad, grad, value=0.001)
+        first, second = (
+            state["exp_avg"] / (1 - 0.9 ** group["step"]),
+            state["exp_avg_sq"] / (1 - 0.999 ** group["step"]),
+        )
+        update = first / (second.sqrt() + 1e-6) + 0.01 * param
+        size, norm = param.norm(), update.norm()
+        trust = torch.where((size > 0) & (norm > 0), size / norm.clamp(min=1e-12), 1.0)
+        param.sub_(group["lr"] * trust * update)
+
+
+def _root(matrix: Tensor, order: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.clamp(min=1e-12) ** (-1 / order)) @ vectors.T
+
+
+class Shampoo(_Each):
+    """Gupta et al., arXiv 1802.09568, algorithm 1, of matrices; of other tensors Adagrad."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if param.dim() != 2:
+            state["sum"] = state.get("sum", torch.zeros_like(param)) + grad**2
+            param.sub_(group["lr"] * grad / (state["sum"].sqrt() + 1e-10))
+            return
+        if not state:
+            state["left"] = 1e-4 * torch.eye(len(grad), dtype=grad.dtype)
+            state["right"] = 1e-4 * torch.eye(grad.shape[1], dtype=grad.dtype)
+        state["left"] += grad @ grad.T
+        state["right"] += grad.T @ grad
+        param.sub_(group["lr"] * _root(state["left"], 4) @ grad @ _root(state["right"], 4))
+
+
+class SOAP(_Each):
+    """Vyas et al., arXiv 2409.11321, algorithm 3, of matrices, with a new basis in every step; of others Adam's."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        matrix = param.dim() == 2
+        if not state:
+            state["step"] = 0
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+            if matrix:
+                state["left"] = torch.zeros(len(grad), len(grad), dtype=grad.dtype)
+                state["right"] = torch.zeros(grad.shape[1], grad.shape[1], dtype=grad.dtype)
+        state["step"] += 1
+        state["exp_avg"].lerp_(grad, 0.1)
+        first = state["exp_avg"]
+        if matrix:
+            # A little on the diagonal, all different, or equal eigenvalues leave the basis to chance.
+            state["left"].mul_(0.9).add_(grad @ grad.T).diagonal().add_(torch.arange(len(grad)) * 1e-3)
+            state["right"].mul_(0.9).add_(grad.T @ grad).diagonal().add_(torch.arange(grad.shape[1]) * 1e-3)
+            left, right = torch.linalg.eigh(state["left"])[1], torch.linalg.eigh(state["right"])[1]
+            grad, first = left.T @ grad @ right, left.T @ first @ right
+        state["exp_avg_sq"].mul_(0.99).addcmul_(grad, grad, value=0.01)
+        update = first / (state["exp_avg_sq"].sqrt() + 1e-6)
+        param.sub_(group["lr"] * (left @ update @ right.T if matrix else update))

@@ -1,0 +1,214 @@
+"""Optimizers on whole tensors: the same numbers as on one process, under every kind of strategy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeromesh as zm
+from tests.dist.features.parity import close, same_params, same_state, sharded_params
+from tests.dist.owners.optimizers import LAMB, SOAP, Shampoo
+from tests.dist.pool import kept, on_ranks
+from zeromesh.engine.optim import WHOLE
+
+MICRO_BATCHES = 3
+STEPS = 10
+
+STRATEGIES = {
+    (4,): ["node=0", "node=1", "node=2", "node=3", "node=3d", "node=3k"],
+    (2, 2): [
+        "node=3,cluster=1",
+        "node=3,cluster=3",
+        "node=0,cluster=1",
+        "node=1,cluster=0",
+        "node=2,cluster=1",
+        "node=1,cluster=3",
+        "node=3d,cluster=1",
+        "node=3,cluster=3k",
+        "node=1,cluster=1;overlap=none",
+        "node=3,cluster=1;collective=ho_ring",
+    ],
+    (2, 2, 2): [
+        "node=3,cluster=2,region=1",
+        "node=1,cluster=1,region=1",
+        "node=0,cluster=3,region=1",
+        "node=3,cluster=0,region=1",
+    ],
+}
+"""By the mesh's sizes, innermost axis first."""
+
+NAMES = ("node", "cluster", "region")
+
+
+class Block(nn.Module):
+    """Odd matrices, of which one is frozen and one of a single row; vectors, and a number."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, dim + 4)
+        self.down = nn.Linear(dim + 4, dim, bias=False)
+        self.fixed = nn.Linear(dim, dim, bias=False).requires_grad_(False)
+        self.row = nn.Linear(dim, 1)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(x))) + 0.1 * self.fixed(x) * torch.tanh(self.row(x))
+
+
+class Net(nn.Module):
+    """Its head is tied to its embedding; one layer gets no gradient."""
+
+    def __init__(self, dim: int = 5, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_blocks))
+        self.unused = nn.Linear(dim, dim)
+        self.head = nn.Linear(dim, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    batch = torch.randint(0, 11, (2, 4), generator=generator)
+    return nn.functional.cross_entropy(model(batch).flatten(0, -2), batch.flatten().roll(1))
+
+
+def shard(model: nn.Module, sizes: tuple[int, ...], strategy: str, **options: Any) -> nn.Module:
+    mesh = kept(init_device_mesh, "cpu", sizes[::-1], mesh_dim_names=NAMES[: len(sizes)][::-1])
+    return zm.shard(model, mesh, strategy, **options)
+
+
+def backward(model: nn.Module, step: int, ranks: int | None = None) -> None:
+    """The gradient of all micro-batches of so many ranks, which this world's share."""
+    world = dist.get_world_size()
+    todo = [(m, rank) for m in range(MICRO_BATCHES) for rank in range(dist.get_rank(), ranks or world, world)]
+    for micro, rank in todo:
+        with zm.accumulate(model, last=(micro, rank) == todo[-1]):
+            (loss_of(model, step, micro, rank) / len(todo)).backward()
+
+
+def groups_of(model: nn.Module, *, matrices: bool) -> list[dict[str, Any]]:
+    params = [param for param in model.parameters() if param.requires_grad]
+    if matrices:
+        return [{"params": [param for param in params if param.ndim == 2]}]
+    return [
+        {"params": [param for param in params if param.ndim >= 2], "lr": 0.01},
+        {"params": [param for param in params if param.ndim < 2]},
+    ]
+
+
+KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "Muon": (optim.Muon, {"lr": 0.02, "weight_decay": 0.1}),
+    "Shampoo": (Shampoo, {}),
+    "Adafactor": (optim.Adafactor, {"lr": 0.05}),
+    "LAMB": (LAMB, {}),
+    "SOAP": (SOAP, {}),
+    "AdamW": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "Adagrad": (optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What one process that has all ranks' data arrives at: after each step, and its optimizer at the end."""
+
+    params: list[nn.Module]
+    model: nn.Module
+    optimizer: optim.Optimizer
+
+
+def optimizers_of(kind: str, model: nn.Module, make: Callable[..., optim.Optimizer]) -> list[optim.Optimizer]:
+    """Muon for matrices and AdamW for the rest, as users mix them; any other for all."""
+    _, options = KINDS[kind]
+    found = [make(groups_of(model, matrices=kind == "Muon"), **options)]
+    if kind == "Muon":
+        found.append(optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=0.01))
+    return found
+
+
+def in_one_process(kind: str, ranks: int, steps: int = STEPS) -> Expected:
+    model = net()
+    optimizers = optimizers_of(kind, model, KINDS[kind][0])
+    params = []
+    for step in range(steps):
+        for micro in range(MICRO_BATCHES):
+            for rank in range(ranks):
+                (loss_of(model, step, micro, rank) / MICRO_BATCHES / ranks).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        params.append(copy.deepcopy(model))
+    return Expected(params=params, model=model, optimizer=optimizers[0])
+
+
+def same_states(model: nn.Module, ours: optim.Optimizer, expected: Expected) -> None:
+    """Each tensor's states are whole on one of the ranks of a copy, and the plain optimizer's."""
+    params = sharded_params(model)
+    for name, plain in expected.model.named_parameters(remove_duplicate=False):
+        if params[name] not in WHOLE[ours]:
+            assert params[name] not in ours.state, f"{name} has states on a rank that does not own it"
+            continue
+        for key, value in expected.optimizer.state.get(plain, {}).items():
+            close(torch.as_tensor(ours.state[params[name]][key]), torch.as_tensor(value), f"{key} of {name}")
+
+
+def train(kind: str, sizes: tuple[int, ...], strategies: Sequence[str]) -> None:
+    """Under each of the strategies, the steps of one process."""
+    expected = kept(in_one_process, kind, dist.get_world_size())
+
+    def make(groups: Any, **options: Any) -> optim.Optimizer:
+        # Small buckets: several are on their way at once.
+        owned = zm.by_owner(KINDS[kind][0], groups, bucket_bytes=1600 // dist.get_world_size(), **options)
+        assert len(owned.buckets) > (1 if kind == "Muon" else 2) or dist.get_world_size() > 4  # with few for a rank
+        return owned
+
+    for strategy in strategies:
+        model = shard(net(), sizes, strategy)
+        optimizers = optimizers_of(kind, model, make)
+        for step in range(STEPS):
+            backward(model, step)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            try:
+                same_params(model, expected.params[step])
+            except AssertionError as error:
+                raise AssertionError(f"{kind} under {strategy}, step {step}: {error}") from error
+        same_states(model, optimizers[0], expected)
+        same_state(model, expected.model)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+@on_ranks(4)
+def test_muon_under_every_kind_of_strategy(sizes):
+    train("Muon", sizes, STRATEGIES[sizes])
+
+
+@on_ranks(8)
+def test_muon_on_three_axes():
+    train("Muon", (2, 2, 2), STRATEGIES[2, 2, 2])
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"Muon"}))
+@on_ranks(4)
+def test_as_in_one_process(kind):
+    train(kind, (2, 2), ["node=3,cluster=1", "node=0,cluster=1"])

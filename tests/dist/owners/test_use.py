@@ -1,0 +1,302 @@
+"""Optimizers on whole tensors as users use them: what they may do, what is counted, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import time
+import weakref
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+import zeromesh as zm
+from tests.dist.features.parity import close, same_params, sharded_params
+from tests.dist.owners.optimizers import LAMB, SOAP
+from tests.dist.owners.test_parity import MICRO_BATCHES, backward, groups_of, loss_of, net, shard
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.optim import WHOLE
+from zeromesh.errors import MismatchError, OptimizerError
+
+
+def elements_that_move(model: nn.Module, optimizer: Any) -> Counter[str]:
+    """By axis, over all ranks of a copy: elements that lie at another index than their tensor's owner, one by one."""
+    layout = engine_of(model).schedule.layout
+    ranks = layout.degree(layout.significant)
+    found: Counter[str] = Counter()
+    for tensor, owner in zip(optimizer.placements, optimizer.owners.rank_of, strict=True):
+        for element in range(math.prod(tensor.shape)):
+            home, goal = (tensor.start + element) * ranks // tensor.padded, owner
+            for axis in reversed(layout.significant):
+                (home, here), (goal, there) = divmod(home, axis.size), divmod(goal, axis.size)
+                found[axis.name] += here != there
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=1", "node=0,cluster=1", "node=0,cluster=0"])
+@on_ranks(4)
+def test_bytes_by_axis_are_predicted(strategy):
+    """Exactly on each rank; over all ranks what lies elsewhere than its owner, three times 8 bytes."""
+    model = shard(net(), (2, 2), strategy)
+    trained = [param for name, param in model.named_parameters() if param.requires_grad and "unused" not in name]
+    before = zm.traffic_report(model, micro_batches=MICRO_BATCHES).lines()
+    optimizer = zm.by_owner(SOAP, trained, bucket_bytes=400)
+    for step in range(2):
+        with zm.traffic_report(model, micro_batches=MICRO_BATCHES) as traffic:
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    lines = traffic.lines()
+    assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines]
+    own = torch.tensor([line.sent_bytes - old.predicted_bytes for line, old in zip(lines, before, strict=True)])
+    dist.all_reduce(own)
+    engine = engine_of(model)
+    copies = engine.schedule.layout.degree(engine.schedule.layout.replica_axes)
+    moved = elements_that_move(model, optimizer)
+    assert own.tolist() == [copies * 24 * moved[line.axis] for line in lines]
+    assert sum(moved.values()) == 0 if strategy == "node=0,cluster=0" else sum(moved.values()) > 0
+
+
+@on_ranks(4)
+def test_memory_is_predicted():
+    """Before any step, and what is there after one: the states of what this rank owns."""
+    model = shard(net(), (2, 2), "node=3,cluster=1")
+    trained = [param for name, param in model.named_parameters() if param.requires_grad and "unused" not in name]
+    for kind, shapes in ((SOAP, True), (optim.AdamW, False), (optim.Adafactor, True)):
+        optimizer = zm.by_owner(kind, trained)
+        predicted = {line.kind: line.predicted_bytes for line in zm.memory_report(model, optimizer)}["optimizer"]
+        held = sum(param.numel() for param in WHOLE[optimizer])
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found = {line.kind: line for line in zm.memory_report(model, optimizer)}["optimizer"]
+        assert found.allocated_bytes == found.predicted_bytes == predicted
+        if not shapes:
+            assert predicted == 8 * 2 * held + engine_of(model).schedule.memory.master_bytes
+        zm.check_replicas(model, optimizer)
+    total = torch.tensor([sum(param.numel() for param in WHOLE[optimizer])])
+    dist.all_reduce(total)
+    assert total.item() == sum(param.numel() for param in trained), "each tensor's states are on one rank"
+
+
+@on_ranks(4)
+def test_schedulers_hooks_groups_and_closures():
+    plain, model = net(), shard(net(), (2, 2), "node=3,cluster=1")
+    calls: list[str] = []
+    optimizers: list[Any] = [
+        LAMB(groups_of(plain, matrices=False)),
+        zm.by_owner(LAMB, groups_of(model, matrices=False), bucket_bytes=400),
+    ]
+    assert isinstance(optimizers[1], optim.Optimizer) and len(optimizers[1].param_groups) == 2
+    schedulers = [optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
+    optimizers[1].register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizers[1].register_step_post_hook(lambda *_: calls.append("after"))
+    for step in range(4):
+
+        def closure(step: int = step) -> Any:
+            backward(model, step)
+            return "a loss"
+
+        for micro in range(MICRO_BATCHES):
+            for rank in range(4):
+                (loss_of(plain, step, micro, rank) / MICRO_BATCHES / 4).backward()
+        optimizers[0].step()
+        assert optimizers[1].step(closure) == "a loss"
+        for each, scheduler in zip(optimizers, schedulers, strict=True):
+            each.zero_grad()
+            scheduler.step()
+            each.param_groups[1]["lr"] = 0.03 / (step + 1)
+        same_params(model, plain)
+    assert calls == ["before", "after"] * 4
+    assert [group["step"] for group in optimizers[1].param_groups] == [4, 4]
+
+
+@on_ranks(4)
+def test_changes_by_hand_and_skipped_tensors_are_seen():
+    """The owner steps on values of now, also where somebody else has changed them; what has no gradient rests."""
+    plain, model = net(), shard(net(), (4,), "node=3")
+    optimizers = [LAMB(groups_of(plain, matrices=False)), zm.by_owner(LAMB, groups_of(model, matrices=False))]
+    for step in range(3):
+        for micro in range(MICRO_BATCHES):
+            for rank in range(4):
+                (loss_of(plain, step, micro, rank) / MICRO_BATCHES / 4).backward()
+        backward(model, step)
+        for each in (plain, model):
+            for name, param in each.named_parameters():
+                if f"blocks.{step}." in name:
+                    param.grad = None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for each in (plain, model):
+                for param in each.parameters():
+                    param.mul_(0.9)
+        same_params(model, plain)
+
+
+@on_ranks(4)
+def test_grad_scaler_skips_on_all_ranks():
+    model = shard(net().float(), (2, 2), "node=3,cluster=1")
+    optimizer = zm.by_owner(LAMB, groups_of(model, matrices=False))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = zm.full_state_dict(model)
+    scaler.scale(loss_of(model, 0, 0, dist.get_rank())).backward()
+    sharded_params(model)["embed.weight"].grad.local.fill_(math.inf)  # type: ignore[union-attr]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    for name, value in zm.full_state_dict(model).items():
+        close(value, before[name], name)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 0, 0, dist.get_rank())).backward()
+    scaler.step(optimizer)
+    after = zm.full_state_dict(model)
+    assert dist.get_rank() or any(not torch.equal(value, before[name]) for name, value in after.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtypes"),
+    [
+        (optim.AdamW, {"param_dtype": torch.bfloat16}),
+        (optim.SGD, {"param_dtype": torch.bfloat16, "master_dtype": torch.bfloat16}),
+    ],
+)
+@on_ranks(4)
+def test_elementwise_ones_are_to_the_bit_what_they_are_on_slices(kind, dtypes):
+    """With masters apart from the compute copy, and with fp32 gradients of bf16 masters."""
+    models = [shard(net().float(), (2, 2), "node=3,cluster=1", **dtypes) for _ in range(2)]
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    optimizers = [
+        kind(groups_of(models[0], matrices=False), **options),
+        zm.by_owner(kind, groups_of(models[1], matrices=False), bucket_bytes=400, **options),
+    ]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, step)
+            grads = [param.grad for param in sharded_params(model).values() if param.grad is not None]
+            assert {grad.local.dtype for grad in grads} == {torch.float32}  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(ours.local, theirs.local)  # type: ignore[attr-defined]
+
+
+@on_ranks(4)
+def test_in_a_trace_and_under_debug():
+    """The optimizer's slice of the timeline lasts until the last bucket's step has ended, and numbers stay right."""
+    model, plain = shard(net(), (2, 2), "node=3,cluster=1", debug=True), net()
+    owned = zm.by_owner(LAMB, groups_of(model, matrices=False), bucket_bytes=400)
+    optimizers: list[optim.Optimizer] = [LAMB(groups_of(plain, matrices=False)), owned]
+    inside: list[float] = []
+    for bucket in owned.buckets:
+        bucket.optimizer.register_step_post_hook(lambda *_: inside.append(time.perf_counter()))
+    with zm.record_trace(model) as recording:
+        for step in range(2):
+            backward(model, step)
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+    stepping = [event for event in recording.steps[-1].events if event.name == "optimizer"]  # waits lie between
+    lasted = max(event.end_s for event in stepping) - min(event.start_s for event in stepping)
+    assert lasted >= inside[-1] - inside[-len(owned.buckets)] > 0
+    for step in range(2):
+        for micro in range(MICRO_BATCHES):
+            for rank in range(4):
+                (loss_of(plain, step, micro, rank) / MICRO_BATCHES / 4).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    same_params(model, plain)
+
+
+@on_ranks(4)
+def test_one_all_to_all_where_the_backend_has_its_own():
+    """What other backends than gloo do: bytes laid together, of two dtypes and odd lengths, once a bucket and axis."""
+    options: dict[str, Any] = {"param_dtype": torch.bfloat16, "master_dtype": torch.bfloat16}
+    models = [shard(net().float(), (2, 2), "node=3,cluster=1", **options) for _ in range(2)]
+    optimizers = [zm.by_owner(optim.SGD, groups_of(model, matrices=False), bucket_bytes=400) for model in models]
+    for bucket in optimizers[1].buckets:
+        bucket.groups = {name: replace(group, backend="native") for name, group in bucket.groups.items()}
+        for group in bucket.groups.values():
+            group.record = lambda sent: calls.append((sent.axis, sent.messages))
+    calls: list[tuple[str, int]] = []
+    for step in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(ours.local, theirs.local)  # type: ignore[attr-defined]
+    assert Counter(calls) == {(axis, 1): 2 * 2 * len(optimizers[1].buckets) for axis in ("node", "cluster")}
+
+
+@on_ranks(4)
+def test_an_optimizer_that_is_gone_leaves_nothing():
+    model = shard(net(), (2, 2), "node=3,cluster=1")
+    trained = [param for param in model.parameters() if param.requires_grad]
+    before = [line.predicted_bytes for line in zm.traffic_report(model, micro_batches=1).lines()]
+    optimizer = zm.by_owner(LAMB, trained)
+    backward(model, 0)
+    optimizer.step()
+    state = weakref.ref(next(iter(optimizer.state.values()))["exp_avg"]) if optimizer.state else None
+    other = zm.by_owner(SOAP, trained)
+    optimizer.zero_grad()
+    del optimizer
+    gc.collect()
+    assert state is None or state() is None
+    backward(model, 1)
+    other.step()
+    del other
+    gc.collect()
+    assert [line.predicted_bytes for line in zm.traffic_report(model, micro_batches=1).lines()] == before
+
+
+class Clipping(LAMB):
+    """Scales by a norm over all gradients inside its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+class Closing(LAMB):
+    """Needs a closure."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@on_ranks(4)
+def test_what_is_refused():
+    base = net()
+    early = copy.deepcopy(base)
+    model, other = shard(net(), (2, 2), "node=3,cluster=1"), shard(net(), (2, 2), "node=0,cluster=1")
+    params = [param for param in model.parameters() if param.requires_grad]
+    for kind in (optim.LBFGS, Clipping):
+        with pytest.raises(OptimizerError, match=rf"each tensor by itself; {kind.__name__} makes"):
+            zm.by_owner(kind, params)
+    with pytest.raises(OptimizerError, match="without a closure"):
+        zm.by_owner(Closing, params)
+    with pytest.raises(OptimizerError, match=r"parameters of one sharded model; got Parameter at place 0"):
+        zm.by_owner(LAMB, early.parameters())
+    with pytest.raises(OptimizerError, match=rf"got ShardedParameter at place {len(params)}"):
+        zm.by_owner(LAMB, [*params, *other.parameters()])
+    with pytest.raises(OptimizerError, match="got none"):
+        zm.by_owner(LAMB, [])
+    with pytest.raises(ValueError, match="2D"):  # torch's own words
+        zm.by_owner(optim.Muon, params)
+    with pytest.raises(MismatchError, match=r"same tensors in zm\.by_owner"):
+        zm.by_owner(LAMB, params if dist.get_rank() else params[:-1])
+    optimizer = zm.by_owner(LAMB, params[:3])
+    with pytest.raises(OptimizerError, match="chosen once"):
+        optimizer.add_param_group({"params": params[3:]})
+    with pytest.raises(OptimizerError, match=r"make it as zm\.by_owner\(LAMB, params\)"):
+        LAMB(params).step()
+    del model, params
+    gc.collect()
