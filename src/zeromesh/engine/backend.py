@@ -397,10 +397,10 @@ class DeviceBackend:
             if stale is not None:
                 _require_unchanged(buffer.optimizer_params[position], stale)
             used[position] = True
+            grad = grad.to_dense() if grad.is_sparse else grad  # which has no address
             if adds and grad.data_ptr() == home.data_ptr():
                 continue
             homes.append(home)
-            grad = grad.to_dense() if grad.is_sparse else grad
             grads.append(grad.detach() if grad.requires_grad else grad)  # backward(create_graph=True)
         if self.scale == 0:  # not 0 * grad: a mean over no tokens is NaN
             homes, missing, grads = [], [*missing, *homes], []
