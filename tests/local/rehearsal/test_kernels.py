@@ -1,0 +1,70 @@
+"""Seconds and bytes of kernels, against what is worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zeromesh.cluster import find_cluster
+from zeromesh.rehearsal.hardware import Hardware
+from zeromesh.rehearsal.kernels import moved_bytes
+
+aten = torch.ops.aten
+ROWS, INNER, OUTER = 4096, 1024, 2048
+
+
+def meta(*sizes, dtype=torch.bfloat16):
+    return torch.empty(*sizes, dtype=dtype, device="meta")
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    return Hardware.of(find_cluster("a800-8x-hdr").take(64))
+
+
+def test_products_take_what_their_flops_take(hardware: Hardware) -> None:
+    a, b, bias = meta(ROWS, INNER), meta(INNER, OUTER), meta(OUTER)
+    flops = 2 * ROWS * INNER * OUTER
+    compute = hardware.kernels.compute
+    forward = compute.product(ROWS, INNER, OUTER, flops=flops)
+    backward = compute.product(ROWS, INNER, OUTER, flops=flops, backward=True)
+    seconds = hardware.kernels.seconds
+    assert seconds(aten.mm.default, (a, b), a @ b, backward=False) == forward
+    assert seconds(aten.mm.default, (a, b), a @ b, backward=True) == backward > forward
+    assert seconds(aten.addmm.default, (bias, a, b, 1, 1), a @ b, backward=False) == forward
+    wide = (a.float(), b.float())
+    slower = seconds(aten.mm.default, wide, wide[0] @ wide[1], backward=False)
+    fp32 = hardware.cluster.device.compute_dtype("fp32")
+    assert (slower > forward) == (fp32 == "fp32")  # a device without a rate for it is taken at its own
+
+
+def test_a_causal_kernel_of_attention_computes_half_of_the_scores(hardware: Hardware) -> None:
+    q = meta(1, 8, 512, 64)
+    flash = aten._scaled_dot_product_flash_attention.default
+    whole, half = (
+        hardware.kernels.seconds(flash, (q, q, q, 0.0, causal, False, None), (q,), backward=False)
+        for causal in (False, True)
+    )
+    assert whole == 2 * half == hardware.kernels.compute.attention(4 * 8 * 512 * 512 * 64)
+
+
+def test_other_kernels_take_what_their_bytes_take(hardware: Hardware) -> None:
+    x, size = meta(ROWS, INNER), ROWS * INNER * 2
+    table, words = meta(32000, INNER), meta(ROWS, dtype=torch.int64)
+    assert moved_bytes(aten.add.Tensor, (x, x, 1), meta(ROWS, INNER)) == 3 * size
+    assert moved_bytes(aten.add_.Tensor, (x, x, 1), x) == 3 * size
+    assert moved_bytes(aten.fill_.Scalar, (x, 0), x) == size
+    assert moved_bytes(aten.add.Tensor, (x, meta(1, INNER).expand(ROWS, INNER), 1), x) == 2 * size + INNER * 2
+    assert moved_bytes(aten.embedding.default, (table, words, -1, False, False), meta(ROWS, INNER)) == 2 * size
+    assert moved_bytes(None, (x, x), None) == 2 * size  # a copy
+    added = hardware.kernels.seconds(aten.add.Tensor, (x, x, 1), x, backward=False)
+    assert added == hardware.kernels.compute.memory(3 * size)
+
+
+def test_collectives_take_what_plans_take(hardware: Hardware) -> None:
+    from zeromesh.strategy import Layout
+
+    node, cluster = Layout.of("node=3,cluster=1", hardware.cluster.axes).axes
+    planned = hardware.transfers.joint((node,), "all_gather", 1 << 20, "bf16")
+    assert hardware.collective((node,), "all_gather", 2 << 20) == planned
+    assert hardware.collective((cluster,), "all_gather", 2 << 20).seconds > planned.seconds
