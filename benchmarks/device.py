@@ -235,12 +235,18 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{folder}/store"
-        dist.init_process_group("gloo" if args.device == "cpu" else "nccl", init_method=store, rank=0, world_size=1)
-        if args.device == "cpu":
+        on_cpu = args.device == "cpu"
+        if on_cpu:
             torch.set_num_threads(1)
         else:
             torch.cuda.set_device(0)
+        dist.init_process_group(
+            "gloo" if on_cpu else "nccl",
+            init_method=f"file://{folder}/store",
+            rank=0,
+            world_size=1,
+            device_id=None if on_cpu else torch.device("cuda", 0),
+        )
         if args.side:
             print_peak(args.side, args.settings[0], args)
         else:

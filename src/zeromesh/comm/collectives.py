@@ -138,14 +138,14 @@ def _chunk_numel(region: Tensor, count: int) -> int:
     return region.numel() // count
 
 
-def _own_chunk(region: Tensor, group: AxisGroup) -> Tensor:
-    """Without slices of what may be thousands of ranks."""
+def own_chunk(region: Tensor, group: AxisGroup) -> Tensor:
+    """This rank's, without slices of what may be thousands of ranks."""
     length = _chunk_numel(region, group.size)
     return region[group.rank * length : (group.rank + 1) * length]
 
 
 def _all_gather(region: Tensor, group: AxisGroup, channel: Channel, operation: str) -> None:
-    own = _own_chunk(region, group)
+    own = own_chunk(region, group)
     exchange = Exchange(group, channel, operation, region.numel(), region.element_size())
     if group.backend == "gloo":
         swap(exchange, [own] * group.size, chunks_of(region, group.size), PIECE_BYTES)
@@ -156,7 +156,7 @@ def _all_gather(region: Tensor, group: AxisGroup, channel: Channel, operation: s
 
 def _native_reduce_scatter(region: Tensor, target: Target, group: AxisGroup) -> None:
     """Into this rank's chunk of the region, in place, and from there in one kernel."""
-    own = _own_chunk(region, group)
+    own = own_chunk(region, group)
     exchange = Exchange(group, group.reduce, "reduce_scatter", region.numel(), region.element_size())
     pg = group.reduce.process_group
     exchange.native(lambda: reduce_scatter_single(own, region, group=pg), region.nbytes - own.nbytes)

@@ -2,7 +2,7 @@
 
     device   a job runs                                   the caller waits
     cpu      in the lane's thread                         until the job has ended
-    cuda     at submit, into the lane's stream,           its current stream waits for an event;
+    other    at submit, into the lane's stream,           its current stream waits for an event;
              after what the caller's stream holds so far  the host does not
     inline   at submit, on the caller's own stream        not at all: it has ended (overlap=none)
 

@@ -24,13 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.comm import (
-    AxisGroup,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-    sums_natively,
-)
+from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter, sums_natively
+from zeromesh.comm.collectives import own_chunk
 from zeromesh.comm.quantised import (
     check_quantisable,
     noise_generator,
@@ -181,7 +176,7 @@ def _gather_chain(
         elif step in route.staged:
             region = scratch.region(step.numel, DTYPES[step.wire])
         group = groups[step.axis.name]
-        own = _own_chunk(region, group)
+        own = own_chunk(region, group)
         moved = None if _same(own, current) else current
         steps.append(Gather(group, region, own, moved, coded(step.wire), keep))
         current = region
@@ -216,11 +211,6 @@ def _require_one_width(route: Route) -> None:
             f"parameters in {route.held} cannot be gathered over axes in {' and in '.join(wires)}, of other "
             f"widths: give these axes one wire dtype, or let one of them have the parameters' own"
         )
-
-
-def _own_chunk(region: Tensor, group: AxisGroup) -> Tensor:
-    length = region.numel() // group.size
-    return region[group.rank * length : (group.rank + 1) * length]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -391,7 +381,7 @@ def _reduction(
     wire = DTYPES.get(step.wire, region.dtype)
     staged = None if wire == region.dtype else scratch.region(step.numel, wire)
     scatter = step.operation == "reduce_scatter"
-    out = into if into is not None else (_own_chunk(region, group) if scatter else region)
+    out = into if into is not None else (own_chunk(region, group) if scatter else region)
     form = coded(step.wire)
     if form is not None and owed is None:
         form = form.unbiased()
