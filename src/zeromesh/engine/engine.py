@@ -2,16 +2,6 @@
 
 The engine holds dicts of the modules' parameters, never the modules, and the hooks hold the engine weakly: deleting the
 model frees everything at once.
-
-[Note: Lifetimes] What lives for a while is an object, and its end is that the object is dropped:
-
-    Step            from the first backward after a step's gradients were shown to the end of its last backward
-    Backward        one run of autograd; inside, one may run that autograd starts (reentrant checkpointing)
-    Forward         the interpreter's; as long as a graph may come back to it
-
-A forward or backward that does not end (an exception, Ctrl-C) calls nothing. Whoever comes next finds its object,
-drops it with all that it knew (`give_up`), and begins anew, unless sums of earlier micro-batches are torn by it: then
-everything raises until `zm.zero_grad(model)`.
 """
 
 from __future__ import annotations
@@ -21,7 +11,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +25,7 @@ from zeromesh.engine.control import Control
 from zeromesh.engine.guard import SlotGuard
 from zeromesh.engine.hooks import OutputHook, as_python, put_first
 from zeromesh.engine.leaf import Leaf
+from zeromesh.engine.lifetimes import Backward, Step
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
 from zeromesh.errors import MismatchError, ModelError, OptimizerError
@@ -44,38 +34,6 @@ from zeromesh.schedule import Bucket, Call, GradState, Interpreter, Schedule
 _PRIME = 2**31 - 1
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """What is known of the step whose gradients are being accumulated: [Note: Lifetimes].
-
-    Args:
-        backwards: that have ended.
-        weighted: whether its micro-batches have weights; None before the first.
-        torn: a backward that did not end has left a part of its micro-batch in sums of others.
-        shown: its last backward has ended.
-    """
-
-    backwards: int = 0
-    weighted: bool | None = None
-    torn: bool = False
-    shown: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Backward:
-    """One run of autograd: [Note: Lifetimes].
-
-    Args:
-        task: autograd's number of it.
-        ended: what autograd calls at its end; gone once it has been called, or never will be.
-        stale: units that were computed with parameters of an older generation than now, and the oldest of those.
-    """
-
-    task: int
-    ended: Callable[[], object]
-    stale: dict[int, int] = field(default_factory=dict)
 
 
 class Engine:
