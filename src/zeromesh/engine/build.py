@@ -146,7 +146,8 @@ def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precisio
 def _require_short_sums(groups: Iterable[AxisGroup], control: Control) -> None:
     """Raises MeshError where exact sums would be all-to-alls between more ranks than they are fit for."""
     groups = [group for group in groups if group.exact and group.backend != "gloo"]
-    hosts = dict(control.gather((dist.get_rank(), socket.gethostname()))) if groups else {}
+    names = control.gather(socket.gethostname()) if groups else []
+    hosts = dict(zip(dist.get_process_group_ranks(control.group), names, strict=True)) if groups else {}
     for group in groups:
         machines = {hosts[rank] for rank in group.ranks}
         if group.size > EXACT_RANKS or len(machines) > 1:

@@ -1,0 +1,81 @@
+"""Waits and orders of the engine on streams, each left out by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from unittest import mock
+
+import torch
+
+from tests.dist.engine.delays import without_order_of_lanes, without_wait
+from zeromesh.comm import Ticket, lane
+from zeromesh.schedule import LANES
+
+Fault = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def without_start(kind: str) -> Iterator[None]:
+    """The jobs of a lane do not wait for what the caller's stream holds."""
+    put = lane._Stream.put
+
+    def early(self, job, ticket):
+        if self._failure._lane != kind:
+            return put(self, job, ticket)
+        with self._stream:
+            error = self._failure.run(job, ticket.label)
+        ticket._finish(error, self._stream.record_event(), self._stream.device, job)
+
+    with mock.patch.object(lane._Stream, "put", early):
+        yield
+
+
+@contextmanager
+def without_end(kind: str) -> Iterator[None]:
+    """Whoever waits for a job of a lane waits for what came before the job."""
+    put = lane._Stream.put
+
+    def early(self, job, ticket):
+        if self._failure._lane != kind:
+            return put(self, job, ticket)
+        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+        before = self._stream.record_event()
+        with self._stream:
+            error = self._failure.run(job, ticket.label)
+        ticket._finish(error, before, self._stream.device, job)
+
+    with mock.patch.object(lane._Stream, "put", early):
+        yield
+
+
+@contextmanager
+def without_keeping() -> Iterator[None]:
+    """A ticket lets go of what its job refers to before the job is waited for."""
+    finish = Ticket._finish
+
+    def let_go(self, error=None, event=None, device=None, job=None):
+        finish(self, error, event, device, None)
+
+    with mock.patch.object(Ticket, "_finish", let_go):
+        yield
+
+
+FAULTS: dict[str, tuple[str, Fault]] = {
+    "a gather, before its parameters are used": ("node=3,cluster=1", partial(without_wait, "ticket")),
+    "a reduction, before its slot is filled again": ("node=3,cluster=3", partial(without_wait, "taking")),
+    "a reduction, before its sums are read": ("node=3,cluster=1", partial(without_wait, "reducing")),
+    "a refresh, before its parameters are used": ("node=1,cluster=1", partial(without_wait, "refreshing")),
+    "the lane before, on its way to the next": ("node=3,cluster=1", without_order_of_lanes),
+    # Where a boundary follows a micro-batch's reduction, it comes after the computation by that.
+    **{
+        f"the computation, before {kind} reads it": (
+            "node=1,cluster=1" if kind == "boundary" else "node=3,cluster=1",
+            partial(without_start, kind),
+        )
+        for kind in LANES
+    },
+    **{f"the end of a job of {kind}": ("node=3,cluster=1", partial(without_end, kind)) for kind in LANES},
+}
+"""What is not waited for, with a strategy that needs it."""

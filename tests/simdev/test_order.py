@@ -1,0 +1,210 @@
+"""The engine on a checked device: nothing races, nothing is freed early, and the host reads what the docs list.
+
+Vector clocks do not depend on timing, so one process is enough: it is a rank of a world that holds what it holds.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import zeromesh as zm
+from tests.dist.engine.reference import Block, Case, backward, evaluate, mesh_of, sharded
+from tests.pure.strategy.mixes import mixes, notation
+from tests.simdev.faults import FAULTS, without_keeping
+from tests.simdev.ranks import alone
+from zeromesh import simdev
+from zeromesh.comm import Lane
+from zeromesh.engine.api import engine_of
+
+CASE = Case(steps=2, micro_batches=2, optimizer="both", device="simdev")
+MIXES = [notation(mix) for mix in (*mixes(2), *(mix for mix in mixes(2, kept=True) if any("k" in s for s in mix)))]
+SOURCES = str(Path(zm.__file__).parent)
+
+
+def train(strategy: str, case: Case, *shape: int) -> None:
+    with sharded(strategy, case, mesh_of(*shape or (2, 2), device="simdev")) as (model, optimizer):
+        for step in range(case.steps):
+            backward(model, case, step)
+            if case.evaluate:
+                evaluate(model, case, 0)
+            zm.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine_of(model).interpreter.quiesce()
+    del model, optimizer
+    gc.collect()  # the engine's memory, under the checker
+
+
+def checked(
+    strategy: str, case: Case, *shape: int, leave_out: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> simdev.Checker:
+    with simdev.Checker() as checker, leave_out():
+        train(strategy, case, *shape)
+    return checker
+
+
+def require_ordered(strategy: str, case: Case, *shape: int) -> simdev.Checker:
+    checker = checked(strategy, case, *shape)
+    found = [*map(str, checker.races), *map(str, checker.early_frees)]
+    assert not found, f"{strategy}: {len(found)} found, such as {found[:4]}"
+    assert checker.checked > 500, strategy
+    return checker
+
+
+@alone()
+def test_mixes_and_what_the_host_reads():
+    """Of the engine's own reads: two at `zm.shard`, and one a step. All mixes are checked in `test_parity.py`."""
+    simdev.counting_group(0, 4)
+    for strategy in MIXES[::4]:
+        checker = require_ordered(strategy, replace(CASE, evaluate=True))
+        reads = [read.where for read in checker.host_reads if read.where.startswith(SOURCES)]
+        assert len(reads) == 2 + CASE.steps, (strategy, reads)
+        in_steps = [wait for wait in checker.host_waits if not any("engine/build.py" in line for line in wait.stack)]
+        waits = [wait for wait in in_steps if wait.where.startswith(SOURCES)]
+        assert not waits, [str(wait) for wait in waits]
+
+
+@alone()
+def test_three_axes():
+    simdev.counting_group(0, 8)
+    for strategy in (
+        "node=3,cluster=3,region=1",
+        "node=3,cluster=1,region=0",
+        "node=0,cluster=1,region=2",
+        "node=3d,cluster=3,region=0",
+        "node=2,cluster=3k,region=1",
+    ):
+        require_ordered(strategy, CASE, 2, 2, 2)
+
+
+CASES = {
+    "weights": replace(CASE, weighted=True),
+    "each a last backward": replace(CASE, every_last=True, optimizer="sgd"),
+    "bf16": replace(CASE, precision="bf16", optimizer="adamw"),
+    "bf16 wires": replace(CASE, precision="bf16-wire", optimizer="adamw"),
+    "joined units": replace(CASE, bucket_bytes=600),
+}
+
+
+@alone()
+def test_other_cases():
+    simdev.counting_group(0, 4)
+    for case in CASES.values():
+        for strategy in ("node=3,cluster=1", "node=1,cluster=2", "node=0,cluster=0"):
+            require_ordered(strategy, case)
+    for setting in (
+        ";prefetch=0",
+        ";prefetch=3",
+        ";overlap=gather",
+        ";overlap=none",
+        ";collective=ho_ring",
+        ";sum=exact",
+    ):
+        require_ordered(f"node=3,cluster=3{setting}", CASE)
+
+
+@alone()
+def test_recomputation():
+    simdev.counting_group(0, 4)
+    forward = Block.forward
+    for reentrant in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                Block,
+                "forward",
+                lambda self, x: checkpoint(forward, self, x, use_reentrant=reentrant),  # noqa: B023
+            )
+            for strategy in ("node=3,cluster=1", "node=3,cluster=3;prefetch=0", "node=2,cluster=3k"):
+                require_ordered(strategy, CASE)
+
+
+@alone()
+def test_a_scaler():
+    simdev.counting_group(0, 4)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)))
+    with simdev.Checker() as checker:
+        model = zm.shard(model, mesh_of(2, 2, device="simdev"), "node=3,cluster=1")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("simdev", init_scale=8.0)
+        for _ in range(3):
+            scaler.scale(model(torch.ones(2, 8, device="simdev")).square().sum()).backward()
+            scaler.unscale_(optimizer)
+            zm.clip_grad_norm_(model, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert not checker.races and not checker.early_frees, [*map(str, checker.races)][:4]
+    assert scaler.get_scale() == 8.0
+
+
+@alone()
+def test_saving_and_loading(tmp_path):
+    simdev.counting_group(0, 4)
+    with (
+        simdev.Checker() as checker,
+        sharded("node=3,cluster=1", CASE, mesh_of(2, 2, device="simdev")) as (model, optimizer),
+    ):
+        backward(model, CASE, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.load_state_dict(model.state_dict())
+        zm.refresh(model)
+        evaluate(model, CASE, 0)
+        backward(model, CASE, 1)
+    found = [*map(str, checker.races), *map(str, checker.early_frees)]
+    assert not found, found[:4]
+
+
+@pytest.mark.parametrize("wait", FAULTS)
+@alone()
+def test_a_fault_is_found(wait):
+    simdev.counting_group(0, 4)
+    strategy, leave_out = FAULTS[wait]
+    checker = checked(strategy, CASE, leave_out=leave_out)
+    assert checker.races or checker.early_frees
+
+
+def test_there_are_at_least_ten_of_them():
+    assert len(FAULTS) >= 10
+
+
+def step_on_used_parameters() -> None:
+    """Words that ranks agree on are waited for in the step after: until then the ticket alone keeps them."""
+    blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)))
+    model = zm.shard(blocks, mesh_of(2, 2, device="simdev"), "node=0,cluster=0")
+    for _ in range(3):
+        model(torch.ones(2, 8, device="simdev")).square().sum().backward()
+        zm.zero_grad(model)
+
+
+@alone()
+def test_what_a_job_refers_to_is_kept_until_it_is_done():
+    simdev.counting_group(0, 4)
+    with simdev.Checker() as checker:
+        step_on_used_parameters()
+    assert not checker.early_frees and not checker.races
+    with simdev.Checker() as checker, without_keeping():
+        step_on_used_parameters()
+    assert checker.early_frees
+
+
+@alone()
+def test_a_lane_that_closes_comes_before_what_is_freed_after_it():
+    for close in (True, False):
+        with simdev.Checker() as checker:
+            lane, values = Lane("test", device=torch.device("simdev", 0)), torch.zeros(8, device="simdev")
+            lane.submit(partial(values.add_, 1))
+            if close:
+                lane.close()
+            del values
+            gc.collect()
+        assert bool(checker.early_frees) is not close

@@ -1,0 +1,43 @@
+"""Training on device tensors is plain training: four processes, each with a simulated device, streams and all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from tests.dist.engine import reference
+from tests.dist.engine.reference import Case, check, plain
+from tests.simdev.ranks import on_devices
+from tests.simdev.test_order import MIXES
+from zeromesh import simdev
+
+CASE = Case(steps=2, micro_batches=2, optimizer="both", device="simdev")
+
+
+def check_all(strategies: list[str], case: Case, *shape: int) -> None:
+    """On a rank: the numbers, beside plain training on the host; and that nothing raced on the way."""
+    on_host = replace(case, device="cpu")  # for torch, `model.to` of such a device makes two parameters of a tied one
+    for strategy in strategies:
+        with mock.patch.object(reference, "plain", lambda _: plain(on_host)), simdev.Checker() as checker:
+            check(strategy, case, *shape)
+        found = [*map(str, checker.races), *map(str, checker.early_frees)]
+        assert not found, f"{strategy}: {found[:4]}"
+
+
+def test_these_are_all_mixes_of_two_axes():
+    assert len(set(MIXES)) == 41
+
+
+@pytest.mark.parametrize("strategies", [MIXES[start::2] for start in range(2)], ids=["odd", "even"])
+@on_devices(4)
+def test_every_mix_on_two_axes(strategies):
+    check_all(strategies, CASE, 2, 2)
+
+
+@on_devices(4)
+def test_other_cases():
+    check_all(["node=3,cluster=1", "node=0,cluster=0"], replace(CASE, precision="bf16-wire", optimizer="adamw"), 2, 2)
+    check_all(["node=3,cluster=1", "node=1,cluster=2"], replace(CASE, weighted=True, evaluate=True), 2, 2)
+    check_all(["node=3,cluster=3;sum=exact", "node=3,cluster=3;collective=ho_ring"], CASE, 2, 2)
