@@ -36,8 +36,8 @@ class Sharding:
         strategy: as `zm.shard` takes it; "auto" plans, for `cluster` and `workload`.
         mesh: sizes by name, outermost first (``{"cluster": 2, "node": 8}``), from which torch's mesh of all ranks is
             made; or torch's own; None for a single process.
-        param_dtype, reduce_dtype, grad_dtype, master_dtype, units, resident, init, bucket_bytes, debug, cluster,
-            workload: as `zm.shard` takes them.
+        param_dtype, reduce_dtype, grad_dtype, master_dtype, units, resident, init, bucket_bytes, register, debug,
+            cluster, workload: as `zm.shard` takes them.
 
     Raises:
         InputError: "auto" without mesh, cluster or workload, or either of the last two without "auto".
@@ -59,6 +59,7 @@ class Sharding:
     resident: Sequence[str] = ()
     init: Callable[[nn.Module], None] | None = None
     bucket_bytes: int = BUCKET_BYTES
+    register: bool | None = None
     debug: bool | None = None
     cluster: Cluster | str | None = None
     workload: Workload | None = None

@@ -162,6 +162,7 @@ class Checkpoints:
         which: str | os.PathLike[str] = "auto",
         *,
         since: int = 0,
+        optimizers: bool = True,
         optimizer_options: bool = True,
         random_states: bool = True,
     ) -> Restored | None:
@@ -171,6 +172,7 @@ class Checkpoints:
             which: "auto" is the newest complete one in the directory; else the path of a checkpoint, of zeromesh's or
                 of torch.distributed.checkpoint's, or of a directory of zeromesh's.
             since: for "auto", only checkpoints that were made after that of this serial (in the manifest's first line).
+            optimizers: also fill them; else they are left as they are, and the model alone is loaded.
             optimizer_options: also take learning rates and the like from it, as torch's `load_state_dict` does.
             random_states: also set the random number generators, where the number of ranks is the same.
 
@@ -189,9 +191,10 @@ class Checkpoints:
             options = read_groups(reader)
             user[:] = [_read_state(reader)]
             restore_model(self._model, self._engine, reader)
-            restore_optimizers(self._engine, self._optimizers, reader)
+            if optimizers:
+                restore_optimizers(self._engine, self._optimizers, reader)
             _restore_extra(self._model, reader)
-            if optimizer_options:
+            if optimizers and optimizer_options:
                 restore_groups(self._optimizers, options, reader.where)
             if random_states and reader.manifest.about.get("world") == self._engine.control.size:
                 _restore_random(self._engine.control.rank, reader)

@@ -101,7 +101,7 @@ def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held = tuple(map(id, _params(optimizer)))
     if _checked.get(optimizer) != held:
-        _check(optimizer)
+        check_optimizer(optimizer)
         take_slices(optimizer)
         _show_slices(optimizer)
         _checked[optimizer] = held
@@ -222,7 +222,7 @@ def steps_elementwise(kind: type[Optimizer]) -> bool:
     return False
 
 
-def _check(optimizer: Optimizer) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
     params = list(_params(optimizer))
     for param in params:
         retired = getattr(param, "_zeromesh_retired", None)

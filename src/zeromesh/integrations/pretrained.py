@@ -44,6 +44,7 @@ def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
     """
     if is_peft(model):
         give_method(model, "save_pretrained", functools.partial(_save_adapters, dtype=dtype))
+        _keep_trainable(model)
     elif isinstance(model, PreTrainedModel):
         give_method(model, "save_pretrained", functools.partial(_save_pretrained, dtype=dtype))
     layout = engine_of(model).schedule.layout
@@ -56,6 +57,21 @@ def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
 def is_peft(model: object) -> bool:
     """Whether it is a model of PEFT's, which need not be installed."""
     return any(kind.__module__ == "peft.peft_model" for kind in type(model).__mro__)
+
+
+def _keep_trainable(model: nn.Module) -> None:
+    """`disable_adapter()` passes the adapters by and no more: PEFT would freeze them for as long, and what is trained
+    is settled once a model is sharded."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for part in model.modules():
+        if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            give_method(part, "enable_adapters", _enable_adapters)
+
+
+def _enable_adapters(layer: Any, enabled: bool) -> None:
+    layer._disable_adapters = not enabled
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:

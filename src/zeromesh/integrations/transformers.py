@@ -15,7 +15,6 @@ other strategies.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,8 +29,8 @@ from zeromesh.checkpoint.huggingface import load_safetensors
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import ELEMENTWISE, steps_elementwise
 from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
-from zeromesh.integrations.methods import give_no_sync, is_sharded
-from zeromesh.integrations.pretrained import adapt, is_peft, with_blocks_only
+from zeromesh.integrations.methods import is_sharded, shard_model, with_mixed_precision
+from zeromesh.integrations.pretrained import is_peft
 from zeromesh.integrations.versions import require_known
 from zeromesh.sharding import Sharding
 
@@ -47,8 +46,6 @@ STATES = "zeromesh"
 
 SCHEDULER = "scheduler"
 SAMPLES = "samples_per_step"
-
-MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transformers
@@ -85,16 +82,10 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
             self._shard(reference.requires_grad_(False))
 
     def _sharding_here(self) -> Sharding:
-        dtype = self.sharding.param_dtype or MIXED.get(self.args.mixed_precision)
-        return replace(self.sharding, param_dtype=dtype).on(self.args.device.type)
+        return with_mixed_precision(self.sharding, self.args.mixed_precision).on(self.args.device.type)
 
     def _shard(self, model: Any) -> Any:
-        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-        # What nobody casts is written as it computes, each parameter in its own dtype.
-        written = own if self._sharding.param_dtype is not None else None
-        model = with_blocks_only(self._sharding, model).shard(model)
-        give_no_sync(model)
-        adapt(model, written)
+        shard_model(self._sharding, model)
         # Autocast, and the mark by which `prepare` then leaves it as it is, without DistributedDataParallel.
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
 

@@ -1,0 +1,177 @@
+"""Hugging Face's Accelerator over sharded models::
+
+    from zeromesh.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(sharding=zm.Sharding(strategy=..., mesh=...))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+`prepare` shards every model that it is given, and gives the optimizers that were made of their parameters the shards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils.modeling import convert_file_size_to_int
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zeromesh.checkpoint.checkpoints import Checkpoints
+from zeromesh.checkpoint.full_state import full_state_dict
+from zeromesh.checkpoint.huggingface import save_safetensors
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.optim import updates
+from zeromesh.errors import InputError, ModelError
+from zeromesh.integrations.methods import is_sharded, shard_model, with_mixed_precision
+from zeromesh.integrations.optimizers import give_shards
+from zeromesh.integrations.versions import require_known
+from zeromesh.sharding import Sharding
+
+require_known("accelerate")
+
+STATES = "zeromesh_{}"
+"""The directory, in one of `save_state`, that holds a model and its optimizers, by the model's number."""
+
+
+PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
+OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def _refuse(others: list[str]) -> None:
+    if others:
+        raise InputError(
+            f"{', '.join(others)} cannot be used with sharding=: zeromesh shards the model itself; leave it out, also "
+            f"in what `accelerate config` wrote"
+        )
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does not follow accelerate
+    """Accelerate's Accelerator with one argument more.
+
+    Args:
+        sharding: how. Where it says no `param_dtype`, `mixed_precision` does.
+
+    Raises:
+        InputError: the arguments, or what `accelerate config` wrote, ask for another way of sharding too.
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+    step: int
+
+    def __init__(self, *args: Any, sharding: Sharding, **kwargs: Any) -> None:
+        _refuse([name for name in PLUGINS if kwargs.get(name) is not None])
+        super().__init__(*args, **kwargs)
+        self.sharding = sharding
+        self._sharding: Sharding | None = None
+        self._shards: Any = WeakIdKeyDictionary()
+        """By parameter of a model before it was sharded, what it became."""
+        _refuse([kind.value for kind in OTHERS if self.state.distributed_type == kind])
+        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise InputError(
+                "dynamo_backend cannot be used with sharding=: compile the model's blocks before, with their compile()"
+            )
+        if not self.even_batches:
+            raise InputError(
+                "even_batches=False cannot be used with sharding=: all ranks must run as many forwards, or those that "
+                "have more wait for ever"
+            )
+
+    # ---- what `prepare` makes of models and optimizers
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        for model in args:
+            if isinstance(model, nn.Module):  # ahead of its optimizer, wherever that stands
+                self.prepare_model(model)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        if not getattr(model, "_is_accelerate_prepared", False):
+            self._shard(model)
+        # Autocast alone: no DistributedDataParallel, and shards are where the mesh is.
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[no-any-return]
+
+    def _shard(self, model: nn.Module) -> None:
+        if is_sharded(model):
+            raise ModelError("the model is sharded already: prepare a plain one, which is sharded as sharding= says")
+        if self._sharding is None:
+            self._sharding = with_mixed_precision(self.sharding, self.mixed_precision).on(self.device.type)
+        self._shards.update(shard_model(self._sharding, model))
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            give_shards(optimizer, self._shards)
+        return super().prepare_optimizer(optimizer, device_placement)  # type: ignore[no-any-return]
+
+    # ---- saving and loading
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Whole tensors, on the first rank's CPU; empty on the others. All ranks call it."""
+        return full_state_dict(model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Each rank writes its slices. All ranks call it, with a directory that all see."""
+        if not safe_serialization:
+            raise InputError("a sharded model is saved as safetensors: leave out safe_serialization=False")
+        save_safetensors(model, save_directory, max_file_bytes=convert_file_size_to_int(max_shard_size))
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
+    ) -> Any:
+        """Accelerate's, with models and optimizers as `zm.Checkpoints`, which load under any layout."""
+        with self._without_shards():
+            where = super().save_state(output_dir, safe_serialization, **options)
+        for _, checkpoints in self._checkpoints(where):
+            with checkpoints:
+                checkpoints.save(0)
+                checkpoints.wait()
+        return where
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Accelerate's, on any number of ranks and under any strategy."""
+        found: list[Any] = []
+        hook = self.register_load_state_pre_hook(lambda _, where: found.append(where))
+        try:
+            with self._without_shards():
+                super().load_state(input_dir, load_kwargs, **options)
+        finally:
+            hook.remove()
+        for directory, checkpoints in self._checkpoints(found[0]):
+            with checkpoints:
+                checkpoints.load(directory, random_states=False)  # accelerate has set those
+        for model in self._models:  # what it keeps in files of ranks, of which there may have been fewer
+            self.step = engine_of(model).control.say(self.step)
+
+    @contextmanager
+    def _without_shards(self) -> Iterator[None]:
+        """What is in here would write the first rank's slices for everyone's."""
+        held = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = held
+
+    def _checkpoints(self, directory: Any) -> Iterator[tuple[str, Checkpoints]]:
+        for index, model in enumerate(self._models):
+            optimizers = [held.optimizer for held in self._optimizers]
+            own = [optimizer for optimizer in optimizers if updates(optimizer, engine_of(model))]
+            path = os.path.join(directory, STATES.format(index))
+            yield path, Checkpoints(path, model, own, keep=1)

@@ -1,0 +1,169 @@
+"""accelerate's Accelerator with `sharding=` against itself without, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeromesh as zm
+from tests.dist.integrations.hugging import (
+    SAMPLES,
+    STEPS,
+    STRATEGIES,
+    assert_same_curve,
+    build,
+    launched,
+    plain,
+    samples,
+    sharding,
+)
+from tests.dist.pool import Pool, on_ranks
+from zeromesh.errors import InputError, ModelError, OptimizerError
+
+Curve = list[tuple[int, float, float]]
+
+CLIP = 0.2
+
+
+class Loop:
+    """A user's script: accumulation over two micro-batches, clipping, AdamW; `run` goes on at a step."""
+
+    def __init__(self, kind: str = "llama", how: zm.Sharding | None = None, **options: Any) -> None:
+        import accelerate
+
+        from zeromesh.integrations.accelerate import Accelerator
+
+        options = {"gradient_accumulation_steps": 2} | options
+        self.accelerator = accelerate.Accelerator(**options) if how is None else Accelerator(sharding=how, **options)
+        model = build(kind)
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+        loader = torch.utils.data.DataLoader(
+            samples(uneven=False) * 4, batch_size=SAMPLES // 2 // self.accelerator.num_processes
+        )
+        # The optimizer first: the order is the user's.
+        self.optimizer, self.model, self.loader = self.accelerator.prepare(optimizer, model, loader)
+
+    def run(self, steps: int, start: int = 0) -> Curve:
+        found, loss_sum = [], 0.0
+        loader = self.accelerator.skip_first_batches(self.loader, 2 * start)
+        self.model.train()
+        for batch in loader:
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                loss_sum += self.accelerator.reduce(loss.detach(), "mean").item() / 2
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+                    found.append((start + len(found) + 1, loss_sum, float(norm)))
+                    loss_sum = 0.0
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            if len(found) == steps:
+                return found
+        raise AssertionError("too few samples")
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["tied", "lora"])
+@on_ranks(4, timeout_s=190)
+def test_losses_are_those_of_plain_training(kind, tmp_path):
+    def plainly() -> tuple[Curve, dict[str, torch.Tensor]]:
+        loop = Loop(kind)
+        return loop.run(STEPS), loop.model.state_dict()
+
+    expected, state = plain(plainly)
+    assert max(norm for _, _, norm in expected) > CLIP
+    for strategy in STRATEGIES:
+        with launched():
+            loop = Loop(kind, sharding(strategy))
+            with zm.traffic_report(loop.model, micro_batches=2) as traffic:
+                assert_same_curve(loop.run(STEPS), expected)
+            lines = traffic.lines(steps=STEPS)
+            assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines]
+            found = loop.accelerator.get_state_dict(loop.model)
+            assert loop.accelerator.unwrap_model(loop.model) is loop.model
+            assert found.keys() == (state.keys() if dist.get_rank() == 0 else set())
+            for name, value in found.items():
+                torch.testing.assert_close(value, state[name], rtol=0, atol=2e-6)
+
+
+@pytest.mark.timeout(200)
+def test_states_resume_on_another_world_and_strategy(pool: Pool, tmp_path):
+    pool.run(4, stopped, str(tmp_path), timeout_s=190)
+    for found, expected in pool.run(2, resumed, str(tmp_path), timeout_s=190):
+        assert_same_curve(found, expected)
+
+
+def stopped(directory: str) -> None:
+    with launched():
+        loop = Loop("tied", sharding())
+        loop.run(10)
+        loop.accelerator.save_state(directory)
+
+
+def resumed(directory: str) -> tuple[Curve, Curve]:
+    expected = plain(lambda: Loop("tied").run(STEPS))
+    with launched():
+        loop = Loop("tied", sharding("node=3", {"node": 2}))
+        loop.run(1)  # its states are replaced
+        loop.accelerator.load_state(directory)
+        assert loop.accelerator.step == 20
+        return loop.run(10, start=10), expected[10:]
+
+
+@on_ranks(2, timeout_s=60)
+def test_metrics_and_models_are_written(tmp_path):
+    import transformers as hf
+
+    with launched():
+        loop = Loop("tied", sharding("node=3", {"node": 2}))
+        odd = loop.accelerator.prepare(torch.utils.data.DataLoader(list(range(11)), batch_size=2))
+        assert torch.cat([loop.accelerator.gather_for_metrics(batch) for batch in odd]).tolist() == list(range(11))
+        loop.accelerator.save_model(loop.model, tmp_path / "model")
+        loop.model.save_pretrained(tmp_path / "pretrained", is_main_process=loop.accelerator.is_main_process)
+        dist.barrier()
+    for which in ("model", "pretrained"):
+        loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / which)
+        for name, value in build("tied").state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], value)
+
+
+def test_refuses(pool: Pool, tmp_path):
+    pool.run(2, refuses, timeout_s=60)
+
+
+def refuses() -> None:
+    import accelerate
+    from accelerate.utils import DataLoaderConfiguration
+
+    from zeromesh.integrations.accelerate import Accelerator
+
+    how = sharding("node=3", {"node": 2})
+    with launched():
+        with pytest.raises(InputError, match="dynamo_backend cannot be used with sharding=: compile the model's blocks"):
+            Accelerator(sharding=how, dynamo_backend="eager")
+    with launched():
+        with pytest.raises(InputError, match="even_batches=False cannot be used with sharding=: all ranks must run"):
+            Accelerator(sharding=how, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    with launched():
+        with pytest.raises(InputError, match="fsdp_plugin cannot be used with sharding=: zeromesh shards the model itself"):
+            Accelerator(sharding=how, fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())
+    with launched():
+        accelerator = Accelerator(sharding=how)
+        model = nn.Linear(2, 2)
+        mixing = torch.optim.LBFGS(model.parameters())
+        with pytest.raises(OptimizerError, match="must work element by element; torch.optim.lbfgs.LBFGS is not known to"):
+            accelerator.prepare(model, mixing)
+        with pytest.raises(ModelError, match="the model is sharded already: prepare a plain one"):
+            accelerator.prepare(zm.Sharding(strategy="node=3", mesh={"node": 2}).shard(nn.Linear(2, 2)))
+        model = nn.Linear(2, 2)
+        stepped = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        stepped.step()
+        with pytest.raises(OptimizerError, match="AdamW has stepped on the model before it was sharded, so its states"):
+            accelerator.prepare(model, stepped)
