@@ -18,20 +18,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from zeromesh.cluster import Cluster, Device, Level, preset, preset_names
-from zeromesh.cost import Group, collective_cost
+from zeromesh.cost import Group, collective_cost, slowdown, taken_share
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
 from zeromesh.model.shape import FUSED
+from zeromesh.strategy import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "src/zeromesh/validate/data"
 OUT = ROOT / "src/zeromesh/cost/data/constants.toml"
 LARGE_BYTES = 2**30
+NODE_CHANNELS, A100_MULTIPROCESSORS = 24.0, 108
 
 Row = dict[str, str]
 Entry = tuple[float, str, str]  # value, how, source
+Span = tuple[float, float, str]  # low, high, between what
 
 
 def rows(name: str, folder: str = "calibration") -> list[Row]:
@@ -50,8 +53,8 @@ def link_shares() -> dict[str, Entry]:
             _xgmi_shares(), "collectives_bandwidth MI300X rows; lumi_mi250x_comm_log in-node gathers"
         ),
         "pcie": (0.8, "assumed", "no measurement at hand; common for large copies"),
-        "infiniband": _median_entry(_simai_nic(), "simai_bandwidth_ratio nic_ratio, 2 to 16 nodes at 16 GiB"),
-        "roce": _median_entry(_simai_nic(), "simai_bandwidth_ratio nic_ratio, 2 to 16 nodes at 16 GiB"),
+        "infiniband": _median_entry(_simai_nic(), "simai_bandwidth_ratio nic_ratio, 2 to 128 nodes at 16 GiB"),
+        "roce": _median_entry(_simai_nic(), "simai_bandwidth_ratio nic_ratio, 2 to 128 nodes at 16 GiB"),
         "efa": _median_entry(_efa_shares(), "collectives_bandwidth: B200 P6 and H200 p5en, 4 nodes, 4 GiB and more"),
         "slingshot": _median_entry(_slingshot_shares(), "lumi_mi250x_comm_log: gathers of 100 MB and more over nodes"),
         "loopback": (1.0, "cited", "rates in cluster files of this kind are measured ones"),
@@ -61,6 +64,34 @@ def link_shares() -> dict[str, Entry]:
 
 def _median_entry(values: Sequence[float], source: str) -> Entry:
     return round(statistics.median(values), 4), "fitted", source
+
+
+def ranges() -> dict[str, Span]:
+    """(low, high, source) of constants that public measurements leave open and a choice of layout may depend on."""
+    measured = {
+        "nvlink": (_nvlink_shares(), "the devices it is the median of"),
+        "xgmi": (_xgmi_shares(), "the devices it is the median of"),
+        "infiniband": (_simai_nic(), "the numbers of nodes it is the median of"),
+        "roce": (_simai_nic(), "the numbers of nodes it is the median of"),
+        "efa": (_efa_shares(), "the rows it is the median of"),
+        "slingshot": (_slingshot_shares(), "the gathers it is the median of"),
+    }
+    found = {
+        f"link_share.{kind}": (round(min(values), 4), round(max(values), 4), source)
+        for kind, (values, source) in measured.items()
+    }
+    one = (1 - 1 / _overlap()) * A100_MULTIPROCESSORS / NODE_CHANNELS
+    found["channel_share"] = (
+        _digits(one * 5 / NODE_CHANNELS),
+        _digits((1 - 1 / 1.4) * A100_MULTIPROCESSORS / NODE_CHANNELS),
+        "kernels of 5 blocks instead of 24 (NVIDIA/Fuser#5837); computation 1.189 times as long on average and 1.400 "
+        "at most, on A100, H100, MI210 and MI250 (arXiv 2507.03114)",
+    )
+    return found
+
+
+def _overlap() -> float:
+    return float(next(r for r in rows("galvatron_hardware_profile") if r["key"] == "overlap_coe")["value"])
 
 
 def _nvlink_shares() -> list[float]:
@@ -255,7 +286,7 @@ def _galvatron_samples() -> Iterable[Sample]:
 
 
 def _foundry_samples() -> Iterable[Sample]:
-    """Seconds per step and GPU. Communication inside the node hides under compute, and slows it (`contention`)."""
+    """Seconds per step and GPU. Communication inside the node hides under compute, and slows it."""
     for row in rows("llm_foundry_mpt_a100", "published"):
         if row["# GPUs"] == "8" and row["Model"] in ("1b", "7b", "30b"):
             yield _foundry_seconds(row), _foundry_predictor(row)
@@ -280,7 +311,8 @@ def _foundry_predictor(row: Row) -> Callable[[Constants], float]:
         device = ComputeModel(device=cluster.device, constants=constants)
         busy = _model_seconds(device, model, tokens, seq_len, recomputation)
         hidden = _communication(cluster, model, reduce_bytes, constants)
-        micro_batch = busy + (constants.contention - 1) * min(hidden, busy)
+        slower = slowdown(taken_share(cluster, Layout.of("zero3", cluster.axes).axes, constants))
+        micro_batch = busy + (slower - 1) * min(hidden, busy)
         return micro_batches * micro_batch + device.optimizer(model.num_params / cluster.world)
 
     return predict
@@ -366,7 +398,6 @@ def _digits(value: float) -> float:
 
 
 def cited() -> dict[str, Entry]:
-    overlap = next(r for r in rows("galvatron_hardware_profile") if r["key"] == "overlap_coe")
     efficiencies = [
         float(r["efficiency"].rstrip("%")) / 100
         for r in rows("accelerator_mamf")
@@ -389,7 +420,14 @@ def cited() -> dict[str, Entry]:
             "cited",
             "fused AdamW: read gradient, master, two moments (16), write the last three and bf16 (14)",
         ),
-        "contention": (_digits(float(overlap["value"])), "fitted", "galvatron_hardware_profile: overlap_coe"),
+        "node_channels": (NODE_CHANNELS, "cited", "NVIDIA/nccl#1225: 24 blocks on DGX A100; as many seen on H100"),
+        "card_channels": (2.0, "cited", "NVIDIA/nccl#438: two channels a card keep it busy"),
+        "channel_share": (
+            _digits((1 - 1 / _overlap()) * A100_MULTIPROCESSORS / NODE_CHANNELS),
+            "fitted",
+            "galvatron_hardware_profile: overlap_coe, of 24 channels on 108 multiprocessors",
+        ),
+        "multiprocessors": (132.0, "assumed", "H100's, for devices that state none"),
         "context_bytes": (
             0.75e9,
             "assumed",
@@ -424,11 +462,15 @@ def fit() -> dict[str, Entry | dict[str, Entry]]:
 
 def render(entries: dict[str, Entry | dict[str, Entry]]) -> str:
     lines = ["# Written by tools/fit_costs.py. Do not edit: change the script and run it again."]
+    spans = ranges()
     for name, entry in entries.items():
         for key, (value, how, source) in (
             {f"link_share.{kind}": e for kind, e in entry.items()} if isinstance(entry, dict) else {name: entry}
         ).items():
             lines += ["", f"[{key}]", f"value = {value!r}", f'how = "{how}"', f'source = "{source}"']
+            if key in spans:
+                low, high, why = spans[key]
+                lines += [f"low = {low!r}", f"high = {high!r}", f'between = "{why}"']
     return "\n".join(lines) + "\n"
 
 

@@ -85,6 +85,8 @@ def _show(cluster: Cluster) -> None:
     if device.memory_bytes_per_s is not None:
         rate = format_bytes_per_s(device.memory_bytes_per_s)
         table.add_row("memory bandwidth", rate, sources.get("device.memory_bandwidth", ""))
+    if device.multiprocessors is not None:
+        table.add_row("multiprocessors", f"{device.multiprocessors}", sources.get("device.multiprocessors", ""))
     for label, key, rates in (
         ("peak", "device.peak", device.peak_flops),
         ("achievable", "device.achievable", device.achievable_flops),

@@ -16,7 +16,7 @@ from zeromesh.cluster.device import Device
 
 
 def complete(cluster: Cluster) -> Cluster:
-    """`cluster` with the memory bandwidth and achievable rate of its device, where its file states none.
+    """`cluster` with its device's memory bandwidth, achievable rate and multiprocessors, where its file states none.
 
     What is stated is never changed. A device that is not known stays as it is. A stated peak that is not above the
     chip's achievable rate is a slower version's: what that one achieves is not known.
@@ -35,6 +35,9 @@ def complete(cluster: Cluster) -> Cluster:
         if achievable < device.peak("bf16"):
             filled = replace(filled, achievable_flops={"bf16": achievable})
             sources.setdefault("device.achievable", chip["source"])
+    if device.multiprocessors is None and "multiprocessors" in chip:
+        filled = replace(filled, multiprocessors=chip["multiprocessors"])
+        sources.setdefault("device.multiprocessors", chip["source"])
     return replace(cluster, device=filled, sources=tuple(sorted(sources.items())))
 
 

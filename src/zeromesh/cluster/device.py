@@ -21,6 +21,7 @@ class Device:
         peak_flops: dense matrix rate in FLOP/s, by dtype. A mapping; stored as sorted pairs so that devices hash.
         achievable_flops: the best matrix rate that a micro-benchmark reached, by dtype, where one is known.
         memory_bytes_per_s: nominal rate of the device's memory, None if unknown.
+        multiprocessors: that the device computes with, and its collectives' kernels take some of; None if unknown.
         cores: processor cores for each device, where the same cores compute and move the bytes of collectives, as on
             CPU; one computes at a time. None: communication takes no processor from the computation.
     """
@@ -30,6 +31,7 @@ class Device:
     peak_flops: Mapping[str, float] | tuple[tuple[str, float], ...]
     achievable_flops: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
     memory_bytes_per_s: float | None = None
+    multiprocessors: int | None = None
     cores: float | None = None
 
     def __post_init__(self) -> None:
@@ -41,6 +43,8 @@ class Device:
             raise ClusterError(f"device {self.name!r}: a peak for at least one dtype of {', '.join(MATRIX_DTYPES)}")
         if self.memory_bytes_per_s is not None and self.memory_bytes_per_s <= 0:
             raise ClusterError(f"device {self.name!r}: memory bandwidth must be positive")
+        if self.multiprocessors is not None and self.multiprocessors < 1:
+            raise ClusterError(f"device {self.name!r}: multiprocessors must be at least 1, got {self.multiprocessors}")
         if self.cores is not None and self.cores <= 0:
             raise ClusterError(f"device {self.name!r}: cores must be positive, got {self.cores}")
         for dtype, rate in (*self.peak_flops, *self.achievable_flops):

@@ -7,6 +7,7 @@
     name = "A800-SXM4-80GB"
     memory = "80 GB"
     memory_bandwidth = "2039 GB/s"      # optional
+    multiprocessors = 108               # optional: what kernels of collectives take some of
     cores = 0.5                         # optional: on CPU, cores for each device, which compute and move bytes
     [device.peak]                       # dense matrix rate
     bf16 = "312 TFLOP/s"
@@ -118,13 +119,14 @@ class _Table:
 
 
 def _device(table: _Table) -> Device:
-    table.only("name", "memory", "memory_bandwidth", "peak", "achievable", "cores")
+    table.only("name", "memory", "memory_bandwidth", "peak", "achievable", "multiprocessors", "cores")
     return Device(
         name=table.get("name", _string),
         memory_bytes=table.get("memory", _memory),
         memory_bytes_per_s=table.get("memory_bandwidth", _bandwidth, None),
         peak_flops=_rates(table.table("peak")),
         achievable_flops=_rates(table.table("achievable", {})),
+        multiprocessors=table.get("multiprocessors", _count, None),
         cores=table.get("cores", _number, None),
     )
 

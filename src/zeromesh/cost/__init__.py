@@ -3,9 +3,11 @@
 from zeromesh.cost.collective import CollectiveCost, Operation, collective_cost, one_after_another
 from zeromesh.cost.compute import ComputeModel, UnitSeconds
 from zeromesh.cost.constants import Constants, Provenance, default_constants, provenance
+from zeromesh.cost.contention import MOST_TAKEN, slowdown, taken_share
 from zeromesh.cost.group import Group, Hop
 
 __all__ = [
+    "MOST_TAKEN",
     "CollectiveCost",
     "ComputeModel",
     "Constants",
@@ -18,4 +20,6 @@ __all__ = [
     "default_constants",
     "one_after_another",
     "provenance",
+    "slowdown",
+    "taken_share",
 ]

@@ -16,6 +16,7 @@ as NCCL does. Other ways over several levels are in `zeromesh.collectives`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,12 +38,14 @@ class CollectiveCost:
             other communicators wait for or share.
         sent_bytes: out of one rank, over all levels together.
         busy_latency_s: how much longer its latency is while the device computes.
+        taken: of the device's rate of computation, while it runs.
     """
 
     seconds: float
     busy: tuple[tuple[int, float], ...] = ()
     sent_bytes: float = 0.0
     busy_latency_s: float = 0.0
+    taken: float = 0.0
 
     @property
     def transfer_s(self) -> float:
@@ -148,7 +151,13 @@ def one_after_another(*costs: CollectiveCost) -> CollectiveCost:
         busy=merge_busy(*[cost.busy for cost in costs]),
         sent_bytes=sum(cost.sent_bytes for cost in costs),
         busy_latency_s=sum(cost.busy_latency_s for cost in costs),
+        taken=mean_taken(costs, sum(cost.seconds for cost in costs)),
     )
+
+
+def mean_taken(costs: Sequence[CollectiveCost], seconds: float) -> float:
+    """What several collectives take of the device on average, where together they last so long."""
+    return sum(cost.taken * cost.seconds for cost in costs) / seconds if seconds else 0.0
 
 
 def merge_busy(*parts: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:

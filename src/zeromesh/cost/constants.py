@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -38,7 +38,9 @@ class Constants:
         memory_share: what elementwise kernels reach of the device's memory bandwidth.
         traffic: bytes that elementwise kernels move in a forward, of `ActivationSpec.elementwise`.
         optimizer_bytes: read and written by AdamW per element of the state shard.
-        contention: seconds of compute per second while communication runs under it.
+        node_channels, card_channels: of a collective inside a node, and for each network card; see `contention`.
+        channel_share: of a multiprocessor's computation, that a channel takes.
+        multiprocessors: of a device that states none.
         context_bytes: of the driver's context and libraries.
         communicator_bytes: of one communicator's buffers.
         allocator_share: unusable share of what the allocator has reserved.
@@ -61,7 +63,10 @@ class Constants:
     memory_share: float
     traffic: float
     optimizer_bytes: float
-    contention: float
+    node_channels: float
+    card_channels: float
+    channel_share: float
+    multiprocessors: float
     context_bytes: float
     communicator_bytes: float
     allocator_share: float
@@ -75,6 +80,13 @@ class Constants:
         if negative or not 0 <= self.size_power <= 1:
             raise InternalError(f"constants out of range: {', '.join(negative) or 'size_power'}")
 
+    def at(self, name: str, value: float) -> Constants:
+        """These with another value of one of them, named as in the file: `link_share.nvlink`."""
+        kind = name.removeprefix("link_share.")
+        if kind != name:
+            return replace(self, link_share=dict(self.link_share) | {kind: value})
+        return replace(self, **{name: value})  # type: ignore[arg-type]  # all others are floats
+
     def share_of(self, kind: str) -> float:
         """Achieved share of nominal bandwidth over links of this kind."""
         return dict(self.link_share)[kind]
@@ -82,12 +94,18 @@ class Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where one constant comes from: `how` is "fitted", "cited" or "assumed", `source` says from what."""
+    """Where one constant comes from: `how` is "fitted", "cited" or "assumed", `source` says from what.
+
+    `low` and `high` are stated where public measurements leave it open, `between` says which.
+    """
 
     name: str
     value: float
     how: str
     source: str
+    low: float | None = None
+    high: float | None = None
+    between: str = ""
 
 
 @cache

@@ -10,6 +10,7 @@ from zeromesh.cluster import Cluster
 from zeromesh.cost.collective import HOST, CollectiveCost, Operation, collective_cost, one_after_another
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants
+from zeromesh.cost.contention import taken_share
 from zeromesh.cost.group import Group
 from zeromesh.schedule.transfer import Transfer, wire_bytes
 from zeromesh.strategy import Axis
@@ -77,7 +78,7 @@ class TransferModel:
                     # The same collective on links of the latency beside computation, less its own.
                     slower = self._beside_compute().joint(axes, operation, numel, wire, algorithm)
                     cost = replace(cost, busy_latency_s=max(0.0, slower.latency_s - cost.latency_s))
-                self._costs[key] = cost
+                self._costs[key] = replace(cost, taken=taken_share(self.cluster, axes, self.constants))
         return self._costs[key]
 
     def _beside_compute(self) -> TransferModel:

@@ -31,6 +31,8 @@ def _device(cluster: Cluster) -> Iterator[str]:
     yield f"memory = {_text(format_bytes(device.memory_bytes, _DIGITS))}"
     if device.memory_bytes_per_s is not None:
         yield f"memory_bandwidth = {_text(format_bytes_per_s(device.memory_bytes_per_s, _DIGITS))}"
+    if device.multiprocessors is not None:
+        yield f"multiprocessors = {device.multiprocessors}"
     if device.cores is not None:
         yield f"cores = {device.cores:g}"
     for title, rates in (("peak", device.peak_flops), ("achievable", device.achievable_flops)):

@@ -91,7 +91,7 @@ def replay(schedule: Schedule, cluster: Cluster, compute: Compute, *, micro_batc
     transfers = TransferModel(cluster, constants, ComputeModel(device=cluster.device, constants=constants))
     names = tuple(unit.name for unit in schedule.units)
     chains = Chains(schedule, mechanics, transfers)
-    clock = ClockBackend(chains, mechanics, constants.contention, names, record=True, cores=cluster.device.cores)
+    clock = ClockBackend(chains, mechanics, names, record=True, cores=cluster.device.cores)
     interpreter: Interpreter[Job] = Interpreter(schedule=schedule, backend=clock)
 
     def computed(phase: Phase, unit: int) -> None:

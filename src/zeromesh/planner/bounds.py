@@ -15,10 +15,11 @@ spill into the next micro-batch's forward. A lane never idles while it has work,
     S = r + g + (n - 1) * max(0, r + g - b) + the reductions of units that are no blocks
 
 spills, for n blocks whose backward computes for b seconds, whose reduction takes r and whose backward gather g, which
-may take links away. So also A >= M * (U + R - G_b) - (M - 1) * S. While communication is under way, computation runs
-slower by the factor c (contention), so
+may take links away. So also A >= M * (U + R - G_b) - (M - 1) * S. While a collective runs, computation loses a share of
+each second (`zeromesh.cost.contention`): over all collectives L, less what runs while computation waits. At most the
+share s goes missing at once, and the wait is no shorter than what nothing can hide, so
 
-    step >= max(A, C + E/c + A * (1 - 1/c)),    E = E_g + E_r
+    step >= max(A, C + L + E * (1 - s)),    E = E_g + E_r
 
 Nor does the first forward end before every unit is refreshed, a reduction start before the first backward has, or the
 boundary before the last one. With f the seconds of one micro-batch's forward and c of all its computation,
@@ -45,7 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeromesh.cluster import Cluster
-from zeromesh.cost import ComputeModel, Constants
+from zeromesh.cost import MOST_TAKEN, ComputeModel, Constants, taken_share
 from zeromesh.cost.collective import HOST
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
@@ -53,7 +54,7 @@ from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.planner.memory import bytes_each, moment_bytes
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.workload import Workload
-from zeromesh.schedule import BUCKET_BYTES
+from zeromesh.schedule import BUCKET_BYTES, LANES
 from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import Operation, Transfer
 from zeromesh.simulator.units import schedule_units
@@ -96,6 +97,9 @@ runs first if it is one; of all gathers of a backward, of one block's, of one bl
 of the level's links."""
 
 
+_MICRO_AND_STEP = np.array([_GATHER_MICRO, _GATHER_STEP])
+"""Rows of the lanes of gathers; those of reductions lie two behind."""
+
 _OVERLAPPING = slice(_GATHER_MICRO, _BOUNDARY_FIRST + 1)
 """Rows of which the longest part counts where levels overlap."""
 
@@ -107,16 +111,18 @@ class TimeBound:
     Args:
         lanes: rows as named above, by layout.
         busy: by level, seconds of its links per micro-batch and per step, by layout.
-        contention: c.
+        lost: L, per micro-batch and per step, by layout.
+        most: s.
     """
 
     lanes: Floats
     busy: Floats
-    contention: float
+    lost: Floats
+    most: float
 
     def first(self, count: int) -> TimeBound:
         """Of the first layouts alone."""
-        return replace(self, lanes=self.lanes[:, :count], busy=self.busy[:, :, :count])
+        return replace(self, lanes=self.lanes[:, :count], busy=self.busy[:, :, :count], lost=self.lost[:, :count])
 
     def at(self, micro_batches: int, compute: ComputeSeconds, optimizer_s: Floats) -> Floats:
         """The bound for a number of micro-batches and the seconds of one's compute."""
@@ -134,7 +140,7 @@ class TimeBound:
         met = micro_batches * self.lanes[_GATHER_BACK] + (micro_batches - 1) * self._spilled(compute)
         active = np.maximum(active, gather + reduce - met)
         compute_s = micro_batches * compute.total + optimizer_s
-        slowed = (edge_gather + edge_reduce) / self.contention + active * (1 - 1 / self.contention)
+        slowed = micro_batches * self.lost[0] + self.lost[1] + (edge_gather + edge_reduce) * (1 - self.most)
         last = (micro_batches - 1) * compute.total + np.maximum(self.lanes[_REDUCE_MICRO], boundary)
         rest = np.maximum(np.maximum(reduce, last), micro_batches * compute.total - compute.forward)
         in_order = np.maximum(compute.forward, refresh) + rest + optimizer_s
@@ -236,6 +242,7 @@ class Bounds:
         """Bounds of the layouts of `block`, without their compute."""
         lanes = np.zeros((_BUSY_MICRO, len(block)))
         busy = np.zeros((len(block.sizes), 2, len(block)))
+        lost = np.zeros((2, len(block)))
         for level, stage, sizes, pieces in self._parts(block):
             table = self._table(level, stage)
             found = table[:, self._size_position[level][sizes], self._piece_position[pieces]]
@@ -246,9 +253,18 @@ class Bounds:
             else:
                 lanes += found[:_BUSY_MICRO]
             busy[level] += found[_BUSY_MICRO:]
-        # Where computation and communication share cores, how much it slows down depends on the transfer: not bounded.
-        contention = 1.0 if self.cluster.device.cores is not None else max(1.0, self.constants.contention)
-        return TimeBound(lanes=lanes, busy=busy, contention=contention)
+            lost += self._taken[level] * (found[_MICRO_AND_STEP] + found[_MICRO_AND_STEP + 2])
+        # Beyond what a device has, less goes missing than is asked for.
+        most = len(LANES) * max(self._taken)
+        return TimeBound(
+            lanes=lanes, busy=busy, lost=lost * min(1.0, MOST_TAKEN / max(most, 1e-9)), most=min(1.0, most)
+        )
+
+    @cached_property
+    def _taken(self) -> tuple[float, ...]:
+        """By level, of the device, by a collective over it alone."""
+        axes = [self._axis(level, Stage.ZERO, max(2, each.size)) for level, each in enumerate(self.cluster.levels)]
+        return tuple(taken_share(self.cluster, (axis,), self.constants) for axis in axes)
 
     def _parts(self, block: Block) -> Iterator[tuple[int, Stage, Integers, Integers]]:
         """Each part with its size and the pieces into which more significant axes have cut its region."""

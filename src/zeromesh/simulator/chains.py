@@ -110,7 +110,9 @@ class Chains:
         return self.schedule.layout.axes.index(step.axis)
 
     def _single(self, step: Transfer, kind: str) -> Work:
-        cost = self._with_copies(self._cost(step), step.numel, step.wire)
+        pieces = self._pieces(step.numel, kind)
+        cost = one_after_another(*[self._cost(replace(step, numel=-(-step.numel // pieces)))] * pieces)
+        cost = self._with_copies(cost, step.numel, step.wire)
         return Work(f"{kind} {step.operation}", (step.axis.name,), cost, (float(step.sent_bytes),))
 
     def _cost(self, step: Transfer) -> CollectiveCost:
@@ -132,12 +134,17 @@ class Chains:
 
     def _joined(self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, kind: str) -> Work:
         inner_first = [axis for axis in self.schedule.layout.axes if axis in axes]
-        cost = self._with_copies(
-            self.model.joint(inner_first, operation, numel, wire, self._collective.name), numel, wire
-        )
+        pieces = self._pieces(numel, kind)
+        piece = self.model.joint(inner_first, operation, -(-numel // pieces), wire, self._collective.name)
+        cost = self._with_copies(one_after_another(*[piece] * pieces), numel, wire)
         shares = _ring_shares([axis.size for axis in inner_first])
         sent = tuple(cost.sent_bytes * share for share in shares)
         return Work(f"{kind} {operation}", tuple(axis.name for axis in inner_first), cost, sent)
+
+    def _pieces(self, numel: int, kind: str) -> int:
+        """Collectives that one of the schedule's is carried out in."""
+        most = self.mechanics.gather_numel
+        return max(1, -(-numel // most)) if most and kind == "unshard" else 1
 
     def _with_copies(self, cost: CollectiveCost, numel: int, wire: str) -> CollectiveCost:
         if not self.mechanics.copies:

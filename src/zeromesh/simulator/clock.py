@@ -40,7 +40,6 @@ class ClockBackend:
     Args:
         chains: what each op of each unit sends.
         mechanics: of the engine.
-        contention: of compute with communication.
         unit_names: for the trace.
         record: keep events.
         cores: of the device, where it moves the bytes itself.
@@ -50,7 +49,6 @@ class ClockBackend:
         self,
         chains: Chains,
         mechanics: Mechanics,
-        contention: float,
         unit_names: tuple[str, ...],
         *,
         record: bool,
@@ -60,7 +58,7 @@ class ClockBackend:
         self.mechanics = mechanics
         self.unit_names = unit_names
         self.record = record
-        self.network = Network(contention, self._finished, cores)
+        self.network = Network(self._finished, cores)
         self.totals = Totals()
         self.events: list[Event] = []
         self.micro_batch = -1

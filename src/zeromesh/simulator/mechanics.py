@@ -9,7 +9,8 @@
   of the flat buffer each way; reduce buffers come from the caching allocator and go back to it. On two axes the
   gradients' all-reduce between groups runs under the backward.
 - deepspeed (ZeRO, ZeRO++): over the whole group, on one communicator; parameters are gathered module by module with a
-  prefetch of 5e7 elements, less than one product of a large model, so compute waits for gathers (DeepSpeed#1174); the
+  prefetch of 5e7 elements (`stage3_prefetch_bucket_size`), less than one product of a large model, so a block takes
+  several gathers, each with its latency, and compute waits for them (DeepSpeed#1174); the
   gather of updated parameters at the end of a step is not hidden (#3338, #6876), reductions are (#6876). Quantised
   wires: flat gathers, hierarchical all-to-all for gradients (arXiv 2306.10209).
 - amsp (arXiv 2311.00257, InternEvo): whole tensors belong to ranks, so gradients are all-reduced over all axes that
@@ -36,6 +37,7 @@ class Mechanics:
         owners: whole tensors belong to ranks: reductions to the state shard are all-reduces, refreshes broadcasts.
         lanes: (kind, lane): which queue each kind of work waits in.
         communicators: of each axis.
+        gather_numel: elements that one gather of parameters has at most; 0: a unit is gathered as a whole.
         copies: full-size copies beside each gather and each reduction.
         planned: reduce buffers are allocated once; False: they come and go with each unit's backward.
         workspace: collectives work in memory of their own, allocated once.
@@ -52,6 +54,7 @@ class Mechanics:
     owners: bool = False
     lanes: tuple[tuple[LaneKind, str], ...] = tuple((kind, kind) for kind in LANES)
     communicators: int = 2
+    gather_numel: int = 0
     copies: int = 0
     planned: bool = True
     workspace: bool = False
@@ -87,6 +90,7 @@ ENGINES: dict[str, Mechanics] = {
         joint=True,
         lanes=_ONE_QUEUE,
         communicators=1,
+        gather_numel=50_000_000,
         copies=1,
         planned=False,
         overlap_gather=False,

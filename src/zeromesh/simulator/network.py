@@ -2,9 +2,9 @@
 
 A lane carries out its jobs in the order of issue, one at a time. A job is latency, then a transfer that keeps each
 level's links busy for a known time if it is alone. Jobs of different lanes run at once; where together they ask for
-more of a level's links than there is, they slow down in proportion. Compute slows down while any job runs
-(`contention`). Where the processor that computes also moves the bytes (`cores`), it is a resource like a level's links,
-of which compute asks for a core: together they slow down in proportion.
+more of a level's links than there is, they slow down in proportion. Compute slows down by what the running jobs take
+of the device together (`zeromesh.cost.contention`). Where the processor that computes also moves the bytes (`cores`),
+it is a resource like a level's links, of which compute asks for a core: together they slow down in proportion.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from zeromesh.cost import CollectiveCost
+from zeromesh.cost import CollectiveCost, slowdown
 from zeromesh.cost.collective import HOST
 from zeromesh.errors import InternalError
 
@@ -75,12 +75,10 @@ class Network:
     """All lanes, and the time to which they have been simulated.
 
     Args:
-        contention: seconds that a second of compute takes while a job runs.
         finished: called with (job, work, start, end) when a collective ends.
         cores: of the device, where it moves the bytes itself; the computation can use one.
     """
 
-    contention: float
     finished: Callable[[Job, Work, float, float], None]
     cores: float | None = None
     now_s: float = 0.0
@@ -111,7 +109,7 @@ class Network:
         if not active:
             return 1.0
         if self.cores is None:
-            return self.contention
+            return slowdown(sum(job.chain[job.position].cost.taken for job in active))
         return 1.0 if load is None else max(1.0, load.get(HOST, 0.0))
 
     def _load(self, active: list[Job], *, computing: bool) -> Load | None:

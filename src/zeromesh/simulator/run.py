@@ -199,7 +199,6 @@ class _Step:
         self.backend = ClockBackend(
             Chains(setup.schedule, setup.mechanics, setup.transfers),
             setup.mechanics,
-            setup.constants.contention,
             tuple(unit.name for unit in setup.schedule.units),
             record=record,
             cores=setup.cluster.device.cores,

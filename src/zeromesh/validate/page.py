@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-from zeromesh.cost import provenance
+from zeromesh.cost import Provenance, provenance
 from zeromesh.validate.assumptions import assumptions
 from zeromesh.validate.claims import Claim
 from zeromesh.validate.row import Row
@@ -126,8 +126,12 @@ def _assumptions() -> str:
 
 
 def _constants() -> str:
-    head = ["constant", "value", "how", "from"]
-    return _markdown(head, [[p.name, f"{p.value:g}", p.how, p.source] for p in provenance()])
+    head = ["constant", "value", "how", "from", "left open"]
+    return _markdown(head, [[p.name, f"{p.value:g}", p.how, p.source, _left_open(p)] for p in provenance()])
+
+
+def _left_open(constant: Provenance) -> str:
+    return "" if constant.low is None else f"{constant.low:g} to {constant.high:g}: {constant.between}"
 
 
 def _table(table: str, rows: Sequence[Row]) -> str:

@@ -56,7 +56,7 @@ def predicted(schedule: Schedule, micro_batches: int) -> Trace:
     )
     mechanics = find_engine("zeromesh")
     names = tuple(unit.name for unit in schedule.units)
-    clock = ClockBackend(Chains(schedule, mechanics, model), mechanics, 1.0, names, record=True)
+    clock = ClockBackend(Chains(schedule, mechanics, model), mechanics, names, record=True)
     interpreter = Interpreter(schedule=schedule, backend=clock)
     interpreter.stepped(range(len(schedule.units)))
     for micro in range(micro_batches):

@@ -129,7 +129,7 @@ def test_every_constant_of_a_preset_has_a_source(name):
     device = {"device.memory", "device.memory_bandwidth", "device.peak"}
     levels = {f"level.{lv.name}.{key}" for lv in found.levels for key in ("bandwidth", "latency")}
     achieved = {"device.achievable"} if found.device.achievable_flops else set()
-    cores = {"device.cores"} if found.device.cores is not None else set()
+    cores = {"device.multiprocessors" if found.device.cores is None else "device.cores"}
     assert set(sources) == device | levels | achieved | cores
     assert all(len(text) > 10 for text in sources.values())
     assert found.name == name and found.description

@@ -16,13 +16,13 @@ from zeromesh.strategy import Layout
 
 
 def network(cores: float | None) -> Network:
-    return Network(1.5, lambda job, done, start, end: None, cores)
+    return Network(lambda job, done, start, end: None, cores)
 
 
 def started(clock: Network, *busy: tuple[tuple[int, float], ...]) -> None:
     """A job on a lane of its own for each, of no latency."""
     for number, shares in enumerate(busy):
-        cost = CollectiveCost(seconds=max(s for _, s in shares), busy=shares, sent_bytes=1.0)
+        cost = CollectiveCost(seconds=max(s for _, s in shares), busy=shares, sent_bytes=1.0, taken=1 / 3)
         work = Work("gather", ("node",), cost, (1.0,))
         clock.submit(Job((work,), 0.0, 0, 0, "unshard"), f"lane {number}")
 

@@ -130,6 +130,23 @@ def test_overlapped_levels_take_no_longer_and_send_the_same():
         assert ho_ring.step_s <= plain.step_s * (1 + 1e-9)
 
 
+def test_parameters_gathered_in_pieces_pay_each_ones_latency_and_send_the_same():
+    whole = replace(find_engine("deepspeed"), gather_numel=0)
+    apart, together = (
+        simulate(LLAMA, A800.take(64), "zero3", WORK, engine=mechanics) for mechanics in ("deepspeed", whole)
+    )
+    block = next(unit for unit in LLAMA.units if unit.count > 1)
+    more = -(-block.num_params // 50_000_000) - 1
+    assert more == 4
+    ring_s = default_constants().launch_s + 56 * 6e-6 + 7 * 15e-6  # 63 steps, 7 of them between nodes
+    gathers = 2 * block.count - 2  # the last blocks are still there in the backward
+    exposed = apart.exposed_comm_s - together.exposed_comm_s
+    assert exposed >= 0.95 * gathers * more * ring_s
+    assert [a.bytes_sent_per_device for a in apart.axes] == pytest.approx(
+        [a.bytes_sent_per_device for a in together.axes], rel=1e-6
+    )
+
+
 def test_levels_overlap_where_nothing_is_copied_between_them():
     def pairs(strategy: str, **dtypes: str) -> set[tuple[str, str]]:
         work = replace(WORK, **dtypes)

@@ -5,15 +5,15 @@ from zeromesh.errors import InternalError
 from zeromesh.simulator.network import Job, Network, Work
 
 
-def work(latency: float = 0.0, **busy: float) -> Work:
+def work(latency: float = 0.0, taken: float = 0.0, **busy: float) -> Work:
     """A collective that keeps level `l0`, `l1` ... busy for the given seconds, after its latency."""
     levels = tuple((int(name[1:]), seconds) for name, seconds in busy.items())
     longest = max((seconds for _, seconds in levels), default=0.0)
-    return Work("gather", ("node",), CollectiveCost(seconds=latency + longest, busy=levels), (0.0,))
+    return Work("gather", ("node",), CollectiveCost(seconds=latency + longest, busy=levels, taken=taken), (0.0,))
 
 
-def network(contention: float = 1.0) -> Network:
-    return Network(contention, lambda job, done, start, end: None)
+def network() -> Network:
+    return Network(lambda job, done, start, end: None)
 
 
 def job(*chain: Work, ready_s: float = 0.0, after: Job | None = None) -> Job:
@@ -85,11 +85,22 @@ def test_a_job_waits_for_another_lanes_job_and_for_its_time():
 
 
 def test_compute_slows_down_only_while_something_runs():
-    net = network(contention=1.5)
-    net.submit(job(work(l0=3.0)), "gather")
+    net = network()
+    net.submit(job(work(l0=3.0, taken=1 / 3)), "gather")
     net.compute(4.0)
     # Two of the four seconds take three, while the transfer runs; the other two run alone.
     assert net.now_s == pytest.approx(5.0)
+
+
+def test_what_runs_at_once_takes_of_the_device_together():
+    net = network()
+    net.submit(job(work(l0=4.0, taken=1 / 4)), "gather")
+    net.submit(job(work(l1=2.0, taken=1 / 4)), "reduce")
+    net.compute(3.5)
+    # One second takes two while both run, one and a half take two while one does, and the last runs alone.
+    assert net.now_s == pytest.approx(5.0)
+    net.compute(1.0)
+    assert net.now_s == pytest.approx(6.0)
 
 
 def test_an_empty_chain_ends_at_once_and_a_cycle_is_an_error():

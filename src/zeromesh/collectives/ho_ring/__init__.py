@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zeromesh.collectives.hierarchical import Hierarchical
 from zeromesh.collectives.ho_ring.slices import slice_bytes, sum_terms
 from zeromesh.cost import CollectiveCost, Constants, Group, Operation
-from zeromesh.cost.collective import merge_busy, one_after_another, ring_cost
+from zeromesh.cost.collective import mean_taken, merge_busy, one_after_another, ring_cost
 from zeromesh.schedule import ITEM_BYTES, Transfer
 from zeromesh.schedule.workspace import GLOO_BYTES, part_numel
 
@@ -90,9 +90,11 @@ def overlapped_cost(first: CollectiveCost, second: CollectiveCost, slices: int) 
     one slice of the other; on the same links both take their time."""
     slower, other = max(first.seconds, second.seconds), min(first.seconds, second.seconds)
     busy = merge_busy(first.busy, second.busy)
+    seconds = max(slower + other / max(1, slices), *(share for _, share in busy))
     return CollectiveCost(
-        seconds=max(slower + other / max(1, slices), *(seconds for _, seconds in busy)),
+        seconds=seconds,
         busy=busy,
         sent_bytes=first.sent_bytes + second.sent_bytes,
         busy_latency_s=max(first.busy_latency_s, second.busy_latency_s),
+        taken=mean_taken((first, second), seconds),
     )

@@ -1,0 +1,53 @@
+"""What a collective takes of the device that computes beside it.
+
+[Note: Channels] A collective runs as a kernel of one block for each of its channels, each of which has a multiprocessor
+to itself for as long as it runs (NVIDIA/nccl#689: "NCCL CTAs won't share an SM with compute kernels"). Inside a node a
+ring has as many channels as it takes to fill the links, 24 of them on A100 and H100; over a network two for each card
+that it uses (NVIDIA/nccl#438), of which a rank that is alone in its node has one. So with m multiprocessors a second
+of computation takes
+
+    1 / (1 - channel_share * channels / m)        channels of all collectives that run
+
+seconds. Were computation spread evenly, `channel_share` would be 1. A product whose blocks fill the device in whole
+waves loses more (one of 132 blocks on 132 multiprocessors takes two waves of 108), one that waits for memory less: it
+is fitted on a product beside an all-reduce, and its range spans what was seen on whole models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeromesh.cluster import Cluster
+from zeromesh.cost.constants import Constants
+from zeromesh.cost.group import INSIDE_A_NODE
+from zeromesh.strategy import Axis
+
+MOST_TAKEN = 0.9
+"""Of the device, that collectives leave no room on: the scheduler still lets computation in."""
+
+
+def taken_share(cluster: Cluster, axes: Sequence[Axis], constants: Constants) -> float:
+    """Of the device's rate, while a collective over the group of `axes` runs; none where processor cores communicate,
+    which the network shares out by itself."""
+    if cluster.device.cores is not None:
+        return 0.0
+    of_device = cluster.device.multiprocessors or constants.multiprocessors
+    return constants.channel_share * _channels(cluster, axes, constants) / of_device
+
+
+def slowdown(taken: float) -> float:
+    """Seconds that a second of computation takes where collectives take so much of the device."""
+    return 1.0 / (1.0 - min(taken, MOST_TAKEN))
+
+
+def _channels(cluster: Cluster, axes: Sequence[Axis], constants: Constants) -> float:
+    sizes = {axis.mesh_axis: 1 for axis in axes}
+    for axis in axes:
+        sizes[axis.mesh_axis] *= axis.size
+    channels, inside = constants.node_channels, 1
+    for index, level in enumerate(cluster.levels):
+        size = sizes.get(level.name, 1)
+        if size > 1 and cluster.link_kind(index) not in INSIDE_A_NODE:
+            channels = min(channels, constants.card_channels * min(level.ports or inside, inside))
+        inside *= size
+    return channels

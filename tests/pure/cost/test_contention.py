@@ -1,0 +1,61 @@
+"""What collectives take of a device: by their links, its multiprocessors and what runs at once."""
+
+from dataclasses import replace
+
+import pytest
+
+from zeromesh.cluster import Cluster, preset
+from zeromesh.cost import CollectiveCost, ComputeModel, default_constants, one_after_another, slowdown, taken_share
+from zeromesh.cost.transfer import TransferModel
+from zeromesh.strategy import Layout
+
+CONSTANTS = default_constants()
+A800 = preset("a800-8x-hdr").take(64)
+
+
+def taken(cluster: Cluster, *names: str) -> float:
+    axes = Layout.of(",".join(f"{name}=3" for name, _ in cluster.axes), cluster.axes).axes
+    return taken_share(cluster, [axis for axis in axes if axis.mesh_axis in names], CONSTANTS)
+
+
+def test_inside_a_node_it_is_what_was_measured_on_an_a100():
+    assert slowdown(taken(A800, "node")) == pytest.approx(1.1256, abs=1e-4)
+
+
+def test_a_rank_alone_in_its_node_drives_one_card_and_a_whole_node_all_of_them():
+    one = CONSTANTS.channel_share * CONSTANTS.card_channels / 108
+    assert taken(A800, "cluster") == pytest.approx(one)
+    assert taken(A800, "node", "cluster") == pytest.approx(4 * one)
+    pairs = replace(A800, levels=(replace(A800.levels[0], size=2), A800.levels[1]))
+    assert taken(pairs, "node", "cluster") == pytest.approx(2 * one)
+
+
+def test_a_ring_over_many_cards_takes_no_more_than_one_inside_the_node():
+    many = replace(A800, levels=(A800.levels[0], replace(A800.levels[1], ports=64)))
+    assert taken(many, "node", "cluster") <= taken(many, "node")
+
+
+def test_a_larger_device_is_slowed_less_and_an_unknown_one_as_assumed():
+    h100, unknown = preset("h100-8x-ndr").take(16), replace(A800, device=replace(A800.device, multiprocessors=None))
+    assert taken(h100, "node") == pytest.approx(taken(A800, "node") * 108 / 132)
+    assert taken(unknown, "node") == pytest.approx(taken(A800, "node") * 108 / CONSTANTS.multiprocessors)
+
+
+def test_processor_cores_are_shared_by_the_network_not_here():
+    cpu = preset("gloo-laptop")
+    assert cpu.device.cores is not None
+    assert taken(cpu, *(name for name, _ in cpu.axes)) == 0.0
+
+
+def test_a_transfer_carries_it_and_a_chain_has_the_mean():
+    model = TransferModel(A800, CONSTANTS, ComputeModel(device=A800.device, constants=CONSTANTS))
+    node, outer = Layout.of("node=3,cluster=3", A800.axes).axes
+    costs = [model.joint((axis,), "all_gather", 2**28, "bf16") for axis in (node, outer)]
+    assert [cost.taken for cost in costs] == [taken(A800, "node"), taken(A800, "cluster")]
+    both = one_after_another(*costs)
+    assert both.taken * both.seconds == pytest.approx(sum(cost.taken * cost.seconds for cost in costs))
+    assert one_after_another(CollectiveCost(seconds=0.0)).taken == 0.0
+
+
+def test_something_is_always_left_to_compute_with():
+    assert slowdown(5.0) == pytest.approx(10.0)
