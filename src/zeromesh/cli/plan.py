@@ -18,6 +18,7 @@ _OF_OUR_SPACE = (
     "memory_margin",
     "engine",
     "splits",
+    "robust",
     "exact",
     "report",
     "output",
@@ -45,6 +46,9 @@ def plan(
     engine: shared.Engine = "zeromesh",
     space: Annotated[str, typer.Option(help="zeromesh, or a paper's own: amsp, paro, mics.")] = "zeromesh",
     splits: Annotated[str, typer.Option(help="How often a level may be split: none, once or all.")] = "once",
+    robust: Annotated[
+        bool, typer.Option(help="Choose by least regret over the constants that measurements leave open.")
+    ] = False,
     exact: Annotated[bool, typer.Option(help="Simulate until the optimum is proven.")] = False,
     top: Annotated[int, typer.Option(help="Candidates to list.")] = 5,
     as_json: shared.Json = False,
@@ -86,7 +90,16 @@ def plan(
         max_simulations=None if exact else planner.Options().max_simulations,
         memory_margin=memory_margin,
     )
-    planned = planner.plan(spec, hardware, work, options=options, engine=engine, top=top, trace=report is not None)
+    planned = planner.plan(
+        spec,
+        hardware,
+        work,
+        options=options,
+        engine=engine,
+        top=top,
+        trace=report is not None,
+        choice="robust" if robust else "fastest",
+    )
     if output is not None:
         shared.write(output, planned.plan.to_json())
     if report is not None:

@@ -16,8 +16,9 @@ spill into the next micro-batch's forward. A lane never idles while it has work,
 
 spills, for n blocks whose backward computes for b seconds, whose reduction takes r and whose backward gather g, which
 may take links away. So also A >= M * (U + R - G_b) - (M - 1) * S. While a collective runs, computation loses a share of
-each second (`zeromesh.cost.contention`): over all collectives L, less what runs while computation waits. At most the
-share s goes missing at once, and the wait is no shorter than what nothing can hide, so
+each second (`zeromesh.cost.contention`): over all collectives L, less what runs while computation waits. It waits for
+E_g, when nothing is reduced yet, and for E_r, when nothing is gathered any more, so that two lanes are at work at the
+most; with s what those two take,
 
     step >= max(A, C + L + E * (1 - s)),    E = E_g + E_r
 
@@ -112,13 +113,13 @@ class TimeBound:
         lanes: rows as named above, by layout.
         busy: by level, seconds of its links per micro-batch and per step, by layout.
         lost: L, per micro-batch and per step, by layout.
-        most: s.
+        edge: s.
     """
 
     lanes: Floats
     busy: Floats
     lost: Floats
-    most: float
+    edge: float
 
     def first(self, count: int) -> TimeBound:
         """Of the first layouts alone."""
@@ -140,7 +141,7 @@ class TimeBound:
         met = micro_batches * self.lanes[_GATHER_BACK] + (micro_batches - 1) * self._spilled(compute)
         active = np.maximum(active, gather + reduce - met)
         compute_s = micro_batches * compute.total + optimizer_s
-        slowed = micro_batches * self.lost[0] + self.lost[1] + (edge_gather + edge_reduce) * (1 - self.most)
+        slowed = micro_batches * self.lost[0] + self.lost[1] + (edge_gather + edge_reduce) * (1 - self.edge)
         last = (micro_batches - 1) * compute.total + np.maximum(self.lanes[_REDUCE_MICRO], boundary)
         rest = np.maximum(np.maximum(reduce, last), micro_batches * compute.total - compute.forward)
         in_order = np.maximum(compute.forward, refresh) + rest + optimizer_s
@@ -255,10 +256,9 @@ class Bounds:
             busy[level] += found[_BUSY_MICRO:]
             lost += self._taken[level] * (found[_MICRO_AND_STEP] + found[_MICRO_AND_STEP + 2])
         # Beyond what a device has, less goes missing than is asked for.
-        most = len(LANES) * max(self._taken)
-        return TimeBound(
-            lanes=lanes, busy=busy, lost=lost * min(1.0, MOST_TAKEN / max(most, 1e-9)), most=min(1.0, most)
-        )
+        most = max(self._taken)
+        real = min(1.0, MOST_TAKEN / max(len(LANES) * most, 1e-9))
+        return TimeBound(lanes=lanes, busy=busy, lost=lost * real, edge=2 * most * real)
 
     @cached_property
     def _taken(self) -> tuple[float, ...]:

@@ -119,6 +119,10 @@ class Evaluator:
             self._estimates[key] = self._estimate(candidate)
         return self._estimates[key]
 
+    def step_s(self, candidate: Candidate) -> float:
+        """Of its estimate."""
+        return self.estimate(candidate).step_s
+
     def measured(self, candidate: Candidate) -> Estimate:
         """Step time and memory of a whole simulation."""
         key = replace(candidate, bound_s=0.0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
 from zeromesh.model import ModelSpec
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.explain import Reason, explain
+from zeromesh.planner.robust import Robust, robust
 from zeromesh.planner.search import Found, Options, search
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics
@@ -31,6 +32,7 @@ class Planned:
         candidates: the fastest ones, best first.
         front: no other simulated candidate is both smaller and faster; smallest first.
         why: what the alternatives lose.
+        robust: what the choice depends on, and the layout of least regret.
         found: counts and the gap.
         limit_bytes: usable memory of a device.
         seconds: of planning.
@@ -44,6 +46,7 @@ class Planned:
     candidates: tuple[Choice, ...]
     front: tuple[Estimate, ...]
     why: tuple[Reason, ...]
+    robust: Robust
     found: Found
     limit_bytes: float
     seconds: float
@@ -62,6 +65,7 @@ class Planned:
             "searched": self.found.searched,
             "seconds": self.seconds,
             "why": [reason.to_json() for reason in self.why],
+            "robust": self.robust.to_json(),
             "gap": self.found.gap,
             "pruned_by_memory": self.found.pruned_memory,
             "simulated": self.found.simulated,
@@ -106,6 +110,7 @@ def plan(
     constants: Constants | None = None,
     top: int = 5,
     trace: bool = False,
+    choice: Literal["fastest", "robust"] = "fastest",
 ) -> Planned:
     """The fastest layout of `model` on `cluster` that fits, and why the others lose.
 
@@ -118,6 +123,7 @@ def plan(
         constants: of the cost model; None for the shipped ones.
         top: candidates to simulate whole and list.
         trace: also give the best one's timeline.
+        choice: the fastest layout with the constants as shipped, or that of least regret over their ranges.
 
     Raises:
         NothingFitsError: no candidate fits in memory.
@@ -125,9 +131,12 @@ def plan(
     """
     start = time.perf_counter()
     found, evaluator = search(model, cluster, workload, options=options, engine=engine, constants=constants)
-    candidates = tuple(_choice(evaluator, estimate) for estimate in found.ranked[: max(1, top)])
-    runner_up = next((c.candidate for c in candidates if c.candidate.strategy != found.best.candidate.strategy), None)
-    why = explain(evaluator, found.best.candidate, runner_up)
+    safest = robust(evaluator, found.ranked)
+    best = found.best.candidate if choice == "fastest" else safest.candidate
+    ranked = sorted(found.ranked, key=lambda estimate: estimate.candidate != best)  # stable: the others as they were
+    candidates = tuple(_choice(evaluator, estimate) for estimate in ranked[: max(1, top)])
+    runner_up = next((c.candidate for c in candidates if c.candidate.strategy != best.strategy), None)
+    why = explain(evaluator, best, runner_up)
     return Planned(
         model=model,
         cluster=cluster,
@@ -136,10 +145,11 @@ def plan(
         candidates=candidates,
         front=found.front,
         why=tuple(why),
+        robust=safest,
         found=found,
         limit_bytes=evaluator.limit_bytes,
         seconds=time.perf_counter() - start,
-        trace=traced(evaluator, found.best.candidate) if trace else None,
+        trace=traced(evaluator, best) if trace else None,
     )
 
 

@@ -35,7 +35,24 @@ def print_plan(planned: Planned, console: Console | None = None) -> None:
             (reason.name, _COLOURS[reason.outcome]), "  ", (reason.strategy, "cyan"), "  ", reason.text
         )
         console.print(head)
+    for line in robust_lines(planned):
+        console.print(Text(line))
     console.print(Text(search_note(planned), style="dim"))
+
+
+def robust_lines(planned: Planned) -> list[str]:
+    """What the choice depends on, where it does: the constant that decides most, and the layout of least regret."""
+    found = planned.robust
+    if not found.depends:
+        return []
+    one = found.depends[0]
+    chosen = str(found.candidate.strategy)
+    regret = f"at most {found.regret:.1%} from the fastest there"
+    if chosen == planned.best.simulation.strategy:
+        safest = f"the choice is the layout of least regret, {regret}"
+    else:
+        safest = f"least regret: {chosen}, {regret}, where the fastest is up to {found.of_fastest:.1%} (--robust)"
+    return [f"the choice depends on what is not known: {one}", f"  {safest}", f"  what would tell: {one.measure}"]
 
 
 def print_simulation(choices: Sequence[Choice], cluster: Cluster, console: Console | None = None) -> None:
