@@ -38,7 +38,7 @@ def test_a_part_is_judged_by_what_it_leaves(tmp_path: Path, n: int, held: bool) 
     text = page(SETTING, [outcome])
     assert ("Everything held" in text) == held and ("**no**" in text) == (not held)
     assert "8 x Fast [one], torch 2.13" in text and "n \\| m" in text
-    assert ("done so" in text) == (not held), "of what did not hold, the end of what it said"
+    assert ("```\ndone so\n```" in text) == (not held), "of what did not hold, the end of what it said"
 
 
 @pytest.mark.parametrize(
