@@ -1,0 +1,361 @@
+"""Strategies for Lightning's Trainer and for Fabric that shard models::
+
+    from zeromesh.integrations.lightning import FabricStrategy, Strategy
+
+    trainer = lightning.Trainer(strategy=Strategy(sharding=zm.Sharding(strategy=..., mesh=...)), ...)
+    fabric = lightning.Fabric(strategy=FabricStrategy(sharding=zm.Sharding(strategy=..., mesh=...)), ...)
+
+Processes, devices and samplers are as Lightning's DDP strategies have them. A checkpoint is a directory: models and
+optimizers as `zm.Checkpoints`, which load on any ranks and under any strategy, and the rest in one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zeromesh.checkpoint.checkpoints import Checkpoints
+from zeromesh.engine.api import accumulate, engine_of
+from zeromesh.engine.optim import updates
+from zeromesh.errors import CheckpointError, InputError, ModelError
+from zeromesh.integrations.methods import is_sharded, shard_model, with_mixed_precision
+from zeromesh.integrations.optimizers import give_shards
+from zeromesh.integrations.versions import require_known
+from zeromesh.sharding import Sharding
+
+require_known("lightning")
+
+REST = "rest"
+"""In the state of a model's checkpoint: the name of the file of what is neither model nor optimizer."""
+
+MODEL = "model"
+"""The directory, in a checkpoint of the Trainer's, of the module and its optimizers."""
+
+OPTIONS = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "precision",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
+"""Those of Lightning's DDP strategies that are not about DistributedDataParallel or files."""
+
+
+def _require_options(options: Mapping[str, Any]) -> None:
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise InputError(
+            f"{', '.join(unknown)} cannot be used with sharding=: of the options of Lightning's DDPStrategy there are "
+            f"{', '.join(OPTIONS)}"
+        )
+
+
+def _sharding_of(sharding: Sharding, precision: str, device: torch.device) -> Sharding:
+    mixed = precision.removesuffix("-mixed") if precision.endswith("-mixed") else None
+    return with_mixed_precision(sharding, "fp16" if mixed == "16" else mixed).on(device.type)
+
+
+def _require_plain(model: nn.Module) -> None:
+    if is_sharded(model):
+        raise ModelError("the model is sharded already: give Lightning a plain one, which its strategy shards")
+
+
+# ---- a checkpoint: a directory of `zm.Checkpoints` for each model, and one file, which their states name. Written
+# ---- over, it is the old one or the new one whatever is killed, or, of several models, says that it is neither.
+
+
+def _save(
+    directory: Path,
+    models: Mapping[str, nn.Module],
+    optimizers: Sequence[Optimizer],
+    rest: Mapping[str, Any],
+    *,
+    step: int,
+    name: str,
+    first: bool,
+) -> None:
+    held = _held(models, optimizers)
+    if first:
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.save(rest, directory / name)
+    for key, own in held.items():
+        with Checkpoints(directory / key, models[key], own, keep=1) as checkpoints:
+            checkpoints.save(step, {REST: name})
+            checkpoints.wait()
+    if first:
+        for file in directory.glob(f"{REST}-*.pt"):
+            if file.name != name:
+                file.unlink()
+
+
+def _load(
+    directory: Path, models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer], weights_only: bool | None
+) -> dict[str, Any]:
+    names = set()
+    for key, own in _held(models, optimizers).items():
+        restored = Checkpoints(directory / key, models[key], own).load(
+            directory / key, optimizers=bool(own), random_states=bool(own)
+        )
+        assert restored is not None  # of a path
+        names.add(restored.state.get(REST))
+    if len(names) > 1 or not (directory / str(*names)).is_file():
+        raise CheckpointError(
+            f"{directory} must hold models of one save and the file that they name; they name "
+            f"{sorted(map(str, names))}: a save over an older one was interrupted, or it is no checkpoint of "
+            f"Lightning's; load another"
+        )
+    found: dict[str, Any] = torch.load(
+        directory / str(*names), map_location="cpu", weights_only=weights_only is not False
+    )
+    return found
+
+
+def _held(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, list[Optimizer]]:
+    """By model, the optimizers that update it."""
+    held = {name: [one for one in optimizers if updates(one, engine_of(model))] for name, model in models.items()}
+    if not all(any(one in own for own in held.values()) for one in optimizers):
+        raise InputError("an optimizer is saved and loaded with the model that it updates: give that model too")
+    return held
+
+
+def _directory(path: Any) -> Path:
+    if "://" in str(path):
+        raise InputError(f"checkpoints of sharded models go to a directory that all ranks see; got {path}")
+    return Path(path)
+
+
+class _SyncControl(_BackwardSyncControl):  # type: ignore[misc]  # mypy does not follow lightning
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return accumulate(module, last=False) if enabled else nullcontext()
+
+
+class FabricStrategy(FabricDDP):  # type: ignore[misc]
+    """For `lightning.Fabric`.
+
+    Args:
+        sharding: how. Where it says no `param_dtype`, Fabric's precision does.
+        options: of Lightning's DDPStrategy: cluster_environment, process_group_backend, timeout, start_method ...
+
+    Raises:
+        InputError: an option that is about DistributedDataParallel.
+    """
+
+    def __init__(self, *, sharding: Sharding, **options: Any) -> None:
+        _require_options(options)
+        super().__init__(**options)
+        self.sharding = sharding
+        self._sharding: Sharding | None = None
+        self._shards: Any = WeakIdKeyDictionary()
+        self._backward_sync_control = _SyncControl()
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        _require_plain(module)
+        if self._sharding is None:
+            self._sharding = _sharding_of(self.sharding, self.precision.precision, self.root_device)
+        self._shards.update(shard_model(self._sharding, module))
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        give_shards(optimizer, self._shards)
+        return optimizer
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Not the whole of it: its shards will be there."""
+        if self.sharding.mesh is None:
+            super().module_to_device(module)
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        if empty_init:
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        if storage_options is not None or filter is not None:
+            raise InputError("checkpoints of sharded models take no storage_options and no filter: leave them out")
+        directory = _directory(self.broadcast(path))
+        models, optimizers, rest = _sorted(state)
+        if not models:
+            raise InputError("a checkpoint of sharded models holds one at least: give the dict {'model': model, ...}")
+        name = self.broadcast(f"{REST}-{uuid4().hex}.pt")
+        _save(directory, models, optimizers, rest, step=0, name=name, first=self.is_global_zero)
+        self.barrier()
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Returns what was saved beside models and optimizers and `state` does not ask for."""
+        directory = _directory(self.broadcast(path))
+        if not isinstance(state, dict) or not any(isinstance(value, nn.Module) for value in state.values()):
+            raise InputError("to load a checkpoint of sharded models give the dict of what was saved: {'model': model}")
+        models, optimizers, rest = _sorted(state)
+        saved = _load(directory, models, optimizers, weights_only)
+        _validate_keys_for_strict_loading(rest, saved, strict)
+        for name in rest.keys() & saved.keys():
+            if hasattr(state[name], "load_state_dict"):
+                state[name].load_state_dict(saved[name])
+            else:
+                state[name] = saved[name]
+        return {name: value for name, value in saved.items() if name not in rest}
+
+
+def _sorted(state: Mapping[str, Any]) -> tuple[dict[str, nn.Module], list[Optimizer], dict[str, Any]]:
+    """Models by name, optimizers, and all else as it is saved."""
+    models = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
+    others = {name: value for name, value in state.items() if not isinstance(value, nn.Module | Optimizer)}
+    rest = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in others.items()}
+    return models, optimizers, rest
+
+
+class Strategy(TrainerDDP):  # type: ignore[misc]
+    """For `lightning.Trainer`. What is sharded is the LightningModule, after its `configure_model`.
+
+    Args:
+        sharding: how. Where it says no `param_dtype`, the Trainer's precision does.
+        options: of Lightning's DDPStrategy: cluster_environment, process_group_backend, timeout, start_method ...
+
+    Raises:
+        InputError: an option that is about DistributedDataParallel.
+    """
+
+    model: Any
+
+    def __init__(self, *, sharding: Sharding, **options: Any) -> None:
+        _require_options(options)
+        super().__init__(**options)
+        self.sharding = sharding
+        # A step is a forward of the whole module, whose own parameters are gathered for it.
+        self._forward_redirection = _ForwardRedirection()
+        self._own: Any = None
+        self._loaded_ours = False
+
+    # ---- setting up
+
+    def connect(self, model: Any) -> None:
+        if model is not self._own:
+            _require_plain(model)
+        super().connect(model)
+
+    def setup(self, trainer: Any) -> None:
+        if self._layer_sync is not None:
+            raise InputError("sync_batchnorm=True cannot be used with sharding=: convert the module's layers before")
+        self.accelerator.setup(trainer)
+        if self.model is not self._own:
+            self.model = self.precision_plugin.convert_module(self.model)
+            if self.sharding.mesh is None:
+                self.model_to_device()
+            sharding = _sharding_of(self.sharding, self.precision_plugin.precision, self.root_device)
+            shard_model(sharding, self.model)
+            _update_properties(self.model, device=self.root_device)  # what `self.device` says in it
+            self._own = self.model
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def teardown(self) -> None:
+        """What Lightning moves to the host here are slices that belong where they are."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    # ---- steps
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with accumulate(self.model, last=False):
+            yield
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """The last micro-batch ahead of the optimizer's step, which looks whether its gradients have been reduced."""
+        result = closure()
+        return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
+
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_redirection(self.lightning_module, self.lightning_module, name, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._step("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._step("predict_step", *args, **kwargs)
+
+    # ---- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` saves the model itself."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise InputError("checkpoints of sharded models take no storage_options: leave them out")
+        name, path = self.broadcast((f"{REST}-{uuid4().hex}.pt", filepath))
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else ()
+        step = checkpoint["global_step"]
+        _save(
+            _directory(path),
+            {MODEL: self.model},
+            optimizers,
+            checkpoint,
+            step=step,
+            name=name,
+            first=self.is_global_zero,
+        )
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        directory = _directory(self.broadcast(checkpoint_path))
+        self._loaded_ours = self.broadcast(directory.is_dir())
+        if not self._loaded_ours:  # a file of another strategy's, with whole tensors
+            return super().load_checkpoint(directory, weights_only)  # type: ignore[no-any-return]
+        trained = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return _load(directory, {MODEL: self.model}, self.optimizers if trained else (), weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._loaded_ours:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if not self._loaded_ours:
+            super().load_optimizer_state_dict(checkpoint)

@@ -1,0 +1,375 @@
+"""Lightning's Trainer and Fabric with our strategies against themselves in one process without."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeromesh as zm
+from tests.dist.integrations.hugging import (
+    SAMPLES,
+    STEPS,
+    STRATEGIES,
+    assert_same_curve,
+    build,
+    launched,
+    plain,
+    samples,
+    sharding,
+)
+from tests.dist.pool import Pool, on_ranks
+from zeromesh.errors import CheckpointError, InputError, ModelError
+from zeromesh.integrations.methods import is_sharded
+
+Curve = list[tuple[int, float, float]]
+
+CLIP = 0.2
+
+
+@contextmanager
+def started() -> Iterator[None]:
+    """As `launched`, and where Lightning looks."""
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    with launched(), mock.patch.dict("os.environ", {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}):
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Lightning advises on loaders' workers and on hooks that it does not use, warns of directories that a resumed run
+    goes on in, and calls what torch deprecates."""
+    from lightning.fabric.utilities.warnings import PossibleUserWarning
+
+    with warnings.catch_warnings():
+        for kind in (PossibleUserWarning, FutureWarning):
+            warnings.simplefilter("ignore", kind)
+        warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty", UserWarning)
+        yield
+
+
+def evaluated_by(trainer: Any, module: Any, world: int, **options: Any) -> float:
+    with quiet():
+        found: float = trainer.validate(module, loader(world), verbose=False, **options)[0]["evaluated"]
+    return found
+
+
+def loader(world: int, start: int = 0) -> Any:
+    """Every world-th sample, unshuffled: those of a step are those of one process, in another order. From a sample on,
+    since Lightning's Trainer, resumed within an epoch, begins with the first of its loader."""
+    data = samples(uneven=False) * 4
+    data = data[start:] + data[:start]
+    rank = dist.get_rank() if world > 1 else 0
+    sampler: Any = torch.utils.data.DistributedSampler(data, num_replicas=world, rank=rank, shuffle=False)
+    return torch.utils.data.DataLoader(data, batch_size=SAMPLES // 2 // world, sampler=sampler)
+
+
+def require_predicted(traffic: Any, steps: int) -> None:
+    """So many bytes as a step of two micro-batches takes under the strategy, the first of them deferred as it says."""
+    lines = traffic.lines(steps=steps)
+    assert lines and [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines]
+
+
+def norm_of(model: Any) -> float:
+    return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+
+
+def make_module(kind: str, *, on_meta: bool = False) -> Any:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        """A user's; its model is made where it is to be sharded, its scale is its own and used beside the model."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+            self.net: Any = None
+            self.curve: Curve = []
+            self.losses: list[float] = []
+            self.traffic: Any = None
+            self.report = ExitStack()
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                with torch.device("meta" if on_meta else "cpu"):
+                    self.net = build(kind)
+                self.net.train()
+
+        def on_train_start(self) -> None:
+            if is_sharded(self):
+                self.traffic = self.report.enter_context(zm.traffic_report(self, micro_batches=2))
+
+        def on_train_end(self) -> None:
+            self.report.close()
+
+        def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.net(**batch).loss * self.scale
+            self.losses.append(float(self.all_gather(loss.detach()).mean()))
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
+            self.log("evaluated", self.net(**batch).loss, sync_dist=True)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.curve.append((self.global_step + 1, sum(self.losses) / 2, norm_of(self)))
+            self.losses.clear()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-2)
+
+    return Module()
+
+
+def fitted(
+    directory: Path,
+    kind: str,
+    how: zm.Sharding | None = None,
+    *,
+    steps: int = STEPS,
+    resume: Any = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    from zeromesh.integrations.lightning import Strategy
+
+    world = 1 if how is None else dist.get_world_size()
+    trainer = make_trainer(directory, None if how is None else Strategy(sharding=how), max_steps=steps, **options)
+    module = make_module(kind)
+    with quiet():
+        trainer.fit(module, loader(world, 10 * SAMPLES if resume else 0), ckpt_path=resume)
+    return trainer, module
+
+
+def make_trainer(directory: Path, strategy: Any = None, **options: Any) -> Any:
+    import lightning
+
+    own: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP, "enable_checkpointing": False}
+    return lightning.Trainer(
+        strategy=strategy or "auto",
+        accelerator="cpu",
+        devices=dist.get_world_size() if strategy else 1,
+        default_root_dir=directory,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,  # which warns of what is on the meta device
+        **own | options,
+    )
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["tied", "lora"])
+@on_ranks(4, timeout_s=190)
+def test_losses_are_those_of_plain_training(kind, tmp_path):
+    def plainly() -> tuple[Curve, float]:
+        trainer, module = fitted(tmp_path, kind)
+        return module.curve, evaluated_by(trainer, module, 1)
+
+    expected, evaluated = plain(plainly)
+    assert len(expected) == STEPS and max(norm for _, _, norm in expected) > CLIP
+    for strategy in STRATEGIES:
+        with started():
+            trainer, module = fitted(tmp_path, kind, sharding(strategy))
+            assert_same_curve(module.curve, expected)
+            require_predicted(module.traffic, STEPS)
+            assert evaluated_by(trainer, module, 4) == pytest.approx(evaluated, abs=1e-5)
+            zm.check_replicas(module, trainer.optimizers[0])
+
+
+@pytest.mark.timeout(200)
+def test_resumes_on_another_world_and_strategy(pool: Pool, tmp_path):
+    pool.run(4, stopped, str(tmp_path), timeout_s=190)
+    for found, expected in pool.run(2, resumed, str(tmp_path), timeout_s=190):
+        assert_same_curve(found, expected)
+
+
+def saving(directory: str) -> dict[str, Any]:
+    """Options of a Trainer that saves every fifth step."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saver = ModelCheckpoint(f"{directory}/kept", filename="{step}", every_n_train_steps=5, save_last=True)
+    return {"callbacks": [saver], "enable_checkpointing": True}
+
+
+def require_kept(directory: str, step: int) -> None:
+    """Each was saved several times: one written over, one in the place of another that is removed."""
+    dist.barrier()
+    assert {path.name for path in Path(directory, "kept").iterdir()} == {f"step={step}.ckpt", "last.ckpt"}
+    assert len(list(Path(directory, "kept").glob("last.ckpt/*.pt"))) == 1
+
+
+def stopped(directory: str) -> None:
+    with started():
+        trainer, _ = fitted(Path(directory), "tied", sharding(), steps=10, **saving(directory))
+        require_kept(directory, 10)
+        trainer.save_checkpoint(f"{directory}/whole.ckpt")
+        trainer.save_checkpoint(f"{directory}/weights.ckpt", weights_only=True)
+
+
+def resumed(directory: str) -> tuple[Curve, Curve]:
+    expected = plain(lambda: fitted(Path(directory), "tied")[1].curve)
+    how = sharding("node=3", {"node": 2})
+    with started():
+        last = f"{directory}/kept/last.ckpt"
+        trainer, module = fitted(Path(directory), "tied", how, resume=last, **saving(directory))
+        require_kept(directory, 20)
+        ended = evaluated_by(trainer, module, 2)
+        whole, weights = (
+            evaluated_by(trainer, module, 2, ckpt_path=f"{directory}/{name}.ckpt") for name in ("whole", "weights")
+        )
+        assert whole == weights != ended
+        return module.curve, expected[10:]
+
+
+@pytest.mark.timeout(200)
+@on_ranks(2, timeout_s=190)
+def test_resumes_from_a_file_of_another_strategy(tmp_path):
+    def plainly() -> Curve:
+        trainer, _ = fitted(tmp_path, "tied", steps=10)
+        trainer.save_checkpoint(tmp_path / "ten.ckpt")
+        return fitted(tmp_path, "tied", resume=tmp_path / "ten.ckpt")[1].curve
+
+    expected = plain(plainly)
+    with started():
+        found = fitted(tmp_path, "tied", sharding("node=3", {"node": 2}), resume=tmp_path / "ten.ckpt")[1].curve
+    assert_same_curve(found, expected)
+
+
+class FabricLoop:
+    """A user's script with Fabric; the optimizer is made of the plain model's parameters."""
+
+    def __init__(self, how: zm.Sharding | None = None, *, on_meta: bool = False) -> None:
+        import lightning
+
+        from zeromesh.integrations.lightning import FabricStrategy
+
+        world = 1 if how is None else dist.get_world_size()
+        strategy = "auto" if how is None else FabricStrategy(sharding=how)
+        self.fabric = lightning.Fabric(accelerator="cpu", devices=world, strategy=strategy)
+        self.fabric.launch()
+        with self.fabric.init_module(empty_init=on_meta):
+            model = build("tied")
+        self.model, self.optimizer = self.fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        self.loader = self.fabric.setup_dataloaders(loader(world), use_distributed_sampler=False)
+        self.step = 0
+
+    def run(self, steps: int) -> Curve:
+        found = []
+        batches = list(self.loader)
+        self.model.train()
+        while len(found) < steps:
+            losses = []
+            for last in (False, True):
+                with self.fabric.no_backward_sync(self.model, enabled=not last):
+                    loss = self.model(**batches[2 * self.step + last]).loss
+                    self.fabric.backward(loss / 2)
+                    losses.append(float(self.fabric.all_reduce(loss.detach())))
+            norm = self.fabric.clip_gradients(self.model, self.optimizer, max_norm=CLIP)
+            self.step += 1
+            found.append((self.step, sum(losses) / 2, float(norm)))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "step": self.step}
+
+
+@pytest.mark.timeout(200)
+def test_fabric_trains_and_resumes(pool: Pool, tmp_path):
+    pool.run(4, fabric_stopped, str(tmp_path), timeout_s=190)
+    pool.run(2, fabric_resumed, str(tmp_path), timeout_s=190)
+
+
+def fabric_stopped(directory: str) -> None:
+    expected = plain(lambda: FabricLoop().run(STEPS))
+    for strategy in STRATEGIES:
+        with started():
+            loop = FabricLoop(sharding(strategy))
+            if strategy == STRATEGIES[0]:
+                loop.fabric.save(f"{directory}/ten", loop.state())  # written over
+            assert_same_curve(loop.run(10), expected[:10])
+            if strategy == STRATEGIES[0]:
+                loop.fabric.save(f"{directory}/ten", loop.state())
+            with zm.traffic_report(loop.model.module, micro_batches=2) as traffic:
+                assert_same_curve(loop.run(10), expected[10:])
+            require_predicted(traffic, 10)
+
+
+def fabric_resumed(directory: str) -> None:
+    expected = plain(lambda: FabricLoop().run(STEPS))
+    ten = f"{directory}/ten"
+    with started():
+        loop = FabricLoop(sharding("node=3", {"node": 2}), on_meta=True)
+        loop.run(1)  # its states are replaced
+        state = loop.state()
+        assert loop.fabric.load(ten, state) == {}
+        loop.step = state["step"]
+        assert_same_curve(loop.run(10), expected[10:])
+
+        with pytest.raises(InputError, match="to load a checkpoint of sharded models give the dict of what was saved"):
+            loop.fabric.load(ten, {"step": 0})
+        with pytest.raises(KeyError, match="a key 'epoch' that does not exist in the loaded checkpoint"):
+            loop.fabric.load(ten, {"model": loop.model, "epoch": 0})
+        with pytest.raises(InputError, match="an optimizer is saved and loaded with the model that it updates"):
+            loop.fabric.save(f"{directory}/no", {"model": other(loop.fabric), "optimizer": loop.optimizer})
+        with pytest.raises(InputError, match="a checkpoint of sharded models holds one at least"):
+            loop.fabric.save(f"{directory}/no", {"step": 1})
+        with pytest.raises(InputError, match="take no storage_options and no filter"):
+            loop.fabric.save(f"{directory}/no", loop.state(), filter={"model": lambda name, value: True})
+        with pytest.raises(InputError, match="go to a directory that all ranks see; got s3://bucket/ten"):
+            loop.fabric.save("s3://bucket/ten", loop.state())
+        with pytest.raises(ModelError, match="the model is sharded already: give Lightning a plain one"):
+            loop.fabric.setup(zm.Sharding(strategy="node=3", mesh={"node": 2}).shard(build()))
+
+        # Killed where the first of two models was written anew.
+        both = {"model": loop.model, "other": other(loop.fabric)}
+        loop.fabric.save(f"{directory}/both", both)
+        loop.fabric.save(f"{directory}/new", {"model": loop.model})
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(f"{directory}/both/model")
+            shutil.copytree(f"{directory}/new/model", f"{directory}/both/model")
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="a save over an older one was interrupted"):
+            loop.fabric.load(f"{directory}/both", both)
+
+
+def other(fabric: Any) -> Any:
+    return fabric.setup(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.timeout(100)
+@on_ranks(2, timeout_s=90)
+def test_a_model_on_the_meta_device_computes_in_the_trainers_precision(tmp_path):
+    from zeromesh.engine.api import engine_of
+    from zeromesh.integrations.lightning import FabricStrategy, Strategy
+
+    how = sharding("node=3", {"node": 2})
+    with started():
+        trainer = make_trainer(tmp_path, Strategy(sharding=how), precision="bf16-mixed", max_steps=2)
+        module = make_module("llama", on_meta=True)
+        with quiet():
+            trainer.fit(module, loader(2))
+        specs = {buffer.spec.param_dtype for unit in engine_of(module).units for buffer in unit.buffers}
+        assert specs == {"bf16"}
+        assert all(2.5 < loss < 4 for _, loss, _ in module.curve)  # of 23 tokens: 3.1
+
+        with pytest.raises(InputError, match="take no storage_options: leave them out"):
+            trainer.save_checkpoint(tmp_path / "no", storage_options={})
+        with pytest.raises(ModelError, match="the model is sharded already: give Lightning a plain one"), quiet():
+            make_trainer(tmp_path, Strategy(sharding=how)).fit(module, loader(2))
+        with pytest.raises(InputError, match="sync_batchnorm=True cannot be used with sharding="), quiet():
+            make_trainer(tmp_path, Strategy(sharding=how), sync_batchnorm=True).fit(make_module("llama"), loader(2))
+        for kind in (Strategy, FabricStrategy):
+            with pytest.raises(InputError, match="static_graph cannot be used with sharding=: of the options of"):
+                kind(sharding=how, static_graph=True)
