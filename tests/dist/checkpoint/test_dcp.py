@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.dist.checkpoint.models import Mesh, Odd, assemble, make, require_equal, slices, train
 from tests.dist.pool import Pool, kept
-from zeromesh.checkpoint.storage import LocalStorage
 from zeromesh.checkpoint.checkpoints import Checkpoints
-from zeromesh.errors import CheckpointError, ModelError
+from zeromesh.checkpoint.storage import LocalStorage
+from zeromesh.errors import CheckpointError
 
 ONE: Mesh = (("cluster", 1), ("node", 1))
 TWO: Mesh = (("cluster", 1), ("node", 2))

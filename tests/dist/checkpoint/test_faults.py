@@ -22,11 +22,11 @@ import torch.distributed as dist
 from tests.dist.checkpoint.models import Mesh, make, require_equal, slices, train
 from tests.dist.pool import Pool
 from zeromesh.checkpoint import saver
+from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.peers import WAIT_S
 from zeromesh.checkpoint.read import read_manifest
 from zeromesh.checkpoint.storage import LocalStorage
-from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.errors import CheckpointError, CommunicationError
 
 WORLD = 3

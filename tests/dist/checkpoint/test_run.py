@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept
-from zeromesh.engine.api import engine_of
 from zeromesh.checkpoint.checkpoints import Checkpoints
+from zeromesh.engine.api import engine_of
 from zeromesh.errors import CheckpointError
 from zeromesh.launch.ranks import Ranks
 from zeromesh.train import checkpointing, loop

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from tests.dist.checkpoint.models import Mesh, make, require_equal, slices, train
 from tests.dist.pool import Pool
 from zeromesh.checkpoint import saver
-from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.huggingface import save_safetensors
+from zeromesh.checkpoint.peers import Peers
 
 TWO: Mesh = (("cluster", 1), ("node", 2))
 STRATEGY = "node=3,cluster=0"

@@ -1,5 +1,5 @@
-"""What runs on other backends than gloo, on gloo ranks that are told it is another: the backend's own sums, in at most a
-few launches, and exact ones, with the bits and the bytes of gloo's."""
+"""What runs on other backends than gloo, on gloo ranks that are told it is another: the backend's own sums, in at most
+a few launches, and exact ones, with the bits and the bytes of gloo's."""
 
 from __future__ import annotations
 
@@ -169,7 +169,11 @@ def test_a_native_reduction_is_a_collective_and_one_kernel():
     own, nothing = region[group.rank * 70_001 :][:70_001], torch.empty(0)
     group.backend = "nccl"
     try:
-        for to, accumulate, after in ((out, True, ["aten::add_.Tensor"]), (out, False, ["aten::copy_"]), (own, False, [])):
+        for to, accumulate, after in (
+            (out, True, ["aten::add_.Tensor"]),
+            (out, False, ["aten::copy_"]),
+            (own, False, []),
+        ):
             # Gloo's copies its input first.
             with mock.patch.object(collectives, "reduce_scatter_single") as backends, Launches() as launches:
                 reduce_scatter(region, to, group, workspace=nothing, accumulate=accumulate)

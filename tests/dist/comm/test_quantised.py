@@ -20,7 +20,7 @@ from zeromesh.comm.quantised import (
     restore_kept,
 )
 from zeromesh.errors import InputError, InternalError
-from zeromesh.schedule.transfer import Transfer, wire_bytes
+from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat, coded
 
@@ -157,7 +157,10 @@ def test_reduce_scatter_sums_dequantised_chunks_in_the_order_of_the_ranks():
     out = torch.zeros(chunk)
     own = values(group.rank, 3 * chunk, 5, 1.0)
     quantised_reduce_scatter(own.clone(), out, group, form, workspace=workspace(group), scale=0.5)
-    quantiser, message = form.codec(384, torch.zeros(form.memory_bytes(384)).byte(), None), torch.zeros(form.message_bytes(chunk)).byte()
+    quantiser, message = (
+        form.codec(384, torch.zeros(form.memory_bytes(384)).byte(), None),
+        torch.zeros(form.message_bytes(chunk)).byte(),
+    )
     total = torch.zeros(chunk)
     for rank in range(3):
         part = values(rank, 3 * chunk, 5, 1.0)[group.rank * chunk :][:chunk]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +12,11 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, RanksFailed, kept
-from zeromesh.comm import AxisGroup, Sent, all_gather, make_groups, reduce_scatter, workspace_bytes
-from zeromesh.comm.transport import Exchange
 from zeromesh.collectives.ho_ring.ring import (
     ho_ring_all_gather,
     ho_ring_reduce_scatter,
 )
+from zeromesh.comm import AxisGroup, Sent, all_gather, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.strategy import Layout
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2), (2, 3, "cluster"), (3, 2, "cluster")]

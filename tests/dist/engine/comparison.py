@@ -214,7 +214,10 @@ def _padding(buffer: FlatShards) -> Iterator[tuple[str, Tensor]]:
     numel = buffer.spec.numel
     held = {"params": (buffer.params, buffer.param_range), "full": (buffer.full, slice(0, buffer.padded))}
     if buffer.master is not None and buffer.grads is not None:
-        held |= {"master": (buffer.master, buffer.state_range), "grads": (buffer.grads, buffer.range_of(buffer.placed.layout.grad_axes))}
+        held |= {
+            "master": (buffer.master, buffer.state_range),
+            "grads": (buffer.grads, buffer.range_of(buffer.placed.layout.grad_axes)),
+        }
     del held["full"]  # a slot: it may hold another unit by now
     for kind, (tensor, where) in held.items():
         yield kind, tensor[max(0, numel - where.start) :]

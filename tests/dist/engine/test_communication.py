@@ -77,7 +77,10 @@ KIB = 1024
 # second block stays in its slot where forward turns into backward: one gather a micro-batch instead of two.
 WORKED = {
     "node=3,cluster=1": {"node": (36 * KIB + 24 * KIB), "cluster": 4 * KIB * 2},
-    "node=3,cluster=3": {"node": 24 * KIB + 12 * KIB + 12 * KIB + 12 * KIB, "cluster": 12 * KIB + 6 * KIB + 6 * KIB + 6 * KIB},
+    "node=3,cluster=3": {
+        "node": 24 * KIB + 12 * KIB + 12 * KIB + 12 * KIB,
+        "cluster": 12 * KIB + 6 * KIB + 6 * KIB + 6 * KIB,
+    },
 }
 
 

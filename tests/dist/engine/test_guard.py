@@ -68,7 +68,7 @@ class Clamping(nn.Linear):
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_a_forward_that_changes_its_weights_is_told_what_to_do(strategy):
     blocks = nn.ModuleList(Clamping(4, 4) for _ in range(2))
-    model = zm.shard(nn.Sequential(blocks), mesh_of(2), strategy, units=[Clamping], bucket_bytes=0, debug=True)
+    _model = zm.shard(nn.Sequential(blocks), mesh_of(2), strategy, units=[Clamping], bucket_bytes=0, debug=True)
     with pytest.raises(ModelError, match=r"unit '0\.0', .* has written to its parameters.*between steps.*parametrize"):
         blocks[0](torch.ones(1, 4))
 

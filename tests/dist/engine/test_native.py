@@ -1,5 +1,5 @@
-"""Any strategy trains as one process does, with the collectives of other backends than gloo: on gloo ranks that are told
-it is another, whose own reductions are the native ones."""
+"""Any strategy trains as one process does, with the collectives of other backends than gloo: on gloo ranks that are
+told it is another, whose own reductions are the native ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.dist.pool import on_ranks
 from zeromesh.comm import AxisGroup, groups
 from zeromesh.engine import build
 from zeromesh.errors import MeshError
-
 
 make_group = groups._make_group
 

@@ -21,7 +21,6 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.chain import Reduce, require_wires
 from zeromesh.errors import InputError, ZeromeshError
 from zeromesh.schedule import Placed
-from zeromesh.strategy import Layout
 from zeromesh.wires import coded
 
 WIDTH, MICRO_BATCHES, STEPS = 48, 3, 12
@@ -99,7 +98,7 @@ def close_to_lossless(strategy: str, *shape: int) -> None:
     with zm.traffic_report(model, micro_batches=MICRO_BATCHES) as traffic:
         losses = train(model, steps=STEPS)
     assert losses[-1] < 0.9 * losses[0]
-    # The noise of one int4 step is not averaged away in so few steps of 48 sequences: 3 %, where long runs must reach 1 %.
+    # The noise of one int4 step is not averaged away in so few steps of 48 sequences: 3 %; long runs must reach 1 %.
     assert losses[-1] == pytest.approx(expected[-1], rel=0.03), (losses[-1], expected[-1])
     assert losses != expected, "nothing was quantised"
     # The first refresh has nothing to do: traffic of so many steps lacks one.
@@ -438,9 +437,7 @@ def test_a_device_without_its_kernels_is_refused_at_construction(strategy, axis)
     with pytest.MonkeyPatch.context() as patch:
         lacks_triton(patch)
         require_wires(schedule.layout, schedule.units, "cpu")  # the host needs none
-        with pytest.raises(
-            InputError, match=f"axis {axis}: int[48].* on cuda needs Triton's kernels, .* drop the @"
-        ):
+        with pytest.raises(InputError, match=f"axis {axis}: int[48].* on cuda needs Triton's kernels, .* drop the @"):
             require_wires(schedule.layout, schedule.units, "cuda")
 
 

@@ -17,8 +17,8 @@ from zeromesh.cluster import Cluster, Device, Level
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.observe import record
 from zeromesh.engine.api import engine_of
+from zeromesh.observe import record
 from zeromesh.observe.record import _HostClock, _Recorder
 from zeromesh.schedule import Interpreter, Schedule
 from zeromesh.schedule.step import run_micro_batch

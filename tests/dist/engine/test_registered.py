@@ -61,7 +61,9 @@ def make(events: list[str], **options: Any) -> tuple[Any, int]:
         mock.patch.object(build, "registered", on_device),
         mock.patch.object(build, "_bytes", watched),
     ):
-        model = zm.shard(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), mesh_of(2, 2), "node=3,cluster=2", **options)
+        model = zm.shard(
+            nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), mesh_of(2, 2), "node=3,cluster=2", **options
+        )
     return model, pooled[0]
 
 
@@ -92,7 +94,11 @@ def test_slots_come_from_a_pool_that_all_communicators_know_until_it_is_freed():
 
 @on_ranks(4)
 def test_it_is_asked_for_by_option_or_environment():
-    for environment, options, expected in (({}, {}, 0), ({"ZEROMESH_REGISTER": "1"}, {}, 4), ({}, {"register": False}, 0)):
+    for environment, options, expected in (
+        ({}, {}, 0),
+        ({"ZEROMESH_REGISTER": "1"}, {}, 4),
+        ({}, {"register": False}, 0),
+    ):
         events: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("ZEROMESH_REGISTER", raising=False)

@@ -236,7 +236,9 @@ def test_optimizer_that_is_not_elementwise(kind):
     if kind == "Muon":
         params = [param for param in params if param.ndim == 2]
     if kind == "custom":
-        optimizer = type("Lamb", (torch.optim.SGD,), {"__module__": "elsewhere", "step": lambda self, closure: None})(params, lr=0.1)
+        optimizer = type("Lamb", (torch.optim.SGD,), {"__module__": "elsewhere", "step": lambda self, closure: None})(
+            params, lr=0.1
+        )
     else:
         optimizer = getattr(torch.optim, kind)(params)
     backward(model, CASE, 0)

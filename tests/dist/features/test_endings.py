@@ -1,5 +1,5 @@
-"""Whatever ends a forward, a backward, a step or the process, at any moment of a step: what follows is right, or refused
-until `zm.zero_grad(model)`; no process aborts, hangs, or ends with a code that is not its own."""
+"""Whatever ends a forward, a backward, a step or the process, at any moment of a step: what follows is right, or
+refused until `zm.zero_grad(model)`; no process aborts, hangs, or ends with a code that is not its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from tests.dist.features.parity import close, local_part
 from tests.dist.features.test_misuse import STAGES, WIDTH, inputs, sgd, sharded
 from tests.dist.pool import on_ranks
 from zeromesh.errors import ModelError, OptimizerError
-
 
 MOMENTS = ("forward", "loss", "backward", "between", "second forward", "second backward", "step", "after")
 """Of a step with two micro-batches: `between` them, in its optimizer's `step`, `after` it."""

@@ -1,6 +1,5 @@
 """What users hold on to, clear early, or call in an order of their own."""
 
-import copy
 from typing import Any
 from unittest import mock
 
@@ -8,17 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
-from tests.dist.features.parity import Block, check, close, local_part, net
+from tests.dist.features.parity import Block, check, local_part, net
 from tests.dist.features.test_misuse import STAGES, WIDTH, booming, chain, fragile, inputs, same_grads, sgd, sharded
 from tests.dist.pool import on_ranks
-from zeromesh.pieces.sliced import SlicedTensor
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import OptimizerError
+from zeromesh.pieces.sliced import SlicedTensor
 
 
 def loss_of(model: nn.Module, seed: int) -> torch.Tensor:

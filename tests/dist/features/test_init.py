@@ -105,8 +105,8 @@ class Held(TorchDispatchMode):
 @pytest.mark.parametrize("strategy", ["node=3,cluster=3", "node=3,cluster=1"])
 @on_ranks(4)
 def test_no_rank_ever_holds_the_whole_meta_model(strategy):
-    """At most two units, as the modules hold one and as it is broadcast, beside what the rank is to keep anyway; and one
-    that the back end's thread lets go of a moment after its broadcast has ended."""
+    """At most two units, as the modules hold one and as it is broadcast, beside what the rank is to keep anyway; and
+    one that the back end's thread lets go of a moment after its broadcast has ended."""
 
     def init(module: nn.Module) -> None:
         for param in module.parameters(recurse=False):

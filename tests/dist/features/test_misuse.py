@@ -68,7 +68,7 @@ def test_a_penalty_on_weights_is_refused(strategy):
         with pytest.raises(ModelError, match=r"0\.0\.weight is differentiated.*weight_decay"):
             (model(inputs()).sum() + penalty()).backward()
         zm.zero_grad(model)
-    with pytest.raises(ModelError, match="norm of 0.0.weight is differentiated"):
+    with pytest.raises(ModelError, match=r"norm of 0.0.weight is differentiated"):
         torch.linalg.vector_norm(weight)
     with torch.no_grad():
         torch.linalg.vector_norm(weight)
@@ -322,7 +322,7 @@ def test_a_backward_after_the_step_that_followed_its_forward_is_refused(strategy
     optimizer.step()
     optimizer.zero_grad()
     # Torch's own words where the gathered parameters are the masters.
-    with pytest.raises((ModelError, RuntimeError), match="has changed since the forward|modified by an inplace"):
+    with pytest.raises((ModelError, RuntimeError), match=r"has changed since the forward|modified by an inplace"):
         loss.backward()
     if strategy == "node=3":
         loss = model(x).square().sum()

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
 from tests.dist.features.parity import BOUND, close, local_part
-from tests.dist.features.test_misuse import ActorCritic, STAGES, WIDTH, chain, inputs, mesh, same_grads, sgd, sharded
+from tests.dist.features.test_misuse import STAGES, WIDTH, ActorCritic, chain, inputs, mesh, same_grads, sgd, sharded
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import ShardedParameter
@@ -354,7 +354,7 @@ def test_norms_that_no_sum_over_ranks_gives_are_refused(strategy):
     backward(model)
     grad = next(model.parameters()).grad
     for order in (-math.inf, 0.0, -1.0, math.nan):
-        with torch.no_grad(), pytest.raises(InputError, match="order of a norm .* must be above 0, or inf; got"):
+        with torch.no_grad(), pytest.raises(InputError, match=r"order of a norm .* must be above 0, or inf; got"):
             torch.linalg.vector_norm(grad, order)
         with pytest.raises(InputError, match="order of a norm"):
             zm.clip_grad_norm_(model, 1.0, order)
@@ -866,7 +866,7 @@ def test_a_step_of_one_optimizer_between_the_backwards_of_two(strategy):
     v.sum().backward(retain_graph=True)
     critic = torch.optim.SGD(model.critic.parameters(), lr=0.1)
     critic.step()
-    with pytest.raises((RuntimeError, ModelError), match="changed since the forward|modified by an inplace operation"):
+    with pytest.raises((RuntimeError, ModelError), match=r"changed since the forward|modified by an inplace operation"):
         v.sum().backward()
 
 

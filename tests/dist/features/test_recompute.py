@@ -22,14 +22,14 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import zeromesh as zm
 from tests.dist.features.parity import (
-    close,
-    local_part,
     DEFERRED,
     STRATEGIES,
     Block,
     Net,
     Pair,
     check,
+    close,
+    local_part,
     net,
     next_token_loss,
     same_grads,
@@ -117,7 +117,7 @@ def test_a_frozen_part_of_a_block_is_computed_again():
 
 
 class Thrice(Block):
-    """Three checkpointed parts share a parameter, whose gradient comes with each of them, before the others' or after."""
+    """Three checkpointed parts share a parameter, whose gradient comes with each, before the others' or after."""
 
     before = False
 

@@ -59,7 +59,9 @@ def build(kind: str = "llama") -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # what PEFT asks of transformers, which has new names for it
-        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["lm_head"]))
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["lm_head"])
+        )
 
 
 def samples(count: int = 48, *, seed: int = 1, uneven: bool = True) -> list[dict[str, torch.Tensor]]:
@@ -82,7 +84,9 @@ def surroundings(rank: int, world: int) -> Iterator[None]:
 
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     started = {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    with mock.patch.dict(os.environ, {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"} | (started if world > 1 else {})):
+    with mock.patch.dict(
+        os.environ, {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"} | (started if world > 1 else {})
+    ):
         for state in (AcceleratorState, GradientState, PartialState):
             state._shared_state.clear()
         try:
@@ -142,5 +146,7 @@ def curve(trainer: Any) -> list[tuple[int, float, float]]:
 
 def assert_same_curve(found: Sequence[tuple[int, float, float]], expected: Sequence[tuple[int, float, float]]) -> None:
     assert [step for step, _, _ in found] == [step for step, _, _ in expected]
-    worst = max(abs(a - b) for left, right in zip(found, expected, strict=True) for a, b in zip(left, right, strict=True))
+    worst = max(
+        abs(a - b) for left, right in zip(found, expected, strict=True) for a, b in zip(left, right, strict=True)
+    )
     assert worst <= BOUND, (worst, found, expected)

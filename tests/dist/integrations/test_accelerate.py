@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,20 +143,28 @@ def refuses() -> None:
     from zeromesh.integrations.accelerate import Accelerator
 
     how = sharding("node=3", {"node": 2})
-    with launched():
-        with pytest.raises(InputError, match="dynamo_backend cannot be used with sharding=: compile the model's blocks"):
-            Accelerator(sharding=how, dynamo_backend="eager")
-    with launched():
-        with pytest.raises(InputError, match="even_batches=False cannot be used with sharding=: all ranks must run"):
-            Accelerator(sharding=how, dataloader_config=DataLoaderConfiguration(even_batches=False))
-    with launched():
-        with pytest.raises(InputError, match="fsdp_plugin cannot be used with sharding=: zeromesh shards the model itself"):
-            Accelerator(sharding=how, fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())
+    with (
+        launched(),
+        pytest.raises(InputError, match="dynamo_backend cannot be used with sharding=: compile the model's blocks"),
+    ):
+        Accelerator(sharding=how, dynamo_backend="eager")
+    with (
+        launched(),
+        pytest.raises(InputError, match="even_batches=False cannot be used with sharding=: all ranks must run"),
+    ):
+        Accelerator(sharding=how, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    with (
+        launched(),
+        pytest.raises(InputError, match="fsdp_plugin cannot be used with sharding=: zeromesh shards the model itself"),
+    ):
+        Accelerator(sharding=how, fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())
     with launched():
         accelerator = Accelerator(sharding=how)
         model = nn.Linear(2, 2)
         mixing = torch.optim.LBFGS(model.parameters())
-        with pytest.raises(OptimizerError, match="must work element by element; torch.optim.lbfgs.LBFGS is not known to"):
+        with pytest.raises(
+            OptimizerError, match=r"must work element by element; torch.optim.lbfgs.LBFGS is not known to"
+        ):
             accelerator.prepare(model, mixing)
         with pytest.raises(ModelError, match="the model is sharded already: prepare a plain one"):
             accelerator.prepare(zm.Sharding(strategy="node=3", mesh={"node": 2}).shard(nn.Linear(2, 2)))

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 import zeromesh as zm
 from tests.dist.integrations.hugging import (
     BOUND,
-    SAMPLES,
     STRATEGIES,
     arguments,
     assert_same_curve,
@@ -35,7 +34,11 @@ def trained(directory: Path, kind: str = "llama", how: zm.Sharding | None = None
 
     from zeromesh.integrations.transformers import Trainer
 
-    own = {"args": arguments(directory, **options), "train_dataset": samples(), "eval_dataset": samples(16, seed=2, uneven=False)}
+    own = {
+        "args": arguments(directory, **options),
+        "train_dataset": samples(),
+        "eval_dataset": samples(16, seed=2, uneven=False),
+    }
     model = build(kind)
     trainer = hf.Trainer(model=model, **own) if how is None else Trainer(model=model, sharding=how, **own)
     trainer.train()
@@ -57,7 +60,12 @@ def plainly(directory: Path, kind: str) -> tuple[Any, ...]:
     trainer = trained(directory, kind)
     trainer.save_model()
     found = trainer.predict(samples(6, seed=5))
-    return curve(trainer), trainer.evaluate()["eval_loss"], torch.from_numpy(found.predictions), trainer.state.total_flos
+    return (
+        curve(trainer),
+        trainer.evaluate()["eval_loss"],
+        torch.from_numpy(found.predictions),
+        trainer.state.total_flos,
+    )
 
 
 @pytest.mark.timeout(200)
@@ -215,7 +223,10 @@ def test_ranks_generate_unequal_lengths(tmp_path):
     assert len(expected[0]) > len(expected[1]) == 11
     with launched():
         trainer = Trainer(
-            model=ends(build()), args=arguments(tmp_path), train_dataset=samples(), sharding=sharding("node=3", {"node": 2})
+            model=ends(build()),
+            args=arguments(tmp_path),
+            train_dataset=samples(),
+            sharding=sharding("node=3", {"node": 2}),
         )
         trainer.shard_model()
         assert generated(trainer, dist.get_rank()) == expected[dist.get_rank()]
@@ -246,7 +257,7 @@ def refuses(directory: str) -> None:
         with pytest.raises(OptimizerError, match=r"optim=adafactor \(Adafactor\) is not known to: use adamw_torch"):
             make(optim="adafactor")
         model = build()
-        with pytest.raises(OptimizerError, match="optimizers=.* holds an optimizer of the model as it is before"):
+        with pytest.raises(OptimizerError, match=r"optimizers=.* holds an optimizer of the model as it is before"):
             make(model, optimizers=(torch.optim.AdamW(model.parameters()), None))
         model = zm.Sharding(strategy="node=3", mesh={"node": 2}).shard(build())
         with pytest.raises(ModelError, match="the model is sharded already: give the Trainer a plain one"):

@@ -40,9 +40,7 @@ def tokenizer() -> Any:
 
 def words(count: int, seed: int) -> list[str]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        "".join(TOKENS[i] for i in torch.randint(0, len(TOKENS), (6,), generator=generator)) for _ in range(count)
-    ]
+    return ["".join(TOKENS[i] for i in torch.randint(0, len(TOKENS), (6,), generator=generator)) for _ in range(count)]
 
 
 def supervised(directory: Path, kind: str, how: zm.Sharding | None = None) -> Any:
@@ -94,7 +92,12 @@ def quietly(run: Any, *args: Any) -> Any:
         return run(*args)
 
 
-CASES = {"sft": (supervised, "llama"), "sft-lora": (supervised, "lora"), "dpo": (preferred, "llama"), "dpo-lora": (preferred, "lora")}
+CASES = {
+    "sft": (supervised, "llama"),
+    "sft-lora": (supervised, "lora"),
+    "dpo": (preferred, "llama"),
+    "dpo-lora": (preferred, "lora"),
+}
 
 
 @pytest.mark.timeout(200)

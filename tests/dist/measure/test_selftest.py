@@ -27,9 +27,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 UNDER_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def run_selftest(
-    folder: Path, startup: str = "", *, launcher: tuple[str, ...] = ()
-) -> tuple[int, dict[str, Any], str]:
+def run_selftest(folder: Path, startup: str = "", *, launcher: tuple[str, ...] = ()) -> tuple[int, dict[str, Any], str]:
     """The exit code, the result file and what was printed of a self-test on two ranks.
 
     Args:

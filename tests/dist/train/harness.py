@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import kept
-from zeromesh.engine.api import engine_of
 from zeromesh.checkpoint.full_state import full_state_dict
+from zeromesh.engine.api import engine_of
 from zeromesh.errors import ZeromeshError
 from zeromesh.launch.ranks import Ranks
 from zeromesh.train import loop

@@ -170,7 +170,6 @@ def test_ranks_skip_the_same_layers() -> None:
         assert (loop._seed_of(1, 0, model) == loop._seed_of(1, 3, model)) == alike
 
 
-
 def starting(config: TrainConfig) -> tuple[str, int]:
     """On a rank: where the model lies that is sharded, and what randomness is seeded with in the end."""
     homes: set[str] = set()

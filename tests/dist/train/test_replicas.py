@@ -17,8 +17,8 @@ import zeromesh as zm
 from tests.dist.pool import Pool, kept
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control
-from zeromesh.observe.replicas import CHUNK, digest
 from zeromesh.errors import MismatchError
+from zeromesh.observe.replicas import CHUNK, digest
 
 MESH = ("cluster", "node")
 Flip = tuple[int, str, int]
