@@ -224,8 +224,9 @@ def clip_grad_norm_(
         RuntimeError: `error_if_nonfinite`, as torch's own.
     """
     engine = engine_of(model)
-    grads = [param.grad.local for param in engine.optimizer_params() if param.grad is not None]  # type: ignore[attr-defined]
-    norms = slice_norms(engine, grads, norm_type)
+    shown = [param for param in engine.optimizer_params() if param.grad is not None]
+    grads = [param.grad.local for param in shown]  # type: ignore[union-attr]  # slices
+    norms = slice_norms(grads, [param.spans for param in shown], norm_type)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(

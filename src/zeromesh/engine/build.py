@@ -15,12 +15,11 @@ from zeromesh.comm import AxisGroup, Lane, make_groups, mesh_group
 from zeromesh.comm.registered import Registration, registered
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
-from zeromesh.engine.control import Control
+from zeromesh.engine.control import Control, Span
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install
 from zeromesh.engine.materialise import Init, Materialiser
-from zeromesh.engine.norms import slice_norms
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.model.module_units import clean_name
@@ -259,20 +258,12 @@ def _in_slot(
 
 
 def _make_optimizer_params(engine: Engine) -> None:
-    reference = weakref.ref(engine)
-
-    def norms(slices: Sequence[Tensor], order: float) -> list[Tensor]:
-        return slice_norms(engine_of(), slices, order)
+    control, layout = engine.control, engine.schedule.layout
+    spans = (Span(group=control.group, copies=layout.degree(layout.replica_axes)),)
 
     def agree(values: Tensor) -> None:
-        engine_of().control.reduce(values, dist.ReduceOp.MAX)
-
-    def engine_of() -> Engine:
-        found = reference()
-        if found is None:
-            raise ModelError("the model that this parameter belongs to has been deleted")
-        return found
+        control.reduce_all(values, dist.ReduceOp.MAX)
 
     for index, unit in enumerate(engine.units):
         for buffer in unit.buffers:
-            buffer.make_optimizer_params(norm_of=norms, agree_max=agree, unit=index, engine=reference)
+            buffer.make_optimizer_params(spans=spans, agree_max=agree, unit=index, engine=weakref.ref(engine))

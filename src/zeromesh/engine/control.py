@@ -1,4 +1,11 @@
-"""The few words that the ranks of a mesh exchange beside the data."""
+"""The few words that the ranks of a mesh exchange beside the data.
+
+[Note: Beyond] A model may be spread over more ranks than the mesh that it is sharded over: those of tensor parallelism,
+of pipeline stages. They are all lines of further axes, each with a group of its own, through the ranks of the mesh:
+what is exchanged goes over the mesh first and then over each of these groups in turn, and so is everybody's. Along such
+an axis a parameter is divided, and what is summed over its elements is summed there too, or it is the same on all
+ranks, and counts once: a parameter's `Span`s.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +26,19 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Ranks that a parameter's elements are divided among: [Note: Beyond].
+
+    Args:
+        group: None for this rank alone.
+        copies: how many of the ranks hold the same elements, each of them as many.
+    """
+
+    group: dist.ProcessGroup | None
+    copies: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
     """The ranks of the mesh, for the few words that they exchange beside the data.
 
@@ -28,6 +48,8 @@ class Control:
         rank: of this one in the mesh, innermost axis fastest.
         source: global rank of the mesh's first.
         device: of what is exchanged.
+        beyond: groups along further axes that the model is spread over, in an order that all ranks share: [Note:
+            Beyond].
     """
 
     group: dist.ProcessGroup | None
@@ -35,23 +57,22 @@ class Control:
     rank: int
     source: int
     device: torch.device
+    beyond: tuple[dist.ProcessGroup, ...] = ()
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first of all."""
+        return self.rank == 0 and all(group.rank() == 0 for group in self.beyond)
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """`values` reduced over all ranks of the mesh, in place."""
-        if self.group is not None:
-            with self._naming():
-                dist.all_reduce(values, op=operation, group=self.group)
-        return values
+        return reduce_over(self.group, values, operation)
 
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.rank} could not agree with the other {self.size - 1} of the mesh: one has died, has "
-                f"stalled or has raised an error of its own, which then says why. [{error}]"
-            ) from error
+    def reduce_all(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """`values` reduced over all ranks that the model is spread over, in place."""
+        for group in (self.group, *self.beyond):
+            reduce_over(group, values, operation)
+        return values
 
     def words(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """`values` on the ranks' device, which need not have come to them for this to return."""
@@ -84,10 +105,12 @@ class Control:
                 values.copy_(sent)
 
     def say(self, value: ResultT) -> ResultT:
-        """What the first rank says, on every rank."""
+        """What the first rank of all says, on every rank."""
         values = [value]
         if self.group is not None:
             dist.broadcast_object_list(values, src=self.source, group=self.group)
+        for group in self.beyond:
+            dist.broadcast_object_list(values, group_src=0, group=group)
         return values[0]
 
     def together(self, attempt: Callable[[], ResultT], *, left: str = "Nothing was sharded") -> ResultT:
@@ -112,10 +135,14 @@ class Control:
         return result
 
     def gather(self, value: ResultT) -> list[ResultT]:
-        """Every rank's."""
+        """Every rank's: those of the mesh, then those of the meshes beyond."""
         values = [value] * self.size
         if self.group is not None:
             dist.all_gather_object(values, value, group=self.group)
+        for group in self.beyond:
+            lines = [values] * group.size()
+            dist.all_gather_object(lines, values, group=group)
+            values = [each for line in lines for each in line]
         return values
 
     def require_same(self, what: str, text: str) -> None:
@@ -123,7 +150,7 @@ class Control:
         # Thousands of ranks compare a word each; texts are exchanged only to say what differs.
         word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
         words = torch.tensor([word, -word], dtype=torch.int64, device=self.device)
-        highest, lowest = self.reduce(words, dist.ReduceOp.MAX).tolist()
+        highest, lowest = self.reduce_all(words, dist.ReduceOp.MAX).tolist()
         if highest == -lowest:
             return
         texts = self.gather(text)
@@ -133,6 +160,27 @@ class Control:
                     f"all ranks must have the same {what}; rank 0 has {_differing(texts[0], other)}, "
                     f"rank {rank} has {_differing(other, texts[0])}: start every rank with the same arguments"
                 )
+
+
+def reduce_over(
+    group: dist.ProcessGroup | None, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """`values` reduced over the ranks of `group`, in place; of None, this rank's."""
+    if group is not None:
+        with _naming(group):
+            dist.all_reduce(values, op=operation, group=group)
+    return values
+
+
+@contextmanager
+def _naming(group: dist.ProcessGroup) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {group.rank()} could not agree with the other {group.size() - 1} of its group: one has died, has "
+            f"stalled or has raised an error of its own, which then says why. [{error}]"
+        ) from error
 
 
 @cache

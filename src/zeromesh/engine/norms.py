@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeromesh.engine.control import Span, reduce_over
 from zeromesh.errors import InputError
 
-if TYPE_CHECKING:
-    from zeromesh.engine.engine import Engine
 
-
-def slice_norms(engine: Engine, slices: Sequence[Tensor], order: float) -> list[Tensor]:
+def slice_norms(slices: Sequence[Tensor], spans: Sequence[tuple[Span, ...]], order: float) -> list[Tensor]:
     """Norms of the tensors that `slices` are this rank's parts of, one 0-d tensor each; the same on every rank.
 
-    Every state shard is held by as many ranks as stage-0 axes have together, all bit-equal, so a sum over all ranks
-    counts each element that often.
+    A sum over a span's ranks counts each element as often as there are copies of it, which are bit-equal.
 
     Args:
-        engine: of the model they belong to.
         slices: 1-D, in the same order on every rank.
+        spans: of each, what its tensor is divided over.
         order: p of the p-norm, above 0; infinity for the maximum.
 
     Raises:
@@ -36,15 +33,29 @@ def slice_norms(engine: Engine, slices: Sequence[Tensor], order: float) -> list[
         return []
     dtype = torch.promote_types(slices[0].dtype, torch.float32)
     powers = _powers(slices, order)
-    if math.isinf(order):
-        # A maximum over ranks drops nan or keeps it by their order.
-        unknown = powers.isnan()
-        words = torch.cat([powers.masked_fill(unknown, 0.0), unknown.double()])
-        largest, unknowns = engine.control.reduce(words, dist.ReduceOp.MAX).chunk(2)
-        return list(largest.masked_fill(unknowns > 0, math.nan).to(dtype))
-    replicas = engine.schedule.layout.degree(engine.schedule.layout.replica_axes)
-    total = engine.control.reduce(powers) / replicas
-    return list(total.pow(1 / order).to(dtype))
+    members: dict[Span, list[int]] = defaultdict(list)
+    for index, own in enumerate(spans):
+        for span in own:
+            members[span].append(index)
+    for span, indices in members.items():
+        if span.group is not None:
+            reduce = _largest if math.isinf(order) else _total
+            every = len(indices) == len(slices)
+            found = reduce(powers if every else powers[indices], span)
+            powers = found if every else powers.index_copy(0, torch.tensor(indices, device=powers.device), found)
+    return list((powers if math.isinf(order) else powers.pow(1 / order)).to(dtype))
+
+
+def _total(powers: Tensor, span: Span) -> Tensor:
+    return reduce_over(span.group, powers) / span.copies
+
+
+def _largest(values: Tensor, span: Span) -> Tensor:
+    """A maximum over ranks drops nan or keeps it by their order."""
+    unknown = values.isnan()
+    words = torch.cat([values.masked_fill(unknown, 0.0), unknown.double()])
+    largest, unknowns = reduce_over(span.group, words, dist.ReduceOp.MAX).chunk(2)
+    return largest.masked_fill(unknowns > 0, math.nan)
 
 
 def _powers(slices: Sequence[Tensor], order: float) -> Tensor:

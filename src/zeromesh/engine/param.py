@@ -20,8 +20,7 @@ long as it takes, as a call of the unit. All ranks run the same forward; elsewhe
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
 from typing import Any
 
@@ -29,12 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.engine import allowed
+from zeromesh.engine.control import Span
+from zeromesh.engine.norms import slice_norms
 from zeromesh.errors import ModelError, OptimizerError
 from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.sliced import SlicedTensor
-
-NormOf = Callable[[Sequence[Tensor], float], list[Tensor]]
-"""Norms over all ranks of the tensors that the given local slices belong to, one 0-d tensor each."""
 
 AgreeMax = Callable[[Tensor], None]
 """Replaces a tensor by its maximum over all ranks."""
@@ -45,7 +43,7 @@ class _Slice(torch.Tensor):
 
     global_shape: torch.Size
     full_name: str
-    norm_of: NormOf
+    spans: tuple[Span, ...]
     agree_max: AgreeMax
     zeroed: bool
     owner: ShardedParameter | None = None  # of whose values it is a view
@@ -185,7 +183,7 @@ def _of_slice(name: str, result: Any, args: Any, kwargs: Any) -> Any:
 
 def _slice_like(like: _Slice, local: Tensor) -> ShardedGrad:
     """Values for the elements of another slice."""
-    common = {name: getattr(like, name) for name in ("full_name", "global_shape", "norm_of", "agree_max")}
+    common = {name: getattr(like, name) for name in ("full_name", "global_shape", "spans", "agree_max")}
     made: ShardedGrad = make_slice(ShardedGrad, local, False, **common)
     return made
 
@@ -277,15 +275,9 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
         raise _refusal(f"{name} with ord={order!r}, a norm of matrices,", args)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in slices):
         raise _no_gradient(name, slices[0].full_name)
-    of_model: dict[NormOf, list[int]] = defaultdict(list)  # one function for each model: layouts differ
-    for index, tensor in enumerate(slices):
-        of_model[tensor.norm_of].append(index)
-    norms: dict[int, Tensor] = {}
-    for norm_of, own in of_model.items():
-        norms |= zip(
-            own, norm_of([slices[index].local for index in own], 2.0 if frobenius else float(order)), strict=True
-        )
-    return [norms[index] for index in range(len(slices))] if name == "_foreach_norm" else norms[0]
+    spans = [tensor.spans for tensor in slices]
+    norms = slice_norms([tensor.local for tensor in slices], spans, 2.0 if frobenius else float(order))
+    return norms if name == "_foreach_norm" else norms[0]
 
 
 # ---- what the list allows, by kind

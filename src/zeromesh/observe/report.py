@@ -137,7 +137,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: int, like: ShardedPara
     common: dict[str, Any] = {
         "full_name": like.full_name,
         "global_shape": torch.Size([_TRIAL_NUMEL]),
-        "norm_of": lambda slices, order: [torch.linalg.vector_norm(part, order) for part in slices],
+        "spans": (),
         "agree_max": lambda values: None,
     }
     values = torch.ones(_TRIAL_NUMEL, dtype=like.dtype, device=like.device)
