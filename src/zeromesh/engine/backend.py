@@ -89,6 +89,7 @@ class UnitShards:
         name: of the unit.
         buffers: its flat buffers.
         shares_slot: whether other units are gathered into its slot.
+        closes: whether it does as its forward ends, and not with the outermost.
         used: by (buffer, parameter): whether it has had a gradient in this step.
         versions: of what is `watched`, as the unit came into use; none while it is not.
         accepted: whether an optimizer has stepped since gradients were shown.
@@ -97,6 +98,7 @@ class UnitShards:
     name: str
     buffers: list[FlatShards]
     shares_slot: bool = False
+    closes: bool = False
     used: list[list[bool]] = field(init=False)
     versions: list[int] = field(default_factory=list)
     accepted: bool = True
@@ -303,11 +305,11 @@ class DeviceBackend:
 
     def require_in_place(self, unit: int, *, outermost: bool) -> None:
         """Raises ModelError where a forward of the unit has put other parameters, memory or values in their place; of
-        units whose parameters stay where they are, once for all, as the `outermost` forward ends."""
+        units that stay open, once for all, as the `outermost` forward ends."""
         for shards in self.units if outermost else self.units[unit : unit + 1]:
-            if shards.in_slot is not None and shards is not self.units[unit]:
+            if shards.closes and shards is not self.units[unit]:
                 continue  # it was looked at as it ended
-            if shards.in_slot is None and not outermost:
+            if not shards.closes and not outermost:
                 continue
             for params, key, leaf, param, address in shards.sites:
                 held = params.get(key)

@@ -190,7 +190,8 @@ def _fill_shards(
             # A device's collectives are timed from when they are issued: the last unit's would have to wait for all.
             torch.accelerator.current_stream(device).synchronize()
         shares = schedule.shares_slot(len(shards))
-        shards.append(UnitShards(name=unit.name, buffers=buffers, shares_slot=shares))
+        closes = schedule.shards_params
+        shards.append(UnitShards(name=unit.name, buffers=buffers, shares_slot=shares, closes=closes))
     materialiser.rest()
     message = control.say(materialiser.error)
     if message:
@@ -238,8 +239,8 @@ def _bind_slots(schedule: Schedule, shards: Sequence[UnitShards], device: torch.
     plans = schedule.memory.gather, schedule.memory.reduce
     gather, reduce = ([_bytes(count, device) for count in plan.slot_bytes] for plan in plans)
     for unit, placed, own, waits in zip(shards, schedule.placed, *(plan.slot_of for plan in plans), strict=True):
-        full = _in_slot(gather, own, [(p, p.buffer.param_dtype) for p in placed])
-        waiting = _in_slot(reduce, waits, [(p, p.slot_dtype if p.buffer.trainable else None) for p in placed])
+        full = _in_slot(gather, own, [(p, p.buffer.param_dtype if p.gathered else None) for p in placed])
+        waiting = _in_slot(reduce, waits, [(p, p.slot_dtype if p.waits else None) for p in placed])
         for buffer, whole, part in zip(unit.buffers, full, waiting, strict=True):
             buffer.bind(whole, part)
 

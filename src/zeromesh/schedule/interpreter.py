@@ -349,8 +349,8 @@ class Interpreter(Generic[T]):
     def _reduce_in_turn(self, unit: int) -> None:
         assert self.backward is not None
         self.backward.turn += 1
-        micro = self.schedule.layout.degree(self.schedule.layout.grad_axes) > 1
-        if self.schedule.units[unit].trainable and (micro or self.last or self.backend.has_grads(unit)):
+        due = self.last or self.schedule.reduces_each(unit)
+        if self.schedule.units[unit].trainable and (due or self.backend.has_grads(unit)):
             self._reduce(unit)
 
     def _reduce(self, unit: int, *, micro: bool = True) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zeromesh.schedule.placed import Persistent, Placed, stays_gathered
+from zeromesh.schedule.placed import Persistent, Placed
 from zeromesh.schedule.transfer import LANES, LaneKind
 from zeromesh.schedule.unit import Role
 from zeromesh.schedule.workspace import workspace_by_lane
-from zeromesh.strategy import Layout
 
 Buffers = Sequence[Sequence[Placed]]
 """Placed buffers, by unit."""
@@ -40,23 +39,19 @@ class SlotPlan:
         return sum(self.slot_bytes)
 
 
-def plan_gather_slots(layout: Layout, placed: Buffers, prefetch: int) -> SlotPlan:
-    """prefetch + 1 slots of the largest block, one more for each unit that stays gathered.
+def plan_gather_slots(placed: Buffers, prefetch: int) -> SlotPlan:
+    """prefetch + 1 slots of the largest block, one more for each unit that stays gathered; of buffers that are gathered
+    at all.
 
     A unit always lands in the same slot, since tensors that autograd saved point into it.
     """
-    if layout.degree(layout.param_axes) == 1:
-        return SlotPlan(slot_of=(None,) * len(placed), slot_bytes=())
-    sizes = [sum(p.slot_bytes(p.buffer.param_dtype) for p in unit) for unit in placed]
-    return _plan_slots([any(stays_gathered(layout, p.role) for p in unit) for unit in placed], sizes, prefetch + 1)
+    sizes = [sum(p.slot_bytes(p.buffer.param_dtype) for p in unit if p.gathered) for unit in placed]
+    return _plan_slots([any(p.stays for p in unit) for unit in placed], sizes, prefetch + 1)
 
 
-def plan_reduce_slots(layout: Layout, placed: Buffers) -> SlotPlan:
-    """REDUCE_SLOTS slots of the largest block, one more for each resident unit; none where gradients of a micro-batch
-    are added where they stay (no stage 2 or 3)."""
-    if layout.degree(layout.grad_axes) == 1:
-        return SlotPlan(slot_of=(None,) * len(placed), slot_bytes=())
-    sizes = [sum(p.slot_bytes(p.slot_dtype) for p in unit if p.buffer.trainable) for unit in placed]
+def plan_reduce_slots(placed: Buffers) -> SlotPlan:
+    """REDUCE_SLOTS slots of the largest block, one more for each resident unit; of gradients that wait at all."""
+    sizes = [sum(p.slot_bytes(p.slot_dtype) for p in unit if p.waits) for unit in placed]
     return _plan_slots([any(p.role is Role.RESIDENT for p in unit) for unit in placed], sizes, REDUCE_SLOTS)
 
 
@@ -92,15 +87,15 @@ class MemoryPlan:
     workspace: Mapping[LaneKind, int]
 
     @classmethod
-    def of(cls, layout: Layout, placed: Buffers, backend: str | None = None) -> MemoryPlan:
+    def of(cls, placed: Buffers, prefetch: int, backend: str | None = None) -> MemoryPlan:
         each = {id(buffer): buffer for unit in placed for buffer in unit}  # a model's blocks share theirs
         persistent = {key: buffer.persistent for key, buffer in each.items()}
         return cls(
             persistent=tuple(tuple(persistent[id(buffer)] for buffer in unit) for unit in placed),
-            gather=plan_gather_slots(layout, placed, layout.strategy.prefetch),
-            reduce=plan_reduce_slots(layout, placed),
+            gather=plan_gather_slots(placed, prefetch),
+            reduce=plan_reduce_slots(placed),
             staging={lane: max((b.routes[lane].staging_bytes for b in each.values()), default=0) for lane in LANES},
-            workspace=workspace_by_lane(layout, placed, backend) if backend else dict.fromkeys(LANES, 0),
+            workspace=workspace_by_lane(placed, backend) if backend else dict.fromkeys(LANES, 0),
         )
 
     @property

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from zeromesh.schedule.transfer import LaneKind, Operation, Transfer, lane_axes, wire_bytes
 from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
@@ -93,6 +94,7 @@ class Placed:
         layout: the strategy on its mesh.
         buffer: lengths and dtypes.
         role: of its unit.
+        stays: whether its unit stays gathered from forward to backward, in a slot of its own.
         padded: the buffer's length: [Note: Padding] of the layout.
         routes: what each lane sends. A gradient waits in its reduce slot in the dtype that the lane `reduce` holds.
         from_kept: what `unshard` sends where the kept copy is there.
@@ -104,6 +106,7 @@ class Placed:
     layout: Layout
     buffer: FlatBuffer
     role: Role
+    stays: bool
     padded: int = field(compare=False)
     routes: Mapping[LaneKind, Route] = field(compare=False, repr=False)
     from_kept: Route = field(compare=False, repr=False)
@@ -111,10 +114,13 @@ class Placed:
     feedback: Mapping[str, slice] = field(compare=False, repr=False)
 
     @classmethod
-    def of(cls, layout: Layout, buffer: FlatBuffer, role: Role = Role.BLOCK) -> Placed:
-        """What follows from the three."""
+    def of(
+        cls, layout: Layout, buffer: FlatBuffer, role: Role = Role.BLOCK, *, beside: Iterable[Layout] = ()
+    ) -> Placed:
+        """What follows from the three, and from the layouts of the unit's other buffers."""
         padded, param = layout.padded(buffer.numel), buffer.param_dtype
-        kept = None if stays_gathered(layout, role) else _kept_axis(layout)
+        stays = role is Role.RESIDENT or all(map(_keeps_all, (layout, *beside)))
+        kept = None if stays else _kept_axis(layout)
         gathers = _gathers(layout, padded, param, "unshard")
         rest = [step for step in gathers if kept is None or not step.axis.stage.kept]
         refresh = _gathers(layout, padded, param, "refresh") if buffer.trainable else []
@@ -129,12 +135,23 @@ class Placed:
             layout=layout,
             buffer=buffer,
             role=role,
+            stays=stays,
             padded=padded,
             routes=routes,
             from_kept=Route.of(layout, param, rest),
             kept_axis=kept,
             feedback=_feedback([*micro, *boundary]),
         )
+
+    @property
+    def gathered(self) -> bool:
+        """Whether its unit computes with a slot, and not with the parameter shard, which then is all of it."""
+        return self.layout.degree(self.layout.param_axes) > 1
+
+    @property
+    def waits(self) -> bool:
+        """Whether a micro-batch's gradient waits in a slot; else it is added where it stays (no stage 2 or 3)."""
+        return self.buffer.trainable and self.layout.degree(self.layout.grad_axes) > 1
 
     def numel(self, axes: Sequence[Axis]) -> int:
         """Elements of one rank's shard over `axes`."""
@@ -202,23 +219,35 @@ class Placed:
         )
 
 
-def place(layout: Layout, units: Iterable[Unit]) -> tuple[tuple[Placed, ...], ...]:
-    """The buffers of each unit; equal ones, as a model's blocks have, are one value."""
-    known: dict[tuple[Role, FlatBuffer], Placed] = {}
+def place(
+    layout: Layout, units: Iterable[Unit], parts: Mapping[str, Layout] = MappingProxyType({})
+) -> tuple[tuple[Placed, ...], ...]:
+    """The buffers of each unit; equal ones, as a model's blocks have, are one value.
 
-    def placed(unit: Unit, buffer: FlatBuffer) -> Placed:
-        key = (unit.role, buffer)
+    Args:
+        layout: of buffers that are in no part.
+        units: of the model.
+        parts: layouts of its parts.
+    """
+    layouts = {"": layout, **parts}
+    known: dict[tuple[Role, FlatBuffer, tuple[str, ...]], Placed] = {}
+
+    def placed(unit: Unit, buffer: FlatBuffer, beside: tuple[str, ...]) -> Placed:
+        key = (unit.role, buffer, beside)
         if key not in known:
-            known[key] = Placed.of(layout, buffer, unit.role)
+            others = [layouts[part] for part in beside]
+            known[key] = Placed.of(layouts[buffer.part], buffer, unit.role, beside=others)
         return known[key]
 
-    return tuple(tuple(placed(unit, buffer) for buffer in unit.buffers) for unit in units)
+    def unit_parts(unit: Unit) -> tuple[str, ...]:
+        return tuple(sorted({buffer.part for buffer in unit.buffers}))
+
+    return tuple(tuple(placed(unit, buffer, unit_parts(unit)) for buffer in unit.buffers) for unit in units)
 
 
-def stays_gathered(layout: Layout, role: Role) -> bool:
-    """Whether a unit's parameters stay gathered from forward to backward, in a slot of their own."""
-    every_axis_kept = all(axis.stage.kept for axis in layout.param_axes if axis.size > 1)
-    return role is Role.RESIDENT or every_axis_kept
+def _keeps_all(layout: Layout) -> bool:
+    """Whether what is gathered under this layout is kept from forward to backward."""
+    return all(axis.stage.kept for axis in layout.param_axes if axis.size > 1)
 
 
 def _kept_axis(layout: Layout) -> Axis | None:

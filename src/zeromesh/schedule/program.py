@@ -34,14 +34,15 @@ slot to give back: it stays open until the outermost forward has ended.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from zeromesh.schedule.bucket import Bucket
 from zeromesh.schedule.memory import MemoryPlan
 from zeromesh.schedule.placed import Placed, place
 from zeromesh.schedule.unit import Role, Unit
-from zeromesh.strategy import Layout
+from zeromesh.strategy import Axis, Layout, Strategy
 
 
 class PointKind(enum.Enum):
@@ -99,46 +100,63 @@ class Schedule:
     """All that is decided about a step before it runs.
 
     Args:
-        layout: the strategy on its mesh.
+        layout: the strategy on its mesh, which also says how the step overlaps.
+        parts: layouts of the model's parts, each for the buffers that name it.
         units: in the order in which the model registers them, root first.
         placed: the buffers of each.
         order: unit indices in the order of the forward.
         memory: every buffer, in bytes.
         program: ops by (point, unit); unit is -1 for points of no unit.
         buckets: of whole tensors, of each optimizer that steps on such; ops count them through.
+        shards_params: whether any layout does: all ranks then call all units in the same order.
     """
 
     layout: Layout
+    parts: Mapping[str, Layout] = field(default_factory=dict)
     units: tuple[Unit, ...]
     placed: tuple[tuple[Placed, ...], ...] = field(repr=False)
     order: tuple[int, ...]
     memory: MemoryPlan
     program: Program = field(repr=False)
     buckets: tuple[tuple[Bucket, ...], ...] = ()
+    shards_params: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shards_params", _shard_params(self.layouts))
 
     @classmethod
-    def of(cls, layout: Layout, units: Sequence[Unit], *, backend: str | None = None) -> Schedule:
+    def of(
+        cls,
+        layout: Layout,
+        units: Sequence[Unit],
+        *,
+        parts: Mapping[str, Layout] = MappingProxyType({}),
+        backend: str | None = None,
+    ) -> Schedule:
         """The schedule of `units` under `layout`, in the order of registration until the first forward shows another.
 
         Args:
             layout: the strategy on its mesh.
             units: root first; block units in the order of the model's repeated list.
+            parts: layouts of the parts that buffers of `units` name.
             backend: torch's, whose collectives may need memory beside the regions they work on; None counts none.
         """
-        order, placed = tuple(range(len(units))), place(layout, units)
+        order, placed = tuple(range(len(units))), place(layout, units, parts)
         return cls(
             layout=layout,
+            parts=parts,
             units=tuple(units),
             placed=placed,
             order=order,
-            memory=MemoryPlan.of(layout, placed, backend),
-            program=_program(layout, units, order),
+            memory=MemoryPlan.of(placed, layout.strategy.prefetch, backend),
+            program=_program(layout.strategy, _shard_params([layout, *parts.values()]), units, order),
         )
 
     def reordered(self, order: Sequence[int]) -> Schedule:
         """The same schedule for units called in another order; slots stay where they are."""
         owned = {key: ops for key, ops in self.program.items() if key[0] is PointKind.OWNED}
-        return replace(self, order=tuple(order), program=_program(self.layout, self.units, order) | owned)
+        program = _program(self.layout.strategy, self.shards_params, self.units, order)
+        return replace(self, order=tuple(order), program=program | owned)
 
     def with_owned(self, buckets: Sequence[Bucket]) -> Schedule:
         """The same schedule with one more optimizer, that steps on these buckets of whole tensors."""
@@ -162,8 +180,18 @@ class Schedule:
         return self.units[unit].role is Role.RESIDENT
 
     @property
-    def shards_params(self) -> bool:
-        return self.layout.degree(self.layout.param_axes) > 1
+    def layouts(self) -> tuple[Layout, ...]:
+        """The model's, then those of its parts."""
+        return (self.layout, *self.parts.values())
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Of all layouts; no two have one name."""
+        return tuple(axis for layout in self.layouts for axis in layout.axes)
+
+    def reduces_each(self, unit: int) -> bool:
+        """Whether anything of the unit's gradients is reduced after each micro-batch."""
+        return any(placed.routes["reduce"].steps for placed in self.placed[unit])
 
     def shares_slot(self, unit: int) -> bool:
         """Whether other units are gathered into the unit's slot."""
@@ -171,24 +199,28 @@ class Schedule:
         return slots[unit] is not None and slots.count(slots[unit]) > 1
 
 
-def _program(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> Program:
-    sharded = layout.degree(layout.param_axes) > 1
+def _shard_params(layouts: Iterable[Layout]) -> bool:
+    return any(layout.degree(layout.param_axes) > 1 for layout in layouts)
+
+
+def _program(strategy: Strategy, sharded: bool, units: Sequence[Unit], order: Sequence[int]) -> Program:
     program: Program = {}
+    count = strategy.prefetch if sharded and strategy.overlap != "none" else 0
     for position, unit in enumerate(order):
         ahead, behind = order[position + 1 :], tuple(reversed(order[:position]))
-        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(layout, units, ahead))
+        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(count, units, ahead))
         # A block's content stays in its slot: where forward turns into backward the last ones need no second gather.
         program[PointKind.POST_FORWARD, unit] = (Op(Action.RESHARD, unit),) if sharded else ()
-        program[PointKind.PRE_BACKWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(layout, units, behind))
+        program[PointKind.PRE_BACKWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(count, units, behind))
         program[PointKind.PRE_RECOMPUTE, unit] = (Op(Action.UNSHARD, unit),)
         program[PointKind.POST_RECOMPUTE, unit] = ()
         # The gather for the unit before was issued at PRE_BACKWARD: on one communicator it must not queue behind this.
-        program[PointKind.POST_BACKWARD, unit] = (Op(Action.DROP, unit), *_reduce(layout, units, unit))
+        program[PointKind.POST_BACKWARD, unit] = (Op(Action.DROP, unit), *_reduce(strategy, units, unit))
     drop = _each(Action.DROP, order)
     program[PointKind.END_FORWARD, -1] = drop
     program[PointKind.LEAVE, -1] = () if sharded else _each(Action.RESHARD, order)
     program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *drop)
-    program[PointKind.STEPPED, -1] = _stepped(layout, units, order)
+    program[PointKind.STEPPED, -1] = _stepped(strategy, units, order)
     return program
 
 
@@ -196,11 +228,11 @@ def _each(action: Action, order: Sequence[int]) -> tuple[Op, ...]:
     return tuple(Op(action, unit) for unit in order)
 
 
-def _stepped(layout: Layout, units: Sequence[Unit], order: Sequence[int]) -> tuple[Op, ...]:
+def _stepped(strategy: Strategy, units: Sequence[Unit], order: Sequence[int]) -> tuple[Op, ...]:
     """Refreshes all start with the step, in the order of the forward: they have a lane of their own, in which each of
     the forward's gathers finds its unit done before."""
     refreshes = tuple(Op(Action.REFRESH, unit) for unit in order if units[unit].trainable)
-    return refreshes if layout.strategy.overlap == "all" else (*refreshes, Op(Action.SYNC, -1))
+    return refreshes if strategy.overlap == "all" else (*refreshes, Op(Action.SYNC, -1))
 
 
 def _owned(buckets: range) -> tuple[Op, ...]:
@@ -213,21 +245,19 @@ def _owned(buckets: range) -> tuple[Op, ...]:
     return (*ops, *(Op(Action.SETTLE, bucket) for bucket in buckets[-1:]))
 
 
-def _reduce(layout: Layout, units: Sequence[Unit], unit: int) -> tuple[Op, ...]:
+def _reduce(strategy: Strategy, units: Sequence[Unit], unit: int) -> tuple[Op, ...]:
     if not units[unit].trainable:
         return ()
-    exposed = () if layout.strategy.overlap == "all" else (Op(Action.SYNC, unit),)
+    exposed = () if strategy.overlap == "all" else (Op(Action.SYNC, unit),)
     return (Op(Action.REDUCE, unit), *exposed)
 
 
-def _prefetches(layout: Layout, units: Sequence[Unit], following: Sequence[int]) -> tuple[Op, ...]:
-    """The next `prefetch` block units, and whatever else is gathered before the last of them."""
+def _prefetches(count: int, units: Sequence[Unit], following: Sequence[int]) -> tuple[Op, ...]:
+    """The next `count` block units, and whatever else is gathered before the last of them."""
     ops: list[Op] = []
-    blocks = (
-        0 if layout.degree(layout.param_axes) > 1 and layout.strategy.overlap != "none" else layout.strategy.prefetch
-    )
+    blocks = 0
     for unit in following:
-        if blocks == layout.strategy.prefetch:
+        if blocks == count:
             break
         blocks += units[unit].role is Role.BLOCK
         ops.append(Op(Action.PREFETCH, unit))

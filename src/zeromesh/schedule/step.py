@@ -131,9 +131,9 @@ def step_transfers(schedule: Schedule, *, micro_batches: int, recompute: bool = 
 
 
 def sent_bytes_per_axis(schedule: Schedule, *, micro_batches: int, recompute: bool = False) -> dict[str, int]:
-    """Bytes that one rank sends on each axis of the layout in one step in steady state, in which each optimizer that
+    """Bytes that one rank sends on each axis of the layouts in one step in steady state, in which each optimizer that
     steps on whole tensors steps once, on all of them."""
-    total = Counter({axis.name: 0 for axis in schedule.layout.axes})
+    total = Counter({axis.name: 0 for axis in schedule.axes})
     for _, step in step_transfers(schedule, micro_batches=micro_batches, recompute=recompute):
         total[step.axis.name] += step.sent_bytes
     counted = Counted(schedule)

@@ -31,7 +31,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatBuffer:
-    """The parameters of one unit that share a dtype and are all trainable or all frozen, as one flat buffer.
+    """The parameters of one unit that share a dtype and a part and are all trainable or all frozen, as one flat buffer.
 
     Args:
         numel: elements, without padding.
@@ -39,6 +39,7 @@ class FlatBuffer:
         master_dtype: of the optimizer's copy; None for frozen parameters, which have neither gradient nor states.
         grad_dtype: of the accumulated gradient shard.
         reduce_dtype: of gradients on the wire unless an axis says otherwise.
+        part: of the model that its parameters belong to, which has a layout of its own; "" for all that no part has.
     """
 
     numel: int
@@ -46,6 +47,7 @@ class FlatBuffer:
     master_dtype: str | None
     grad_dtype: str = "fp32"
     reduce_dtype: str = "fp32"
+    part: str = ""
 
     def __post_init__(self) -> None:
         for dtype in (self.param_dtype, self.master_dtype or "fp32", self.grad_dtype, self.reduce_dtype):
@@ -64,7 +66,7 @@ class Unit:
     Args:
         name: the module's qualified name; "" for the root.
         role: how long its gathered parameters live.
-        buffers: its flat buffers, at most one for each (dtype, trainable or frozen).
+        buffers: its flat buffers, at most one for each (dtype, trainable or frozen, part).
     """
 
     name: str

@@ -23,13 +23,16 @@ ALIGN = 64
 """Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""
 
 
-def workspace_by_lane(layout: Layout, placed: Sequence[Sequence[Placed]], backend: str) -> dict[LaneKind, int]:
+def workspace_by_lane(placed: Sequence[Sequence[Placed]], backend: str) -> dict[LaneKind, int]:
     """Bytes that each lane needs on torch's `backend`: a lane does one collective at a time."""
-    if backend == "gloo":
-        return {lane: GLOO_BYTES if _needs_pieces(layout, lane) else 0 for lane in LANES}
     each = {id(buffer): buffer for unit in placed for buffer in unit}.values()  # a model's blocks share theirs
+    if backend == "gloo":
+        layouts = {id(buffer.layout): buffer.layout for buffer in each}.values()
+        return {lane: GLOO_BYTES * any(_needs_pieces(layout, lane) for layout in layouts) for lane in LANES}
     return {
-        lane: max((device_bytes(layout, step) for buffer in each for step in buffer.routes[lane].steps), default=0)
+        lane: max(
+            (device_bytes(buffer.layout, step) for buffer in each for step in buffer.routes[lane].steps), default=0
+        )
         for lane in LANES
     }
 

@@ -17,7 +17,7 @@ backends want them (uneven gathers are a broadcast from each rank on NCCL, and u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
 
@@ -35,7 +35,8 @@ class Axis:
     """One axis of a layout: a mesh axis, or a part of one.
 
     Args:
-        name: unique label: the mesh axis's name, with ``[i]`` for part i (innermost 0) of a split axis.
+        name: unique label: the mesh axis's name, with ``[i]`` for part i (innermost 0) of a split axis; behind the
+            name of the part of the model whose layout it belongs to, if to one.
         mesh_axis: the mesh axis it is (a part of).
         size: number of ranks along it.
         stride: distance, along the mesh axis, between neighbours on this axis.
@@ -59,6 +60,8 @@ class Layout:
         strategy: in normal form.
         mesh: (name, size) of each mesh axis, innermost first.
         axes: the strategy's axes with sizes, innermost first.
+        part: of the model that this is the layout of; "" for all that no part has. Its axes' names begin with it.
+        feeders: ranks whose losses reach its parameters, of which gradients are the mean; None for those of its mesh.
         significant: sharded axes, most significant first: [Note: Significance].
         param_axes: of those, the ones that shard parameters.
         grad_axes: of those, the ones that shard gradients between micro-batches.
@@ -67,6 +70,8 @@ class Layout:
     strategy: Strategy
     mesh: tuple[tuple[str, int], ...]
     axes: tuple[Axis, ...]
+    part: str = ""
+    feeders: int | None = None
     # Asked for by every buffer of every unit: sorting anew each time was half of a simulation.
     significant: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
     param_axes: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
@@ -82,8 +87,10 @@ class Layout:
         object.__setattr__(self, "scattered_replicas", self._scattered_replicas())
 
     @classmethod
-    def of(cls, strategy: Strategy | str, mesh: Sequence[tuple[str, int]]) -> Layout:
-        """Resolves `strategy` on mesh axes given innermost first.
+    def of(
+        cls, strategy: Strategy | str, mesh: Sequence[tuple[str, int]], *, part: str = "", feeders: int | None = None
+    ) -> Layout:
+        """Resolves `strategy` on mesh axes given innermost first, for the whole model or a part of it.
 
         Raises:
             NotationError: the text does not parse.
@@ -93,8 +100,10 @@ class Layout:
         parsed = Strategy.parse(strategy, names)
         _check_names(parsed, names)
         parts = {name: list(axes) for name, axes in groupby(parsed.axes, key=lambda axis: axis.name)}
-        axes = [axis for name, size in mesh for axis in _split(parts[name], size)]
-        return cls(strategy=parsed, mesh=tuple((n, s) for n, s in mesh), axes=tuple(axes))
+        axes = tuple(axis for name, size in mesh for axis in _split(parts[name], size))
+        if part:
+            axes = tuple(replace(axis, name=f"{part}:{axis.name}") for axis in axes)
+        return cls(strategy=parsed, mesh=tuple((n, s) for n, s in mesh), axes=axes, part=part, feeders=feeders)
 
     @property
     def collective(self) -> Collective:
@@ -104,6 +113,11 @@ class Layout:
     @property
     def world(self) -> int:
         return prod(size for _, size in self.mesh)
+
+    @property
+    def share(self) -> float:
+        """What a mean over the mesh's ranks counts in one over all that feed it."""
+        return self.world / (self.feeders or self.world)
 
     @property
     def replica_axes(self) -> tuple[Axis, ...]:

@@ -110,7 +110,7 @@ def slot_reused_too_early() -> Iterator[None]:
         return ticket
 
     with (
-        mock.patch.object(memory, "plan_gather_slots", lambda layout, placed, prefetch: plan(layout, placed, 0)),
+        mock.patch.object(memory, "plan_gather_slots", lambda placed, prefetch: plan(placed, 0)),
         mock.patch.object(Interpreter, "_evict", lambda self, owner, unit, prefetch: True),
         mock.patch.object(DeviceBackend, "unshard", at_once),
     ):

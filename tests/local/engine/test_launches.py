@@ -96,7 +96,7 @@ def launched(strategy: str, sizes: Sequence[int], *, triton: bool = True) -> dic
         torch.zeros(placed.padded, dtype=DTYPES[placed.slot_dtype]) if layout.degree(layout.grad_axes) > 1 else None
     )
     shards.bind(torch.zeros(placed.padded, dtype=torch.bfloat16) if sharded else None, waiting)
-    room = workspace_by_lane(layout, [[placed]], "nccl")
+    room = workspace_by_lane([[placed]], "nccl")
     scratch = {
         lane: Scratch(*(torch.zeros(n, dtype=torch.uint8) for n in (placed.routes[lane].staging_bytes, room[lane])))
         for lane in LANES

@@ -110,7 +110,7 @@ class Checked:
             self.waiting[slot] = (unit, terms)
         elif reduction.micro:
             self.accumulated[unit] = (self.accumulated[unit] if reduction.accumulate else Counter()) + terms
-        micro = reduction.micro and self.schedule.layout.degree(self.schedule.layout.grad_axes) > 1
+        micro = reduction.micro and self.schedule.reduces_each(unit)
         if micro or reduction.boundary:
             self.sent.append((unit, micro, reduction.boundary))
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from hypothesis import assume, given, settings
@@ -26,11 +28,12 @@ MESH = (("node", 2), ("cluster", 2))
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def units(blocks: int, frozen: frozenset[int]) -> list[Unit]:
-    """Root, embedding, blocks of unequal sizes, some frozen."""
+def units(blocks: int, frozen: frozenset[int], parts: Mapping[int, str] = MappingProxyType({})) -> list[Unit]:
+    """Root, embedding, blocks of unequal sizes, some frozen; `parts` says which have a part's parameters too."""
 
     def flat(index: int) -> tuple[FlatBuffer, ...]:
-        return (buffer(8 * (index + 1), master_dtype=None if index in frozen else "fp32"),)
+        own = buffer(8 * (index + 1), master_dtype=None if index in frozen else "fp32")
+        return (own, buffer(8, part=parts[index])) if index in parts else (own,)
 
     return [
         Unit(name="", role=Role.RESIDENT, buffers=flat(0)),
@@ -49,7 +52,9 @@ def schedules(draw):
     overlap = draw(st.sampled_from(["all", "all", "gather", "none"]))
     frozen = frozenset(draw(st.sets(st.integers(1, 6), max_size=2)))
     layout = Layout.of(f"{strategy};prefetch={prefetch};overlap={overlap}", MESH)
-    return Schedule.of(layout, units(draw(st.integers(1, 5)), frozen))
+    parts = {name: Layout.of(draw(st.sampled_from(STRATEGIES)), MESH, part=name) for name in ("a", "b")}
+    homes = draw(st.dictionaries(st.integers(0, 6), st.sampled_from(["a", "b"]), max_size=3))
+    return Schedule.of(layout, units(draw(st.integers(1, 5)), frozen, homes), parts=parts)
 
 
 @st.composite

@@ -24,7 +24,7 @@ NUMEL = 1 << 22
 
 def lanes(strategy: str, mesh: list[tuple[str, int]], backend: str) -> dict[str, int]:
     layout = Layout.of(strategy, mesh)
-    workspace = workspace_by_lane(layout, place(layout, stack(NUMEL, 2)), backend)
+    workspace = workspace_by_lane(place(layout, stack(NUMEL, 2)), backend)
     return {lane: size for lane, size in workspace.items() if size}
 
 
@@ -73,7 +73,7 @@ def test_a_device_needs_room_for_two_rounds_of_the_longest_region(strategy: str,
 def test_no_sum_takes_more_rounds_than_allowed(mix: tuple[str, ...], numel: int, size: int) -> None:
     layout = Layout.of(notation(mix) + ";sum=exact", [("node", size), ("cluster", 64)])
     placed = place(layout, stack(numel, 2))
-    workspace = workspace_by_lane(layout, placed, "nccl")
+    workspace = workspace_by_lane(placed, "nccl")
     for lane, route in placed[1][0].routes.items():
         for step in (step for step in route.steps if step.operation != "all_gather"):
             item = ITEM_BYTES[step.wire]
