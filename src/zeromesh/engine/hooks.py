@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch.utils.hooks import RemovableHandle
 
 from zeromesh.engine.containers import CastCalls, tensors_of
 from zeromesh.errors import CommunicationError, ModelError
@@ -49,9 +50,21 @@ def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch
         _on_module(reference, unit, module, cast, outermost=unit == index == 0)
 
 
+@contextmanager
+def standing_in(engine: Engine, module: nn.Module) -> Iterator[None]:
+    """Inside, a forward of `module` is one of the whole model, of which it is a part: somebody calls it directly, and
+    the root's parameters are to be whole for it."""
+    handles = _on_module(weakref.ref(engine), 0, module, None, outermost=True)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _on_module(
     reference: weakref.ref[Engine], unit: int, module: nn.Module, cast: torch.dtype | None, *, outermost: bool
-) -> None:
+) -> tuple[RemovableHandle, ...]:
     calls = CastCalls(cast) if cast is not None else None
 
     @as_python
@@ -69,9 +82,11 @@ def _on_module(
             with suppress(*([CommunicationError] if result is None else [])):
                 engine.post_forward(unit, None if result is None else tensors_of(result))
 
-    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-    # always_call: after a forward that raised, nothing may count as in use.
-    module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
+    return (
+        module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True),
+        # always_call: after a forward that raised, nothing may count as in use.
+        module.register_forward_hook(post_forward, with_kwargs=True, always_call=True),
+    )
 
 
 def _alive(reference: weakref.ref[Engine]) -> Engine:

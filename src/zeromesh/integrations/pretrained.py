@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,8 @@ from zeromesh.checkpoint.collect import buffers_of
 from zeromesh.checkpoint.full_state import full_state_dict
 from zeromesh.checkpoint.huggingface import save_safetensors
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.hooks import standing_in
 from zeromesh.errors import InputError
 from zeromesh.integrations.methods import give_method
 from zeromesh.model.module_units import find_blocks
@@ -47,11 +51,13 @@ def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
         _keep_trainable(model)
     elif isinstance(model, PreTrainedModel):
         give_method(model, "save_pretrained", functools.partial(_save_pretrained, dtype=dtype))
-    layout = engine_of(model).schedule.layout
+    engine = engine_of(model)
+    layout = engine.schedule.layout
     if layout.degree(layout.param_axes) > 1:
         for part in model.modules():
             if isinstance(part, GenerationMixin):
-                give_method(part, "generate", _generate)
+                inside = None if part is model else weakref.ref(engine)
+                give_method(part, "generate", functools.partial(_generate, inside=inside))
 
 
 def is_peft(model: object) -> bool:
@@ -74,9 +80,15 @@ def _enable_adapters(layer: Any, enabled: bool) -> None:
     layer._disable_adapters = not enabled
 
 
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Each token gathers parameters, so a rank whose sequences are complete goes on until all ranks' are."""
-    return type(model).generate(model, *args, **(kwargs | {"synced_gpus": True}))
+def _generate(model: Any, *args: Any, inside: weakref.ref[Engine] | None, **kwargs: Any) -> Any:
+    """Each token gathers parameters, so a rank whose sequences are complete goes on until all ranks' are.
+
+    Args:
+        inside: of what was sharded, where `model` is a part of it (PEFT's wrapper calls its inner model's `generate`).
+    """
+    engine = None if inside is None else inside()
+    with nullcontext() if engine is None else standing_in(engine, model):
+        return type(model).generate(model, *args, **(kwargs | {"synced_gpus": True}))
 
 
 def _save_pretrained(

@@ -33,9 +33,9 @@ def rehearse_training(config: TrainConfig, rank: int) -> Rehearsal:
     Raises:
         InputError: something in the configuration is wrong, or the virtual device cannot be had here.
     """
-    corpus = read_corpus(config.data)
+    corpus = read_corpus(config.data, config.model)
     with torch.device("meta"):
-        model = build_language_model(config.model, corpus.vocab_size)
+        model = build_language_model(config.model, corpus.vocab_size, values=False)
     if config.strategy == AUTO:
         config = config.model_copy(update={"strategy": str(plan_run(config, model).best.candidate.strategy)})
     with virtual_rank(config.mesh, rank) as mesh:

@@ -5,6 +5,7 @@ Each class is one table of the file. Unknown keys are errors; everything is vali
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -20,6 +21,7 @@ from zeromesh.train.document import nearest_key, read_document
 from zeromesh.train.resize import mesh_text, resize_mesh
 
 AUTO = "auto"
+ALL = "all"
 
 MOST = 2**31
 """Of any count: what tensors and the host's libraries number with 32 bits."""
@@ -44,6 +46,8 @@ class RunConfig(Section):
     Args:
         directory: receives metrics.jsonl, the tokenizer and the checkpoints.
         steps: optimizer steps in all.
+        export: receives the model at the end as transformers' `from_pretrained` loads it, or the adapters alone as
+            PEFT's does, with the tokenizer.
         seed: decides the initial weights, which sample is used at which step, and what each rank drops out.
         device: "cpu", the type of an accelerator as torch names it ("cuda"), or "auto", which takes the accelerator of
             this machine where there is one. Each rank must have one of its own.
@@ -53,6 +57,7 @@ class RunConfig(Section):
 
     directory: Path
     steps: Count
+    export: Path | None = None
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: str = Field(default="auto", pattern=r"^[a-z]+$")
     threads: Annotated[int, Field(gt=0, le=MOST_THREADS)] | None = None
@@ -60,34 +65,93 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """What to train.
+    """What to train: `config` to begin with random values, `pretrained` to go on with a model's.
 
     Args:
         config: a Hugging Face config file, or the same as a table with `model_type`. The size of the vocabulary is
             the tokenizer's where it is left out.
-        activation_checkpointing: recompute the blocks' activations in backward.
+        pretrained: a Hugging Face model's directory, with safetensors files; no code in it is run.
+        trainable: "all", "lora:RANK" (PEFT's adapters on every linear layer of the blocks, all else frozen), or
+            patterns of names of parameters, the others frozen.
+        chat_template: a file in Jinja for records of messages. Default: the tokenizer's own.
+        activation_checkpointing: what the backward computes again of the blocks' activations: "none", "full" (all), or
+            "selective" (all but the outputs of attention and of every second matrix product).
     """
 
-    config: Path | dict[str, Any]
-    activation_checkpointing: bool = False
+    config: Path | dict[str, Any] | None = None
+    pretrained: Path | None = None
+    trainable: str | tuple[str, ...] = ALL
+    chat_template: Path | None = None
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _by_flag(cls, value: object) -> object:
+        """What the key was before there was a third choice."""
+        return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+    @field_validator("trainable")
+    @classmethod
+    def _known(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if isinstance(value, tuple):
+            if not value:
+                raise ValueError('no pattern would leave nothing to train: "all", "lora:RANK", or a list of patterns')
+        elif value != ALL and not re.fullmatch(r"lora:[1-9]\d{0,5}", value):
+            raise ValueError('must be "all", "lora:RANK", as in "lora:16", or a list of patterns of parameter names')
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.config is None) == (self.pretrained is None):
+            raise ValueError(
+                "a model is needed: either model.config, to begin with random values, or model.pretrained, the "
+                "directory of one to go on with"
+            )
+        return self
+
+    @property
+    def lora_rank(self) -> int:
+        """Of the adapters; 0 for none."""
+        named = isinstance(self.trainable, str) and self.trainable.startswith("lora:")
+        return int(str(self.trainable).removeprefix("lora:")) if named else 0
+
+    @property
+    def recomputes(self) -> bool:
+        return self.activation_checkpointing != "none"
 
 
 class DataConfig(Section):
-    """Text to learn from.
+    """What to learn from.
 
     Args:
-        files: globs; `{stdlib}` stands for the directory of Python's own standard library.
+        files: globs; `{stdlib}` stands for the directory of Python's own standard library. Files that end in .jsonl or
+            .parquet hold records, as do directories that `datasets` has saved; all others are text.
         exclude: patterns of whole paths to leave out, where `*` matches across directories: "*/site-packages/*".
         seq_len: tokens a sequence.
-        tokenizer: "bytes", "bpe:SIZE" (trained on the training files at the start), or a tokenizer.json.
-        holdout: fraction of the files kept for evaluation, chosen by a hash of the file's name.
+        tokenizer: "bytes", "bpe:SIZE" (trained on the training files at the start), a tokenizer.json, or a directory
+            with a Hugging Face tokenizer. Default: that of model.pretrained, else "bytes".
+        holdout: fraction kept for evaluation: of the files, or of the records where all files hold such, chosen by a
+            hash of the file's name and of the record's number.
+        validation: globs of files to evaluate on instead; nothing else is held out then.
+        documents: "joined": one stream of tokens, cut every seq_len. "apart": whole documents side by side in a
+            sequence, none of which attends to another; a longer one is cut off. Default: apart where records have
+            answers, else joined.
+        answers_only: of records with answers (`completion`, an assistant's messages), learn these alone.
     """
 
     files: tuple[str, ...] = Field(min_length=1)
     exclude: tuple[str, ...] = ()
     seq_len: Count
-    tokenizer: str = Field(default="bytes", pattern=r"^(bytes|bpe:\d+|.+\.json)$")
+    tokenizer: str = Field(default="", pattern=r"^(|bytes|bpe:\d+|.+\.json|.*/.*)$")
     holdout: float = Field(default=0.05, ge=0, lt=1)
+    validation: tuple[str, ...] = ()
+    documents: Literal["joined", "apart"] | None = None
+    answers_only: bool = True
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.validation) or self.holdout > 0
 
 
 class BatchConfig(Section):
@@ -133,6 +197,20 @@ class EvalConfig(Section):
 
     every: CountOrNone = 0
     sequences: Count = 64
+
+
+class SamplesConfig(Section):
+    """What the model writes, to watch it learn.
+
+    Args:
+        every: steps between samples, and one after the last step; 0 never writes any.
+        prompts: texts to go on from; on a model with a chat template, each the user's message.
+        tokens: at most so many are written after each.
+    """
+
+    every: CountOrNone = 0
+    prompts: tuple[str, ...] = ()
+    tokens: Count = 64
 
 
 class CheckpointConfig(Section):
@@ -203,6 +281,7 @@ class TrainConfig(Section):
     strategy: str
     mesh: dict[str, Count] = Field(min_length=1)
     eval: EvalConfig = EvalConfig()
+    samples: SamplesConfig = SamplesConfig()
     cluster: str | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     faults: FaultsConfig = FaultsConfig()
@@ -217,8 +296,13 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.eval.every and not self.data.holdout:
-            raise ValueError("eval.every needs held-out files: set data.holdout to a fraction above 0")
+        if self.eval.every and not self.data.holds_out:
+            raise ValueError(
+                "eval.every needs something to evaluate on: set data.holdout to a fraction above 0, or name files in "
+                "data.validation"
+            )
+        if self.samples.every and not self.samples.prompts:
+            raise ValueError("samples.every needs samples.prompts, the texts to go on from")
         if self.strategy == AUTO and self.cluster is None:
             raise ValueError(
                 'strategy = "auto" needs a cluster to plan for: cluster = "FILE.toml", or a preset\'s name'
@@ -306,18 +390,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def _require_as_planned(config: TrainConfig, path: str) -> None:
     """A plan's time and memory hold for its own choices alone: raises ConfigError where the run makes others."""
-    plan, dtypes, recomputed = Plan.load(path), config.dtypes, {"none": False, "full": True}
-    if plan.recompute not in recomputed:
-        raise ConfigError(
-            f"the plan {path} recomputes {plan.recompute} activations, and a run all of its blocks' or none: plan with "
-            f"--activation-checkpointing none or full"
-        )
+    plan, dtypes = Plan.load(path), config.dtypes
     choices: list[tuple[str, object, object]] = [
         ("mesh", mesh_text(dict(reversed(plan.mesh))), mesh_text(config.mesh)),
         ("batch.micro", plan.micro_batch, config.batch.micro),
         ("micro-batches of a step, from batch.global_sequences", plan.micro_batches, config.micro_batches),
         ("data.seq_len", plan.seq_len, config.data.seq_len),
-        ("model.activation_checkpointing", recomputed.get(plan.recompute), config.model.activation_checkpointing),
+        ("model.activation_checkpointing", plan.recompute, config.model.activation_checkpointing),
         ("dtypes.param", plan.param_dtype, dtypes.param),
         ("dtypes.reduce", plan.reduce_dtype or plan.param_dtype, dtypes.reduce or dtypes.param),
         ("dtypes.grad", plan.grad_dtype, dtypes.grad),
@@ -344,8 +423,10 @@ def valid_keys(section: type[BaseModel] = TrainConfig, prefix: str = "") -> Iter
 def _is_path(key: str, value: str) -> bool:
     """Whether a text value of this key names a file or directory."""
     return (
-        key in ("run.directory", "model.config", "data.files")
+        key in ("run.directory", "run.export", "data.files", "data.validation")
+        or key in ("model.config", "model.pretrained", "model.chat_template")
         or (key in ("data.tokenizer", "strategy") and value.endswith(".json"))
+        or (key == "data.tokenizer" and "/" in value)
         or (key == "cluster" and (value.endswith(".toml") or "/" in value))
         or (key == "checkpoint.resume" and value not in ("auto", "never") and "://" not in value)
     )

@@ -2,46 +2,160 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from zeromesh.errors import ConfigError, nearest
 from zeromesh.files import parse_json, read_text
 from zeromesh.train.config import ModelConfig
 
+_aten = torch.ops.aten
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+_ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,
+    }
+)
+"""What `scaled_dot_product_attention` calls; where it is made of matrix products instead, those are not among the
+`_PRODUCTS`, which have two dimensions."""
 
-def build_language_model(config: ModelConfig, vocab_size: int) -> nn.Module:
-    """A causal language model with random weights from torch's generator, on the default device.
+
+def build_language_model(config: ModelConfig, vocab_size: int, *, values: bool = True) -> nn.Module:
+    """The causal language model that a configuration describes, on the default device.
+
+    Its values are random, from torch's generator, or those of `model.pretrained`.
 
     Args:
-        config: names a Hugging Face configuration.
+        config: names a Hugging Face configuration, or the directory of a model.
         vocab_size: of the tokenizer; the model's may be larger.
+        values: read those of `model.pretrained`; else leave what the default device has, the meta device say.
 
     Raises:
-        ConfigError: transformers is missing, the configuration is unknown or invalid, or its vocabulary too small.
+        ConfigError: transformers or PEFT is missing, the configuration is unknown or invalid, its vocabulary too small,
+            the directory holds no model in safetensors, or no parameter is called as `model.trainable` says.
     """
     try:
-        from transformers import AutoModelForCausalLM
+        import transformers
     except ModuleNotFoundError as error:
-        raise ConfigError('model.config needs the transformers library: pip install "zeromesh[hf]"') from error
+        raise ConfigError('[model] needs the transformers library: pip install "zeromesh[hf]"') from error
 
-    description = _description(config.config)
+    if config.pretrained is not None:
+        model = _pretrained(config.pretrained, vocab_size, values=values)
+    else:
+        model = _fresh(config.config, vocab_size)
+    model = _with_trainable(model, config)
+    if config.recomputes:
+        options: dict[str, Any] = {"use_reentrant": False}
+        if config.activation_checkpointing == "selective":
+            options["context_fn"] = _selective
+        inner: Any = next(part for part in model.modules() if isinstance(part, transformers.PreTrainedModel))
+        inner.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    return model
+
+
+def _fresh(config: Path | dict[str, Any] | None, vocab_size: int) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    assert config is not None  # validated
+    description = _description(config)
     description.setdefault("vocab_size", vocab_size)
-    if description["vocab_size"] < vocab_size:
-        raise ConfigError(
-            f"model.config.vocab_size must be at least the tokenizer's {vocab_size}; got {description['vocab_size']}."
-            " Leave it out to take the tokenizer's"
-        )
-    hf_config = _hf_config(description, strict=isinstance(config.config, dict))
+    _require_vocabulary(description["vocab_size"], vocab_size, "model.config.vocab_size")
+    hf_config = _hf_config(description, strict=isinstance(config, dict))
     try:
         model: nn.Module = AutoModelForCausalLM.from_config(hf_config)
-    except Exception as error:  # the same
+    except Exception as error:  # each version and model of transformers has its own classes for a bad value
         raise ConfigError(f"model.config: transformers cannot build this model: {error!r}") from error
-    if config.activation_checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     return model
+
+
+def _pretrained(directory: Path, vocab_size: int, *, values: bool) -> nn.Module:
+    """In the dtype that its configuration names, else fp32, alike on all ranks."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.pretrained must be the directory of a Hugging Face model, with config.json and *.safetensors; "
+            f"{directory} has no safetensors file"
+        )
+    try:
+        hf_config = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
+        dtype = hf_config.dtype or torch.float32
+        model: nn.Module
+        if values:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(directory), trust_remote_code=False, use_safetensors=True, local_files_only=True, dtype=dtype
+            )
+        else:
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+    except Exception as error:
+        raise ConfigError(f"model.pretrained: transformers cannot load {directory}: {error}") from error
+    text: Any = hf_config.get_text_config()
+    _require_vocabulary(text.vocab_size, vocab_size, f"the vocabulary of {directory}")
+    return model
+
+
+def _require_vocabulary(size: int, needed: int, what: str) -> None:
+    if size < needed:
+        raise ConfigError(
+            f"{what} must be at least the tokenizer's {needed}; got {size}. Leave model.config.vocab_size out to take "
+            f"the tokenizer's, or set data.tokenizer to the model's own"
+        )
+
+
+def _with_trainable(model: nn.Module, config: ModelConfig) -> nn.Module:
+    if config.lora_rank:
+        return _with_adapters(model, config.lora_rank)
+    if isinstance(config.trainable, tuple):
+        names = [name for name, _ in model.named_parameters()]
+        for pattern in config.trainable:
+            if not any(fnmatch(name, pattern) for name in names):
+                kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+                raise ConfigError(
+                    f"model.trainable: no parameter is called {pattern!r}; {nearest(pattern, kinds)} (* stands for any "
+                    f"part of a name)"
+                )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(fnmatch(name, pattern) for pattern in config.trainable))
+    return model
+
+
+def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            'model.trainable = "lora:RANK" needs the PEFT library: pip install "zeromesh[peft]"'
+        ) from error
+    adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings():  # PEFT reads a property by the name that it had before
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        found: nn.Module = get_peft_model(model, adapters)
+    return found
+
+
+def _selective() -> Any:
+    """Keeps the outputs of attention and of every second matrix product, the first, third and so on of each block:
+    `Recomputation.SELECTIVE`, which plans reckon with."""
+    products = 0
+
+    def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        nonlocal products
+        products += function in _PRODUCTS
+        keep = products % 2 == 1 if function in _PRODUCTS else function in _ATTENTION
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 def _description(config: Path | dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from zeromesh.observe.replicas import check_replicas
 from zeromesh.observe.report import memory_report, traffic_report
 from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
 from zeromesh.train.config import AUTO, OptimizerConfig, TrainConfig
-from zeromesh.train.corpus import Corpus, Sequences, load_corpus
+from zeromesh.train.corpus import Corpus, load_corpus
 from zeromesh.train.language_model import build_language_model
 from zeromesh.train.learning_rate import learning_rate
 from zeromesh.train.metrics import MetricsFile, StepMetrics
@@ -33,7 +33,9 @@ from zeromesh.train.planning import choose_strategy
 from zeromesh.train.preemption import end_at_once, was_asked
 from zeromesh.train.progress import Progress, show_progress
 from zeromesh.train.sampler import Sampler
+from zeromesh.train.sequences import NOT_LEARNED, Rows
 from zeromesh.train.summary import Row, fault_lines, gather_rows, header, table
+from zeromesh.train.written import SAMPLES, export, prepare, write_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,10 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     """
     directory = config.run.directory
     from_first(lambda: _require_writable(directory), "waiting for rank 0 to look at run.directory")
-    corpus = load_corpus(config.data)
+    if config.run.export is not None:
+        path = config.run.export
+        from_first(lambda: _require_writable(path, "run.export"), "waiting for rank 0 to look at run.export")
+    corpus = load_corpus(config.data, config.model, config.samples.prompts)
     model = _build(config, ranks, corpus.vocab_size)
     if config.strategy == AUTO:
         config = choose_strategy(config, model)
@@ -82,21 +87,24 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
 def make_trainer(config: TrainConfig, ranks: Ranks, corpus: Corpus, model: nn.Module) -> Trainer:
     """What runs the steps, of `model` sharded as the configuration says; collective."""
     model = _sharded(config, ranks, model)
+    prepare(model, config)
     torch.manual_seed(_seed_of(config.run.seed, ranks.rank, model))
     return Trainer(config, ranks, corpus, model, make_optimizer(model, config.optimizer))
 
 
-def _require_writable(directory: Path) -> None:
-    """Raise ConfigError where the run's directory cannot be written or made; changes nothing."""
+def _require_writable(directory: Path, key: str = "run.directory") -> None:
+    """Raise ConfigError where a directory cannot be written or made; changes nothing."""
     there = next(path for path in (directory, *directory.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         reason = "a directory of this user's to write to" if there.is_dir() else "a directory"
-        raise ConfigError(f"run.directory: cannot write {directory}: {there} is not {reason}")
+        raise ConfigError(f"{key}: cannot write {directory}: {there} is not {reason}")
 
 
-def _make_directory(directory: Path, corpus: Corpus) -> None:
+def _make_directory(directory: Path, corpus: Corpus, done: int) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if done == 0:  # of another run
+            (directory / SAMPLES).unlink(missing_ok=True)
         if corpus.tokenizer is not None:
             _keep_text(directory / "tokenizer.json", corpus.tokenizer)
     except OSError as error:
@@ -112,8 +120,9 @@ def _keep_text(path: Path, text: str) -> None:
 def _build(config: TrainConfig, ranks: Ranks, vocab_size: int) -> nn.Module:
     """The model in the first rank's host memory, without values on the others: `shard` takes them from the first."""
     torch.manual_seed(config.run.seed)
-    with first_at_work("waiting for rank 0 to draw the model"), torch.device("meta" if ranks.rank else "cpu"):
-        return build_language_model(config.model, vocab_size)
+    first = ranks.rank == 0
+    with first_at_work("waiting for rank 0 to draw the model"), torch.device("cpu" if first else "meta"):
+        return build_language_model(config.model, vocab_size, values=first)
 
 
 def _seed_of(seed: int, rank: int, model: nn.Module) -> int:
@@ -172,7 +181,7 @@ class Trainer:
         self.optimizer = optimizer
         self.sampler = self._deal(corpus.training, config.batch.global_sequences, config.run.seed)
         self.traffic = traffic_report(
-            model, micro_batches=self.sampler.micro_batches, recompute=config.model.activation_checkpointing
+            model, micro_batches=self.sampler.micro_batches, recompute=config.model.recomputes
         )
         self.counts = NonFinite()
         self._stop_asked = False
@@ -187,7 +196,7 @@ class Trainer:
             end_at_once()
         done = checkpointer.resume() if checkpointer else 0
         directory = self.config.run.directory  # made only now that nothing can be wrong with the input any more
-        from_first(lambda: _make_directory(directory, self.corpus), "waiting for rank 0 to make run.directory")
+        from_first(lambda: _make_directory(directory, self.corpus, done), "waiting for rank 0 to make run.directory")
         quiet = self.ranks.rank != 0
         steps = self.config.run.steps
         if not quiet:
@@ -203,6 +212,10 @@ class Trainer:
             finished = self._run_steps(done, checkpointer, metrics_file, progress)
         if finished and done < steps:
             self._print_comparison(quiet=quiet)
+        if finished and self.config.run.export is not None:
+            export(self.model, self.corpus, self.config, self.config.run.export, first=not quiet)
+            if not quiet:
+                print(f"exported to {self.config.run.export}", flush=True)
         return finished
 
     def _run_steps(
@@ -223,6 +236,7 @@ class Trainer:
                 if metrics_file:
                     metrics_file.append(metrics)
                 progress.show(metrics)
+                self._write_samples(done, progress)
                 stops = checkpointer is not None and outcome.stop and done < steps
                 self._compare_replicas(done, saving=checkpointer is not None and (stops or checkpointer.due(done)))
                 if checkpointer and stops:
@@ -279,14 +293,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config.optimizer, step, self.config.run.steps)
         self.model.train()
-        loss_sum = self._forward_backward(self.counts.batch(step))
+        batch = self.counts.batch(step)
+        loss_sum = self._forward_backward(batch)
         clip_norm = self.config.optimizer.clip_norm or float("inf")
         norm = clip_grad_norm_(self.model, clip_norm)
         totals = self._sum_over_ranks("adding up the loss", loss_sum, self._asked_to_stop())
         # Before the optimizer's step: all ranks must decide alike whether there is one.
         loss_total, stops, grad_norm = torch.stack([*totals, norm.to(totals)]).tolist()
-        tokens = self._weight(self.sampler.global_sequences)
-        outcome = StepOutcome(loss=loss_total / tokens, grad_norm=grad_norm, tokens=int(tokens), stop=stops > 0)
+        tokens = self._targets_of(batch)
+        outcome = StepOutcome(loss=loss_total / max(1, tokens), grad_norm=grad_norm, tokens=tokens, stop=stops > 0)
         if outcome.finite:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -330,6 +345,14 @@ class Trainer:
         )
         return metrics, outcome
 
+    def _write_samples(self, done: int, progress: Progress) -> None:
+        samples = self.config.samples
+        if samples.every and (done % samples.every == 0 or done == self.config.run.steps):
+            path, quiet = self.config.run.directory / SAMPLES, self.ranks.rank != 0
+            device = self.ranks.device
+            for line in write_samples(self.model, self.corpus, samples, device, step=done, path=path, quiet=quiet):
+                progress.note(line)
+
     def _print_comparison(self, *, quiet: bool) -> None:
         memory = gather_rows([Row.of_memory(line) for line in memory_report(self.model, self.optimizer)])
         traffic = gather_rows([Row.of_traffic(line) for line in self.traffic.lines()])
@@ -341,29 +364,35 @@ class Trainer:
     def _forward_backward(self, batch: int) -> Tensor:
         """Gradient of the mean over the global batch's tokens; this rank's sum of losses."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        batches = list(self.sampler.rank_batches(batch, self.ranks.rank))
+        batches, training = list(self.sampler.rank_batches(batch, self.ranks.rank)), self.corpus.training
+        total = float(self._targets_of(batch))
         for position, indices in enumerate(batches):
-            last, weight = position == len(batches) - 1, self._weight(len(indices))
-            with accumulate(self.model, last=last, weight=weight, total=self._weight(self.sampler.global_sequences)):
-                loss, targets = self._loss(self.corpus.training, indices)
+            last, weight = position == len(batches) - 1, float(training.targets(indices))
+            with accumulate(self.model, last=last, weight=weight, total=total):
+                loss, targets = self._loss(training, indices)
                 loss.backward()  # type: ignore[no-untyped-call]
             if targets:  # as in `evaluate`
                 loss_sum += loss.detach().double() * targets
         return loss_sum
 
-    def _weight(self, sequences: int) -> float:
-        """Targets in so many sequences: what they count in the mean over the global batch's tokens."""
-        return float(sequences * self.config.data.seq_len)
+    def _targets_of(self, batch: int) -> int:
+        """Learned tokens of a global batch, which every rank can count."""
+        return self.corpus.training.targets(self.sampler.global_batch(batch))
 
-    def _loss(self, sequences: Sequences, indices: list[int]) -> tuple[Tensor, int]:
+    def _loss(self, rows: Rows, indices: list[int]) -> tuple[Tensor, int]:
         """Mean loss of a micro-batch, and its targets.
 
-        An empty one runs a sequence that counts nothing, since every rank must make the same collectives.
+        An empty one runs a row that counts nothing, since every rank must make the same collectives.
         """
-        inputs, targets = (self._moved(rows) for rows in sequences.batch(indices or [0]))
-        logits: Tensor = self.model(input_ids=inputs, use_cache=False).logits
-        loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        return loss, targets.numel() if indices else 0
+        batch = rows.batch(indices or [0])
+        inputs, targets = self._moved(batch.inputs), self._moved(batch.targets)
+        positions = {} if batch.positions is None else {"position_ids": self._moved(batch.positions)}
+        logits: Tensor = self.model(input_ids=inputs, use_cache=False, **positions).logits
+        loss_sum = functional.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=NOT_LEARNED, reduction="sum"
+        )
+        count = rows.targets(indices)
+        return loss_sum / max(1, count or targets.numel()), count
 
     def _moved(self, rows: Tensor) -> Tensor:
         """To this rank's device; from pinned memory, in which a copy of views would not be, so that the host does not
@@ -388,9 +417,9 @@ class Trainer:
             rank for rank, flag in enumerate(self._sum_over_ranks("finding the rank", *flags).tolist()) if flag
         )
 
-    def _deal(self, sequences: Sequences, global_sequences: int, seed: int) -> Sampler:
+    def _deal(self, rows: Rows, global_sequences: int, seed: int) -> Sampler:
         return Sampler(
-            num_samples=len(sequences),
+            num_samples=len(rows),
             global_sequences=global_sequences,
             micro=self.config.batch.micro,
             world=self.ranks.world,

@@ -50,7 +50,7 @@ def plan_run(config: TrainConfig, model: nn.Module) -> Planned:
         seq_len=config.data.seq_len,
         global_batch_tokens=share * config.world * config.data.seq_len,
         micro_batch=batch.micro,
-        recomputation=Recomputation.FULL if config.model.activation_checkpointing else Recomputation.NONE,
+        recomputation=Recomputation(config.model.activation_checkpointing),
         param_dtype=config.dtypes.param,
         reduce_dtype=config.dtypes.reduce,
         grad_dtype=config.dtypes.grad,

@@ -54,7 +54,8 @@ def header(
     lines = [
         f"{type(model).__name__}, {parameters:,} parameters; mesh {mesh_text(config.mesh)},"
         f" strategy {config.layout().strategy}",
-        f"{corpus.num_files} files, {corpus.training.tokens.numel():,} tokens; vocabulary {corpus.vocab_size:,}",
+        f"{corpus.num_documents:,} documents, {corpus.training.tokens.numel():,} tokens;"
+        f" vocabulary {corpus.vocab_size:,}",
         f"{tokens:,} tokens a step: {sampler.micro_batches} micro-batches of up to {config.batch.micro} sequences"
         f" of {config.data.seq_len} on each of {config.world} ranks ({device_name(device)})",
     ]

@@ -1,70 +1,33 @@
-"""Text files to token numbers: which files, which are held out, and how their text becomes numbers. Torch-free."""
+"""Documents to token numbers, and which are held out. Torch-free."""
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from zeromesh.errors import ConfigError
 from zeromesh.files import read_text
-from zeromesh.train.config import DataConfig
+from zeromesh.train.records import Document, Render, Spans
 
 END_OF_TEXT = "<|endoftext|>"
+AT_ONCE = 256
+"""Documents that are tokenised together: by all cores, and not all of the corpus in memory."""
+
 Tokens = npt.NDArray[np.int32]
+Marks = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextFiles:
-    """The files to train on and those held out, each in the order of their names."""
-
-    training: tuple[Path, ...]
-    held_out: tuple[Path, ...]
-
-
-def find_files(config: DataConfig) -> TextFiles:
-    """The files that the globs match, divided into training and held-out ones.
-
-    A file is held out by a hash of its name below the glob's fixed part, so the choice does not depend on the machine.
-
-    Raises:
-        ConfigError: a glob matches nothing, or one of the two parts is empty.
-    """
-    names: dict[Path, str] = {}
-    for pattern in config.files:
-        expanded = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
-        found = [Path(match) for match in glob.glob(expanded, recursive=True)]
-        kept = [path for path in found if path.is_file() and not _excluded(path, config.exclude)]
-        if not kept:
-            raise ConfigError(f"data.files: {pattern!r} matches no file (looked for {expanded})")
-        fixed = glob.escape(expanded).split("[")[0].rpartition("/")[0]
-        names |= {path: str(path.relative_to(fixed or "/")) for path in kept}
-    ordered = sorted(names, key=lambda path: (names[path], path))
-    held_out = tuple(path for path in ordered if _fraction(names[path]) < config.holdout)
-    training = tuple(path for path in ordered if path not in held_out)
-    if not training or (config.holdout and not held_out):
-        raise ConfigError(
-            f"data.holdout = {config.holdout} leaves {len(training)} files to train on and {len(held_out)} held out of"
-            f" {len(ordered)}; both must be at least 1: name more files or change data.holdout"
-        )
-    return TextFiles(training=training, held_out=held_out)
-
-
-def _excluded(path: Path, patterns: Iterable[str]) -> bool:
-    return any(fnmatch(str(path), pattern) for pattern in patterns)
-
-
-def _fraction(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") / 2**64
+def is_held_out(name: str, fraction: float) -> bool:
+    """By a hash of the document's name, so that the choice does not depend on the machine."""
+    share = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") / 2**64
+    return share < fraction
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -72,14 +35,45 @@ def digest(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A document's tokens.
+
+    Args:
+        tokens: shape [tokens].
+        learned: which of them are learned, of the same shape; None for all.
+    """
+
+    tokens: Tokens
+    learned: Marks | None = None
+
+
 class Tokenizer(Protocol):
-    """Turns text into numbers below `vocab_size`."""
+    """Turns text into numbers below `vocab_size`, and back."""
 
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, texts: Sequence[bytes]) -> Tokens:
-        """All texts one after another, an end-of-text token after each. Shape [tokens]."""
+    @property
+    def definition(self) -> str | None:
+        """The text of its tokenizer.json, if it has one."""
+        ...
+
+    @property
+    def end(self) -> int | None:
+        """What ends a text."""
+        ...
+
+    def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
+        """Each document with a token at its end, unless it is complete."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        ...
+
+    def start(self, text: str, *, complete: bool = False) -> list[int]:
+        """The tokens of a text that is to be gone on with; `complete` as a document is."""
         ...
 
 
@@ -87,11 +81,30 @@ class ByteTokenizer:
     """Each byte is its own token; 256 ends a text."""
 
     vocab_size = 257
+    definition = None
+    end = 256
 
-    def encode(self, texts: Sequence[bytes]) -> Tokens:
-        end = np.array([256], dtype=np.int32)
-        parts = [part for text in texts for part in (np.frombuffer(text, dtype=np.uint8).astype(np.int32), end)]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+    def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
+        for document in documents:
+            text = document.text if isinstance(document.text, bytes) else document.text.encode()
+            end = [] if document.complete else [self.end]
+            tokens = np.concatenate([np.frombuffer(text, dtype=np.uint8).astype(np.int32), np.array(end, np.int32)])
+            yield Encoded(tokens=tokens, learned=self._learned(document, len(tokens)))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < self.end).decode(errors="replace")
+
+    def start(self, text: str, *, complete: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def _learned(self, document: Document, count: int) -> Marks | None:
+        if document.learned is None:
+            return None
+        assert isinstance(document.text, str)  # bytes have no ranges
+        learned = np.zeros(count, dtype=np.bool_)
+        for first, last in document.learned:
+            learned[len(document.text[:first].encode()) : len(document.text[:last].encode())] = True
+        return _with_end(learned, document)
 
 
 class TrainedTokenizer:
@@ -99,18 +112,21 @@ class TrainedTokenizer:
 
     Args:
         definition: the text of its tokenizer.json.
+        end: the token that ends a text; one that the tokenizer does not have ends none.
     """
 
-    def __init__(self, definition: str) -> None:
+    def __init__(self, definition: str, *, end: str = END_OF_TEXT) -> None:
         from tokenizers import Tokenizer as HuggingFaceTokenizer
 
         self.definition = definition
-        self._tokenizer = HuggingFaceTokenizer.from_str(definition)
-        self._end = self._tokenizer.token_to_id(END_OF_TEXT)
+        self.library = HuggingFaceTokenizer.from_str(definition)
+        self.library.no_padding()
+        self.library.no_truncation()
+        self.end: int | None = self.library.token_to_id(end)
 
     @classmethod
-    def train(cls, texts: Iterable[bytes], vocab_size: int) -> TrainedTokenizer:
-        """A byte-level BPE tokenizer of `vocab_size` tokens learnt from `texts`."""
+    def train(cls, documents: Iterable[Document], vocab_size: int) -> TrainedTokenizer:
+        """A byte-level BPE tokenizer of `vocab_size` tokens learnt from `documents`."""
         from tokenizers import Tokenizer as HuggingFaceTokenizer
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -123,35 +139,95 @@ class TrainedTokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.train_from_iterator((text.decode(errors="replace") for text in texts), trainer)
+        tokenizer.train_from_iterator((_decoded(document) for document in documents), trainer)
         return cls(tokenizer.to_str())
 
     @property
     def vocab_size(self) -> int:
-        return int(self._tokenizer.get_vocab_size())
+        return int(self.library.get_vocab_size())
 
-    def encode(self, texts: Sequence[bytes]) -> Tokens:
-        encodings = self._tokenizer.encode_batch_fast([text.decode(errors="replace") for text in texts])
-        end = [] if self._end is None else [self._end]
-        numbers = [number for encoding in encodings for number in (*encoding.ids, *end)]
-        return np.array(numbers, dtype=np.int32)
+    def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
+        for some in _together(documents):
+            yield from self._encode(some)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.library.decode(list(tokens), skip_special_tokens=True))
+
+    def start(self, text: str, *, complete: bool = False) -> list[int]:
+        tokens = list(self.library.encode(text, add_special_tokens=not complete).ids)
+        return tokens[:-1] if tokens and tokens[-1] == self.end else tokens
+
+    def _encode(self, documents: Sequence[Document]) -> Iterator[Encoded]:
+        complete = documents[0].complete
+        ranges = any(document.learned is not None for document in documents)
+        encode = self.library.encode_batch if ranges else self.library.encode_batch_fast  # without offsets
+        texts = [_decoded(document) for document in documents]
+        for document, found in zip(documents, encode(texts, add_special_tokens=not complete), strict=True):
+            ended = complete or self.end is None or (bool(found.ids) and found.ids[-1] == self.end)
+            tokens = np.array([*found.ids, *([] if ended else [self.end])], dtype=np.int32)
+            learned = None
+            if document.learned is not None:
+                learned = _with_end(_inside(found.offsets, document.learned, len(tokens)), document)
+            yield Encoded(tokens=tokens, learned=learned)
 
 
-def make_tokenizer(name: str, training_texts: Sequence[bytes]) -> ByteTokenizer | TrainedTokenizer:
-    """The tokenizer that `data.tokenizer` names; "bpe:SIZE" is trained on the given texts.
+def _together(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """At most `AT_ONCE` neighbours that are alike."""
+    some: list[Document] = []
+    for document in documents:
+        if some and (len(some) == AT_ONCE or document.complete != some[0].complete):
+            yield some
+            some = []
+        some.append(document)
+    if some:
+        yield some
+
+
+def _decoded(document: Document) -> str:
+    return document.text if isinstance(document.text, str) else document.text.decode(errors="replace")
+
+
+def _inside(offsets: Sequence[tuple[int, int]], spans: Spans, count: int) -> Marks:
+    """Which tokens have characters of a range. One that begins before it is learned too: it is how the model would have
+    to write the first of them."""
+    learned = np.zeros(count, dtype=np.bool_)
+    begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    for first, last in spans:
+        learned[: len(begins)] |= (begins < last) & (ends > first) & (ends > begins)
+    return learned
+
+
+def _with_end(learned: Marks, document: Document) -> Marks:
+    """That a text ends is learned where its last characters are."""
+    if not document.complete and document.learned and document.learned[-1][1] == len(document.text):
+        learned[-1] = True
+    return learned
+
+
+def make_tokenizer(name: str, training: Iterable[Document], template: str = "") -> tuple[Tokenizer, Render | None]:
+    """The tokenizer that `data.tokenizer` names, and what writes messages as text, where there is a chat template.
+
+    Args:
+        name: "bytes"; "bpe:SIZE", trained on the documents; a tokenizer.json; a Hugging Face tokenizer's directory.
+        training: looked at where it is trained.
+        template: of messages, in Jinja; "" takes the tokenizer's own.
 
     Raises:
         ConfigError: tokenizers is not installed, the file is not a tokenizer, or SIZE is below 257.
     """
+    render = partial(_render, template, {}) if template else None
     if name == "bytes":
-        return ByteTokenizer()
+        return ByteTokenizer(), render
     try:
-        if not name.startswith("bpe:"):
-            return TrainedTokenizer(read_text(name, kind="data.tokenizer (a tokenizer.json)", error=ConfigError))
-        size = int(name.removeprefix("bpe:"))
-        if size < ByteTokenizer.vocab_size:
-            raise ConfigError(f"data.tokenizer: bpe needs at least 257 tokens, one for each byte; got {size}")
-        return TrainedTokenizer.train(training_texts, size)
+        if name.startswith("bpe:"):
+            size = int(name.removeprefix("bpe:"))
+            if size < ByteTokenizer.vocab_size:
+                raise ConfigError(f"data.tokenizer: bpe needs at least 257 tokens, one for each byte; got {size}")
+            return TrainedTokenizer.train(training, size), render
+        if name.endswith(".json"):
+            text = read_text(name, kind="data.tokenizer (a tokenizer.json)", error=ConfigError)
+            return TrainedTokenizer(text), render
+        return _pretrained(name, template)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f'data.tokenizer = "{name}" needs the tokenizers library: pip install "zeromesh[hf]"'
@@ -159,4 +235,43 @@ def make_tokenizer(name: str, training_texts: Sequence[bytes]) -> ByteTokenizer 
     except ConfigError:
         raise
     except Exception as error:  # tokenizers raises plain Exception for a file it cannot read
-        raise ConfigError(f"data.tokenizer: {name} is not a tokenizer.json: {error}") from error
+        what = "a tokenizer.json" if name.endswith(".json") else "a directory with a Hugging Face tokenizer"
+        raise ConfigError(f"data.tokenizer: {name} is not {what}: {error}") from error
+
+
+def _pretrained(name: str, template: str) -> tuple[TrainedTokenizer, Render | None]:
+    found = load_pretrained_tokenizer(name)
+    own = template or found.chat_template
+    render = partial(_render, own, dict(found.special_tokens_map)) if own else None
+    return TrainedTokenizer(found.backend_tokenizer.to_str(), end=found.eos_token or END_OF_TEXT), render
+
+
+def load_pretrained_tokenizer(directory: str | Path) -> Any:
+    """transformers' own of a directory; no code in it is run.
+
+    Raises:
+        ConfigError: there is no directory, or its tokenizer is none of the tokenizers library's.
+    """
+    from transformers import AutoTokenizer
+
+    if not Path(directory).is_dir():
+        raise ConfigError(f"data.tokenizer: {directory} is no directory with a Hugging Face tokenizer")
+    found = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    if not found.is_fast:
+        raise ConfigError(
+            f"data.tokenizer: {directory} has a tokenizer of Python's, not of the tokenizers library: save it with its "
+            f"tokenizer.json"
+        )
+    return found
+
+
+def _render(template: str, special: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], answering: bool) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, _ = render_jinja_template(
+        conversations=[[dict(message) for message in messages]],
+        chat_template=template,
+        add_generation_prompt=answering,
+        **special,
+    )
+    return str(rendered[0])

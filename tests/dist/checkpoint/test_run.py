@@ -65,7 +65,7 @@ class Tiny(nn.Module):
         return SimpleNamespace(logits=self.head(hidden))
 
 
-def build_tiny(config: ModelConfig, vocab_size: int) -> nn.Module:
+def build_tiny(config: ModelConfig, vocab_size: int, *, values: bool = True) -> nn.Module:
     assert isinstance(config.config, dict)
     return Tiny(**config.config, vocab_size=vocab_size)
 

@@ -23,7 +23,7 @@ from zeromesh.errors import ZeromeshError
 from zeromesh.launch.ranks import Ranks
 from zeromesh.train import loop
 from zeromesh.train.config import ModelConfig, TrainConfig
-from zeromesh.train.corpus import Sequences
+from zeromesh.train.sequences import Rows
 
 Mesh = tuple[tuple[str, int], ...]
 
@@ -52,7 +52,7 @@ class Tiny(nn.Module):
         return Output(logits=self.head(hidden))
 
 
-def build_tiny(config: ModelConfig, vocab_size: int) -> nn.Module:
+def build_tiny(config: ModelConfig, vocab_size: int, *, values: bool = True) -> nn.Module:
     return Tiny(vocab_size)
 
 
@@ -169,8 +169,8 @@ def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
         def _forward_backward(self, batch: int) -> Any:
             return super()._forward_backward(meddling.batches.get(batch, batch))
 
-        def _loss(self, sequences: Sequences, indices: list[int]) -> tuple[Tensor, int]:
-            loss, weight = super()._loss(sequences, indices)
+        def _loss(self, rows: Rows, indices: list[int]) -> tuple[Tensor, int]:
+            loss, weight = super()._loss(rows, indices)
             self.samples[-1] += indices
             seen = set(indices or [0])
             if seen & set(meddling.poisoned):

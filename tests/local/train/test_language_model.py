@@ -75,3 +75,66 @@ def test_unreadable_file_is_one_message(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ConfigError, match="must hold a JSON object; got list"):
         build_language_model(ModelConfig(config=path), 257)
+
+
+def test_a_pretrained_model_has_its_own_values_on_the_first_rank_and_the_same_shapes_elsewhere(tmp_path: Path) -> None:
+    saved: Any = build()
+    saved.to(torch.bfloat16).save_pretrained(tmp_path)
+    config = ModelConfig(pretrained=tmp_path)
+    loaded = build_language_model(config, 257)
+    with torch.device("meta"):
+        elsewhere = build_language_model(config, 257, values=False)
+    for (name, one), (other_name, other), own in zip(
+        loaded.named_parameters(), elsewhere.named_parameters(), saved.parameters(), strict=True
+    ):
+        assert torch.equal(one, own) and other.is_meta
+        assert (name, one.shape, one.dtype) == (other_name, other.shape, other.dtype)
+    with pytest.raises(ConfigError, match="must be at least the tokenizer's 258; got 257"):
+        build_language_model(config, 258)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="has no safetensors file"):
+        build_language_model(config, 257)
+
+
+def test_patterns_and_adapters_say_what_trains() -> None:
+    pytest.importorskip("peft")
+    some = build_language_model(ModelConfig(config=LLAMA, trainable=("*.mlp.*", "model.norm.weight")), 257)
+    assert {name for name, p in some.named_parameters() if p.requires_grad} == {
+        *(f"model.layers.{block}.mlp.{part}_proj.weight" for block in range(2) for part in ("gate", "up", "down")),
+        "model.norm.weight",
+    }
+    with pytest.raises(ConfigError, match=r"no parameter is called 'mlp'; known: .*, model.layers.\*.mlp.up_proj.weight, "):
+        build_language_model(ModelConfig(config=LLAMA, trainable=("mlp",)), 257)
+    adapted = build_language_model(ModelConfig(config=LLAMA, trainable="lora:3"), 257)
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * 7 and all(3 in p.shape and "lora_" in name for name, p in trained.items())
+
+
+def test_selective_checkpointing_keeps_attention_and_every_second_product() -> None:
+    """Matrix products that the backward of one block runs again: of 7 the second, fourth and sixth, and never the last,
+    after which nothing is missing."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def count(kind: Any) -> tuple[int, int]:
+        torch.manual_seed(0)
+        config = ModelConfig(config=LLAMA | {"num_hidden_layers": 1}, activation_checkpointing=kind)
+        model: Any = build_language_model(config, 257).train()
+        loss = model(input_ids=torch.arange(8)[None], use_cache=False).logits.sum()
+        with Counter() as counter:
+            loss.backward()
+        mm = sum("mm.default" in call for call in counter.calls)
+        attention = sum("attention" in call and "backward" not in call for call in counter.calls)
+        return mm, attention
+
+    (none, _), (full, attention), (selective, kept) = (count(kind) for kind in ("none", "full", "selective"))
+    assert (full - none, attention) == (6, 1)
+    assert (selective - none, kept) == (3, 0)

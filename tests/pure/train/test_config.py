@@ -94,18 +94,33 @@ def test_a_plan_of_other_choices_is_refused_with_each_of_them(file: Path) -> Non
     others = (
         "mesh = cluster=2 x node=2 (planned: cluster=2 x node=4), batch.micro = 2 (planned: 8), "
         "micro-batches of a step, from batch.global_sequences = 1 (planned: 3), data.seq_len = 32 (planned: 64), "
-        "model.activation_checkpointing = False (planned: True), dtypes.param = fp32 (planned: bf16), "
+        "model.activation_checkpointing = none (planned: full), dtypes.param = fp32 (planned: bf16), "
         "dtypes.reduce = fp32 (planned: bf16), dtypes.master = fp32 (planned: bf16). Set them"
     )
     with pytest.raises(ConfigError, match=re.escape(others)):
         load_config(file, planned[:1])
 
 
-def test_a_plan_that_no_run_can_follow_is_refused(file: Path) -> None:
-    plan = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 2), ("cluster", 2)), recompute="selective")
-    (file.parent / "plan.json").write_text(plan.to_json())
-    with pytest.raises(ConfigError, match="recomputes selective activations, and a run all of its blocks' or none"):
-        load_config(file, [f"strategy={file.parent}/plan.json"])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.pretrained=there"], "either model.config, to begin with random values, or model.pretrained"),
+        (["model.trainable=lora"], 'must be "all", "lora:RANK", as in "lora:16", or a list of patterns'),
+        (["model.trainable=[]"], "no pattern would leave nothing to train"),
+        (["model.activation_checkpointing=some"], "'none', 'selective' or 'full'"),
+        (["eval.every=1", "data.holdout=0"], "set data.holdout to a fraction above 0, or name files"),
+        (["samples.every=1"], "samples.every needs samples.prompts"),
+    ],
+)
+def test_a_fine_tune_that_is_wrong_is_one_message(file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(file, overrides)
+
+
+def test_paths_of_a_fine_tune_are_relative_to_the_file(file: Path) -> None:
+    found = load_config(file, ['data.validation=["here.jsonl"]', "run.export=out"])
+    assert found.data.validation == (str(Path.cwd() / "here.jsonl"),)
+    assert found.run.export == Path.cwd() / "out"
 
 
 def test_stdlib_placeholder_is_left_for_the_run(file: Path) -> None:
@@ -151,7 +166,7 @@ def test_invalid_value_names_key_requirement_and_value(file: Path, override: str
 
 
 def test_evaluation_needs_held_out_files(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"eval.every needs held-out files: set data.holdout"):
+    with pytest.raises(ConfigError, match=r"eval.every needs something to evaluate on: set data.holdout"):
         load_config(file, ["eval.every=1", "data.holdout=0"])
 
 

@@ -1,0 +1,156 @@
+"""A fine-tune on four ranks is plain training of each answer by itself, in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.dist.pool import Pool, kept
+from zeromesh.launch.ranks import Ranks
+from zeromesh.train import loop
+from zeromesh.train.config import TrainConfig
+from zeromesh.train.corpus import read_corpus
+from zeromesh.train.language_model import build_language_model
+from zeromesh.train.sampler import Sampler
+from zeromesh.train.sequences import Documents
+
+START_S = 55.0
+STEPS = 3
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which PEFT reads
+SEQUENCES = 5
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with its tokenizer, and questions with answers."""
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from zeromesh.train.records import Document
+    from zeromesh.train.text import END_OF_TEXT, TrainedTokenizer
+
+    path = tmp_path_factory.mktemp("fine-tune")
+    rows = []
+    for number in range(24):
+        turns = [("user", f"what is {number} and {number}?"), ("assistant", f"{2 * number}")] * (1 + number % 2)
+        rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+    (path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trained = TrainedTokenizer.train([Document(name="", text=json.dumps(rows))], 280)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained.library, eos_token=END_OF_TEXT)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path / "base")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"eos_token_id": trained.end, "bos_token_id": None}
+    config = LlamaConfig(vocab_size=trained.vocab_size + 8, tie_word_embeddings=True, **sizes, **ends)
+    LlamaForCausalLM(config).save_pretrained(path / "base")
+    return path
+
+
+def config(directory: Path, name: str, strategy: str, **model: Any) -> TrainConfig:
+    fp64 = dict.fromkeys(("param", "reduce", "grad", "master"), "fp64")
+    tables: dict[str, Any] = {
+        "strategy": strategy,
+        "mesh": {"cluster": 2, "node": 2},
+        "run": {"directory": str(directory / name), "steps": STEPS, "seed": 7, "export": str(directory / name / "out")},
+        "model": {"pretrained": str(directory / "base")} | model,
+        "data": {"files": [f"{directory}/chat.jsonl"], "seq_len": 90, "holdout": 0.0},
+        "batch": {"global_sequences": SEQUENCES, "micro": 1},
+        "optimizer": {"lr": 0.02},
+        "samples": {"every": STEPS, "prompts": ["what is 3 and 3?"], "tokens": 4},
+        "dtypes": fp64,
+    }
+    return TrainConfig.model_validate(tables)
+
+
+def train(config: TrainConfig) -> bool:
+    """One rank's run."""
+    torch.set_num_threads(1)
+    mesh = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return loop.run_training(config, Ranks(rank=rank, world=world, device=torch.device("cpu"), mesh=mesh))
+
+
+def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], torch.nn.Module]:
+    """Each document in a forward of its own, with torch's own optimizer and clipping."""
+    corpus = read_corpus(run.data, run.model)
+    rows = corpus.training
+    assert isinstance(rows, Documents) and rows.learned is not None
+    assert any(len(row) > 1 for row in rows._rows), "no row has two documents"
+    sampler = Sampler(num_samples=len(rows), global_sequences=SEQUENCES, micro=SEQUENCES, world=1, seed=run.run.seed)
+    torch.manual_seed(run.run.seed)
+    model = build_language_model(run.model, corpus.vocab_size).double()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2]},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    losses = []
+    for step, lr in enumerate(learning_rates):
+        batch = sampler.global_batch(step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        total, learned = torch.zeros((), dtype=torch.float64), 0
+        for document in (document for index in batch for document in rows._rows[index]):
+            here = slice(int(rows.starts[document]), int(rows.starts[document + 1]))
+            ids, marks = rows.tokens[here].long(), rows.learned[here].bool()
+            logits = model(input_ids=ids[None, :-1]).logits[0]
+            each = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+            total, learned = total + each[marks[1:]].sum(), learned + int(marks[1:].sum())
+        loss = total / learned
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.eval()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [
+        ("node=3,cluster=1", {"trainable": "lora:2", "activation_checkpointing": "selective"}),
+        ("node=2,cluster=0", {"trainable": ["*.mlp.*", "model.norm.weight"]}),
+    ],
+    ids=["lora", "patterns"],
+)
+def test_packed_answers_are_learned_as_each_by_itself(
+    pool: Pool, directory: Path, strategy: str, model: dict[str, Any]
+) -> None:
+    run = config(directory, strategy, strategy, **model)
+    assert all(pool.run(4, train, run, timeout_s=START_S))
+    steps = [json.loads(line) for line in (run.run.directory / "metrics.jsonl").read_text().splitlines()]
+    losses, expected = plain(run, [step["lr"] for step in steps])
+    assert [step["loss"] for step in steps] == pytest.approx(losses, rel=1e-6)  # the loop's loss is fp32
+
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.allclose(
+            _exported(directory, run)(input_ids=ids).logits, expected(input_ids=ids).logits, atol=1e-6
+        )
+    (sample,) = map(json.loads, (run.run.directory / "samples.jsonl").read_text().splitlines())
+    assert sample.keys() == {"step", "prompt", "text"} and sample["step"] == STEPS
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(run.run.export).chat_template == TEMPLATE
+
+
+def _exported(directory: Path, run: TrainConfig) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    if not run.model.lora_rank:
+        return AutoModelForCausalLM.from_pretrained(run.run.export, dtype=torch.float64)
+    base = AutoModelForCausalLM.from_pretrained(directory / "base").double()
+    return PeftModel.from_pretrained(base, str(run.run.export)).double()
