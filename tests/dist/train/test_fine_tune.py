@@ -90,7 +90,7 @@ def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], t
     torch.manual_seed(run.run.seed)
     model = build_language_model(run.model, corpus.vocab_size).double()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2]},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]

@@ -103,7 +103,9 @@ def test_patterns_and_adapters_say_what_trains() -> None:
         *(f"model.layers.{block}.mlp.{part}_proj.weight" for block in range(2) for part in ("gate", "up", "down")),
         "model.norm.weight",
     }
-    with pytest.raises(ConfigError, match=r"no parameter is called 'mlp'; known: .*, model.layers.\*.mlp.up_proj.weight, "):
+    with pytest.raises(
+        ConfigError, match=r"no parameter is called 'mlp'; known: .*, model.layers.\*.mlp.up_proj.weight, "
+    ):
         build_language_model(ModelConfig(config=LLAMA, trainable=("mlp",)), 257)
     adapted = build_language_model(ModelConfig(config=LLAMA, trainable="lora:3"), 257)
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
