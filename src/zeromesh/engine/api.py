@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.engine.build import build_engine, make_control, mesh_axes, mesh_device
@@ -19,8 +20,9 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.norms import slice_norms
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.others import keep_others_out
+from zeromesh.engine.spread import groups_beyond
 from zeromesh.engine.state_dict import install_state_dict
-from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_modules
+from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_modules, spreads_of
 from zeromesh.errors import MeshError, ModelError, NotationError
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Stage, Strategy
@@ -55,7 +57,7 @@ def shard(
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
 
-    def prepare() -> tuple[Precision, Layout, list[ModuleUnit]]:
+    def prepare() -> tuple[Precision, Layout, list[ModuleUnit], tuple[ProcessGroup, ...]]:
         if any(hasattr(module, ENGINE) for module in model.modules()):
             raise ModelError(
                 "this model, or a part of it, is sharded already; zm.shard is called once, on the whole model: units= "
@@ -68,14 +70,15 @@ def shard(
         if layout.degree(layout.param_axes) == 1:
             found = join_modules(found, precision, bucket_bytes)
         require_wires(layout, [module.describe(precision) for module in found], mesh_device(mesh, model).type)
-        return precision, layout, found
+        return precision, layout, found, groups_beyond(mesh, spreads_of(found))
 
     debug, register = (
         os.environ.get(name, "0") not in ("", "0") if given is None else given
         for name, given in (("ZEROMESH_DEBUG", debug), ("ZEROMESH_REGISTER", register))
     )
     control = make_control(mesh)
-    precision, layout, found = control.together(prepare)
+    precision, layout, found, beyond = control.together(prepare)
+    control = replace(control, beyond=beyond)
     engine = build_engine(model, mesh, control, layout, found, precision, init, debug=debug, register=register)
     watch_optimizers(engine)
     install_state_dict(model, engine)

@@ -43,8 +43,9 @@ from zeromesh.engine.chain import (
     unshard_chain,
 )
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.leaf import ClosedLeaf, Leaf
+from zeromesh.engine.leaf import Leaf, close_leaf, open_leaf, versions_of
 from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
 from zeromesh.schedule import LaneKind, Op, Reducing, Reduction, lane_axes
 from zeromesh.strategy import Layout
@@ -110,30 +111,29 @@ class UnitShards:
     def sites(self) -> list[Site]:
         """Every place in the model that holds one of its parameters."""
         return [
-            (params, key, leaf, param, leaf.data_ptr())
+            (params, key, leaf, param, local_of(leaf).data_ptr())
             for buffer in self.buffers
             for place, leaf, param in zip(buffer.places, buffer.leaves, buffer.optimizer_params, strict=True)
             for params, key in place.info.sites
         ]
 
     @cached_property
-    def in_slot(self) -> Leaf | None:
-        """A leaf over the unit's slot, whose version is the slot's; None where nothing is gathered."""
-        leaves = (b.leaves[0] for b in self.buffers if b.leaves and b.gathered)
-        leaf = next(leaves, None)
-        return None if leaf is None or leaf.is_inference() else leaf
+    def in_slot(self) -> tuple[Tensor, ...]:
+        """What has the version of the unit's slot: a view of it, and DTensors over it; none where nothing is
+        gathered."""
+        return _one_memory([leaf for buffer in self.buffers if buffer.gathered for leaf in buffer.leaves])
 
     @cached_property
-    def watched(self) -> list[Leaf]:
-        """Leaves whose versions together are those of all memory that the unit computes with."""
+    def watched(self) -> list[Tensor]:
+        """Tensors whose versions together are those of all memory that the unit computes with."""
         if any(place.info.rewritten for buffer in self.buffers for place in buffer.places):
             return []
-        return [
-            leaf
+        memories = [
+            leaves
             for buffer in self.buffers
-            for leaf in (buffer.leaves[:1] if buffer.gathered else buffer.leaves)
-            if not leaf.is_inference()
+            for leaves in ([buffer.leaves] if buffer.gathered else [[leaf] for leaf in buffer.leaves])
         ]
+        return [tensor for leaves in memories for tensor in _one_memory(leaves)]
 
     @cached_property
     def closing(self) -> list[Leaf]:
@@ -286,12 +286,12 @@ class DeviceBackend:
         for params, key, leaf, _, _ in sites:
             params[key] = leaf
         for leaf in shards.closing:
-            leaf.__class__ = Leaf
+            open_leaf(leaf)
         in_slot = shards.in_slot
         # Not again where nothing has been gathered since: it counts changes in place.
-        if in_slot is not None and in_slot._version >> _VERSION_BITS != unit + 1:
+        if in_slot and in_slot[0]._version >> _VERSION_BITS != unit + 1:
             _set_version(in_slot, unit + 1 << _VERSION_BITS)
-        shards.versions = [leaf._version for leaf in shards.watched]
+        shards.versions = [tensor._version for tensor in shards.watched]
 
     def require_usable(self, unit: int, outputs: Iterable[Tensor]) -> None:
         """Raises ModelError where a forward hands out what outlives the unit's turn in its slot."""
@@ -313,16 +313,16 @@ class DeviceBackend:
                 continue
             for params, key, leaf, param, address in shards.sites:
                 held = params.get(key)
-                if held is not param and (held is not leaf or leaf.data_ptr() != address):
+                if held is not param and (held is not leaf or local_of(leaf).data_ptr() != address):
                     raise _replaced(shards, param)
-            if shards.versions and shards.versions != [leaf._version for leaf in shards.watched]:
+            if shards.versions and shards.versions != [tensor._version for tensor in shards.watched]:
                 raise written(shards.name)
 
     def unuse(self, unit: int) -> None:
         for params, key, _, param, _ in self.units[unit].sites:
             params[key] = param
         for leaf in self.units[unit].closing:
-            leaf.__class__ = ClosedLeaf
+            close_leaf(leaf)
         self.units[unit].versions = []
 
     def has_grads(self, unit: int) -> bool:
@@ -396,6 +396,8 @@ class DeviceBackend:
             if grad is None:
                 missing.append(home)
                 continue
+            spread = buffer.places[position].info.spread
+            grad = grad if spread is None else spread.local_grad(grad)
             if stale is not None:
                 _require_unchanged(buffer.optimizer_params[position], stale)
             used[position] = True
@@ -453,10 +455,16 @@ def _require_unchanged(param: ShardedParameter, generation: int) -> None:
         )
 
 
-def _set_version(in_slot: nn.Parameter | None, version: int) -> None:
+def _one_memory(leaves: Sequence[Leaf]) -> tuple[Tensor, ...]:
+    """Of leaves over one memory, the tensors whose versions are those of it and of DTensors over it."""
+    counted = [versions_of(leaf) for leaf in leaves if not leaf.is_inference()]
+    return (counted[0][0], *(tensor for _, *others in counted for tensor in others)) if counted else ()
+
+
+def _set_version(in_slot: tuple[Tensor, ...], version: int) -> None:
     """[Note: Versions]."""
-    if in_slot is not None:
-        torch._C._autograd._unsafe_set_version_counter((in_slot,), (version,))
+    if in_slot:
+        torch._C._autograd._unsafe_set_version_counter(in_slot, (version,) * len(in_slot))
 
 
 def written(unit: str) -> ModelError:
@@ -484,6 +492,6 @@ def _run(jobs: Sequence[Job]) -> None:
 def _storage(tensor: Tensor) -> int:
     """The address of what a tensor is a view of; 0 of one that has no memory of its own kind."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return local_of(tensor).untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse ones, subclasses, those of torch.func
         return 0

@@ -10,16 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from zeromesh.comm import AxisGroup, Lane, make_groups, mesh_group
 from zeromesh.comm.registered import Registration, registered
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
-from zeromesh.engine.control import Control, Span
+from zeromesh.engine.control import Control, Span, broadcast_bytes
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install
 from zeromesh.engine.materialise import Init, Materialiser
+from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.model.module_units import clean_name
@@ -88,6 +90,7 @@ def build_engine(
     """Shards `model` in place; see `zm.shard`."""
     device = mesh_device(mesh, model)
     units = [module.describe(precision) for module in modules]
+    control.require_aligned()
     control.require_same("strategy", f"{layout.strategy} on {layout.mesh}{' registered' * register}")
     control.require_same("model", _digest(model, modules, precision))
     groups = {} if mesh is None else make_groups(mesh, layout.axes, exact=layout.strategy.sum == "exact")
@@ -134,7 +137,8 @@ def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precisio
             for info in infos:
                 sharded.add(info.param)
                 names = " = ".join(info.names)
-                lines.append(f"{names} {tuple(info.param.shape)} {info.param.dtype} {kind} in {unit.name!r}")
+                spread = f" {info.spread}" if info.spread is not None else ""
+                lines.append(f"{names} {tuple(info.param.shape)} {info.param.dtype} {kind} in {unit.name!r}{spread}")
     whole = {name: param for name, param in model.named_parameters() if param not in sharded}
     for name, tensor in (*whole.items(), *model.named_buffers()):
         kind = "unsharded" if name in whole else "buffer"
@@ -193,7 +197,7 @@ def _fill_shards(
         closes = schedule.shards_params
         shards.append(UnitShards(name=unit.name, buffers=buffers, shares_slot=shares, closes=closes))
     materialiser.rest()
-    message = control.say(materialiser.error)
+    message = next(filter(None, control.gather(materialiser.error)), "")
     if message:
         raise ModelError(message) from materialiser.cause
     _sync_buffers(model, device, control)
@@ -206,9 +210,23 @@ def _values(buffer: FlatShards, control: Control) -> Tensor:
         params, key = place.info.sites[0]
         param = params[key]
         assert param is not None
-        values[place.start : place.stop].copy_(param.detach().flatten())
+        # What was on the meta device has come from there whole.
+        own = local_of(param) if isinstance(param, DTensor) else param[place.region.index]
+        values[place.start : place.stop].copy_(own.detach().flatten())
     control.broadcast(values)
+    _repeat(values, buffer, control)
     return values
+
+
+def _repeat(values: Tensor, buffer: FlatShards, control: Control) -> None:
+    """The first rank's values, along each axis beyond the mesh, of what is not divided over it: [Note: Beyond]."""
+    for group in control.beyond:
+        same = [values[place.start : place.stop] for place in buffer.places if not place.info.divided(group)]
+        if same:
+            sent = torch.cat(same)
+            broadcast_bytes(sent, group)
+            received = torch.split(sent, [part.numel() for part in same])
+            torch._foreach_copy_(same, list(received))
 
 
 def _retire(buffer: FlatShards, unit: str) -> None:
@@ -219,7 +237,8 @@ def _retire(buffer: FlatShards, unit: str) -> None:
             assert param is not None
             place.info.param._zeromesh_retired = param._zeromesh_retired = place.info.name  # type: ignore[attr-defined]
             if not param.is_meta:
-                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+                local = local_of(param)
+                local.data = torch.empty(0, dtype=local.dtype, device=local.device)
 
 
 def _sync_buffers(model: nn.Module, device: torch.device, control: Control) -> None:
@@ -232,7 +251,10 @@ def _sync_buffers(model: nn.Module, device: torch.device, control: Control) -> N
     for param in unsharded:
         param.data = param.data.to(device)
     for tensor in (*model.buffers(), *(param.data for param in unsharded)):
-        control.broadcast(tensor)
+        held = local_of(tensor)
+        control.broadcast(held)
+        for group in control.beyond:
+            broadcast_bytes(held, group)
 
 
 def _bind_slots(schedule: Schedule, shards: Sequence[UnitShards], device: torch.device) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeromesh.errors import CommunicationError, MismatchError
+from zeromesh.errors import CommunicationError, MeshError, MismatchError
 
 ResultT = TypeVar("ResultT")
 
@@ -96,13 +96,8 @@ class Control:
         return found
 
     def broadcast(self, values: Tensor) -> None:
-        """The first rank's values, to all; of any dtype and strides."""
-        if self.group is not None and values.numel():
-            sent = values.contiguous()
-            # As bytes: gloo knows fewer dtypes than torch.
-            dist.broadcast(sent.view(-1).view(torch.uint8), src=self.source, group=self.group)
-            if sent is not values:
-                values.copy_(sent)
+        """The values of the mesh's first rank, to all of the mesh; of any dtype and strides."""
+        broadcast_bytes(values, self.group, self.source)
 
     def say(self, value: ResultT) -> ResultT:
         """What the first rank of all says, on every rank."""
@@ -133,6 +128,20 @@ class Control:
                     f"start every rank with the same model and arguments"
                 )
         return result
+
+    def require_aligned(self) -> None:
+        """Raises MeshError, on every rank, unless all ranks along each axis beyond have the same place in their
+        meshes."""
+        own, off = torch.tensor([self.rank, -self.rank], device=self.device), False
+        for group in self.beyond:
+            highest, lowest = reduce_over(group, own.clone(), dist.ReduceOp.MAX).tolist()
+            off = off or highest != -lowest
+        if self.beyond and self.reduce_all(torch.tensor([int(off)], device=self.device), dist.ReduceOp.MAX).item():
+            raise MeshError(
+                "the mesh of zm.shard and those of the model's DTensors must be dimensions of one mesh, such as "
+                "mesh['cluster', 'node'] and mesh['tp']: ranks that share a parameter have another place each in the "
+                "meshes that they are sharded over"
+            )
 
     def gather(self, value: ResultT) -> list[ResultT]:
         """Every rank's: those of the mesh, then those of the meshes beyond."""
@@ -170,6 +179,23 @@ def reduce_over(
         with _naming(group):
             dist.all_reduce(values, op=operation, group=group)
     return values
+
+
+def broadcast_bytes(values: Tensor, group: dist.ProcessGroup | None, source: int | None = None) -> None:
+    """The values of a group's rank, to all of it; of any dtype and strides.
+
+    Args:
+        values: replaced on the other ranks.
+        group: None for this rank alone.
+        source: a global rank; None for the group's first.
+    """
+    if group is not None and values.numel():
+        sent = values.contiguous()
+        first = dist.get_global_rank(group, 0) if source is None else source
+        # As bytes: gloo knows fewer dtypes than torch.
+        dist.broadcast(sent.view(-1).view(torch.uint8), src=first, group=group)
+        if sent is not values:
+            values.copy_(sent)
 
 
 @contextmanager

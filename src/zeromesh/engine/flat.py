@@ -23,9 +23,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from zeromesh.engine.leaf import Leaf
+from zeromesh.engine.control import Span
+from zeromesh.engine.leaf import Leaf, PlainLeaf, make_leaf
 from zeromesh.engine.param import ShardedGrad, ShardedParameter, leave_memory, make_slice, return_memory
+from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ParamInfo
+from zeromesh.pieces.region import Region
 from zeromesh.schedule import FlatBuffer, Placed
 from zeromesh.schedule.placed import FEEDBACK_DTYPE
 from zeromesh.strategy import Axis
@@ -33,12 +36,22 @@ from zeromesh.strategy import Axis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one parameter lies: `start`..`stop` of the flat buffer."""
+    """Where one parameter, or this rank's region of it, lies: `start`..`stop` of the flat buffer."""
 
     info: ParamInfo
-    shape: torch.Size
+    region: Region
     start: int
     stop: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what lies here."""
+        return torch.Size(self.region.sizes)
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return torch.Size(self.region.shape)
 
 
 @dataclass(kw_only=True)
@@ -78,8 +91,9 @@ class FlatShards:
         """Allocates the persistent shards, zeroed; slots come with `bind`."""
         places, start = [], 0
         for info in infos:
-            stop = start + info.param.numel()
-            places.append(Place(info=info, shape=info.param.shape, start=start, stop=stop))
+            region = info.region
+            stop = start + region.numel
+            places.append(Place(info=info, region=region, start=start, stop=stop))
             start = stop
         self = cls(placed=placed, coordinates=coordinates, places=tuple(places), device=device)
         spec, layout = placed.buffer, placed.layout
@@ -160,8 +174,7 @@ class FlatShards:
         for place in self.places:
             whole = self.params.data if full is None else full
             view = whole[place.start : place.stop].view(place.shape)
-            leaf: Leaf = torch.Tensor._make_subclass(Leaf, view, self.spec.trainable)
-            leaf.full_name = place.info.name
+            leaf = make_leaf(view, self.spec.trainable, place.info.name, place.info.spread)
             _carry_attributes(place.info.param, leaf)
             self.leaves.append(leaf)
 
@@ -195,7 +208,7 @@ class FlatShards:
             torch._C._autograd._unsafe_set_version_counter(tuple(self._sums), (0,) * len(self._sums))
             self.adds = True
             for leaf, held in zip(self.leaves, self._sums, strict=True):
-                if leaf.grad is None:
+                if leaf.grad is None and isinstance(leaf, PlainLeaf):  # other gradients have yet to be made local
                     leaf.grad = held
 
     def grads_of_leaves(self) -> list[Tensor | None]:
@@ -214,23 +227,35 @@ class FlatShards:
                 leaf.grad = None
         return grads
 
-    def make_optimizer_params(self, **attributes: object) -> None:
-        """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard)."""
+    def make_optimizer_params(self, spans: tuple[Span, ...], **attributes: object) -> None:
+        """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard).
+
+        Args:
+            spans: that the buffer is divided over.
+            attributes: of each.
+        """
         home, axes = self.home
         held = self.range_of(axes)
         in_params = self.master is None or self.master_in_params
         in_leaves = bool(self.leaves) and in_params and not self.gathered
         for index, place in enumerate(self.places):
             start, stop = overlap(place, held)
-            common = {"full_name": place.info.name, "global_shape": place.shape, **attributes}
+            divided = spans if place.info.spread is None else (*spans, *place.info.spread.spans)
+            common = {
+                "full_name": place.info.name,
+                "global_shape": place.global_shape,
+                "spans": divided,
+                **attributes,
+            }
             own = home[start - held.start : stop - held.start]
             if in_leaves:  # with the leaf's version, which autograd looks at
-                own = self.leaves[index].detach().view(-1)[start - place.start : stop - place.start]
+                own = local_of(self.leaves[index]).detach().view(-1)[start - place.start : stop - place.start]
             param = make_slice(
                 ShardedParameter,
                 own,
                 self.spec.trainable,
                 flat_start=start - place.start,
+                region=place.region,
                 **common,
             )
             _carry_attributes(place.info.param, param)

@@ -4,6 +4,9 @@
 its `.data` counts as a change, which the engine looks for when the unit's forward ends: masters would never see it.
 Closed, in memory that may hold another unit's parameters, it is of a class that computes nothing: it may have left its
 unit through a cache or an attribute.
+
+That of a DTensor is one, whose local tensor is the memory. What torch does with one counts as a change of it, and not
+of the memory, so both have versions to be looked at.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zeromesh.engine import allowed
+from zeromesh.engine.spread import Spread, local_of
 from zeromesh.errors import ModelError
 
 _TELLS = (
@@ -30,6 +35,7 @@ class Leaf(nn.Parameter):
         full_name: the parameter's.
     """
 
+    __slots__ = ()
     full_name: str
 
     @property
@@ -42,15 +48,17 @@ class Leaf(nn.Parameter):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a getset_descriptor
 
 
-class ClosedLeaf(Leaf):
+class _Closed(Leaf):
     """Closed: [Note: Leaves]."""
+
+    __slots__ = ()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ClosedLeaf({self.full_name!r})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        closed = next((arg for arg in args if type(arg) is ClosedLeaf), None)
+        closed = next((arg for arg in args if isinstance(arg, _Closed)), None)
         if func in _TELLS or closed is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -59,3 +67,55 @@ class ClosedLeaf(Leaf):
             f"memory may hold another unit's parameters by now. Keep a clone, compute it inside that forward, or name "
             f"the unit in zm.shard(resident=[...])"
         )
+
+
+class PlainLeaf(Leaf):
+    """Over memory that is all of the parameter."""
+
+
+class ClosedPlainLeaf(_Closed, PlainLeaf):
+    """Closed."""
+
+
+class SpreadLeaf(Leaf, DTensor):
+    """Over the memory of this rank's part of a DTensor."""
+
+    __slots__ = ()
+
+
+class ClosedSpreadLeaf(_Closed, SpreadLeaf):
+    """Closed."""
+
+    __slots__ = ()
+
+
+_CLOSED: dict[type, type] = {PlainLeaf: ClosedPlainLeaf, SpreadLeaf: ClosedSpreadLeaf}
+_OPEN = {closed: opened for opened, closed in _CLOSED.items()}
+
+
+def make_leaf(memory: Tensor, trainable: bool, name: str, spread: Spread | None) -> Leaf:
+    """An open leaf over `memory`, which has the shape of the parameter, or of this rank's part of it."""
+    leaf: Leaf
+    if spread is None:
+        leaf = torch.Tensor._make_subclass(PlainLeaf, memory, trainable)
+    else:
+        made: Tensor = nn.Parameter(spread.over(memory), requires_grad=trainable)
+        made.__class__ = SpreadLeaf
+        assert isinstance(made, SpreadLeaf)
+        leaf = made
+    leaf.full_name = name
+    return leaf
+
+
+def open_leaf(leaf: Leaf) -> None:
+    leaf.__class__ = _OPEN.get(type(leaf), type(leaf))
+
+
+def close_leaf(leaf: Leaf) -> None:
+    leaf.__class__ = _CLOSED.get(type(leaf), type(leaf))
+
+
+def versions_of(leaf: Leaf) -> tuple[Tensor, ...]:
+    """The tensors whose versions count what is written to a leaf's memory, that first: [Note: Leaves]."""
+    memory = local_of(leaf)
+    return (leaf,) if memory is leaf else (memory, leaf)

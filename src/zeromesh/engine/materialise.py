@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zeromesh.engine.units import ModuleUnit
 from zeromesh.model.module_units import clean_name
@@ -88,7 +89,9 @@ class Materialiser:
                 yield key, made_buffer
 
     def _empty(self, meta: Tensor) -> Tensor:
-        empty = torch.empty_like(meta, device=self.device).detach()
+        # Of a DTensor all: what initialises the whole parameter is right for any part of it.
+        whole = torch.empty(meta.shape, dtype=meta.dtype, device="meta") if isinstance(meta, DTensor) else meta
+        empty = torch.empty_like(whole, device=self.device).detach()
         if empty.is_floating_point():
             return empty.fill_(torch.nan)
         _storage_bytes(empty).fill_(_UNTOUCHED)

@@ -30,6 +30,7 @@ from zeromesh.engine.param import ShardedGrad, ShardedParameter
 from zeromesh.engine.units import DTYPE_NAMES
 from zeromesh.errors import OptimizerError
 from zeromesh.pieces.piece import whole
+from zeromesh.pieces.region import Region
 from zeromesh.pieces.sliced import SlicedTensor, part_of
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ def take_slices(optimizer: Optimizer) -> None:
             state: dict[str, Any] = optimizer.state.get(param, {})
             for key, value in state.items():
                 if isinstance(value, SlicedTensor) or _is_whole(key, value, param):
-                    own = part_of(value, f"{param.full_name}.{key}", param.flat_start, param.local.numel())
+                    name = f"{param.full_name}.{key}"
+                    own = part_of(value, name, param.region, param.flat_start, param.local.numel())
                     # A clone, or the whole of it would stay in memory.
                     state[key] = own if isinstance(value, SlicedTensor) else own.clone()
 
@@ -168,7 +170,8 @@ def _take_whole(optimizer: Optimizer, own: frozenset[ShardedParameter]) -> None:
         for key, value in state.items():
             if isinstance(value, SlicedTensor):
                 shape = value.piece.shape
-                state[key] = part_of(value, f"{param.full_name}.{key}", 0, math.prod(shape)).view(shape)
+                name = f"{param.full_name}.{key}"
+                state[key] = part_of(value, name, Region.whole(shape), 0, math.prod(shape)).view(shape)
 
 
 def _is_whole(key: str, value: Any, param: ShardedParameter) -> bool:

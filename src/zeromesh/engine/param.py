@@ -32,7 +32,8 @@ from zeromesh.engine.control import Span
 from zeromesh.engine.norms import slice_norms
 from zeromesh.errors import ModelError, OptimizerError
 from zeromesh.pieces.piece import Piece
-from zeromesh.pieces.sliced import SlicedTensor
+from zeromesh.pieces.region import Region
+from zeromesh.pieces.sliced import SlicedTensor, part_of
 
 AgreeMax = Callable[[Tensor], None]
 """Replaces a tensor by its maximum over all ranks."""
@@ -105,12 +106,14 @@ class ShardedParameter(_Slice, nn.Parameter):
     Attributes:
         full_name: the parameter's qualified name.
         global_shape: the original parameter's shape.
-        flat_start: where the slice starts in the flattened original parameter.
+        region: what of the original parameter this rank's data-parallel ranks have: all of one that is no DTensor.
+        flat_start: where the slice starts in the flattened region.
         unit: index of the unit it belongs to.
         engine: weak reference to the engine.
         changed: the unit's generation since which its values are those of now.
     """
 
+    region: Region
     flat_start: int
     unit: int
     engine: Callable[[], Any]
@@ -119,8 +122,11 @@ class ShardedParameter(_Slice, nn.Parameter):
 
     def sliced(self, name: str, local: Tensor | None = None) -> SlicedTensor:
         """Its slice, or other values for the same elements, as part of a whole tensor of that name."""
-        shape, local = tuple(self.global_shape), self.local if local is None else local
-        return SlicedTensor(Piece(name=name, shape=shape, start=self.flat_start, local=local))
+        return SlicedTensor(self.piece(name, self.local if local is None else local))
+
+    def piece(self, name: str, local: Tensor) -> Piece:
+        """Values for the elements of its slice, as those of a whole tensor of that name."""
+        return Piece(name=name, shape=self.region.shape, start=self.flat_start, local=local, within=self.region)
 
     # Autograd never writes it, so it need not be where C++ would look for it, behind a detour.
     @property
@@ -324,7 +330,7 @@ def _part_for(target: Any, source: Any) -> Any:
         return source
     if source.shape != owner.global_shape or source.dim() == 0:
         return source
-    return source.reshape(-1)[owner.flat_start :][: owner.local.numel()]
+    return part_of(source, owner.full_name, owner.region, owner.flat_start, owner.local.numel())
 
 
 @torch.no_grad()

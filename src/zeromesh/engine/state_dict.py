@@ -76,7 +76,7 @@ def _install_loading(module: nn.Module, reference: weakref.ref[Engine]) -> None:
             value = state.get(prefix + key)
             if isinstance(value, Tensor) and value.shape == param.global_shape and value is not param:
                 found.changing(param)
-                given = part_of(value, param.full_name, param.flat_start, param.local.numel())
+                given = part_of(value, param.full_name, param.region, param.flat_start, param.local.numel())
                 if given.data_ptr() != param.local.data_ptr():
                     param.local.copy_(given)
                 state[prefix + key] = param

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zeromesh.engine.shardable import can_shard, require_apart
+from zeromesh.engine.spread import Spread, spread_of
 from zeromesh.errors import ModelError, nearest
 from zeromesh.model import module_units
 from zeromesh.model.module_units import clean_name, find_blocks, find_edges, unwrapped
+from zeromesh.pieces.region import Region
 from zeromesh.schedule import FlatBuffer, Role, Unit, joined_name, neighbours
 
 UnitClasses = Sequence[type[nn.Module] | str]
@@ -63,6 +66,7 @@ class ParamInfo:
         param: as the model had it.
         sites: every place that holds it: the `_parameters` of the owning module, and the key. Dicts, not modules, so
             that the engine does not keep the model alive.
+        spread: of a DTensor, how it lies on its mesh.
         rewritten: by each forward, alike on all ranks: frozen rows that an embedding renormalises.
     """
 
@@ -70,10 +74,27 @@ class ParamInfo:
     param: nn.Parameter
     sites: tuple[tuple[dict[str, nn.Parameter | None], str], ...]
     rewritten: bool = False
+    spread: Spread | None = None
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def region(self) -> Region:
+        """What this rank has of it before it is sharded."""
+        return Region.whole(self.param.shape) if self.spread is None else self.spread.region
+
+    def divided(self, group: dist.ProcessGroup) -> bool:
+        """Whether ranks of `group` have different parts of it."""
+        ranks = dist.get_process_group_ranks(group)
+        spans = () if self.spread is None else self.spread.spans
+        return any(dist.get_process_group_ranks(span.group) == ranks for span in spans)
+
+    @property
+    def most(self) -> int:
+        """Elements of the largest region on any rank. What ranks must decide alike looks at no other number."""
+        return self.param.numel() if self.spread is None else self.spread.most
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,10 +124,12 @@ class ModuleUnit:
         for key, infos in other.groups.items():
             self.groups.setdefault(key, []).extend(infos)
 
-    def describe(self, precision: Precision) -> Unit:
-        """The unit as the schedule sees it."""
+    def describe(self, precision: Precision, *, largest: bool = False) -> Unit:
+        """The unit as the schedule sees it; `largest`: with the largest region of each parameter that any rank has."""
         buffers = tuple(  # parameters without elements have a buffer too, and buffers have elements
-            precision.buffer(dtype, max(1, sum(info.param.numel() for info in infos)), trainable)
+            precision.buffer(
+                dtype, max(1, sum(info.most if largest else info.region.numel for info in infos)), trainable
+            )
             for (dtype, trainable), infos in self.groups.items()
         )
         return Unit(name=self.name, role=self.role, buffers=buffers)
@@ -149,11 +172,18 @@ def find_units(
 def join_modules(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes: int) -> list[ModuleUnit]:
     """The modules of what `zeromesh.schedule.join_units` joins."""
     joined: list[ModuleUnit] = []
-    for first, *others in neighbours([unit.describe(precision) for unit in units], bucket_bytes):
+    for first, *others in neighbours([unit.describe(precision, largest=True) for unit in units], bucket_bytes):
         for other in others:
             units[first].join(units[other])
         joined.append(units[first])
     return joined
+
+
+def spreads_of(units: Sequence[ModuleUnit]) -> Iterator[tuple[str, Spread]]:
+    """How DTensors lie, with their names."""
+    for info in (info for unit in units for infos in unit.groups.values() for info in infos):
+        if info.spread is not None:
+            yield info.name, info.spread
 
 
 def modules_by_unit(model: nn.Module, units: Sequence[ModuleUnit]) -> dict[str, list[nn.Module]]:
@@ -202,12 +232,18 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit], precision: Pre
         # A module that is registered twice has two names and one site.
         sites = tuple({(id(owner), key): (owner._parameters, key) for owner, key, _, _ in places}.values())
         rewritten = any(getattr(owner, "max_norm", None) is not None for owner, *_ in places)
-        info = ParamInfo(names=tuple(place[3] for place in places), param=param, sites=sites, rewritten=rewritten)
+        info = ParamInfo(
+            names=tuple(place[3] for place in places),
+            param=param,
+            sites=sites,
+            rewritten=rewritten,
+            spread=spread_of(param, places[0][3]),
+        )
         units[home].groups.setdefault((precision.alike(param.dtype), param.requires_grad), []).append(info)
     for unit in units.values():
         for infos in unit.groups.values():
             # Odd sizes last, so that all others stay aligned for vector loads and matrix units, in two bytes too.
-            infos.sort(key=lambda info: info.param.numel() % 8 != 0)
+            infos.sort(key=lambda info: info.most % 8 != 0)
 
 
 def _walk(

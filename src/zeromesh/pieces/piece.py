@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from zeromesh.errors import CheckpointError, InternalError
+from zeromesh.pieces.boxes import Box
+from zeromesh.pieces.region import Region, shared
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -33,19 +35,21 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """A contiguous range of a flattened tensor.
+    """A contiguous range of a flattened tensor, or of a flattened region of one: [Note: Regions] of `region`.
 
     Args:
         name: of the tensor in the checkpoint.
         shape: of the whole tensor.
-        start: where the range starts in the flattened tensor.
+        start: where the range starts in the flattened region.
         local: its elements, contiguous, 1-D; shares memory with what it was taken from.
+        within: the region; None for all of the tensor.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     local: Tensor
+    within: Region | None = None
 
     def __post_init__(self) -> None:
         if self.local.dim() != 1 or not self.local.is_contiguous():
@@ -54,6 +58,20 @@ class Piece:
             raise CheckpointError(
                 f"{self.name} must have a dtype that a checkpoint holds ({', '.join(DTYPES)}); got {self.local.dtype}"
             )
+
+    @property
+    def region(self) -> Region:
+        return Region.whole(self.shape) if self.within is None else self.within
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """Its elements, as boxes of the whole tensor."""
+        return self.region.boxes(self.start, self.stop) if self.local.numel() else ()
+
+    def view(self, box: Box) -> Tensor:
+        """The elements of one of its boxes, in the box's shape; shares memory."""
+        first = box.start - self.start
+        return self.local[first : first + box.numel].view(box.sizes)
 
     @property
     def stop(self) -> int:
@@ -69,14 +87,35 @@ class Piece:
         return self.local.numel() * self.local.itemsize
 
     def part(self, start: int, stop: int) -> Piece:
-        """Elements `start` to `stop` of the whole tensor, which lie inside."""
-        local = self.local[start - self.start : stop - self.start]
-        return Piece(name=self.name, shape=self.shape, start=start, local=local)
+        """Elements `start` to `stop` of the flattened region, which lie inside."""
+        return replace(self, start=start, local=self.local[start - self.start : stop - self.start])
 
 
 def whole(name: str, tensor: Tensor) -> Piece:
     """All of a tensor."""
     return Piece(name=name, shape=tuple(tensor.shape), start=0, local=tensor.detach().contiguous().view(-1))
+
+
+def copy_shared(source: Piece, target: Piece) -> int:
+    """Copies what two pieces of a tensor both hold, converted; the number of elements that is."""
+    if source.region == target.region:
+        start, stop = max(source.start, target.start), min(source.stop, target.stop)
+        if start < stop:
+            target.part(start, stop).local.copy_(source.part(start, stop).local)
+        return max(0, stop - start)
+    copied = 0
+    for ours in target.boxes:
+        for theirs in source.boxes:
+            common = shared(ours, theirs)
+            if common is not None:
+                target.view(ours)[_within(ours, *common)].copy_(source.view(theirs)[_within(theirs, *common)])
+                copied += math.prod(common[1])
+    return copied
+
+
+def _within(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """What cuts a box at `offsets` of `sizes` out of another that it lies in."""
+    return tuple(slice(o - b, o - b + size) for o, b, size in zip(offsets, box.offsets, sizes, strict=True))
 
 
 def share(pieces: Sequence[Piece], index: int, count: int) -> list[Piece]:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
 from zeromesh.errors import CheckpointError
-from zeromesh.pieces.boxes import Box, boxes_of
-from zeromesh.pieces.piece import Piece
+from zeromesh.pieces.boxes import Box
+from zeromesh.pieces.piece import Piece, copy_shared
+from zeromesh.pieces.region import Region
 
 
 class SlicedTensor(torch.Tensor):
@@ -34,7 +41,7 @@ class SlicedTensor(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(cls, piece.shape, dtype=local.dtype, device=local.device)
         assert isinstance(self, SlicedTensor)
         self.piece = piece
-        self.boxes = boxes_of(piece.shape, piece.start, piece.stop) if piece.local.numel() else ()
+        self.boxes = piece.boxes
         if not math.prod(piece.shape):
             # Without a chunk the tensor would not be in the checkpoint at all.
             self.boxes = (Box(offsets=(0,) * len(piece.shape), sizes=piece.shape, start=0),)
@@ -44,11 +51,12 @@ class SlicedTensor(torch.Tensor):
         super().__init__()
 
     def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes tensor_contents
-        return f"SlicedTensor({self.piece.name!r}, shape={self.piece.shape}, {self.piece.start}..{self.piece.stop})"
+        piece = self.piece
+        within = "" if piece.region.is_whole else f" of {piece.region.sizes} at {piece.region.offsets}"
+        return f"SlicedTensor({piece.name!r}, shape={piece.shape}, {piece.start}..{piece.stop}{within})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
-        piece = self.piece
-        return SlicedTensor(Piece(name=piece.name, shape=piece.shape, start=piece.start, local=piece.local.clone()))
+        return SlicedTensor(replace(self.piece, local=self.piece.local.clone()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.piece.is_whole:
@@ -70,7 +78,7 @@ class SlicedTensor(torch.Tensor):
         if func is torch.ops.aten._to_copy.default:  # an optimizer that loads its states gives them its dtype
             piece = args[0].piece
             local = piece.local.to(dtype=kwargs.get("dtype"), device=kwargs.get("device"), copy=True)
-            return SlicedTensor(Piece(name=piece.name, shape=piece.shape, start=piece.start, local=local))
+            return SlicedTensor(replace(piece, local=local))
         held = next((arg for arg in args if isinstance(arg, SlicedTensor)), "a sliced tensor")
         raise CheckpointError(
             f"{func} on {held}: this rank holds a slice of it only; save it with torch.distributed.checkpoint, give it "
@@ -96,23 +104,46 @@ class SlicedTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         for box in self.boxes:
             if index.offset is None or tuple(index.offset) == box.offsets:
-                first = box.start - self.piece.start
-                return self.piece.local[first : first + box.numel].view(box.sizes)
+                return self.piece.view(box)
         raise CheckpointError(f"{self!r} has no box at {index.offset}")
 
 
-def part_of(value: Tensor, name: str, start: int, numel: int) -> Tensor:
-    """Elements `start` to `start + numel` of a flattened tensor that is given whole, or as a slice; shares its memory.
+def dtensor_region(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Region:
+    """What this rank has of a DTensor."""
+    sizes, offsets = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
+    # Of a rank that has nothing, torch puts the box where the tensor ends, or beyond.
+    return Region(shape=tuple(shape), offsets=tuple(map(min, offsets, shape)), sizes=tuple(sizes))
+
+
+def part_of(value: Tensor, name: str, region: Region, start: int, numel: int) -> Tensor:
+    """Elements `start` to `start + numel` of a flattened region of a tensor that is given whole, as a slice, or as a
+    DTensor; shares its memory where they lie there in a row.
 
     Raises:
-        CheckpointError: the slice does not hold them all.
+        CheckpointError: what is given does not hold them all.
     """
-    if not isinstance(value, SlicedTensor):
-        return value.detach().reshape(-1)[start : start + numel]
-    piece = value.piece
-    if numel and not piece.start <= start <= start + numel <= piece.stop:
+    given = _piece_of(value, name)
+    if region == given.region and given.start <= start <= start + numel <= given.stop:
+        return given.part(start, start + numel).local
+    wanted = Piece(name=name, shape=region.shape, start=start, local=given.local.new_empty(numel), within=region)
+    if copy_shared(given, wanted) != numel:
         raise CheckpointError(
-            f"{name}: this rank needs elements {start} to {start + numel}, and load_state_dict was given slice "
-            f"{piece.start} to {piece.stop} of another layout: use zm.Checkpoints or torch.distributed.checkpoint"
+            f"{name}: this rank needs elements {_shown(wanted)}, and load_state_dict was given slice {_shown(given)} "
+            f"of another layout: use zm.Checkpoints or torch.distributed.checkpoint"
         )
-    return piece.part(start, start + numel).local if numel else piece.local[:0]
+    return wanted.local
+
+
+def _piece_of(value: Tensor, name: str) -> Piece:
+    if isinstance(value, SlicedTensor):
+        return value.piece
+    region, local = Region.whole(value.shape), value.detach()
+    if isinstance(value, DTensor):
+        region, local = dtensor_region(value.shape, value.device_mesh, value.placements), value._local_tensor.detach()
+    return Piece(name=name, shape=region.shape, start=0, local=local.reshape(-1), within=region)
+
+
+def _shown(piece: Piece) -> str:
+    region = piece.region
+    within = "" if region.is_whole else f" of the box of {region.sizes} at {region.offsets}"
+    return f"{piece.start} to {piece.stop}{within}"

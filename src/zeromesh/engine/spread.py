@@ -1,0 +1,168 @@
+"""Parameters that are DTensors: divided, before they are sharded, over axes that have no stage.
+
+[Note: Spread] Whoever made a parameter a DTensor (parallelize_module, a Hugging Face model's tp_plan) has left each
+rank a box of it. That local tensor is what flat buffers hold, and what the data-parallel ranks with the same box
+share. A unit computes with a DTensor over the slot's memory, of the same mesh and placements; its gradient comes as a
+DTensor, and goes its way as a local tensor once it lies as the parameter does: one that is Partial, of a norm's weight
+under sequence parallelism, is summed over its axis first.
+
+A plain parameter of a model that has DTensors is the same on all their ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from zeromesh.engine.control import Span
+from zeromesh.errors import MeshError, ModelError
+from zeromesh.pieces.region import Region
+from zeromesh.pieces.sliced import dtensor_region
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The memory of a tensor on this rank: of a DTensor its local tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How a DTensor lies on its mesh: [Note: Spread].
+
+    Args:
+        mesh: its own.
+        placements: by dimension of the mesh, `Shard` or `Replicate`.
+        shape: of the whole tensor.
+        stride: of the whole tensor.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def region(self) -> Region:
+        """What this rank has of it."""
+        return dtensor_region(self.shape, self.mesh, self.placements)
+
+    @property
+    def most(self) -> int:
+        """The number of elements that a rank has at most: the same on all of them."""
+        sizes = list(self.shape)
+        for placement, count in zip(self.placements, self.mesh.shape, strict=True):
+            if isinstance(placement, Shard):
+                sizes[placement.dim] = -(-sizes[placement.dim] // count)
+        return prod(sizes)
+
+    @property
+    def axes(self) -> list[tuple[dist.ProcessGroup, bool]]:
+        """The groups of its mesh's dimensions of more than one rank, and whether it is divided over each."""
+        return [
+            (self.mesh.get_group(dim), isinstance(placement, Shard))
+            for dim, placement in enumerate(self.placements)
+            if self.mesh.size(dim) > 1
+        ]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(Span(group=group) for group, divided in self.axes if divided)
+
+    def over(self, local: Tensor) -> DTensor:
+        """The DTensor whose local tensor is `local`."""
+        with torch.no_grad():
+            made = DTensor.from_local(
+                local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+            )
+        assert isinstance(made, DTensor)
+        return made
+
+    def local_grad(self, grad: Tensor) -> Tensor:
+        """This rank's part of a gradient that lies as the parameter does, or is made to: a collective of its mesh."""
+        if not isinstance(grad, DTensor):  # of a module that computes with local tensors
+            return grad
+        with torch.no_grad():
+            if grad.placements != self.placements:
+                grad = grad.redistribute(placements=self.placements)
+            return grad.to_local()  # which waits for what is on its way
+
+    def __str__(self) -> str:
+        names = self.mesh.mesh_dim_names or tuple(map(str, range(self.mesh.ndim)))
+        return ", ".join(f"{place} over {name}" for place, name in zip(self.placements, names, strict=True))
+
+
+def spread_of(param: Tensor, name: str) -> Spread | None:
+    """How a parameter that is a DTensor lies; None of a plain one.
+
+    Raises:
+        ModelError: it lies in a way that no box of it describes.
+    """
+    if not isinstance(param, DTensor):
+        return None
+    mesh, placements = param.device_mesh, param.placements
+    spread = Spread(mesh=mesh, placements=placements, shape=param.shape, stride=_dense(param.shape))
+    if any(type(placement) not in (Shard, Replicate) for placement in placements):
+        raise ModelError(
+            f"{name} is a DTensor that lies as {spread}; only Shard and Replicate can be sharded further: redistribute "
+            f"it before zm.shard"
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"{name} is a DTensor on {mesh}, which rank {dist.get_rank()} is not in: call zm.shard on its ranks"
+        )
+    local = param._local_tensor
+    if type(local) is not Tensor or tuple(local.shape) != spread.region.sizes:
+        raise ModelError(
+            f"{name} is a DTensor that lies as {spread}, so this rank must have a plain tensor of "
+            f"{spread.region.sizes} of it; it has {type(local).__name__} of {tuple(local.shape)}"
+        )
+    return spread
+
+
+def _dense(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def groups_beyond(mesh: DeviceMesh | None, spreads: Iterable[tuple[str, Spread]]) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of all axes, beside the mesh's own, that a model's parameters lie on: [Note: Beyond] of
+    `zeromesh.engine.control`.
+
+    Args:
+        mesh: that the model is sharded over.
+        spreads: of its DTensors, with their names.
+
+    Raises:
+        MeshError: such an axis has ranks in common with the mesh, or with another one.
+    """
+    own = set() if mesh is None else set(mesh.mesh.flatten().tolist())
+    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for name, spread in spreads:
+        for group, _ in spread.axes:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if len(own.intersection(ranks)) > 1:
+                raise MeshError(
+                    f"{name} is a DTensor ({spread}) over ranks {list(ranks)}, which are ranks of the mesh of zm.shard "
+                    f"too, {_shown(mesh)}: give zm.shard the data-parallel axes alone, mesh['cluster', 'node'] say, "
+                    f"and no stage to an axis that parameters are divided over already"
+                )
+            for other in found:
+                if other != ranks and len(set(other).intersection(ranks)) > 1:
+                    raise MeshError(
+                        f"{name} is a DTensor ({spread}) over ranks {list(ranks)}, and another parameter over "
+                        f"{list(other)}: two axes must have one rank in common. Make both dimensions of one mesh"
+                    )
+            found.setdefault(ranks, group)
+    return tuple(found.values())
+
+
+def _shown(mesh: DeviceMesh | None) -> str:
+    assert mesh is not None
+    return ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
