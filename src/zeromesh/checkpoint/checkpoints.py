@@ -133,8 +133,8 @@ class Checkpoints:
         engine = self._engine
         engine.interpreter.quiesce()
         collected = collect(self._model, engine, self._optimizers)
-        collected.pieces += random_pieces(engine.control.rank)
-        collected.pieces += extra.extra_pieces(self._model) if engine.control.rank == 0 else []
+        collected.pieces += random_pieces(engine.control.number)
+        collected.pieces += extra.extra_pieces(self._model) if engine.control.first else []
         plain = {"user": to_plain(state or {}, "state"), "groups": describe_groups(self._optimizers)}
         snapshot = Snapshot(
             step=step,
@@ -196,8 +196,8 @@ class Checkpoints:
             _restore_extra(self._model, reader)
             if optimizers and optimizer_options:
                 restore_groups(self._optimizers, options, reader.where)
-            if random_states and reader.manifest.about.get("world") == self._engine.control.size:
-                _restore_random(self._engine.control.rank, reader)
+            if random_states and reader.manifest.about.get("world") == self._engine.control.world:
+                _restore_random(self._engine.control.number, reader)
             found.append(any(name.startswith(STATE) for name in reader.manifest.tensors))
 
         found: list[bool] = []
@@ -251,7 +251,7 @@ def _about(engine: Engine) -> dict[str, Any]:
     return {
         "strategy": str(layout.strategy),
         "mesh": {name: size for name, size in reversed(layout.mesh)},
-        "world": engine.control.size,
+        "world": engine.control.world,
         "zeromesh": __version__,
         "torch": torch.__version__,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -42,7 +42,7 @@ class Collected:
 
 
 def replica_of(buffer: FlatShards) -> tuple[int, int]:
-    """Which of the ranks that hold the same slices this one is: (index, number of them)."""
+    """Which of the mesh's ranks that hold the same slices this one is: (index, number of them)."""
     _, held = buffer.home
     axes: list[Axis] = [axis for axis in buffer.placed.layout.axes if axis.name not in {a.name for a in held}]
     index = 0
@@ -59,8 +59,7 @@ def buffers_of(engine: Engine) -> Iterator[FlatShards]:
 
 def param_piece(param: ShardedParameter, prefix: str = MODEL) -> Piece:
     """A parameter's slice; shares its memory."""
-    shape = tuple(param.global_shape)
-    return Piece(name=prefix + param.full_name, shape=shape, start=param.flat_start, local=param.local)
+    return param.piece(prefix + param.full_name, param.local)
 
 
 def aliases_of(engine: Engine) -> dict[str, str]:
@@ -75,11 +74,14 @@ def collect(model: nn.Module, engine: Engine, optimizers: Sequence[Optimizer]) -
     collected = Collected()
     states = _states(optimizers)
     owned = {param for optimizer in optimizers for param in WHOLE.get(optimizer, ())}
-    first = engine.control.rank == 0
+    first = engine.control.first
     for buffer in buffers_of(engine):
-        pieces = [param_piece(param) for param in buffer.optimizer_params]
+        params = [param for param in buffer.optimizer_params if param.writes]
+        pieces = [param_piece(param) for param in params]
         numbers: list[Piece] = []
-        for param, own in zip(buffer.optimizer_params, tuple(pieces), strict=True):
+        for param in (param for param in buffer.optimizer_params if not param.writes):
+            states.pop(param, None)
+        for param, own in zip(params, tuple(pieces), strict=True):
             for key, value in sorted(states.pop(param, {}).items()):
                 if param in owned:  # all of it, and on no other rank of this copy of the states
                     pieces.append(whole(f"{STATE}{param.full_name}.{key}", value))
@@ -134,4 +136,4 @@ def _state_piece(param: str, own: Piece, key: str, value: Tensor) -> Piece:
             f"state {key!r} of {param} must be 0-d or have an element for each of the slice's {own.local.numel()}; it "
             f"has shape {tuple(value.shape)}"
         )
-    return Piece(name=name, shape=own.shape, start=own.start, local=local)
+    return replace(own, name=name, local=local)

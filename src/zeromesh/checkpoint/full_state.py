@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from zeromesh.checkpoint.extra import extra_states, set_extra_states
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.control import broadcast_bytes
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.flat import FlatShards, Place
+from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPE_NAMES
 from zeromesh.errors import ModelError, nearest
 from zeromesh.model.module_units import clean_name
@@ -43,11 +45,13 @@ def full_state_dict(model: nn.Module, *, names: Container[str] | None = None) ->
         if not wanted:
             continue
         values = _gather(engine, buffer)
-        if engine.control.rank == 0:
-            for place in wanted:
-                whole = values[place.start : place.stop].view(place.shape).to("cpu", copy=True)
-                state.update(dict.fromkeys(place.info.names, whole))
-    if engine.control.rank == 0:
+        for place in wanted if engine.control.rank == 0 else ():
+            whole = values[place.start : place.stop].view(place.shape)
+            if place.info.spread is not None:  # a collective of the first ranks of all meshes
+                whole = place.info.spread.over(whole).full_tensor()
+            if engine.control.first:
+                state.update(dict.fromkeys(place.info.names, whole.to("cpu", copy=True)))
+    if engine.control.first:
         state.update({name: b.detach().to("cpu", copy=True) for name, b in persistent_buffers(model)})
         state |= extra_states(model)
         state = {name: state[name] for name in model.state_dict() if name in state} | state  # hooks may hide some
@@ -66,15 +70,16 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     engine.interpreter.quiesce()
     for buffer in _buffers(engine):
         values = torch.zeros(buffer.padded, dtype=buffer.home[0].dtype, device=buffer.device)
-        if engine.control.rank == 0:
-            for place in buffer.places:
-                values[place.start : place.stop].copy_(state[place.info.names[0]].flatten())
+        for place in buffer.places if engine.control.rank == 0 else ():
+            given = state[place.info.names[0]] if engine.control.first else torch.empty(place.global_shape)
+            part = _own_part(engine, given.to(values.device, values.dtype), place)
+            values[place.start : place.stop].copy_(part.flatten())
         engine.control.broadcast(values)
         buffer.fill(values)
     for name, held in persistent_buffers(model):
-        if engine.control.rank == 0:
+        if engine.control.first:
             held.copy_(state[name])
-        engine.control.broadcast(held)
+        engine.control.broadcast_all(held)
     own = extra_states(model)
     set_extra_states(model, engine.control.say({name: state.get(name) for name in own}))
     engine.changed()
@@ -87,7 +92,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, held in (whole | kept).items():
             if held is not None:
-                yield clean_name(f"{prefix}.{key}" if prefix else key), held
+                yield clean_name(f"{prefix}.{key}" if prefix else key), local_of(held)
 
 
 def _buffers(engine: Engine) -> Iterator[FlatShards]:
@@ -105,11 +110,18 @@ def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
     return engine.control.reduce(values)
 
 
+def _own_part(engine: Engine, whole: Tensor, place: Place) -> Tensor:
+    """Of a tensor that the first rank of all has, what the first rank of each mesh has of it."""
+    for group in engine.control.beyond:
+        broadcast_bytes(whole, group)
+    return whole[place.region.index]
+
+
 def _require_match(engine: Engine, model: nn.Module, state: Mapping[str, Any]) -> None:
     """The first rank compares, all raise."""
     message = ""
-    if engine.control.rank == 0:
-        shapes = {n: p.shape for b in _buffers(engine) for p in b.places for n in p.info.names}
+    if engine.control.first:
+        shapes = {n: p.global_shape for b in _buffers(engine) for p in b.places for n in p.info.names}
         shapes |= {name: buffer.shape for name, buffer in persistent_buffers(model)}
         extra = dict.fromkeys(extra_states(model))
         message = _mismatch({name: tuple(shape) for name, shape in shapes.items()} | extra, state)

@@ -46,10 +46,10 @@ def save_safetensors(
     engine.interpreter.quiesce()
     specs, pieces = [], []
     for buffer in buffers_of(engine):
-        held = [param_piece(param, prefix="") for param in buffer.optimizer_params]
         kind = dtype or DTYPES[buffer.spec.param_dtype]
-        specs += [Spec(name=piece.name, shape=piece.shape, dtype=kind) for piece in held]
-        pieces += share(held, *replica_of(buffer))
+        specs += [Spec(name=p.full_name, shape=p.region.shape, dtype=kind) for p in buffer.optimizer_params]
+        held = [param_piece(param, prefix="") for param in buffer.optimizer_params if param.writes]
+        pieces += [row for piece in share(held, *replica_of(buffer)) for row in piece.rows()]
     for name, value in persistent_buffers(model):
         kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
         specs.append(Spec(name=name, shape=tuple(value.shape), dtype=kind))
@@ -94,14 +94,13 @@ def load_safetensors(model: nn.Module, location: str | os.PathLike[str]) -> None
 def _load(model: nn.Module, location: Path) -> None:
     engine = engine_of(model)
     stored = read_headers(location)
-    pieces, copies = [], []
+    pieces, copies = list[Piece](), []
     known: set[str] = set()
     for buffer in buffers_of(engine):
         for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
             name = next((name for name in place.info.names if name in stored), place.info.name)
             known.update(place.info.names)
-            held = param_piece(param, prefix="")
-            pieces.append(Piece(name=name, shape=held.shape, start=held.start, local=held.local))
+            pieces += param.piece(name, param.local).rows()
     for name, value in persistent_buffers(model):
         known.add(name)
         pieces.append(whole(name, torch.empty_like(value)))

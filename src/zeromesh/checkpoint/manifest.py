@@ -17,17 +17,19 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from math import prod
 from typing import Any, Self
 
-from zeromesh.errors import CheckpointError
+from zeromesh.errors import CheckpointError, InternalError
+from zeromesh.pieces.region import Region, shared
 
 FORMAT = "zeromesh-checkpoint"
-VERSION = 3
+VERSION = 4
 _UNSEALED = 2
-"""A version that is read too: its first line has no checksum of its own."""
+"""Versions that are read too: the first line of this one has no checksum of its own, and 3 has no regions."""
 
 _FILE = re.compile(r"\w+\.distcp")
 MANIFEST = "manifest.json"
@@ -43,6 +45,8 @@ HEAD_BYTES = 4096
 
 _MAX_DIMS = 64  # torch's own limit
 _MAX_NUMBER = 1 << 63
+_MAX_REGIONS = 1024
+"""Of a tensor: ranks that hold different boxes of it. All pairs of so many are compared in a second."""
 
 
 class DamagedError(CheckpointError):
@@ -51,13 +55,14 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Elements `start` to `stop` of a flattened tensor, as they lie in a file.
+    """Elements `start` to `stop` of a flattened tensor, or of a flattened region of one, as they lie in a file.
 
     Args:
-        start, stop: elements of the tensor.
+        start, stop: elements of the tensor, or of the region.
         file: the file's name within the checkpoint.
         offset: of the first byte in the file.
         crcs: CRC-32 of the bytes up to the end of each block of `BLOCK_BYTES`; None in a checkpoint of another tool.
+        within: the region, [Note: Regions] of `zeromesh.pieces.region`; None for all of the tensor.
     """
 
     start: int
@@ -65,6 +70,7 @@ class Chunk:
     file: str
     offset: int
     crcs: tuple[int, ...] | None
+    within: Region | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +80,7 @@ class TensorEntry:
     Args:
         dtype: as torch names it, without "torch.".
         shape: of the whole tensor.
-        chunks: cover it exactly, in order.
+        chunks: cover it exactly; those of each region in order.
     """
 
     dtype: str
@@ -119,7 +125,7 @@ class Manifest:
             name: [
                 entry.dtype,
                 entry.shape,
-                [[c.start, c.stop, number[c.file], c.offset, c.crcs] for c in entry.chunks],
+                [[c.start, c.stop, number[c.file], c.offset, c.crcs, *_region_row(c)] for c in entry.chunks],
             ]
             for name, entry in self.tensors.items()
         }
@@ -195,14 +201,14 @@ def read_head(data: bytes, where: str) -> dict[str, Any]:
         if head["format"] != FORMAT:
             raise ValueError(f"format {head['format']!r}")
         version, crc = head["version"], head.pop("crc32", None)
-        if version == VERSION and crc != _crc(head):
+        if version in (VERSION, VERSION - 1) and crc != _crc(head):
             raise ValueError(f"CRC-32 {crc}, and not {_crc(head)}")
         complete = all(_is_count(head[key]) for key in ("step", "serial", "bytes"))
         if not complete or not isinstance(head["sha256"], str):
             raise ValueError("step, serial, bytes and sha256 are not all there")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"{where} is damaged: its first line is not that of a {FORMAT} ({error!r})") from error
-    if version not in (VERSION, _UNSEALED):
+    if version not in range(_UNSEALED, VERSION + 1):
         raise CheckpointError(f"{where} has version {version} of the format, this zeromesh reads version {VERSION}")
     return dict(head)
 
@@ -217,7 +223,7 @@ def _files(rows: list[list[Any]]) -> dict[str, int]:
 
 
 def _entry(files: list[str], dtype: str, shape: list[int], rows: list[list[Any]]) -> TensorEntry:
-    numbers = [*shape, *(number for row in rows for number in (*row[:4], *row[4]))]
+    numbers = [*shape, *(number for row in rows for part in (row[:4], *row[4:]) for number in part)]
     if not all(map(_is_count, numbers)):
         raise ValueError("sizes and places must be whole numbers, zero or more, below 2**63")
     if len(shape) > _MAX_DIMS:
@@ -225,10 +231,25 @@ def _entry(files: list[str], dtype: str, shape: list[int], rows: list[list[Any]]
     if not isinstance(dtype, str):
         raise ValueError("dtypes must be names")
     chunks = tuple(
-        Chunk(start=start, stop=stop, file=files[number], offset=offset, crcs=tuple(crcs))
-        for start, stop, number, offset, crcs in rows
+        Chunk(
+            start=start, stop=stop, file=files[number], offset=offset, crcs=tuple(crcs), within=_region(shape, *within)
+        )
+        for start, stop, number, offset, crcs, *within in rows
     )
     return TensorEntry(dtype=dtype, shape=tuple(shape), chunks=chunks)
+
+
+def _region_row(chunk: Chunk) -> list[tuple[int, ...]]:
+    return [] if chunk.within is None else [chunk.within.offsets, chunk.within.sizes]
+
+
+def _region(shape: list[int], offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Region | None:
+    if not sizes:
+        return None
+    try:
+        return Region(shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes))
+    except InternalError as error:
+        raise ValueError(str(error)) from error
 
 
 def _is_count(number: Any) -> bool:
@@ -237,10 +258,21 @@ def _is_count(number: Any) -> bool:
 
 def check_cover(name: str, entry: TensorEntry, where: str) -> None:
     """Raises DamagedError unless the chunks are all of the tensor, each element once."""
-    at = 0
+    ends: dict[Region, int] = {} if entry.chunks else {Region.whole(entry.shape): 0}
     for chunk in entry.chunks:
+        region = chunk.within or Region.whole(entry.shape)
+        at = ends.get(region, 0)
         if chunk.start != at or chunk.stop <= chunk.start:
             raise DamagedError(f"{where}: {name} must be covered from element {at}; got {chunk.start}..{chunk.stop}")
-        at = chunk.stop
-    if at != entry.numel:
-        raise DamagedError(f"{where}: {name} has {entry.numel} elements; the files hold the first {at}")
+        ends[region] = chunk.stop
+    short = [(region, end) for region, end in ends.items() if end != region.numel]
+    for region, end in short:
+        raise DamagedError(f"{where}: {name} has {region.numel} elements{_at(region)}; the files hold the first {end}")
+    if sum(ends.values()) != entry.numel:
+        raise DamagedError(f"{where}: {name} has {entry.numel} elements; the files hold {sum(ends.values())}")
+    if len(ends) > _MAX_REGIONS or any(shared(*pair) for pair in combinations(ends, 2)):
+        raise DamagedError(f"{where}: {name} must lie in boxes apart from each other, {_MAX_REGIONS} at most")
+
+
+def _at(region: Region) -> str:
+    return "" if region.is_whole else f" in the box of {region.sizes} at {region.offsets}"

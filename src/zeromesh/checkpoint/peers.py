@@ -163,15 +163,16 @@ class Peers:
 
 
 def make_peers(control: Control) -> Peers:
-    """All ranks of the mesh in a group of their own, for one user; they make it together.
+    """All ranks that the model is spread over in a group of their own, for one user; they make it together.
 
     A background thread may talk on it, beside the training's and other users'. Its timeout is that of the process
     group. When the user is gone, the group is kept for the next.
     """
-    if control.group is None:
+    everyone = control.everyone()
+    if everyone is None:
         return Peers()
     timeout_s = default_timeout_s(control.device.type)
-    channel, give_back = borrow_channel(control.group, timeout_s=timeout_s, backend="gloo", description="checkpoints")
+    channel, give_back = borrow_channel(everyone, timeout_s=timeout_s, backend="gloo", description="checkpoints")
     group = channel.process_group
     progress = Progress(
         store=dist.distributed_c10d._get_default_store(),  # torch has no public way to it

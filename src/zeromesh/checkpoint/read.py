@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 from zlib import crc32
@@ -24,7 +24,9 @@ from zeromesh.checkpoint.manifest import (
 )
 from zeromesh.checkpoint.storage import Source, Storage
 from zeromesh.errors import CheckpointError
-from zeromesh.pieces.piece import DTYPES, Piece
+from zeromesh.pieces.boxes import Box
+from zeromesh.pieces.piece import DTYPES, Piece, copy_shared
+from zeromesh.pieces.region import Region, shared
 
 
 class Reader:
@@ -42,6 +44,7 @@ class Reader:
         self._directory = directory
         self._sources: dict[str, Source] = {}
         self._checked: set[str] = set()
+        self._regions: dict[str, dict[Region | None, list[Chunk]]] = {}
         self._scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
 
     @property
@@ -81,27 +84,28 @@ class Reader:
             DamagedError: a file is missing, too short, or its content is not what was written.
         """
         for piece in pieces:
-            entry = self.entry(piece.name)
-            starts = [chunk.start for chunk in entry.chunks]
-            first = max(0, bisect_right(starts, piece.start) - 1)
-            for chunk in entry.chunks[first:]:
-                start, stop = max(chunk.start, piece.start), min(chunk.stop, piece.stop)
-                if chunk.start >= piece.stop:
-                    break
-                if start < stop:
-                    target = piece.local[start - piece.start : stop - piece.start]
-                    self._copy(piece.name, entry, chunk, start - chunk.start, target)
+            entry, boxes = self.entry(piece.name), piece.boxes
+            for chunk in self._chunks(piece):
+                for block, source in enumerate(_blocks(entry, chunk)):
+                    if _meets(piece, boxes, *source):
+                        values = self._block(piece.name, chunk, block, DTYPES[entry.dtype])
+                        region, start, _ = source
+                        copy_shared(
+                            Piece(name=piece.name, shape=piece.shape, start=start, local=values, within=region), piece
+                        )
 
-    def _copy(self, name: str, entry: TensorEntry, chunk: Chunk, first: int, target: Tensor) -> None:
-        """Elements of a chunk from `first` on, block by block."""
-        dtype = DTYPES[entry.dtype]
-        per_block = BLOCK_BYTES // dtype.itemsize
-        last = first + target.numel()
-        for block in range(first // per_block, -(-last // per_block)):
-            start = block * per_block
-            values = self._block(name, chunk, block, dtype)
-            low, high = max(first, start), min(last, start + values.numel())
-            target[low - first : high - first].copy_(values[low - start : high - start])
+    def _chunks(self, piece: Piece) -> Iterator[Chunk]:
+        """Those that may hold elements of the piece."""
+        if piece.name not in self._regions:
+            regions = self._regions[piece.name] = {}
+            for chunk in self.entry(piece.name).chunks:
+                regions.setdefault(chunk.within, []).append(chunk)
+        for within, chunks in self._regions[piece.name].items():
+            first, last = 0, len(chunks)
+            if within == piece.within:
+                first = max(0, bisect_right(chunks, piece.start, key=lambda chunk: chunk.start) - 1)
+                last = bisect_left(chunks, piece.stop, key=lambda chunk: chunk.start)
+            yield from chunks[first:last]
 
     def _block(self, name: str, chunk: Chunk, block: int, dtype: torch.dtype) -> Tensor:
         begin = block * BLOCK_BYTES
@@ -135,6 +139,24 @@ class Reader:
                 too = "short" if source.num_bytes < expected else "long"
                 raise DamagedError(f"{where} is too {too}: it must have {expected} bytes, and has {source.num_bytes}")
         return self._sources[file]
+
+
+_Range = tuple[Region, int, int]
+"""Elements of a flattened region: from, to."""
+
+
+def _blocks(entry: TensorEntry, chunk: Chunk) -> Iterator[_Range]:
+    """What each block of a chunk holds."""
+    step, region = BLOCK_BYTES // DTYPES[entry.dtype].itemsize, chunk.within or Region.whole(entry.shape)
+    for start in range(chunk.start, chunk.stop, step):
+        yield region, start, min(start + step, chunk.stop)
+
+
+def _meets(piece: Piece, boxes: Sequence[Box], region: Region, start: int, stop: int) -> bool:
+    """Whether a piece, which is these boxes, has any of the elements of a range."""
+    if piece.region == region:
+        return start < piece.stop and stop > piece.start
+    return any(shared(own, other) for other in region.boxes(start, stop) for own in boxes)
 
 
 def require_match(where: str, entries: Mapping[str, TensorEntry], wanted: Sequence[Piece], prefix: str) -> None:

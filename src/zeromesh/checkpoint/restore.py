@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeromesh.checkpoint.collect import MODEL, STATE, buffers_of, param_piece
+from zeromesh.checkpoint.collect import MODEL, STATE, buffers_of
 from zeromesh.checkpoint.full_state import persistent_buffers
 from zeromesh.checkpoint.manifest import TensorEntry
 from zeromesh.checkpoint.read import Reader, require_match
@@ -35,8 +35,7 @@ def restore_model(model: nn.Module, engine: Engine, reader: Reader) -> None:
     for buffer in buffers_of(engine):
         for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
             name = next((name for name in place.info.names if MODEL + name in entries), place.info.name)
-            piece = param_piece(param)
-            pieces.append(Piece(name=MODEL + name, shape=piece.shape, start=piece.start, local=piece.local))
+            pieces.append(param.piece(MODEL + name, param.local))
     for name, held in persistent_buffers(model):
         piece = whole(MODEL + name, torch.empty_like(held))
         pieces.append(piece)
@@ -123,8 +122,8 @@ def _state_targets(
             dtype = local.dtype  # as the optimizer makes it: like the parameter, which may have another one than saved
         sizes = entry.shape if number or whole_states else (local.numel(),)
         tensor = _in_place(present.get(key), sizes, dtype, number_device if number else local.device)
-        start = 0 if number or whole_states else param.flat_start
-        targets.append((Piece(name=name, shape=entry.shape, start=start, local=tensor.view(-1)), tensor))
+        piece = Piece(name=name, shape=entry.shape, start=0, local=tensor.view(-1))
+        targets.append((piece if number or whole_states else param.piece(name, tensor), tensor))
     return targets
 
 

@@ -12,7 +12,6 @@ import torch
 from zeromesh.checkpoint.container import MAX_ITEM_BYTES, Container
 from zeromesh.checkpoint.manifest import BLOCK_BYTES, Chunk, TensorEntry
 from zeromesh.checkpoint.storage import Storage
-from zeromesh.pieces.boxes import boxes_of
 from zeromesh.pieces.piece import DTYPE_NAMES, Piece
 
 
@@ -48,7 +47,7 @@ def write_file(storage: Storage, directory: str, file: str, pieces: Sequence[Pie
         position = 0
         for piece in pieces:
             for start, stop in _cuts(piece):
-                for box in boxes_of(piece.shape, start, stop):
+                for box in piece.part(start, stop).boxes:
                     data = piece.part(box.start, box.stop).local
                     container = Container(dtype=data.dtype, sizes=box.sizes, position=position)
                     content = memoryview(data.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs
@@ -57,7 +56,14 @@ def write_file(storage: Storage, directory: str, file: str, pieces: Sequence[Pie
                     tail = container.tail(crcs[-1], len(content))
                     stream.write(tail)
                     length = len(container.head) + len(content) + len(tail)
-                    chunk = Chunk(start=box.start, stop=box.stop, file=file, offset=container.data_offset, crcs=crcs)
+                    chunk = Chunk(
+                        start=box.start,
+                        stop=box.stop,
+                        file=file,
+                        offset=container.data_offset,
+                        crcs=crcs,
+                        within=piece.within,
+                    )
                     written.append(
                         Written(
                             name=piece.name,

@@ -175,10 +175,16 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim == 1:
         return mesh.get_group()
     # Not torch's own, by flattening the mesh: that must be done on all ranks of the mesh which this one is a part of.
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    backend = backend_of(_world(), mesh.device_type)
+    return group_of(sorted(mesh.mesh.flatten().tolist()), mesh.device_type)
+
+
+def group_of(ranks: Sequence[int], device_type: str) -> dist.ProcessGroup:
+    """A group of these global ranks, which all call this at the same point; the default one if they are all of it."""
+    if len(ranks) == dist.get_world_size():
+        return _world()
+    backend = backend_of(_world(), device_type)
     return _Pool.current().everyone(
-        Key(ranks, default_timeout_s(mesh.device_type), backend, mesh.device_type, split=False)
+        Key(tuple(ranks), default_timeout_s(device_type), backend, device_type, split=False)
     )
 
 

@@ -289,4 +289,4 @@ def _make_optimizer_params(engine: Engine) -> None:
 
     for index, unit in enumerate(engine.units):
         for buffer in unit.buffers:
-            buffer.make_optimizer_params(spans=spans, agree_max=agree, unit=index, engine=weakref.ref(engine))
+            buffer.make_optimizer_params(spans, control.beyond, agree_max=agree, unit=index, engine=weakref.ref(engine))

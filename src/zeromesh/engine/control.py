@@ -10,6 +10,7 @@ ranks, and counts once: a parameter's `Span`s.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeromesh.comm import group_of
 from zeromesh.errors import CommunicationError, MeshError, MismatchError
 
 ResultT = TypeVar("ResultT")
@@ -63,6 +65,25 @@ class Control:
     def first(self) -> bool:
         """Whether this rank is the first of all."""
         return self.rank == 0 and all(group.rank() == 0 for group in self.beyond)
+
+    @property
+    def number(self) -> int:
+        """Of this rank among all."""
+        number = self.rank
+        for group in self.beyond:
+            number = number * group.size() + group.rank()
+        return number
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are in all."""
+        return self.size * math.prod(group.size() for group in self.beyond)
+
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks, which call this at the same point, as one group; None on a single rank."""
+        if not self.beyond:
+            return self.group
+        return group_of(sorted(self.gather(dist.get_rank())), self.device.type)
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """`values` reduced over all ranks of the mesh, in place."""
@@ -128,6 +149,12 @@ class Control:
                     f"start every rank with the same model and arguments"
                 )
         return result
+
+    def broadcast_all(self, values: Tensor) -> None:
+        """The values of the first rank of all, to all."""
+        self.broadcast(values)
+        for group in self.beyond:
+            broadcast_bytes(values, group)
 
     def require_aligned(self) -> None:
         """Raises MeshError, on every rank, unless all ranks along each axis beyond have the same place in their

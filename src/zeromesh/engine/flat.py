@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeromesh.engine.control import Span
@@ -227,11 +228,14 @@ class FlatShards:
                 leaf.grad = None
         return grads
 
-    def make_optimizer_params(self, spans: tuple[Span, ...], **attributes: object) -> None:
+    def make_optimizer_params(
+        self, spans: tuple[Span, ...], beyond: Sequence[dist.ProcessGroup] = (), **attributes: object
+    ) -> None:
         """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard).
 
         Args:
             spans: that the buffer is divided over.
+            beyond: groups of the axes beyond the mesh.
             attributes: of each.
         """
         home, axes = self.home
@@ -256,6 +260,7 @@ class FlatShards:
                 self.spec.trainable,
                 flat_start=start - place.start,
                 region=place.region,
+                writes=all(group.rank() == 0 or place.info.divided(group) for group in beyond),
                 **common,
             )
             _carry_attributes(place.info.param, param)

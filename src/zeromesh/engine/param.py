@@ -107,6 +107,7 @@ class ShardedParameter(_Slice, nn.Parameter):
         full_name: the parameter's qualified name.
         global_shape: the original parameter's shape.
         region: what of the original parameter this rank's data-parallel ranks have: all of one that is no DTensor.
+        writes: whether this rank, and no other that has the same of it beyond the mesh, saves it.
         flat_start: where the slice starts in the flattened region.
         unit: index of the unit it belongs to.
         engine: weak reference to the engine.
@@ -114,6 +115,7 @@ class ShardedParameter(_Slice, nn.Parameter):
     """
 
     region: Region
+    writes: bool = True
     flat_start: int
     unit: int
     engine: Callable[[], Any]
@@ -122,7 +124,7 @@ class ShardedParameter(_Slice, nn.Parameter):
 
     def sliced(self, name: str, local: Tensor | None = None) -> SlicedTensor:
         """Its slice, or other values for the same elements, as part of a whole tensor of that name."""
-        return SlicedTensor(self.piece(name, self.local if local is None else local))
+        return SlicedTensor(self.piece(name, self.local if local is None else local), writes=self.writes)
 
     def piece(self, name: str, local: Tensor) -> Piece:
         """Values for the elements of its slice, as those of a whole tensor of that name."""

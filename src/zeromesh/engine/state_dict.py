@@ -104,7 +104,7 @@ def _show(state: dict[str, Any], prefix: str, params: Mapping[str, ShardedParame
         name = clean_name(key.removeprefix(prefix))
         value = state.pop(key)
         if isinstance(value, SlicedTensor):  # of the module that holds it, which may have moved since
-            value = SlicedTensor(replace(value.piece, name=name))
+            value = SlicedTensor(replace(value.piece, name=name), writes=value.writes)
         elif name in params:
             value = params[name].sliced(name)
         state[prefix + name] = value

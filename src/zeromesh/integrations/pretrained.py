@@ -146,7 +146,12 @@ def _adapter_names(model: nn.Module, options: Mapping[str, Any]) -> frozenset[st
     """Those of the parameters that PEFT would write, as itself chooses them."""
     from peft import get_peft_model_state_dict
 
-    named = {name: place.shape for b in buffers_of(engine_of(model)) for place in b.places for name in place.info.names}
+    named = {
+        name: place.global_shape
+        for b in buffers_of(engine_of(model))
+        for place in b.places
+        for name in place.info.names
+    }
     stands = {name: torch.empty(shape, device="meta") for name, shape in named.items()}
     by_stand = {id(stand): name for name, stand in stands.items()}
     adapters: Iterable[str] = options.get("selected_adapters") or model.peft_config  # type: ignore[assignment]

@@ -129,6 +129,7 @@ class OwnerOptimizer(Optimizer):
         self._params = [param for group in self.param_groups for param in group["params"]]
         self._taken = [_options(group) for group in self.param_groups]
         stepped = [param for param in self._params if param.requires_grad and param.numel()]
+        _require_undivided(stepped)
         require_tensorwise(kind, list({param.dim(): param for param in stepped}.values()), options)
         self._place(engine, stepped, cost, bucket_bytes, groups, options)
         self._take_over()
@@ -239,6 +240,16 @@ class OwnerOptimizer(Optimizer):
             for member in bucket.members:
                 if member.whole is not None:
                     yield bucket, member.param, member.whole
+
+
+def _require_undivided(params: Iterable[ShardedParameter]) -> None:
+    for param in params:
+        if not param.region.is_whole:
+            raise OptimizerError(
+                f"{param.full_name} is a DTensor of which this rank's data-parallel ranks have the box of "
+                f"{param.region.sizes} at {param.region.offsets} alone, so none of them can own the whole tensor of "
+                f"{tuple(param.global_shape)}: step on it with an elementwise optimizer, give zm.by_owner the others"
+            )
 
 
 def _disown(reference: weakref.ref[Engine], number: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.errors import CheckpointError, InternalError
-from zeromesh.pieces.boxes import Box
+from zeromesh.pieces.boxes import Box, runs_of
 from zeromesh.pieces.region import Region, shared
 
 DTYPES = {
@@ -52,6 +52,8 @@ class Piece:
     within: Region | None = None
 
     def __post_init__(self) -> None:
+        if self.within is not None and self.within.is_whole:
+            object.__setattr__(self, "within", None)  # one spelling of what is no part
         if self.local.dim() != 1 or not self.local.is_contiguous():
             raise InternalError(f"{self.name}: a piece must be contiguous and 1-D; got {tuple(self.local.shape)}")
         if self.local.dtype not in DTYPE_NAMES:
@@ -85,6 +87,16 @@ class Piece:
     @property
     def num_bytes(self) -> int:
         return self.local.numel() * self.local.itemsize
+
+    def rows(self) -> Iterator[Piece]:
+        """The same elements as ranges of the whole tensor; share its memory."""
+        if self.within is None:
+            yield self
+            return
+        for box in self.boxes:
+            local = self.view(box).view(-1)
+            for start, length, at in runs_of(self.shape, box.offsets, box.sizes):
+                yield Piece(name=self.name, shape=self.shape, start=start, local=local[at : at + length])
 
     def part(self, start: int, stop: int) -> Piece:
         """Elements `start` to `stop` of the flattened region, which lie inside."""

@@ -30,24 +30,27 @@ class SlicedTensor(torch.Tensor):
 
     Attributes:
         piece: the slice.
+        writes: whether `dcp.save` writes it here: no other rank does that has some of it and not just the same.
     """
 
     piece: Piece
+    writes: bool
     boxes: tuple[Box, ...]
 
     @staticmethod
-    def __new__(cls, piece: Piece) -> SlicedTensor:
+    def __new__(cls, piece: Piece, *, writes: bool = True) -> SlicedTensor:
         local = piece.local
         self = torch.Tensor._make_wrapper_subclass(cls, piece.shape, dtype=local.dtype, device=local.device)
         assert isinstance(self, SlicedTensor)
         self.piece = piece
+        self.writes = writes
         self.boxes = piece.boxes
         if not math.prod(piece.shape):
             # Without a chunk the tensor would not be in the checkpoint at all.
             self.boxes = (Box(offsets=(0,) * len(piece.shape), sizes=piece.shape, start=0),)
         return self
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: Piece, *, writes: bool = True) -> None:
         super().__init__()
 
     def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes tensor_contents
@@ -56,7 +59,7 @@ class SlicedTensor(torch.Tensor):
         return f"SlicedTensor({piece.name!r}, shape={piece.shape}, {piece.start}..{piece.stop}{within})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
-        return SlicedTensor(replace(self.piece, local=self.piece.local.clone()))
+        return SlicedTensor(replace(self.piece, local=self.piece.local.clone()), writes=self.writes)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.piece.is_whole:
@@ -72,13 +75,13 @@ class SlicedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return SlicedTensor(args[0].piece)
+            return SlicedTensor(args[0].piece, writes=args[0].writes)
         if func is torch.ops.aten.clone.default:
             return args[0].__deepcopy__({})
         if func is torch.ops.aten._to_copy.default:  # an optimizer that loads its states gives them its dtype
             piece = args[0].piece
             local = piece.local.to(dtype=kwargs.get("dtype"), device=kwargs.get("device"), copy=True)
-            return SlicedTensor(replace(piece, local=local))
+            return SlicedTensor(replace(piece, local=local), writes=args[0].writes)
         held = next((arg for arg in args if isinstance(arg, SlicedTensor)), "a sliced tensor")
         raise CheckpointError(
             f"{func} on {held}: this rank holds a slice of it only; save it with torch.distributed.checkpoint, give it "
@@ -96,6 +99,7 @@ class SlicedTensor(torch.Tensor):
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.piece.shape)),
             )
             for box, chunk in zip(self.boxes, self.__create_chunk_list__(), strict=True)
+            if self.writes
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -125,13 +124,9 @@ def divide(net: Net, tp: DeviceMesh, plan: str) -> Net:
         net,
         tp,
         {
-            "embed": RowwiseParallel(
-                input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
-            ),
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
             "norm": SequenceParallel(use_local_output=False),
-            "head": ColwiseParallel(
-                input_layouts=Shard(1), **({"output_layouts": Replicate()} | logits)
-            ),
+            "head": ColwiseParallel(input_layouts=Shard(1), **({"output_layouts": Replicate()} | logits)),
         },
     )
     return net
@@ -193,16 +188,17 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def mesh_of(*shape: int) -> DeviceMesh:
-    """Data-parallel axes, given innermost first, around an axis `tp` of two ranks."""
+def mesh_of(*shape: int, tp: int = 2) -> DeviceMesh:
+    """Data-parallel axes, given innermost first, around an axis `tp`."""
     names = ("node", "cluster")[: len(shape)]
-    return kept(init_device_mesh, "cpu", (*reversed(shape), 2), mesh_dim_names=(*reversed(names), "tp"))
+    return kept(init_device_mesh, "cpu", (*reversed(shape), tp), mesh_dim_names=(*reversed(names), "tp"))
 
 
 def sharded(strategy: str, plan: str, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """The model, divided over `tp` and sharded over all other axes."""
+    """The model, divided over `tp`, where that has ranks, and sharded over all other axes."""
     names = mesh.mesh_dim_names or ()
-    return zm.shard(divide(build(), mesh["tp"], plan), mesh[names[:-1]], strategy, **(FP64 | options))
+    net = divide(build(), mesh["tp"], plan) if mesh["tp"].size() > 1 else build()
+    return zm.shard(net, mesh[names[:-1]], strategy, **(FP64 | options))
 
 
 def own_part(param: Any, whole: Tensor) -> Tensor:
@@ -221,7 +217,7 @@ def check(strategy: str, plan: str, *shape: int, optimizer: str = "adamw", **opt
         options: of `zm.shard`.
     """
     mesh = mesh_of(*shape)
-    ranks = mesh.size() // 2
+    ranks = mesh.size() // mesh["tp"].size()
     expected = plain(ranks, optimizer)
     model = sharded(strategy, plan, mesh, **options)
     stepping, rank = make_optimizer(optimizer, model), engine_of(model).control.rank

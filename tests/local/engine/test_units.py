@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
 
 import zeromesh as zm
@@ -42,8 +43,8 @@ def subclass(*, frozen: bool) -> nn.Sequential:
     return with_first(nn.Parameter(torch.eye(4).as_subclass(Doubling), requires_grad=not frozen))
 
 
-def dtensor(mesh) -> nn.Sequential:
-    return with_first(nn.Parameter(DTensor.from_local(torch.eye(4), mesh)))
+def dtensor(mesh, placement) -> nn.Sequential:
+    return with_first(nn.Parameter(DTensor.from_local(torch.eye(4), mesh, [placement])))
 
 
 def accumulating_in_fp32() -> nn.Sequential:
@@ -82,11 +83,14 @@ def test_what_would_be_lost_is_refused_and_nothing_is_touched(make, message):
     assert all(param.data_ptr() == place for param, place in held)
 
 
-def test_parameters_that_are_sharded_already_are_refused():
+@pytest.mark.parametrize("placement", [Partial(), _StridedShard(0, split_factor=2)])
+def test_what_no_box_describes_cannot_be_sharded_further(placement):
     torch.distributed.init_process_group("fake", rank=0, world_size=2)
     try:
-        model = dtensor(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
-        with pytest.raises(ModelError, match=r"0\.weight is a DTensor, sharded already .*modules without DTensors"):
+        model = dtensor(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), placement)
+        with pytest.raises(
+            ModelError, match=r"0\.weight is a DTensor that lies as .* over tp; only Shard and Replicate"
+        ):
             zm.shard(model, init_device_mesh("cpu", (1,), mesh_dim_names=("node",)), "node=3")
     finally:
         torch.distributed.destroy_process_group()

@@ -1,0 +1,131 @@
+"""What is saved under tensor parallelism is of whole tensors: it loads under another degree, and without any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import zeromesh as zm
+from tests.dist.parallel.tensor import (
+    backward,
+    build,
+    make_optimizer,
+    mesh_of,
+    params_of,
+    plain,
+    require_equal,
+    sharded,
+)
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.optim import take_slices
+
+TWO = (2,), 2
+LAYOUTS = {
+    "TP 1": ("node=3", (4,), 1, "blocks"),
+    "TP 4": ("node=0", (1,), 4, "tensor"),
+    "TP 2, other stages and parts": ("node=1", (2,), 2, "sequence"),
+}
+
+
+def trained(strategy: str, plan: str) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, dict[str, Tensor]]]:
+    """One step on two data-parallel ranks with TP 2; what plain training has then, by kind and name."""
+    model = sharded(strategy, plan, mesh_of(2, tp=2))
+    optimizer = make_optimizer("adamw", model)
+    backward(model, plan, 0, engine_of(model).control.rank)
+    zm.clip_grad_norm_(model, 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, plain(2, "adamw")[0]
+
+
+def other(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    strategy, shape, tp, plan = LAYOUTS[layout]
+    model = sharded(strategy, plan, mesh_of(*shape, tp=tp))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    return model, make_optimizer("adamw", model)
+
+
+def require_states(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: dict[str, dict[str, Tensor]]) -> None:
+    require_equal("parameter", ((p, p.local, wanted["param"]) for p in params_of(model)))
+    for key in ("exp_avg", "exp_avg_sq"):
+        require_equal(key, ((p, optimizer.state[p][key], wanted[key]) for p in params_of(model)))
+
+
+def shared_path(tmp_path: Path) -> Path:
+    """Rank 0's: each rank of a pool is given one of its own."""
+    paths = [tmp_path]
+    dist.broadcast_object_list(paths)
+    return paths[0]
+
+
+@on_ranks(4)
+def test_checkpoints_under_other_degrees(tmp_path):
+    path = shared_path(tmp_path)
+    model, optimizer, wanted = trained("node=3", "loss")
+    with zm.Checkpoints(path, model, optimizer) as checkpoints:
+        checkpoints.save(1)
+        checkpoints.wait()
+    for layout in LAYOUTS:
+        model, optimizer = other(layout)
+        with zm.Checkpoints(path, model, optimizer) as checkpoints:
+            assert checkpoints.load() is not None
+        require_states(model, optimizer, wanted)
+
+
+@on_ranks(4)
+def test_checkpoints_of_torch(tmp_path):
+    path = shared_path(tmp_path)
+    model, optimizer, wanted = trained("node=1", "loss")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path / "dcp")
+    with zm.Checkpoints(path / "own", model, optimizer) as checkpoints:
+        checkpoints.save(1)
+        saved = checkpoints.wait()
+    for layout in LAYOUTS:
+        for source in (path / "dcp", saved):
+            model, _ = other(layout)
+            state = {"model": model.state_dict()}
+            dcp.load(state, checkpoint_id=source)
+            model.load_state_dict(state["model"])
+            require_equal("parameter", ((p, p.local, wanted["param"]) for p in params_of(model)))
+        with zm.Checkpoints(path / "none", model) as checkpoints:
+            checkpoints.load(path / "dcp")
+        require_equal("parameter", ((p, p.local, wanted["param"]) for p in params_of(model)))
+
+
+@on_ranks(4)
+def test_whole_tensors(tmp_path):
+    path = shared_path(tmp_path)
+    model, _, wanted = trained("node=3", "loss")
+    state = zm.full_state_dict(model)
+    assert bool(state) == (dist.get_rank() == 0)
+    assert all((state[name] - value).abs().max() < 1e-10 for name, value in wanted["param"].items() if state)
+    assert list(state) == (list(build().state_dict()) if state else [])
+    zm.save_safetensors(model, path)
+    for layout in LAYOUTS:
+        for load in (lambda model: zm.load_full_state_dict(model, state), lambda m: zm.load_safetensors(m, path)):
+            model, _ = other(layout)
+            load(model)
+            require_equal("parameter", ((p, p.local, wanted["param"]) for p in params_of(model)))
+
+
+@on_ranks(4)
+def test_state_dicts_of_whole_tensors_and_of_slices():
+    model, optimizer, wanted = trained("node=3", "loss")
+    own = model.state_dict(), optimizer.state_dict()
+    again = sharded("node=3", "loss", mesh_of(2, tp=2))
+    stepping = make_optimizer("adamw", again)
+    again.load_state_dict(own[0])
+    stepping.load_state_dict(own[1])
+    take_slices(stepping)  # as its first step does
+    require_states(again, stepping, wanted)
+    for layout in LAYOUTS:
+        model, _ = other(layout)
+        model.load_state_dict(wanted["param"])
+        require_equal("parameter", ((p, p.local, wanted["param"]) for p in params_of(model)))
