@@ -8,7 +8,7 @@ what plain training in fp64 has at the same elements.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -206,7 +206,14 @@ def own_part(param: Any, whole: Tensor) -> Tensor:
     return whole[param.region.index].reshape(-1)[param.flat_start :][: param.local.numel()]
 
 
-def check(strategy: str, plan: str, *shape: int, optimizer: str = "adamw", **options: Any) -> None:
+def check(
+    strategy: str,
+    plan: str,
+    *shape: int,
+    optimizer: str = "adamw",
+    spoil: Callable[[nn.Module], None] = lambda model: None,
+    **options: Any,
+) -> None:
     """Trains and compares: see the module.
 
     Args:
@@ -214,12 +221,14 @@ def check(strategy: str, plan: str, *shape: int, optimizer: str = "adamw", **opt
         plan: as for `parallelise`.
         shape: of the data-parallel mesh, innermost first.
         optimizer: `adamw` or `sgd`, with momentum.
+        spoil: what is to be found.
         options: of `zm.shard`.
     """
     mesh = mesh_of(*shape)
     ranks = mesh.size() // mesh["tp"].size()
     expected = plain(ranks, optimizer)
     model = sharded(strategy, plan, mesh, **options)
+    spoil(model)
     stepping, rank = make_optimizer(optimizer, model), engine_of(model).control.rank
     for step, record in enumerate(expected):
         backward(model, plan, step, rank)
