@@ -20,7 +20,7 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.norms import slice_norms
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.others import keep_others_out
-from zeromesh.engine.spread import groups_beyond
+from zeromesh.engine.spread import groups_beyond, require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_modules, spreads_of
 from zeromesh.errors import MeshError, ModelError, NotationError
@@ -64,6 +64,7 @@ def shard(
                 "names the classes that are gathered as one"
             )
         given = dict(zip(DTYPE_FIELDS, (param_dtype, reduce_dtype, grad_dtype, master_dtype), strict=True))
+        require_whole_buffers(model)
         precision = precision_of(given, strategy)
         layout = resolve(mesh, strategy)
         found = find_units(model, units, resident, precision)

@@ -17,7 +17,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -129,6 +129,16 @@ def spread_of(param: Tensor, name: str) -> Spread | None:
 
 def _dense(shape: torch.Size) -> tuple[int, ...]:
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def require_whole_buffers(model: nn.Module) -> None:
+    """Raises ModelError for a buffer that is divided: buffers are the first rank's, and whole on every rank."""
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, DTensor) and any(not placement.is_replicate() for placement in buffer.placements):
+            raise ModelError(
+                f"{name} is a buffer that lies as {buffer.placements} on {buffer.device_mesh}: only parameters may be "
+                f"divided; replicate it, or make it a parameter with requires_grad=False"
+            )
 
 
 def groups_beyond(mesh: DeviceMesh | None, spreads: Iterable[tuple[str, Spread]]) -> tuple[dist.ProcessGroup, ...]:

@@ -1,0 +1,178 @@
+"""Tensor parallelism beside what else there is: beginnings, norms, skipped steps, reports; and what cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import zeromesh as zm
+from tests.dist.parallel.tensor import (
+    FP64,
+    Net,
+    backward,
+    build,
+    divide,
+    make_optimizer,
+    mesh_of,
+    params_of,
+    plain,
+    require_equal,
+    sharded,
+)
+from tests.dist.pool import kept, on_ranks
+from zeromesh.engine.api import engine_of
+from zeromesh.errors import MeshError, ModelError, OptimizerError
+
+
+def from_elements(module: nn.Module) -> None:
+    """Initialises each element by its place in the whole parameter, which only whole ones have."""
+    for param in module.parameters(recurse=False):
+        assert not isinstance(param, DTensor)
+        param.copy_(torch.arange(param.numel()).view_as(param) + len(param.shape))
+
+
+@on_ranks(4)
+def test_from_the_meta_device():
+    mesh = mesh_of(2)
+    with torch.device("meta"):
+        net = Net().double()
+    model = zm.shard(divide(net, mesh["tp"], "loss"), mesh["node"], "node=3", init=from_elements, **FP64)
+    wanted = build()
+    with torch.no_grad():
+        for module in wanted.modules():
+            from_elements(module)
+    state = dict(wanted.state_dict())
+    require_equal("parameter", ((p, p.local, state) for p in params_of(model)))
+
+
+@on_ranks(4)
+def test_what_is_not_divided_begins_as_the_first_rank_has_it():
+    mesh, net = mesh_of(2), divide(build(), mesh_of(2)["tp"], "blocks")
+    with torch.no_grad():
+        for param in (net.norm.weight, net.embed.weight):
+            param.fill_(dist.get_rank() + 1)
+    model = zm.shard(net, mesh["node"], "node=3", **FP64)
+    for param in params_of(model):
+        if param.full_name in ("norm.weight", "embed.weight"):
+            assert param.local.equal(torch.ones_like(param.local))
+
+
+@on_ranks(4)
+def test_norms_reports_and_replicas():
+    model = sharded("node=1", "loss", mesh_of(2))
+    optimizer, record = make_optimizer("adamw", model), plain(2, "adamw")[0]
+    with zm.traffic_report(model, micro_batches=3) as traffic:
+        backward(model, "loss", 0, engine_of(model).control.rank)
+    (line,) = traffic.lines()
+    # The refresh of the first step's parameters is not in it: they are there.
+    assert 0 < line.sent_bytes <= line.predicted_bytes
+    for param in params_of(model):
+        norm = float(param.grad.norm())
+        assert abs(norm - float(record["grad"][param.full_name].norm())) < 1e-10, param.full_name
+        largest = float(torch.linalg.vector_norm(param.grad, float("inf")))
+        assert abs(largest - float(record["grad"][param.full_name].abs().max())) < 1e-10
+    grads = [param.grad for param in model.parameters()]
+    assert abs(float(nn.utils.get_total_norm(grads)) - record["norm"]) < 1e-10
+    assert abs(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)) - record["norm"]) < 1e-10
+    optimizer.step()
+    require_equal("parameter", ((p, p.local, record["param"]) for p in params_of(model)))
+    total = zm.memory_report(model, optimizer)[-1]
+    assert total.predicted_bytes == total.allocated_bytes
+    zm.check_replicas(model, optimizer)
+
+
+@on_ranks(4)
+def test_a_step_is_skipped_by_all_ranks():
+    model = sharded("node=3", "tensor", mesh_of(2))
+    optimizer = make_optimizer("sgd", model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    backward(model, "tensor", 0, engine_of(model).control.rank)
+    before = [param.local.clone() for param in params_of(model)]
+    if dist.get_rank() == 3:  # of its TP line the second, of its data-parallel ranks too
+        next(p for p in params_of(model) if not p.region.is_whole and p.local.numel()).grad.local.fill_(torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 0.5
+    assert all(param.local.equal(value) for param, value in zip(params_of(model), before, strict=True))
+
+
+def tp_has_a_stage() -> Any:
+    mesh = mesh_of(2)
+    return zm.shard(divide(build(), mesh["tp"], "tensor"), mesh, "tp=3,node=1")
+
+
+def divided_over_node() -> Any:
+    net, mesh = build(), mesh_of(2)
+    net.head.weight = nn.Parameter(distribute_tensor(net.head.weight.detach(), mesh["node"], [Shard(0)]))
+    return zm.shard(net, mesh["node"], "node=3")
+
+
+def crossed() -> Any:
+    """TP lines that go from one place on the data-parallel axis to the other."""
+    lines = kept(_crossed_lines)
+    return zm.shard(divide(build(), lines["tp"], "tensor"), mesh_of(2)["node"], "node=3")
+
+
+def _crossed_lines() -> DeviceMesh:
+    return DeviceMesh("cpu", torch.tensor([[0, 3], [2, 1]]), mesh_dim_names=("line", "tp"))
+
+
+def without_the_axis() -> Any:
+    mesh = mesh_of(2)
+    return zm.shard(divide(build(), mesh["tp"], "tensor"), mesh["node"], "node=3,cluster=1")
+
+
+def two_meshes() -> Any:
+    """Parameters over the same two ranks and two others."""
+    net, mesh = divide(build(), mesh_of(1, tp=4)["tp"], "blocks"), mesh_of(2)
+    net.head.weight = nn.Parameter(distribute_tensor(net.head.weight.detach(), mesh["tp"], [Replicate()]))
+    return zm.shard(net, mesh_of(1, tp=4)["node"], "node=3")
+
+
+def divided_buffer() -> Any:
+    net, mesh = divide(build(), mesh_of(2)["tp"], "blocks"), mesh_of(2)
+    net.register_buffer("scale", distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)]))
+    return zm.shard(net, mesh["node"], "node=3")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            tp_has_a_stage,
+            MeshError,
+            r"over tp\) over ranks .* too, node=2, tp=2: give zm\.shard the data-",
+        ),
+        (
+            divided_over_node,
+            MeshError,
+            r"head\.weight is a DTensor \(S.* over node\) over ranks .* of the mesh",
+        ),
+        (crossed, MeshError, r"must be dimensions of one mesh, such as"),
+        (without_the_axis, MeshError, r"cluster"),
+        (two_meshes, MeshError, r"two axes must have one rank in common"),
+        (divided_buffer, ModelError, r"scale is a buffer that lies as .*: only parameters may be divided"),
+    ],
+)
+@on_ranks(4)
+def test_what_cannot_be_is_refused_on_all_ranks(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@on_ranks(4)
+def test_owners_need_whole_tensors():
+    model = sharded("node=3", "blocks", mesh_of(2))
+    named = dict(model.named_parameters())
+    zm.by_owner(torch.optim.Muon, [named["head.weight"]])
+    with pytest.raises(
+        OptimizerError, match=r"layers\.0\.up\.weight is a DTensor of which .* \([23], 6\) at \([03], 0\)"
+    ):
+        zm.by_owner(torch.optim.Muon, [named["layers.0.up.weight"]])
