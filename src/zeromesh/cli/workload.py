@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from zeromesh.planner import Workload
 
 Model = Annotated[
-    str, typer.Option(help="A preset (llama-7b, ...), a Hugging Face config.json, or package.module:function.")
+    str,
+    typer.Option(
+        help="A preset (llama-7b, ...), a Hugging Face config.json of any architecture, or package.module:function."
+    ),
 ]
 ClusterName = Annotated[str, typer.Option("--cluster", help="A preset (see `zeromesh clusters`) or a TOML file.")]
 World = Annotated[int, typer.Option(help="Devices to use, inner levels filled first; 0: all of the cluster.")]

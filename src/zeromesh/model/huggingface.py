@@ -1,4 +1,5 @@
-"""Reads a Hugging Face `config.json` without transformers: Llama-like, GPT-2, MPT and Mixtral-like models.
+"""Reads a Hugging Face `config.json` without transformers: Llama-like, GPT-2, MPT and Mixtral-like models. Of others
+`zeromesh.model.from_transformers` builds the module itself.
 
 Defaults of keys that a file leaves out are those of the transformers class of that `model_type`.
 """
@@ -18,16 +19,32 @@ from zeromesh.model.transformer import build
 Config = Mapping[str, Any]
 
 
-def read_config(path: Path, *, dtype: str = "bf16", kernels: Kernels = EAGER) -> ModelSpec:
+def read_config(path: Path, *, seq_len: int = 2048, dtype: str = "bf16", kernels: Kernels = EAGER) -> ModelSpec:
     """The model that a `config.json` describes.
 
+    Args:
+        path: of the file.
+        seq_len: of what a model that has no reader here is run on.
+        dtype: of compute and activations.
+        kernels: as `load_model` takes them.
+
     Raises:
-        ModelError: no such file, not JSON, a missing or invalid key, or a `model_type` that is not read here.
+        ModelError: no such file, not JSON, a missing or invalid key, or a `model_type` that is not read here and that
+            transformers cannot build.
     """
     text = read_text(path, kind="a config.json", error=ModelError)
     config = parse_json(text, where=str(path), hint="; a model is given by its config.json", error=ModelError)
     if not isinstance(config, dict):
         raise ModelError(f"{path}: a table of keys is required, got {type(config).__name__}")
+    if isinstance(config.get("model_type"), str) and config["model_type"] not in _READERS:
+        try:
+            from zeromesh.model.from_transformers import from_architecture  # imports torch
+        except ModuleNotFoundError as error:
+            raise ModelError(
+                f"{path}: model_type {config['model_type']!r} has no reader of its own, and is built by the "
+                f'transformers library: pip install "zeromesh[hf]"'
+            ) from error
+        return from_architecture(config, name=_name(config, path), where=str(path), seq_len=seq_len, dtype=dtype)
     return from_config(config, name=_name(config, path), where=str(path), dtype=dtype, kernels=kernels)
 
 

@@ -22,8 +22,8 @@ def load_model(
 
     Args:
         text: a preset, the path of a Hugging Face `config.json`, or `package.module:function` returning an
-            `nn.Module` (the one case that imports torch).
-        seq_len: tokens in a sequence; required for a module, which is run once on fake tensors of that length.
+            `nn.Module`. The last, and configs of architectures that have no reader of their own, import torch.
+        seq_len: tokens in a sequence; those two are run on fake tensors of that length.
         trainable: see `with_trainable`.
         dtype: of compute and activations.
         kernels: which operations are fused, for presets and configs; a module shows it itself.
@@ -42,9 +42,9 @@ def load_model(
 
 def _read(text: str, seq_len: int | None, dtype: str, kernels: Kernels) -> ModelSpec:
     if text.endswith(".json") or Path(text).is_file():
-        return read_config(Path(text), dtype=dtype, kernels=kernels)
+        return read_config(Path(text), seq_len=seq_len or 2048, dtype=dtype, kernels=kernels)
     if Path(text).is_dir():
-        return read_config(Path(text) / "config.json", dtype=dtype, kernels=kernels)
+        return read_config(Path(text) / "config.json", seq_len=seq_len or 2048, dtype=dtype, kernels=kernels)
     if _FACTORY.fullmatch(text):
         from zeromesh.model.from_module import from_factory  # imports torch: only for a module
 
