@@ -209,7 +209,9 @@ class FlatShards:
             torch._C._autograd._unsafe_set_version_counter(tuple(self._sums), (0,) * len(self._sums))
             self.adds = True
             for leaf, held in zip(self.leaves, self._sums, strict=True):
-                if leaf.grad is None and isinstance(leaf, PlainLeaf):  # other gradients have yet to be made local
+                # Other gradients have yet to be made local, and a hook changes one micro-batch's.
+                alone = isinstance(leaf, PlainLeaf) and not leaf._post_accumulate_grad_hooks
+                if alone and leaf.grad is None:
                     leaf.grad = held
 
     def grads_of_leaves(self) -> list[Tensor | None]:

@@ -1,0 +1,94 @@
+"""Models that others wrote, under tensor parallelism as they have it; and the example."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeromesh as zm
+from tests.dist.parallel.tensor import FP64, MICRO_BATCHES, mesh_of, params_of, require_equal
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+
+VOCABULARY = 23
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "intermediate_size": 10,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+    "attention_dropout": 0.0,
+}
+
+
+def build(kind: str) -> Any:
+    import transformers as hf  # several seconds, once per worker
+
+    torch.manual_seed(0)
+    if kind == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)).double()
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES)).double()
+
+
+def by_its_plan(model: Any, tp: Any) -> Any:
+    """As `from_pretrained` with a DistributedConfig does it."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_size=tp.size()))
+    return apply_tensor_parallelism(model, tp, plan)
+
+
+def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    tokens = torch.randint(0, VOCABULARY, (2, 6), generator=generator)
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss / MICRO_BATCHES
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("llama", "node=3"), ("qwen3", "node=0")])  # sums in place, with hooks
+@on_ranks(4)
+def test_hugging_face_plans(kind, strategy):
+    mesh, plain = mesh_of(2), build(kind)
+    model = zm.shard(by_its_plan(build(kind), mesh["tp"]), mesh["node"], strategy, **FP64)
+    assert sum(not param.region.is_whole for param in params_of(model)) >= 14
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+    for step in range(2):
+        for micro in range(MICRO_BATCHES):
+            for rank in range(2):
+                (loss_of(plain, step, micro, rank) / 2).backward()
+            with zm.accumulate(model, last=micro == MICRO_BATCHES - 1):
+                loss_of(model, step, micro, engine_of(model).control.rank).backward()
+        norms = nn.utils.clip_grad_norm_(plain.parameters(), 0.5), zm.clip_grad_norm_(model, 0.5)
+        assert abs(float(norms[0] - norms[1])) < 1e-10
+        grads = {name: param.grad for name, param in plain.named_parameters()}
+        require_equal("gradient", ((p, p.grad.local, grads) for p in params_of(model)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        values = {name: param.detach() for name, param in plain.named_parameters()}
+        require_equal("parameter", ((p, p.local, values) for p in params_of(model)))
+
+
+def example(name: str) -> ModuleType:
+    path = Path(__file__).parents[3] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@on_ranks(4)
+def test_the_example_learns():
+    losses = example("tensor_parallel").train(mesh_of(2))
+    assert losses[-1] < 0.7 * losses[0]
