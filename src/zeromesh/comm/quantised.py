@@ -40,6 +40,7 @@ from zeromesh.comm.summing import Target, parts
 from zeromesh.comm.transport import Exchange, Wait, gather_single, wait_for_all
 from zeromesh.errors import InputError, InternalError
 from zeromesh.wires import WireFormat
+from zeromesh.wires.format import has_triton
 from zeromesh.wires.codec import Codec
 
 WINDOW = 2
@@ -50,15 +51,12 @@ PIECE_NUMEL = 1 << 18
 link."""
 
 
-def check_quantisable(form: WireFormat, dtype: torch.dtype, axis: str, device_type: str = "cpu") -> None:
+def check_quantisable(dtype: torch.dtype, axis: str) -> None:
     """Says at construction what an axis cannot do.
 
     Raises:
-        InputError: values of this dtype cannot go over a quantised wire, or the device's kernels are not there.
+        InputError: values of this dtype cannot go over a quantised wire.
     """
-    missing = form.missing_on(device_type)
-    if missing:
-        raise InputError(f"axis {axis}: {missing}, or drop the @")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InputError(f"axis {axis}: a quantised wire carries fp32, bf16 or fp16 values; got {dtype}")
 
@@ -70,7 +68,7 @@ def noise_generator(group: AxisGroup, name: str = "") -> torch.Generator:
     is rounded by the same draws, and by this rank's index on the axis. By nothing else: ranks that hold the same values
     (those that an earlier collective made equal) have the same index, so they round alike and stay equal.
     """
-    generator = torch.Generator()  # on the host, where the kernels' seeds are drawn too
+    generator = torch.Generator()  # on the host, where the seeds of a device's noise are drawn too
     return generator.manual_seed(zlib.crc32(f"{group.name} {group.rank} {name}".encode()))
 
 
@@ -180,10 +178,11 @@ class _Wire:
         unit = 8 * form.granule  # keeps every view that follows on a multiple of eight bytes
         # Also of a device's workspace, if it exchanges over gloo: what it keeps has been cut on the host (`comm.host`).
         gloo = group.backend == "gloo"
+        fused = form.kernels and has_triton(workspace.device.type) and not gloo
         window, longest = (WINDOW, PIECE_NUMEL) if gloo else (1, 8 * workspace.numel())
 
-        def memory_bytes(numel: int) -> int:  # kernels take none
-            return form.memory_bytes(numel) if gloo or workspace.is_cpu else 0
+        def memory_bytes(numel: int) -> int:
+            return 0 if fused else form.memory_bytes(numel)
 
         each = memory_bytes(unit) + directions * window * group.size * form.message_bytes(unit)
         numel = min(longest // unit, workspace.numel() // each) * unit

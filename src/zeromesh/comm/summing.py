@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from zeromesh.errors import InternalError
 from zeromesh.schedule.workspace import ALIGN, part_numel
+from zeromesh.wires.format import has_triton
 
 
 def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -109,7 +108,7 @@ class Target:
         """The same in one kernel, or three where Triton has none; the terms lie one after the other in `scratch`."""
         numel = terms[0].numel()
         rows = scratch.received.view(len(terms), -1)[:, :numel]
-        if _has_triton(rows.device.type):
+        if has_triton(rows.device.type):
             from zeromesh.comm.kernels import sum_in_order
 
             sum_in_order(rows, self.out[part], scale=self.scale, accumulate=self.accumulate)
@@ -137,11 +136,6 @@ class Target:
         if self.accumulate:
             _add(total, out, widened)
         out.copy_(total)
-
-
-@cache
-def _has_triton(device_type: str) -> bool:
-    return device_type in ("cuda", "xpu") and importlib.util.find_spec("triton") is not None
 
 
 def _add(total: Tensor, term: Tensor, widened: Tensor) -> None:

@@ -70,7 +70,7 @@ def shard(
         found = find_units(model, units, resident, precision)
         if layout.degree(layout.param_axes) == 1:
             found = join_modules(found, precision, bucket_bytes)
-        require_wires(layout, [module.describe(precision) for module in found], mesh_device(mesh, model).type)
+        require_wires(layout, [module.describe(precision) for module in found])
         return precision, layout, found, groups_beyond(mesh, spreads_of(found))
 
     debug, register = (

@@ -28,6 +28,7 @@ from zeromesh.model.module_units import clean_name
 from zeromesh.schedule import ITEM_BYTES, LANES, Placed, Schedule
 from zeromesh.schedule.transfer import LaneKind
 from zeromesh.strategy import Layout
+from zeromesh.wires.format import has_triton
 
 EXACT_RANKS = 64
 """Of the longest axis that may have exact sums where the backend has its own: messages to all others, of a chunk each,
@@ -95,7 +96,8 @@ def build_engine(
     control.require_same("model", _digest(model, modules, precision))
     groups = {} if mesh is None else make_groups(mesh, layout.axes, exact=layout.strategy.sum == "exact")
     _require_short_sums(groups.values(), control)
-    schedule = Schedule.of(layout, units, backend=next((group.backend for group in groups.values()), None))
+    backend = next((group.backend for group in groups.values()), None)
+    schedule = Schedule.of(layout, units, backend=backend, triton=has_triton(device.type))
     coordinates = layout.coordinates(control.rank)
     shards = _fill_shards(model, modules, schedule, coordinates, control, device, init)
     inline, memory = layout.strategy.overlap == "none", schedule.memory

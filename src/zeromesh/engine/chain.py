@@ -39,7 +39,7 @@ from zeromesh.engine.units import DTYPES
 from zeromesh.errors import NotationError
 from zeromesh.schedule import ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
 from zeromesh.strategy import Collective, Layout
-from zeromesh.wires import WireFormat, coded
+from zeromesh.wires import WireFormat
 
 Groups = Mapping[str, AxisGroup]
 
@@ -142,7 +142,7 @@ def _restore(shards: FlatShards, groups: Groups) -> Restore:
     """From the kept messages into the part of `full` that the gather over the kept axes filled."""
     placed = shards.placed
     step = next(s for s in placed.routes["unshard"].steps if s.axis is placed.kept_axis)
-    form = coded(step.wire)
+    form = step.form
     assert shards.kept is not None and form is not None
     region = shards.full[placed.region(step, shards.coordinates)]
     return Restore(shards.kept, region, groups[step.axis.name], form)
@@ -178,7 +178,7 @@ def _gather_chain(
         group = groups[step.axis.name]
         own = own_chunk(region, group)
         moved = None if _same(own, current) else current
-        steps.append(Gather(group, region, own, moved, coded(step.wire), keep))
+        steps.append(Gather(group, region, own, moved, step.form, keep))
         current = region
     todo, last = iter(steps), None if _same(destination, current) else current
     grouped = [[next(todo) for _ in group] for group in route.groups]
@@ -186,20 +186,20 @@ def _gather_chain(
     return GatherChain(together, destination, last, scratch.workspace)
 
 
-def require_wires(layout: Layout, units: Iterable[Unit], device_type: str) -> None:
+def require_wires(layout: Layout, units: Iterable[Unit]) -> None:
     """Refuses wires that no chain can be made of, while the model is still as it was given.
 
     Raises:
-        InputError: an axis cannot quantise these values, or not on this device.
+        InputError: an axis cannot quantise these values.
         NotationError: a gather would stage regions of two widths.
     """
     for placed in {placed for unit in place(layout, units) for placed in unit}:
         _require_one_width(placed.routes["unshard"])
         _require_one_width(placed.routes["refresh"])
         for route in placed.routes.values():
-            for step, form in ((step, coded(step.wire)) for step in route.steps):
-                if form is not None:
-                    check_quantisable(form, DTYPES[route.held], step.axis.name, device_type)
+            for step in route.steps:
+                if step.form is not None:
+                    check_quantisable(DTYPES[route.held], step.axis.name)
 
 
 def _require_one_width(route: Route) -> None:
@@ -382,9 +382,7 @@ def _reduction(
     staged = None if wire == region.dtype else scratch.region(step.numel, wire)
     scatter = step.operation == "reduce_scatter"
     out = into if into is not None else (own_chunk(region, group) if scatter else region)
-    form = coded(step.wire)
-    if form is not None and owed is None:
-        form = form.unbiased()
+    form = step.form
     noise = None
     if form is not None and form.stochastic:
         # One for all chains of the buffer: begun anew, it would round each backward's gradient the same way.

@@ -87,7 +87,7 @@ class MemoryPlan:
     workspace: Mapping[LaneKind, int]
 
     @classmethod
-    def of(cls, placed: Buffers, prefetch: int, backend: str | None = None) -> MemoryPlan:
+    def of(cls, placed: Buffers, prefetch: int, backend: str | None = None, *, triton: bool = True) -> MemoryPlan:
         each = {id(buffer): buffer for unit in placed for buffer in unit}  # a model's blocks share theirs
         persistent = {key: buffer.persistent for key, buffer in each.items()}
         return cls(
@@ -95,7 +95,7 @@ class MemoryPlan:
             gather=plan_gather_slots(placed, prefetch),
             reduce=plan_reduce_slots(placed),
             staging={lane: max((b.routes[lane].staging_bytes for b in each.values()), default=0) for lane in LANES},
-            workspace=workspace_by_lane(placed, backend) if backend else dict.fromkeys(LANES, 0),
+            workspace=workspace_by_lane(placed, backend, triton) if backend else dict.fromkeys(LANES, 0),
         )
 
     @property

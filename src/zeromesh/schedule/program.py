@@ -132,6 +132,7 @@ class Schedule:
         *,
         parts: Mapping[str, Layout] = MappingProxyType({}),
         backend: str | None = None,
+        triton: bool = True,
     ) -> Schedule:
         """The schedule of `units` under `layout`, in the order of registration until the first forward shows another.
 
@@ -140,6 +141,7 @@ class Schedule:
             units: root first; block units in the order of the model's repeated list.
             parts: layouts of the parts that buffers of `units` name.
             backend: torch's, whose collectives may need memory beside the regions they work on; None counts none.
+            triton: whether the devices have it: [Note: Which codec] of `zeromesh.wires.format`.
         """
         order, placed = tuple(range(len(units))), place(layout, units, parts)
         return cls(
@@ -148,7 +150,7 @@ class Schedule:
             units=tuple(units),
             placed=placed,
             order=order,
-            memory=MemoryPlan.of(placed, layout.strategy.prefetch, backend),
+            memory=MemoryPlan.of(placed, layout.strategy.prefetch, backend, triton=triton),
             program=_program(layout.strategy, _shard_params([layout, *parts.values()]), units, order),
         )
 

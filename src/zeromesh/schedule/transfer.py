@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.strategy import Axis, Layout
-from zeromesh.wires import coded
+from zeromesh.wires import WireFormat, coded
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -37,6 +37,14 @@ class Transfer:
     @property
     def chunk_numel(self) -> int:
         return self.numel // self.axis.size
+
+    @property
+    def form(self) -> WireFormat | None:
+        """Of its messages; None where elements are sent as they are. Sums that owe nothing are rounded without bias."""
+        found = coded(self.wire)
+        if found is None or self.operation == "all_gather" or self.axis.wire.feedback:
+            return found
+        return found.unbiased()
 
     @property
     def sent_bytes(self) -> int:

@@ -23,15 +23,18 @@ ALIGN = 64
 """Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""
 
 
-def workspace_by_lane(placed: Sequence[Sequence[Placed]], backend: str) -> dict[LaneKind, int]:
-    """Bytes that each lane needs on torch's `backend`: a lane does one collective at a time."""
+def workspace_by_lane(
+    placed: Sequence[Sequence[Placed]], backend: str, triton: bool = True
+) -> dict[LaneKind, int]:
+    """Bytes that each lane needs on torch's `backend`, whose devices have `triton`: it does one collective at a time."""
     each = {id(buffer): buffer for unit in placed for buffer in unit}.values()  # a model's blocks share theirs
     if backend == "gloo":
         layouts = {id(buffer.layout): buffer.layout for buffer in each}.values()
         return {lane: GLOO_BYTES * any(_needs_pieces(layout, lane) for layout in layouts) for lane in LANES}
     return {
         lane: max(
-            (device_bytes(buffer.layout, step) for buffer in each for step in buffer.routes[lane].steps), default=0
+            (device_bytes(buffer.layout, step, triton) for buffer in each for step in buffer.routes[lane].steps),
+            default=0,
         )
         for lane in LANES
     }
@@ -45,12 +48,13 @@ def _needs_pieces(layout: Layout, lane: LaneKind) -> bool:
     return any(coded(axis.wire.param) for axis in axes)
 
 
-def device_bytes(layout: Layout, step: Transfer) -> int:
+def device_bytes(layout: Layout, step: Transfer, triton: bool = True) -> int:
     """Of one step; what is native works in place."""
-    form = coded(step.wire)
+    form = step.form
     if form is not None:
-        directions = 1 if step.operation == "all_gather" else 2
-        return directions * step.axis.size * form.message_bytes(_part(step, 8 * form.granule))
+        directions, part = 1 if step.operation == "all_gather" else 2, _part(step, 8 * form.granule)
+        codec = 0 if form.kernels and triton else form.memory_bytes(part)
+        return codec + directions * step.axis.size * form.message_bytes(part)
     if layout.strategy.sum == "native" or step.operation == "all_gather":
         return 0
     item = ITEM_BYTES[step.wire]

@@ -84,12 +84,12 @@ class Codec(ABC):
                 self.dequantise(message, target)
 
 
-class HostCodec(Codec):
-    """With torch's operations, through fp32; of a format only `encode` and `decode` are left to say.
+class TorchCodec(Codec):
+    """With torch's operations, through fp32, on any device; of a format only `encode` and `decode` are left to say.
 
     Args:
         form: the format.
-        numel: longest tensor at a time, a multiple of the granule; a few 10^5 stay in the cache.
+        numel: longest tensor at a time, a multiple of the granule; a few 10^5 stay in a host's cache.
         memory: `form.memory_bytes(numel)` bytes, the first `BYTES` an element of which are this class's.
 
     Raises:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
@@ -12,6 +14,12 @@ if TYPE_CHECKING:
     from zeromesh.wires.codec import Codec
 
 
+@cache
+def has_triton(device_type: str) -> bool:
+    """Whether kernels in Triton run on torch's devices of this type, here; else torch's operations do their work."""
+    return device_type in ("cuda", "xpu") and importlib.util.find_spec("triton") is not None
+
+
 class WireFormat(ABC):
     """How elements are coded in messages; a value, whose `str` is how the notation spells it.
 
@@ -19,12 +27,17 @@ class WireFormat(ABC):
     tensor can go in pieces. Zeros come back as zeros. An infinity or a nan comes back as one or the other, so that
     overflow detection still sees it.
 
+    [Note: Which codec] One of torch's operations, on any device, in memory that the schedule counts; a format's kernels in
+    Triton, which need none, where it has some and `has_triton`. On gloo always the first, since messages go by the host.
+
     Args:
         spellings: all that `parse` takes, for messages.
+        kernels: whether there are some in Triton.
     """
 
     __slots__ = ()
     spellings: ClassVar[tuple[str, ...]]
+    kernels: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -71,13 +84,9 @@ class WireFormat(ABC):
 
     @abstractmethod
     def memory_bytes(self, numel: int) -> int:
-        """Of the host's codec, for tensors of up to `numel` elements; a multiple of 8 where `numel` is one."""
+        """Of the codec of torch's operations, for up to `numel` elements; a multiple of 8 where `numel` is one."""
 
     @abstractmethod
     def codec(self, numel: int, memory: Tensor, generator: torch.Generator | None) -> Codec:
-        """The codec for tensors of up to `numel` elements where `memory` is, which is of `memory_bytes(numel)` on the
-        host, and of any length on a device, where there is none to spare."""
-
-    def missing_on(self, device_type: str) -> str | None:
-        """Why this device cannot have a codec, and what to do; None if it can."""
-        return None if device_type == "cpu" else f"{self} has no kernels for {device_type}: choose another wire"
+        """The codec for tensors of up to `numel` elements where `memory` is: `memory_bytes(numel)` bytes, or any number
+        where kernels need none. The generator of what is drawn is on the host."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.chain import Reduce, require_wires
+from zeromesh.engine.chain import Reduce
 from zeromesh.errors import InputError, ZeromeshError
 from zeromesh.schedule import Placed
 from zeromesh.wires import coded
@@ -421,24 +420,6 @@ def test_what_is_refused_leaves_the_model_as_it_was():
             zm.shard(base, mesh_of(2, 2), strategy)
         assert all(param.equal(value) for param, value in zip(base.parameters(), before, strict=True)), strategy
         loss_of(zm.shard(base.float(), mesh_of(2, 2), "node=3,cluster=0"), 0, 0).backward()
-
-
-def lacks_triton(patch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    patch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "triton" else find(name, *rest))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "axis"), [("node=3@int8/,cluster=1", "node"), ("node=3,cluster=1@/int4", "cluster")]
-)
-@on_ranks(4)
-def test_a_device_without_its_kernels_is_refused_at_construction(strategy, axis):
-    schedule = engine_of(zm.shard(Net(), mesh_of(2, 2), strategy)).schedule
-    with pytest.MonkeyPatch.context() as patch:
-        lacks_triton(patch)
-        require_wires(schedule.layout, schedule.units, "cpu")  # the host needs none
-        with pytest.raises(InputError, match=f"axis {axis}: int[48].* on cuda needs Triton's kernels, .* drop the @"):
-            require_wires(schedule.layout, schedule.units, "cuda")
 
 
 class Skipping(Net):

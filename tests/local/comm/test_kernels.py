@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from zeromesh.comm import quantised
 from zeromesh.comm.quantised import PIECE_NUMEL, _Wire
-from zeromesh.wires import QuantFormat
+from zeromesh.wires import QuantFormat, blocks
 
 ROOM_BYTES = 64 << 20
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -59,7 +60,9 @@ def test_kernels_compile_for_a_gpu_and_round_as_torch_does(bits):
 
 
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
-def test_a_device_s_messages_fill_the_workspace():
+def test_a_device_s_messages_fill_the_workspace(monkeypatch):
+    for module in (quantised, blocks):
+        monkeypatch.setattr(module, "has_triton", lambda device_type: device_type == "meta")
     form = QuantFormat(bits=8)
     workspace = torch.empty(ROOM_BYTES, dtype=torch.uint8, device="meta")
     for size in (2, 8, 64):

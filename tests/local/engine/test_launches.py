@@ -74,7 +74,7 @@ def counted(*, triton: bool) -> Iterator[Launches]:
         mock.patch.object(collectives, "reduce_scatter_single", launches.add),
         mock.patch.object(quantised, "gather_single", launches.add),
         mock.patch.multiple(dist, all_reduce=launches.add, all_to_all=launches.add, all_to_all_single=launches.add),
-        mock.patch.object(summing, "_has_triton", lambda device_type: triton),
+        mock.patch.object(summing, "has_triton", lambda device_type: triton),
         pytest.MonkeyPatch.context() as patch,
         mock.patch.object(QuantFormat, "codec", lambda *_: CountingCodec(launches)),
         mock.patch.object(QuantFormat, "memory_bytes", lambda *_: 0),  # a device's codec has none

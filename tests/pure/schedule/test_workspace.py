@@ -81,6 +81,16 @@ def test_no_sum_takes_more_rounds_than_allowed(mix: tuple[str, ...], numel: int,
             assert -(-step.chunk_numel // part) <= ROUNDS
 
 
+def test_without_triton_the_codec_has_room_too() -> None:
+    """12 bytes an element and 8 a block, of a part; stochastic rounding, of sums without feedback, 14."""
+    layout = Layout.of("node=3@int8/int8,cluster=0", MESH)
+    placed = place(layout, stack(NUMEL, 2))
+    fused, torchs = (workspace_by_lane(placed, "nccl", triton) for triton in (True, False))
+    piece = -(-NUMEL // 4 // (2 * 1024)) * 1024
+    assert torchs["unshard"] - fused["unshard"] == 12 * piece + 8 * piece // 128
+    assert torchs["reduce"] - fused["reduce"] == 14 * piece + 8 * piece // 128
+
+
 def test_one_rank_needs_none() -> None:
     assert not lanes("node=3@int8/", [("node", 1)], "gloo") and not lanes("node=3@int8/", [("node", 1)], "nccl")
 

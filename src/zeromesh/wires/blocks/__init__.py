@@ -17,13 +17,12 @@ overflow detection still sees it; blocks whose maximum is under 1e-35 come back 
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from zeromesh.errors import NotationError
-from zeromesh.wires.format import WireFormat
+from zeromesh.wires.format import WireFormat, has_triton
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +53,7 @@ class QuantFormat(WireFormat):
     """
 
     spellings = ("int8", "int4", "int8[BLOCK]", "int4[BLOCK]")
+    kernels: ClassVar[bool] = True
 
     bits: int
     block: int = BLOCK
@@ -108,15 +108,10 @@ class QuantFormat(WireFormat):
         return numel * (14 if self.stochastic else 12) + self.blocks(numel) * 8
 
     def codec(self, numel: int, memory: Tensor, generator: torch.Generator | None) -> Codec:
-        if memory.is_cpu:
-            from zeromesh.wires.blocks.quantiser import Quantiser
+        if has_triton(memory.device.type):
+            from zeromesh.wires.blocks.kernels import TritonQuantiser  # it need not be installed where it is not used
 
-            return Quantiser(self, numel, memory, generator)
-        from zeromesh.wires.blocks.kernels import TritonQuantiser  # Triton need not be installed where it is not used
+            return TritonQuantiser(self, generator)
+        from zeromesh.wires.blocks.quantiser import Quantiser
 
-        return TritonQuantiser(self, generator)
-
-    def missing_on(self, device_type: str) -> str | None:
-        if device_type == "cpu" or importlib.util.find_spec("triton") is not None:
-            return None
-        return f"{self} on {device_type} needs Triton's kernels, and triton is not installed: pip install triton"
+        return Quantiser(self, numel, memory, generator)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zeromesh.errors import InputError
 from zeromesh.wires.blocks import SCALE_BYTES, QuantFormat
-from zeromesh.wires.codec import HostCodec
+from zeromesh.wires.codec import TorchCodec
 
 SMALLEST = 1e-35
 """Below, the inverse of a scale would not be finite in fp32."""
@@ -20,13 +20,13 @@ def split(form: QuantFormat, message: Tensor, blocks: int) -> tuple[Tensor, Tens
     return codes.view(blocks, form.row_bytes), scales.view(blocks, 1)
 
 
-class Quantiser(HostCodec):
+class Quantiser(TorchCodec):
     """Quantises and dequantises in memory of its own.
 
     Args:
         form: of the wire.
-        numel, memory: see `HostCodec`.
-        generator: of the noise of stochastic rounding.
+        numel, memory: see `TorchCodec`.
+        generator: of the noise of stochastic rounding, on the host; a device draws with one of its own, of a seed from it.
 
     Raises:
         InputError: the length is not a multiple of the block, or stochastic rounding has no generator.
@@ -45,10 +45,13 @@ class Quantiser(HostCodec):
         self._scratch, inverse, lowest, noise = views
         self._inverse, self._lowest = inverse.view(-1, 1), lowest.view(-1, 1)
         self._noise = noise.view(torch.int16)
+        if generator is not None and not memory.is_cpu:
+            seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
+            generator = torch.Generator(memory.device).manual_seed(int(seed))
         self._generator = generator
 
     def encode(self, values: Tensor, message: Tensor, *, restore: bool) -> None:
-        """See `HostCodec`."""
+        """See `TorchCodec`."""
         rows = values.view(-1, self.form.block)
         codes, scales = split(self.form, message, len(rows))
         rows.mul_(self._scale(rows, scales))
@@ -58,7 +61,7 @@ class Quantiser(HostCodec):
             rows.mul_(scales)
 
     def decode(self, message: Tensor, values: Tensor) -> None:
-        """See `HostCodec`."""
+        """See `TorchCodec`."""
         rows = values.view(-1, self.form.block)
         codes, scales = split(self.form, message, len(rows))
         if self.form.bits == 8:
