@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import zeromesh as zm
 from tests.dist.engine.reference import Block, Case, backward, evaluate, mesh_of, sharded
 from tests.pure.strategy.mixes import mixes, notation
+from tests.simdev.clean import SOURCES, require_clean, require_documented
 from tests.simdev.faults import FAULTS, without_keeping
 from tests.simdev.ranks import alone
 from zeromesh import simdev
@@ -27,7 +27,6 @@ from zeromesh.engine.api import engine_of
 
 CASE = Case(steps=2, micro_batches=2, optimizer="both", device="simdev")
 MIXES = [notation(mix) for mix in (*mixes(2), *(mix for mix in mixes(2, kept=True) if any("k" in s for s in mix)))]
-SOURCES = str(Path(zm.__file__).parent)
 
 
 def train(strategy: str, case: Case, *shape: int) -> None:
@@ -54,8 +53,7 @@ def checked(
 
 def require_ordered(strategy: str, case: Case, *shape: int) -> simdev.Checker:
     checker = checked(strategy, case, *shape)
-    found = [*map(str, checker.races), *map(str, checker.early_frees)]
-    assert not found, f"{strategy}: {len(found)} found, such as {found[:4]}"
+    require_clean(checker, strategy)
     assert checker.checked > 500, strategy
     return checker
 
@@ -66,8 +64,7 @@ def test_mixes_and_what_the_host_reads():
     simdev.counting_group(0, 4)
     for strategy in MIXES[::13]:  # test_parity has all of them under the checker
         checker = require_ordered(strategy, replace(CASE, evaluate=True))
-        reads = [read.where for read in checker.host_reads if read.where.startswith(SOURCES)]
-        assert len(reads) == 2 + CASE.steps, (strategy, reads)
+        require_documented(checker, strategy, reads=2 + CASE.steps)
         in_steps = [wait for wait in checker.host_waits if not any("engine/build.py" in line for line in wait.stack)]
         waits = [wait for wait in in_steps if wait.where.startswith(SOURCES)]
         assert not waits, [str(wait) for wait in waits]
@@ -142,7 +139,7 @@ def test_a_scaler():
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    assert not checker.races and not checker.early_frees, [*map(str, checker.races)][:4]
+    require_clean(checker, "GradScaler")
     assert scaler.get_scale() == 8.0
 
 
@@ -160,8 +157,7 @@ def test_saving_and_loading(tmp_path):
         zm.refresh(model)
         evaluate(model, CASE, 0)
         backward(model, CASE, 1)
-    found = [*map(str, checker.races), *map(str, checker.early_frees)]
-    assert not found, found[:4]
+    require_clean(checker, "saving and loading")
 
 
 @pytest.mark.parametrize("wait", FAULTS)

@@ -40,8 +40,8 @@ from zeromesh.comm.summing import Target, parts
 from zeromesh.comm.transport import Exchange, Wait, gather_single, wait_for_all
 from zeromesh.errors import InputError, InternalError
 from zeromesh.wires import WireFormat
-from zeromesh.wires.format import has_triton
 from zeromesh.wires.codec import Codec
+from zeromesh.wires.format import has_triton
 
 WINDOW = 2
 """Pieces in flight on gloo: one on the wire while the next is quantised."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.engine.build import build_engine, make_control, mesh_axes, mesh_device
+from zeromesh.engine.build import build_engine, make_control, mesh_axes
 from zeromesh.engine.chain import require_wires
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.norms import slice_norms

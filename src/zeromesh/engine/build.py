@@ -96,8 +96,8 @@ def build_engine(
     control.require_same("model", _digest(model, modules, precision))
     groups = {} if mesh is None else make_groups(mesh, layout.axes, exact=layout.strategy.sum == "exact")
     _require_short_sums(groups.values(), control)
-    backend = next((group.backend for group in groups.values()), None)
-    schedule = Schedule.of(layout, units, backend=backend, triton=has_triton(device.type))
+    through = next((group.backend for group in groups.values()), None)
+    schedule = Schedule.of(layout, units, backend=through, triton=has_triton(device.type))
     coordinates = layout.coordinates(control.rank)
     shards = _fill_shards(model, modules, schedule, coordinates, control, device, init)
     inline, memory = layout.strategy.overlap == "none", schedule.memory

@@ -23,10 +23,8 @@ ALIGN = 64
 """Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""
 
 
-def workspace_by_lane(
-    placed: Sequence[Sequence[Placed]], backend: str, triton: bool = True
-) -> dict[LaneKind, int]:
-    """Bytes that each lane needs on torch's `backend`, whose devices have `triton`: it does one collective at a time."""
+def workspace_by_lane(placed: Sequence[Sequence[Placed]], backend: str, triton: bool = True) -> dict[LaneKind, int]:
+    """Bytes that each lane needs on torch's `backend` and devices with `triton`: it does one collective at a time."""
     each = {id(buffer): buffer for unit in placed for buffer in unit}.values()  # a model's blocks share theirs
     if backend == "gloo":
         layouts = {id(buffer.layout): buffer.layout for buffer in each}.values()

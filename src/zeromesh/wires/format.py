@@ -27,8 +27,8 @@ class WireFormat(ABC):
     tensor can go in pieces. Zeros come back as zeros. An infinity or a nan comes back as one or the other, so that
     overflow detection still sees it.
 
-    [Note: Which codec] One of torch's operations, on any device, in memory that the schedule counts; a format's kernels in
-    Triton, which need none, where it has some and `has_triton`. On gloo always the first, since messages go by the host.
+    [Note: Which codec] One of torch's operations, on any device, in memory that the schedule counts; a format's kernels
+    in Triton, which need none, where it has some and `has_triton`. On gloo messages go by the host: always the first.
 
     Args:
         spellings: all that `parse` takes, for messages.

@@ -40,11 +40,13 @@ class Odd(nn.Module):
         return logits
 
 
-def make(mesh: Mesh, strategy: str, seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(
+    mesh: Mesh, strategy: str, seed: int = 0, device: str = "cpu", **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Sharded over the worker's mesh, with AdamW."""
     torch.manual_seed(seed)
     names, sizes = [name for name, _ in mesh], tuple(size for _, size in mesh)
-    device_mesh = kept(init_device_mesh, "cpu", sizes, mesh_dim_names=tuple(names))
+    device_mesh = kept(init_device_mesh, device, sizes, mesh_dim_names=tuple(names))
     model = zm.shard(Odd(), device_mesh, strategy, **options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
@@ -55,7 +57,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first:
     losses = []
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-        tokens = torch.randint(0, 11, (4,), generator=generator)
+        tokens = torch.randint(0, 11, (4,), generator=generator).to(next(model.parameters()).device)
         loss = nn.functional.cross_entropy(model(tokens), tokens)
         loss.backward()
         optimizer.step()
@@ -69,15 +71,15 @@ def slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str
     found: list[tuple[str, tuple[int, ...], int, Tensor]] = []
     for param in model.parameters():
         place = tuple(param.global_shape), param.flat_start  # type: ignore[attr-defined]
-        found.append((param.full_name, *place, param.local.clone()))  # type: ignore[attr-defined]
+        found.append((param.full_name, *place, param.local.to("cpu", copy=True)))  # type: ignore[attr-defined]
         for key, value in optimizer.state.get(param, {}).items():
             if value.dim():
-                found.append((f"{param.full_name}/{key}", *place, value.clone()))  # type: ignore[attr-defined]
+                found.append((f"{param.full_name}/{key}", *place, value.to("cpu", copy=True)))  # type: ignore[attr-defined]
             else:
-                found.append((f"{param.full_name}/{key}", (), 0, value.reshape(1).clone()))  # type: ignore[attr-defined]
+                found.append((f"{param.full_name}/{key}", (), 0, value.reshape(1).to("cpu", copy=True)))  # type: ignore[attr-defined]
     for name, buffer in model.named_buffers():
         if dist.get_rank() == 0:
-            found.append((name, tuple(buffer.shape), 0, buffer.reshape(-1).clone()))
+            found.append((name, tuple(buffer.shape), 0, buffer.reshape(-1).to("cpu", copy=True)))
     return found
 
 

@@ -18,7 +18,7 @@ from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.chain import Reduce
-from zeromesh.errors import InputError, ZeromeshError
+from zeromesh.errors import ZeromeshError
 from zeromesh.schedule import Placed
 from zeromesh.wires import coded
 
@@ -53,7 +53,7 @@ class Net(nn.Module):
 def loss_of(model: nn.Module, step: int, micro: int) -> Tensor:
     """Of a micro-batch of this rank's own."""
     generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
-    x = torch.randn(8, WIDTH, generator=generator)
+    x = torch.randn(8, WIDTH, generator=generator).to(next(model.parameters()).device)
     loss: Tensor = (model(x) - x.roll(1, 1)).square().mean()
     return loss
 
@@ -68,7 +68,7 @@ def train(model: nn.Module, steps: int) -> list[float]:
             with zm.accumulate(model, last=micro == MICRO_BATCHES - 1):
                 loss = loss_of(model, step % 3, micro) / MICRO_BATCHES
                 loss.backward()
-            total += loss.detach()
+            total += loss.detach().cpu()
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)
@@ -148,7 +148,7 @@ def allowed(placed: Placed) -> float:
     return growth - 1
 
 
-def off(strategy: str, *shape: int) -> tuple[float, float]:
+def off(strategy: str, *shape: int, device: str = "cpu") -> tuple[float, float]:
     """The gradients' largest distance from the exact mean over ranks, over what is allowed, on any rank; that of
     gradients that are all zero."""
     torch.manual_seed(0)
@@ -167,7 +167,7 @@ def off(strategy: str, *shape: int) -> tuple[float, float]:
         for unit, size in found.items():
             dist.all_reduce(size, op=dist.ReduceOp.MAX)
             largest[unit] = largest[unit] + size
-    model = zm.shard(base, mesh_of(*shape), strategy)
+    model = zm.shard(base, mesh_of(*shape, device=device), strategy)
     for micro in range(MICRO_BATCHES):
         with zm.accumulate(model, last=micro == MICRO_BATCHES - 1):
             (loss_of(model, 0, micro) / MICRO_BATCHES).backward()
@@ -178,7 +178,7 @@ def off(strategy: str, *shape: int) -> tuple[float, float]:
                 wanted = exact[param.full_name].flatten()[param.flat_start :][: param.local.numel()]
                 # One rounding of a few dozen fp32 operations is far below what a code is worth.
                 bound = (allowed(buffer.placed) + 1e-5) * largest[param.full_name.rpartition(".")[0]]
-                distances = torch.stack([(param.grad.local - wanted).abs().max(), wanted.abs().max()])
+                distances = torch.stack([(param.grad.local.cpu() - wanted).abs().max(), wanted.abs().max()])
                 worst = torch.maximum(worst, distances / bound)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst[0]), float(worst[1])

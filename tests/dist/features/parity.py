@@ -36,8 +36,8 @@ DataOf = Callable[[int, int, int], Any]
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
-def mesh_2x2() -> DeviceMesh:
-    return kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+def mesh_2x2(device: str = "cpu") -> DeviceMesh:
+    return kept(init_device_mesh, device, (2, 2), mesh_dim_names=("cluster", "node"))
 
 
 class Block(nn.Module):
@@ -109,7 +109,10 @@ def sharded_params(model: nn.Module) -> dict[str, ShardedParameter]:
 
 
 def close(ours: Tensor, theirs: Tensor, what: str, bound: float = BOUND) -> None:
-    torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=bound, atol=bound, msg=lambda text: f"{what}: {text}")
+    ours = ours.cpu()
+    torch.testing.assert_close(
+        ours, theirs.to("cpu", ours.dtype), rtol=bound, atol=bound, msg=lambda text: f"{what}: {text}"
+    )
 
 
 def shown(model: nn.Module) -> list[bool]:
@@ -180,6 +183,7 @@ class Pair:
         options: of `zm.shard`.
         bound: largest difference, relative or absolute.
         clip: norm to clip to; None neither clips nor looks at the norm.
+        device: of the sharded copy; batches are tensors where it is not the host.
     """
 
     base: nn.Module
@@ -191,6 +195,7 @@ class Pair:
     options: dict[str, Any] = field(default_factory=dict)
     bound: float = BOUND
     clip: float | None = None
+    device: str = "cpu"
     plain: nn.Module = field(init=False)
     model: nn.Module = field(init=False)
 
@@ -198,7 +203,7 @@ class Pair:
         self.plain, self.model = copy.deepcopy(self.base), copy.deepcopy(self.base)
         self.prepare(self.plain)
         self.prepare(self.model)
-        zm.shard(self.model, mesh_2x2(), self.strategy, **self.options)
+        zm.shard(self.model, mesh_2x2(self.device), self.strategy, **self.options)
 
     def plain_backward(self, step: int, micros: Iterable[int] | None = None) -> None:
         for micro in range(self.micro_batches) if micros is None else micros:
@@ -215,7 +220,8 @@ class Pair:
             assert last or shown(self.model) == before, "gradients are shown before the last micro-batch"
 
     def micro_backward(self, step: int, micro: int) -> None:
-        loss = self.loss_of(self.model, self.data_of(step, micro, dist.get_rank()))
+        batch = self.data_of(step, micro, dist.get_rank())
+        loss = self.loss_of(self.model, batch if self.device == "cpu" else batch.to(self.device))
         (loss / self.micro_batches).backward()
 
     def same_grads(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -49,12 +50,16 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @on_ranks(4)
 def test_all_ranks_skip_a_step_together(kind, clip):
+    skip_together(kind, clip, STRATEGIES)
+
+
+def skip_together(kind: str, clip: bool, strategies: Sequence[str], device: str = "cpu") -> None:
     """An overflow in one element, which lies on one rank where everything is sharded."""
-    for strategy in STRATEGIES:
-        pair = Pair(base=net().float(), strategy=strategy, bound=3e-5)
+    for strategy in strategies:
+        pair = Pair(base=net().float(), strategy=strategy, bound=3e-5, device=device)
         models = (pair.plain, pair.model)
         optimizers = [OPTIMIZERS[kind](m.parameters()) for m in models]
-        scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in models]
+        scalers = [torch.amp.GradScaler(of, init_scale=64.0, growth_interval=2) for of in ("cpu", device)]
         clips = [
             lambda pair=pair: nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.2),
             lambda pair=pair: zm.clip_grad_norm_(pair.model, 0.2),
@@ -66,7 +71,8 @@ def test_all_ranks_skip_a_step_together(kind, clip):
                     loss = next_token_loss(pair.plain, tokens(step, micro, rank)) / 8
                     scalers[0].scale(loss).backward()
                 with zm.accumulate(pair.model, last=micro == 1):
-                    scalers[1].scale(next_token_loss(pair.model, tokens(step, micro, dist.get_rank())) / 2).backward()
+                    batch = tokens(step, micro, dist.get_rank()).to(device)
+                    scalers[1].scale(next_token_loss(pair.model, batch) / 2).backward()
             if step == 1:
                 plain: Any = pair.plain.get_parameter("blocks.1.up.weight")
                 plain.grad[0, 0] = torch.inf

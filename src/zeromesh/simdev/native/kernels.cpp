@@ -365,7 +365,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // Torch composes these of others where a device has no kernel of its own; the devices that this one stands for do have.
 bool has_kernel_of_its_own(const c10::OperatorHandle& op) {
-  if (op.operator_name().name.rfind("aten::_foreach_", 0) == 0) return true;
+  static const std::set<std::string> names{"aten::convolution", "aten::convolution_backward"};
+  if (op.operator_name().name.rfind("aten::_foreach_", 0) == 0 || names.count(op.operator_name().name) != 0) return true;
   return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
 }

@@ -26,7 +26,7 @@ class Quantiser(TorchCodec):
     Args:
         form: of the wire.
         numel, memory: see `TorchCodec`.
-        generator: of the noise of stochastic rounding, on the host; a device draws with one of its own, of a seed from it.
+        generator: of the noise of stochastic rounding, on the host; a device draws with its own, seeded by this one.
 
     Raises:
         InputError: the length is not a multiple of the block, or stochastic rounding has no generator.

@@ -1,0 +1,87 @@
+"""What models bring, and what is saved of them, on device tensors of four processes: as on the host, and in order."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import zeromesh as zm
+from tests.dist.checkpoint.models import make, slices, train
+from tests.dist.features.parity import Pair, net
+from tests.dist.features.test_parameters import with_lora
+from tests.dist.features.test_precision import skip_together
+from tests.dist.features.test_recompute import Inside, Segmented
+from tests.simdev.clean import require_clean, require_documented
+from tests.simdev.ranks import on_devices
+from zeromesh import simdev
+from zeromesh.checkpoint.checkpoints import Checkpoints
+
+MESH = (("cluster", 2), ("node", 2))
+
+
+def check(base: torch.nn.Module, strategy: str, what: str) -> None:
+    """Gradients, parameters, states and the whole state dict, beside plain training in fp64 on the host."""
+    with simdev.Checker() as checker:
+        pair = Pair(base=base, strategy=strategy, device="simdev", clip=0.3)
+        pair.train(steps=2)
+    require_documented(checker, f"{what}, {strategy}", reads=2 + 2, besides=("checkpoint/full_state.py",))
+
+
+@on_devices(4)
+def test_adapters_of_a_frozen_model():
+    for strategy in ("node=3,cluster=1", "node=3dk,cluster=3k"):
+        check(with_lora(), strategy, "LoRA")
+
+
+@on_devices(4)
+def test_activations_are_computed_again():
+    for reentrant, strategy in ((False, "node=3,cluster=1"), (True, "node=3,cluster=3")):
+        torch.manual_seed(0)
+        check(Segmented(2, reentrant, num_blocks=5).double(), strategy, "segments")
+        base = net()
+        for block in base.blocks:
+            block.__class__ = Inside
+            block.reentrant = reentrant
+        check(base, strategy, "inside of a block")
+
+
+@on_devices(4)
+def test_all_ranks_skip_a_step_together():
+    for kind in ("foreach AdamW", "fused AdamW"):
+        with simdev.Checker() as checker:
+            skip_together(kind, True, ["node=3,cluster=1"], "simdev")
+        require_clean(checker, kind)
+
+
+@on_devices(4)
+def test_what_is_saved_loads_under_another_strategy(tmp_path):
+    """By `zm.Checkpoints`, and the state dict by torch's own: to the bit, and training goes on as it would have."""
+    with simdev.Checker() as checker:
+        model, optimizer = make(MESH, "node=3,cluster=1", device="simdev")
+        train(model, optimizer, 2)
+        with Checkpoints(tmp_path / "ours", model, optimizer) as checkpoints:
+            checkpoints.save(2)
+            expected = {name: local for name, _, _, local in slices(model, optimizer)}
+            uninterrupted = train(model, optimizer, 2, first=2)
+        other, again = make(MESH, "node=3,cluster=1", seed=1, device="simdev")
+        with Checkpoints(tmp_path / "ours", other, again) as checkpoints:
+            restored = checkpoints.load("auto")
+        assert restored is not None and restored.step == 2
+        found = {name: local for name, _, _, local in slices(other, again)}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert train(other, again, 2, first=2) == uninterrupted
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs")
+        last, _ = make(MESH, "node=2,cluster=0", seed=2, device="simdev")
+        state = {"model": last.state_dict()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, checkpoint_id=tmp_path / "theirs")
+        last.load_state_dict(state["model"])
+        wanted, got = zm.full_state_dict(model), zm.full_state_dict(last)
+        assert wanted.keys() == got.keys()
+        shared = [name for name in wanted if not name.startswith("norm.running")]  # which each rank has its own of
+        assert all(torch.equal(got[name], wanted[name]) for name in shared)
+    require_documented(checker, "saving and loading", reads=3 * 2 + 6, besides=("checkpoint/full_state.py",))
