@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
     from zeromesh.engine.api import accumulate, clip_grad_norm_, refresh, sum_over_ranks, zero_grad
     from zeromesh.engine.optim import elementwise
+    from zeromesh.integrations.pipelining import pipeline
     from zeromesh.observe.record import record_trace
     from zeromesh.observe.replicas import check_replicas
     from zeromesh.observe.report import memory_report, traffic_report
@@ -41,6 +42,7 @@ _HOMES = {
     "load_full_state_dict": "zeromesh.checkpoint.full_state",
     "load_safetensors": "zeromesh.checkpoint.huggingface",
     "memory_report": "zeromesh.observe.report",
+    "pipeline": "zeromesh.integrations.pipelining",
     "plan": "zeromesh.api",
     "record_trace": "zeromesh.observe.record",
     "refresh": "zeromesh.engine.api",
@@ -68,6 +70,7 @@ __all__ = [
     "load_full_state_dict",
     "load_safetensors",
     "memory_report",
+    "pipeline",
     "plan",
     "record_trace",
     "refresh",

@@ -20,6 +20,7 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.norms import slice_norms
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.others import keep_others_out
+from zeromesh.engine.pipeline import joint_norm, require_joint
 from zeromesh.engine.spread import groups_beyond, require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_modules, spreads_of
@@ -209,12 +210,17 @@ def sum_over_ranks(model: nn.Module, value: float) -> float:
 
 
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    model: nn.Module | Sequence[nn.Module],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scales all gradients so that their joint norm is at most `max_norm`.
 
     Args:
-        model: sharded.
+        model: sharded; or several on the same ranks; or all of this rank's stages of a pipeline (`zm.pipeline`), whose
+            norm is over all stages.
         max_norm: of the whole unsharded gradient.
         norm_type: p of the p-norm, above 0; may be inf.
         error_if_nonfinite: raise where the norm is nan or infinite, before anything is scaled.
@@ -224,21 +230,27 @@ def clip_grad_norm_(
 
     Raises:
         ModelError: `model` is not sharded.
-        InputError: the norm's order is not above 0.
+        InputError: the norm's order is not above 0, or the models have no joint norm.
         RuntimeError: `error_if_nonfinite`, as torch's own.
     """
-    engine = engine_of(model)
-    shown = [param for param in engine.optimizer_params() if param.grad is not None]
-    grads = [param.grad.local for param in shown]  # type: ignore[union-attr]  # slices
-    norms = slice_norms(grads, [param.spans for param in shown], norm_type)
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    engines = [engine_of(each) for each in ([model] if isinstance(model, nn.Module) else model)]
+    pipeline = require_joint(engines)
+    grads, totals = list[list[Tensor]](), list[Tensor]()
+    for engine in engines:
+        shown = [param for param in engine.optimizer_params() if param.grad is not None]
+        grads.append([param.grad.local for param in shown])  # type: ignore[union-attr]  # slices
+        norms = slice_norms(grads[-1], [param.spans for param in shown], norm_type)
+        totals.append(torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(()))
+    total = totals[0]
+    if pipeline is not None or len(engines) > 1:
+        total = joint_norm(totals, norm_type, pipeline, engines[0].control.device).to(total.dtype)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the gradients' norm is {float(total)}, so they cannot be clipped; drop error_if_nonfinite to go on"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    if grads:
-        torch._foreach_mul_(grads, factor.to(grads[0].device))
+    for own in filter(None, grads):
+        torch._foreach_mul_(own, factor.to(own[0].device))
     return total
 
 

@@ -283,12 +283,14 @@ def _in_slot(
 
 
 def _make_optimizer_params(engine: Engine) -> None:
-    control, layout = engine.control, engine.schedule.layout
+    control, layout, reference = engine.control, engine.schedule.layout, weakref.ref(engine)
     spans = (Span(group=control.group, copies=layout.degree(layout.replica_axes)),)
 
     def agree(values: Tensor) -> None:
-        control.reduce_all(values, dist.ReduceOp.MAX)
+        engine = reference()
+        assert engine is not None  # else its gradients are gone too
+        engine.agree_max(values)
 
     for index, unit in enumerate(engine.units):
         for buffer in unit.buffers:
-            buffer.make_optimizer_params(spans, control.beyond, agree_max=agree, unit=index, engine=weakref.ref(engine))
+            buffer.make_optimizer_params(spans, control.beyond, agree_max=agree, unit=index, engine=reference)

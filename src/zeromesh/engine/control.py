@@ -129,8 +129,11 @@ class Control:
             dist.broadcast_object_list(values, group_src=0, group=group)
         return values[0]
 
-    def together(self, attempt: Callable[[], ResultT], *, left: str = "Nothing was sharded") -> ResultT:
-        """What `attempt` returns, if it raises nothing on any rank. `left` says what has become of the model else.
+    def together(
+        self, attempt: Callable[[], ResultT], *, call: str = "zm.shard", left: str = "Nothing was sharded"
+    ) -> ResultT:
+        """What `attempt`, a part of `call`, returns, if it raises nothing on any rank. `left` says what has become of
+        the model else.
 
         Raises:
             Exception: that of this rank's attempt.
@@ -145,7 +148,7 @@ class Control:
         for rank, reason in enumerate(self.gather("")):
             if reason:
                 raise MismatchError(
-                    f"zm.shard must succeed on all ranks; on rank {rank} it did not: {reason}. {left}: "
+                    f"{call} must succeed on all ranks; on rank {rank} it did not: {reason}. {left}: "
                     f"start every rank with the same model and arguments"
                 )
         return result

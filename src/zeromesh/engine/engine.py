@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -21,12 +22,13 @@ from torch.utils.hooks import RemovableHandle
 from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
 from zeromesh.engine.containers import tensors_of
-from zeromesh.engine.control import Control
+from zeromesh.engine.control import Control, reduce_over
 from zeromesh.engine.guard import SlotGuard
 from zeromesh.engine.hooks import OutputHook, as_python, put_first
 from zeromesh.engine.leaf import Leaf
-from zeromesh.engine.lifetimes import Backward, Step
+from zeromesh.engine.lifetimes import Backward, Half, Step
 from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.pipeline import Pipeline
 from zeromesh.engine.units import Precision
 from zeromesh.errors import MismatchError, ModelError, OptimizerError
 from zeromesh.schedule import Bucket, Call, GradState, Interpreter, Schedule
@@ -67,6 +69,8 @@ class Engine:
             self.interpreter.backend = SlotGuard(backend, self.interpreter)
         self._step = Step(shown=True)
         self._backward: Backward | None = None
+        self._half: Half | None = None
+        self.pipeline: Pipeline | None = None
         self._ordered = False
         self._changed: set[ShardedParameter] = set()
         self._on_leaves: dict[tuple[int, int], RemovableHandle] = {}
@@ -204,6 +208,8 @@ class Engine:
     def pre_backward(self, call: Call) -> None:
         """The gradient has arrived of an output of `call`."""
         unit = call.unit
+        if self._backward is not None and self._backward.task == -1:
+            return  # `run_weights` knows where it is
         # Gradient mode is on in a backward under create_graph=True alone.
         if torch.is_grad_enabled() and self.schedule.memory.gather.slot_of[unit] is not None:
             raise ModelError(
@@ -214,7 +220,7 @@ class Engine:
         if call.generation != self.interpreter.states[unit].generation:
             backward.stale[unit] = min(call.generation, backward.stale.get(unit, call.generation))
         self.interpreter.pre_backward(call)
-        if self.interpreter.states[unit].grad is GradState.PARTIAL:
+        if self._half is None and self.interpreter.states[unit].grad is GradState.PARTIAL:
             self.backend.add_in_place(unit)
 
     def _enter_backward(self) -> Backward:
@@ -224,17 +230,6 @@ class Engine:
             return backward  # in the second case this one runs inside it
         if backward is not None:
             self.give_up()
-        self._apply_changes()
-        self._require_whole()
-        weighted = self.backend.scale is not None
-        if self._step.shown:
-            self._begin_step()
-        if self._step.weighted not in (None, weighted):
-            raise ModelError(
-                "either every micro-batch of a step has a weight or none, and its backward runs inside its "
-                "zm.accumulate(model, weight=...); this step has some with and some without"
-            )
-        self._step.weighted = weighted
         engine = weakref.ref(self)
 
         @as_python
@@ -243,20 +238,83 @@ class Engine:
             if self is not None:
                 self._end_backward()
 
-        self._backward = Backward(task, weakref.ref(ended))
-        self.backend.stale = self._backward.stale
-        self.interpreter.begin_backward()
+        backward = self._begin_backward(Backward(task, weakref.ref(ended)))
+        self.interpreter.begin_backward(inputs_only=self._half is not None)
         torch.autograd.Variable._execution_engine.queue_callback(ended)
-        return self._backward
+        return backward
+
+    def _begin_backward(self, backward: Backward) -> Backward:
+        self._apply_changes()
+        self._require_whole()
+        if self._half is None:  # else nothing comes to the step yet
+            weighted = self.backend.scale is not None
+            if self._step.shown:
+                self._begin_step()
+            if self._step.weighted not in (None, weighted):
+                raise ModelError(
+                    "either every micro-batch of a step has a weight or none, and its backward runs inside its "
+                    "zm.accumulate(model, weight=...); this step has some with and some without"
+                )
+            self._step.weighted = weighted
+        self._backward, self.backend.stale = backward, backward.stale
+        return backward
 
     def _end_backward(self) -> None:
+        half, running, backward = self._half, self.interpreter.backward, self._backward
         self.interpreter.end_backward()
         self.backend.end_backward()
         self._backward = None
+        if half is not None:
+            assert running is not None and backward is not None
+            half.forwards, half.stale = list(running.reached), backward.stale
+            return
         self._step.backwards += 1
         if self.interpreter.last:
             self._show_grads()
             self._step.shown = True
+
+    # ---- pipelines
+
+    def agree_max(self, values: Tensor) -> None:
+        """Replaces `values` by their maximum over all ranks that a step is skipped with."""
+        self.control.reduce_all(values, dist.ReduceOp.MAX)
+        if self.pipeline is not None:
+            reduce_over(self.pipeline.group, values, dist.ReduceOp.MAX)
+
+    @contextmanager
+    def inputs_only(self) -> Iterator[Half]:
+        """The backward inside asks for the gradients of inputs alone; what it yields is for `run_weights`."""
+        self._half = half = Half()
+        try:
+            yield half
+        finally:
+            self._half = None
+
+    def run_weights(self, half: Half, bring: Callable[[int], None]) -> None:
+        """The backward for the gradients of parameters that `half` has left out.
+
+        Args:
+            half: what the backward for those of inputs has left.
+            bring: leaves the gradients of a unit, whose parameters are there, on its leaves; of -1, all others.
+        """
+        self.recover()
+
+        def ended() -> None:
+            """What autograd runs for `bring` runs inside this backward."""
+
+        def bring_of(unit: int) -> None:
+            if self.interpreter.states[unit].grad is GradState.PARTIAL:
+                self.backend.add_in_place(unit)
+            bring(unit)
+
+        self._begin_backward(Backward(-1, weakref.ref(ended), half.stale))
+        try:
+            self.interpreter.run_weights(half.forwards, bring_of)
+            bring(-1)
+        except BaseException:
+            self.give_up()
+            raise
+        self._end_backward()
 
     # ---- endings: [Note: Lifetimes]
 

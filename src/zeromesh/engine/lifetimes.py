@@ -5,6 +5,7 @@
     Step            from the first backward after a step's gradients were shown to the end of its last backward
     Backward        one run of autograd; inside, one may run that autograd starts (reentrant checkpointing)
     Forward         the interpreter's; as long as a graph may come back to it
+    Half            from a backward for the gradients of inputs alone to that for those of parameters
 
 A forward or backward that does not end (an exception, Ctrl-C) calls nothing. Whoever comes next finds its object,
 drops it with all that it knew (`give_up`), and begins anew, unless sums of earlier micro-batches are torn by it: then
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from zeromesh.schedule import Forward
 
 
 @dataclass(slots=True, eq=False)
@@ -46,4 +49,17 @@ class Backward:
 
     task: int
     ended: Callable[[], object]
+    stale: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Half:
+    """What a backward for the gradients of inputs alone knows, and the one for those of parameters has to know.
+
+    Args:
+        forwards: that it has reached.
+        stale: as of a `Backward`.
+    """
+
+    forwards: list[Forward] = field(default_factory=list)
     stale: dict[int, int] = field(default_factory=dict)

@@ -20,8 +20,14 @@ def can_shard(owner: nn.Module, param: nn.Parameter, name: str) -> bool:
     """Whether the parameter is sharded; frozen ones of other dtypes (quantised weights, say) stay as they are.
 
     Raises:
-        ModelError: what it is, or has, would be lost.
+        ModelError: what it is, or has, would be lost; or another sharded model has it.
     """
+    retired = getattr(param, "_zeromesh_retired", None)
+    if retired is not None:
+        raise ModelError(
+            f"{name} is a parameter of another model too, {retired!r}, which is sharded already: each would train its "
+            f"own. Shard both as one model; of a pipeline's stages, keep what is tied in one stage, or untie it"
+        )
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         raise ModelError(
             f"{name} has hooks for its gradient, which would never be called: a sharded parameter's gradient comes in "

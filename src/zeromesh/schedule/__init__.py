@@ -6,7 +6,7 @@ backward are), `interpreter` (who carries ops out), `step` (the canonical order)
 """
 
 from zeromesh.schedule.bucket import Bucket, Shipment
-from zeromesh.schedule.calls import Call
+from zeromesh.schedule.calls import Call, Forward
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.placed import Placed, Route, place
 from zeromesh.schedule.program import Op, PointKind, Schedule
@@ -31,6 +31,7 @@ __all__ = [
     "Bucket",
     "Call",
     "FlatBuffer",
+    "Forward",
     "GradState",
     "Interpreter",
     "LaneKind",

@@ -11,6 +11,7 @@ the same order issue the same collectives, whichever of the outputs their losses
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -74,17 +75,27 @@ class Call:
     generation: int
 
 
+def _brought(unit: int) -> None:
+    pass
+
+
 @dataclass(slots=True, eq=False)
 class Backward:
-    """One run of autograd: [Note: Reverse].
+    """One run of autograd: [Note: Reverse]. Or the second half of one whose first half, for the gradients of inputs
+    alone, has been run: pipelines fill their bubbles with such, and nothing of autograd's then tells where it is.
 
     Args:
+        inputs_only: the gradients of parameters come in another one, so nothing is reduced.
+        bring: is called with a unit that is in use, before it is left for good; of a second half, to compute the
+            gradients of its parameters.
         reached: by forward, how many of its marks are still to be passed.
         left: by forward and unit: how many of its calls have been left.
         reduced: units whose gradients were handed on.
         turn: units in the reverse of the shared order whose reductions are issued or need not be.
     """
 
+    inputs_only: bool = False
+    bring: Callable[[int], None] = _brought
     reached: dict[Forward, int] = field(default_factory=dict)
     left: Counter[tuple[Forward, int]] = field(default_factory=Counter)
     reduced: set[int] = field(default_factory=set)

@@ -127,10 +127,14 @@ class Interpreter(Generic[T]):
         self._graphs.add(forward)
         return Call(forward, unit, end, self.states[unit].generation)
 
-    def begin_backward(self) -> None:
-        """When the first gradient of a backward has arrived; once is enough."""
+    def begin_backward(self, *, inputs_only: bool = False) -> None:
+        """When the first gradient of a backward has arrived; once is enough.
+
+        Args:
+            inputs_only: it asks for gradients of inputs alone, and `run_weights` will follow.
+        """
         if self.backward is None:
-            self.backward = Backward()
+            self.backward = Backward(inputs_only=inputs_only)
 
     def pre_backward(self, call: Call) -> None:
         """When the gradient of a call's output has arrived."""
@@ -150,8 +154,21 @@ class Interpreter(Generic[T]):
         for forward in sorted(self.backward.reached, key=lambda forward: -forward.number):
             self._go_back(forward, 0)
         self._run(PointKind.END_BACKWARD)
+        if not self.backward.inputs_only:
+            self.awaited.clear()
         self.backward = None
-        self.awaited.clear()
+
+    def run_weights(self, forwards: Iterable[Forward], bring: Callable[[int], None]) -> None:
+        """Before `end_backward`, of a backward for parameters alone: goes through the units again that one for inputs
+        alone has gone through.
+
+        Args:
+            forwards: that it has reached.
+            bring: computes the gradients of a unit's parameters, while those are there.
+        """
+        self.backward = Backward(bring=bring)
+        for forward in sorted(forwards, key=lambda forward: -forward.number):
+            self._go_back(forward, 0)
 
     def step_owned(self, optimizer: int) -> None:
         """An optimizer is to step on whole tensors; when this returns, masters are up to date."""
@@ -210,7 +227,7 @@ class Interpreter(Generic[T]):
         backward = self.backward
         assert backward is not None
         if forward not in backward.reached:
-            forward.visited = True
+            forward.visited = not backward.inputs_only
             for unit in forward.hidden:
                 self._require_seen(unit)
         position = backward.reached.get(forward, len(forward.marks))
@@ -226,6 +243,7 @@ class Interpreter(Generic[T]):
                 continue
             backward.left[forward, unit] += 1
             if backward.has_left(forward, unit):
+                backward.bring(unit)
                 self._run(PointKind.POST_BACKWARD, unit)
 
     # ---- ops
@@ -247,6 +265,8 @@ class Interpreter(Generic[T]):
                 self._reshard(op.unit)
             case Action.DROP:
                 self._drop(op)
+            case Action.REDUCE | Action.FLUSH if self.backward is not None and self.backward.inputs_only:
+                pass
             case Action.REDUCE if self.schedule.shards_params:
                 self._reduce(op.unit)
             case Action.REDUCE:

@@ -1,0 +1,214 @@
+"""Stages of torch.distributed.pipelining whose modules are sharded, each over its own ranks.
+
+A stage runs each backward in its `backward_maybe_with_nosync`, which is told whether it is the step's last; there torch
+looks after FSDP2 and DDP, and we after `zm.accumulate`. Everything else of schedules and stages is torch's.
+
+[Note: Halves] Zero-bubble schedules run a backward in two halves: for the gradients of a stage's inputs, and, when there
+is time, for those of its parameters. Torch's functions for either go by the parameters that the module shows, which a
+sharded one does not compute with. They are given its leaves instead; and the second half runs by units, so that each is
+there while the gradients of its parameters are computed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.control import Control
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.leaf import Leaf
+from zeromesh.engine.lifetimes import Half
+from zeromesh.engine.pipeline import Pipeline
+from zeromesh.errors import InputError
+
+StageT = TypeVar("StageT", bound=_PipelineStageBase)
+
+ParamGroups = list[dict[str, Any]]
+"""As torch's halves of a backward hand them on: parameters, and nodes of autograd's with the gradients there."""
+
+
+def pipeline(stages: Sequence[StageT]) -> list[StageT]:
+    """Lets torch's pipeline schedules drive sharded stages. All ranks of the pipeline call it, after `zm.shard`.
+
+    Gradients of a stage are then reduced over the axes that wait for a step's end in the last backward of each
+    `schedule.step`, or, inside `zm.accumulate(model, last=False)`, in none of it. Zero-bubble schedules work too.
+    `zm.clip_grad_norm_` of this rank's stages takes one norm over all stages, and a GradScaler skips a step on all.
+
+    Args:
+        stages: all of this rank's, whose modules are sharded over the data-parallel ranks of their stage.
+
+    Returns:
+        The same stages, for a schedule.
+
+    Raises:
+        ModelError: a stage's module is not sharded.
+        InputError: there are no stages, they have different groups, a stage computes its gradients itself
+            (`dw_builder`), its module is sharded over ranks of other stages too, or says that it has parameters in
+            common with another stage.
+        MismatchError: one of these was raised on another rank of the pipeline.
+
+    Example::
+
+        stages = zm.pipeline([PipelineStage(model, index, num_stages, device, group=mesh.get_group("pp"))])
+        schedule = Schedule1F1B(stages[0], n_microbatches=8, loss_fn=loss_fn)
+    """
+    group = stages[0].group if stages else None
+    group = group or dist.group.WORLD
+    if group is None:
+        raise InputError("a pipeline needs torch's process group: call torch.distributed.init_process_group first")
+    source = dist.get_global_rank(group, 0)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    device = torch.device(stages[0].device if stages else "cpu")
+    control = Control(group=group, size=size, rank=rank, source=source, device=device)
+    engines = control.together(lambda: _engines(stages, group), call="zm.pipeline", left="Nothing was changed")
+    held = {stage.stage_index: weakref.ref(engine) for stage, engine in zip(stages, engines, strict=True)}
+    shared = Pipeline(group=group, stages=held)
+    for stage, engine in zip(stages, engines, strict=True):
+        engine.pipeline = shared
+        stage.backward_maybe_with_nosync = _Backwards(engine, stage.backward_maybe_with_nosync)  # type: ignore[method-assign]  # of this object alone
+    return list(stages)
+
+
+def _engines(stages: Sequence[_PipelineStageBase], group: dist.ProcessGroup) -> list[Engine]:
+    """The engines of stages that can be driven."""
+    if not stages:
+        raise InputError("zm.pipeline takes all stages of this rank, as a list; got none")
+    engines = [engine_of(stage.submod) for stage in stages]
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    for stage, engine in zip(stages, engines, strict=True):
+        name = f"stage {stage.stage_index}"
+        if (stage.group or dist.group.WORLD) is not group:
+            raise InputError(f"all stages of a rank need one group; that of {name} is not that of the first")
+        if stage.dw_builder is not None:
+            raise InputError(
+                f"{name} has a dw_builder, whose gradients of parameters zeromesh would not see: leave it out, and "
+                f"zero-bubble schedules take autograd's"
+            )
+        if stage.num_stages > 1 and _says_tied(stage.submod) and not _has_tied(engine):
+            raise InputError(
+                f"the configuration of {name} ties the input embedding to the output head, which are in different "
+                f"stages: each would train its own. Untie them (tie_word_embeddings=False)"
+            )
+        ranks = [] if engine.control.group is None else dist.get_process_group_ranks(engine.control.group)
+        shared = sorted(others.intersection(ranks))
+        if shared:
+            raise InputError(
+                f"the module of {name} is sharded over ranks {ranks}, of which {shared} have other stages of the "
+                f"pipeline: give zm.shard the mesh of this stage's data-parallel axes, such as mesh['cluster', 'node']"
+            )
+    return engines
+
+
+def _says_tied(module: torch.nn.Module) -> bool:
+    """As Hugging Face's models do, of which a stage has a part."""
+    return bool(getattr(getattr(module, "config", None), "tie_word_embeddings", False))
+
+
+def _has_tied(engine: Engine) -> bool:
+    return any(len(place.info.names) > 1 for unit in engine.units for b in unit.buffers for place in b.places)
+
+
+class _Backwards:
+    """In the place of a stage's `backward_maybe_with_nosync`.
+
+    Args:
+        engine: of its module, held weakly.
+        plain: the stage's own, which runs a whole backward.
+    """
+
+    def __init__(self, engine: Engine, plain: Callable[..., Any]) -> None:
+        self._engine = weakref.ref(engine)
+        self._plain = plain
+
+    def __call__(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> tuple[Any, Any]:
+        engine = self._engine()
+        assert engine is not None  # the stage holds the module
+        last = last_backward and engine.interpreter.last
+        with engine.accumulate(last, engine.backend.scale):
+            if backward_type == "input":
+                return _inputs(engine, **bwd_kwargs)
+            if backward_type == "weight":
+                return (), bwd_kwargs["param_groups"].run(engine)
+            result: tuple[Any, Any] = self._plain(backward_type, bwd_kwargs, last_backward=last_backward)
+            return result
+
+
+class _Weight:
+    """What torch's halves of a backward ask of a parameter, of a leaf, which is closed as a rule: [Note: Halves].
+
+    Args:
+        unit: whose leaf it is.
+        leaf: trained.
+    """
+
+    requires_grad = True
+
+    def __init__(self, unit: int, leaf: Leaf) -> None:
+        self.unit = unit
+        self._leaf = leaf
+        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+            view = leaf.view_as(leaf).grad_fn
+            assert view is not None
+            self.grad_fn = view.next_functions[0][0]  # where the graph ends that has computed with the leaf
+
+    @property
+    def grad(self) -> Tensor | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._leaf.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._leaf.grad = value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """The second half of a backward: [Note: Halves].
+
+    Args:
+        half: what the engine knows of the first.
+        groups: torch's.
+        weights: by the node where their gradient arrives.
+    """
+
+    half: Half
+    groups: ParamGroups
+    weights: dict[Any, _Weight]
+
+    def run(self, engine: Engine) -> None:
+        engine.run_weights(self.half, self._bring)
+
+    def _bring(self, unit: int) -> None:
+        mine = [group for group in self.groups if unit < 0 or any(w.unit == unit for w in self._of(group))]
+        self.groups[:] = [group for group in self.groups if all(group is not own for own in mine)]
+        weights: Any = (weight for group in mine for weight in self._of(group))
+        stage_backward_weight(weights, mine)
+
+    def _of(self, group: dict[str, Any]) -> list[_Weight]:
+        return [self.weights[node] for node in group["params"]]
+
+
+def _inputs(
+    engine: Engine, stage_output: Any, output_grads: Any, input_values: list[Any]
+) -> tuple[tuple[Tensor | None, ...], _Weights]:
+    weights = {weight.grad_fn: weight for weight in _trained(engine)}
+    shown: Any = iter(weights.values())
+    with engine.inputs_only() as half:
+        grads, groups = stage_backward_input(stage_output, output_grads, input_values, shown)
+    return grads, _Weights(half=half, groups=groups, weights=weights)
+
+
+def _trained(engine: Engine) -> Iterator[_Weight]:
+    for index, unit in enumerate(engine.units):
+        for buffer in unit.trained:
+            yield from (_Weight(index, leaf) for leaf in buffer.leaves)

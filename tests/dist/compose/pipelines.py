@@ -1,0 +1,161 @@
+"""Trains a model in stages under a schedule of torch's, and plainly, and holds the two against each other in fp64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+import zeromesh as zm
+from tests.dist.features.parity import Block, Net, adamw, close, local_part, net, sharded_params
+from tests.dist.pool import kept
+
+MICROS = 4
+BLOCKS = 8
+SHAPE = (2, 3)
+"""Samples of a micro-batch on a rank, and their length."""
+
+LOOPED = (0, 1, 0, 1)
+V = (0, 1, 1, 0)
+"""Which rank has each stage."""
+
+SCHEDULES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "gpipe": (ScheduleGPipe, (0, 1)),
+    "1f1b": (Schedule1F1B, (0, 1)),
+    "interleaved": (ScheduleInterleaved1F1B, LOOPED),
+    "zero-bubble": (ScheduleInterleavedZeroBubble, LOOPED),
+    "zbv": (ScheduleZBVZeroBubble, V),
+}
+
+
+class StageOf(nn.Module):
+    """A contiguous part of a `Net`, under its names."""
+
+    def __init__(self, whole: Net, index: int, num_stages: int) -> None:
+        super().__init__()
+        first, last = index == 0, index == num_stages - 1
+        each = len(whole.blocks) // num_stages
+        self.embed = whole.embed if first else None
+        self.blocks = nn.ModuleDict({str(i): whole.blocks[i] for i in range(index * each, (index + 1) * each)})
+        self.norm = whole.norm if last else None
+        self.head = whole.head if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def batch(step: int, place: int, shape: Sequence[int] = SHAPE) -> Tensor:
+    """All micro-batches of one data-parallel place, to be cut along dimension 0."""
+    generator = torch.Generator().manual_seed(1000 * step + place)
+    return torch.randint(0, 11, (MICROS * shape[0], shape[1]), generator=generator)
+
+
+def mesh_of(world: int) -> DeviceMesh:
+    return kept(init_device_mesh, "cpu", (2, world // 4, 2), mesh_dim_names=("pp", "cluster", "node"))
+
+
+@dataclass
+class Staged:
+    """One rank's stages."""
+
+    models: list[nn.Module]
+    schedule: Any
+    optimizer: torch.optim.Optimizer
+
+    def step(self, data: Tensor) -> list[Tensor]:
+        """The losses of the micro-batches, where the last stage is."""
+        stages, losses = stages_of(self.schedule), list[Tensor]()
+        args = (data,) if any(stage.is_first for stage in stages) else ()
+        last = {"target": data.roll(1, 1), "losses": losses} if any(stage.is_last for stage in stages) else {}
+        self.schedule.step(*args, **last, return_outputs=False)
+        return losses
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    return getattr(schedule, "_stages", None) or [schedule._stage]
+
+
+def staged(
+    whole: Net,
+    name: str,
+    strategy: str,
+    mesh: DeviceMesh,
+    *,
+    make: Callable[[Iterable[Any]], torch.optim.Optimizer] = adamw,
+    **options: Any,
+) -> Staged:
+    kind, homes = SCHEDULES[name]
+    group, data = mesh.get_group("pp"), mesh["cluster", "node"]
+    models, stages = [], []
+    for index, home in enumerate(homes):
+        if home == mesh.get_local_rank("pp"):
+            stage = StageOf(copy.deepcopy(whole), index, len(homes))
+            model = zm.shard(stage, data, strategy, units=(Block,), **options)
+            models.append(model)
+            stages.append(PipelineStage(model, index, len(homes), torch.device("cpu"), group=group))
+    stages = zm.pipeline(stages)
+    schedule = kind(stages if len(homes) > 2 else stages[0], n_microbatches=MICROS, loss_fn=loss_of)
+    return Staged(models, schedule, make([p for m in models for p in m.parameters()]))
+
+
+def parity(name: str, strategy: str, world: int, *, steps: int = 5, clip: float = 0.5, **options: Any) -> None:
+    """Gradients, joint norms, parameters and optimizer states are those of plain training on all places' data."""
+    mesh, places = mesh_of(world), world // 2
+    plain = net(num_blocks=BLOCKS)
+    ours, optimizer = staged(plain, name, strategy, mesh, **options), adamw(plain.parameters())
+    for step in range(steps):
+        losses = ours.step(batch(step, dist.get_rank() % places))
+        expected = []
+        for place in range(places):
+            for micro in batch(step, place).chunk(MICROS):
+                loss = loss_of(plain(micro), micro.roll(1, 1))
+                (loss / (MICROS * places)).backward()
+                expected.append(loss.detach())
+        if losses:
+            close(torch.stack(losses), torch.stack(expected).chunk(places)[dist.get_rank() % places], "losses")
+        compare_grads(ours.models, plain)
+        close(zm.clip_grad_norm_(ours.models, clip), nn.utils.clip_grad_norm_(plain.parameters(), clip), "norm")
+        for each in (ours.optimizer, optimizer):
+            each.step()
+            each.zero_grad()
+        compare_params(ours, plain, optimizer)
+
+
+def compare_grads(models: Sequence[nn.Module], plain: nn.Module) -> None:
+    grads = {name: param.grad for name, param in plain.named_parameters()}
+    for model in models:
+        for name, param in sharded_params(model).items():
+            found: Any = param.grad
+            close(found.local, local_part(param, grads[name]), f"gradient of {name}")
+
+
+def compare_params(ours: Staged, plain: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Of all stages here, and of the optimizer's states."""
+    params = dict(plain.named_parameters())
+    for model in ours.models:
+        for name, param in sharded_params(model).items():
+            close(param.local, local_part(param, params[name]), name)
+            for key, value in optimizer.state[params[name]].items():
+                expected = value if key == "step" else local_part(param, value)
+                close(ours.optimizer.state[param][key], expected, f"{key} of {name}")
