@@ -3,7 +3,7 @@
 A stage runs each backward in its `backward_maybe_with_nosync`, which is told whether it is the step's last; there torch
 looks after FSDP2 and DDP, and we after `zm.accumulate`. Everything else of schedules and stages is torch's.
 
-[Note: Halves] Zero-bubble schedules run a backward in two halves: for the gradients of a stage's inputs, and, when there
+[Note: Halves] Zero-bubble schedules run a backward in two halves: for the gradients of a stage's inputs and, when there
 is time, for those of its parameters. Torch's functions for either go by the parameters that the module shows, which a
 sharded one does not compute with. They are given its leaves instead; and the second half runs by units, so that each is
 there while the gradients of its parameters are computed.

@@ -85,10 +85,17 @@ class Staged:
 
     def step(self, data: Tensor) -> list[Tensor]:
         """The losses of the micro-batches, where the last stage is."""
+        return self._run(self.schedule.step, data, return_outputs=False)
+
+    def eval(self, data: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return self._run(self.schedule.eval, data)
+
+    def _run(self, call: Any, data: Tensor, **options: Any) -> list[Tensor]:
         stages, losses = stages_of(self.schedule), list[Tensor]()
         args = (data,) if any(stage.is_first for stage in stages) else ()
         last = {"target": data.roll(1, 1), "losses": losses} if any(stage.is_last for stage in stages) else {}
-        self.schedule.step(*args, **last, return_outputs=False)
+        call(*args, **last, **options)
         return losses
 
 

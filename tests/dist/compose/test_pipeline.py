@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections import Counter
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
 
 import zeromesh as zm
 from tests.dist.compose.pipelines import (
@@ -19,7 +21,6 @@ from tests.dist.compose.pipelines import (
     MICROS,
     SCHEDULES,
     Staged,
-    StageOf,
     batch,
     compare_grads,
     loss_of,
@@ -28,7 +29,7 @@ from tests.dist.compose.pipelines import (
     staged,
 )
 from tests.dist.features.parity import net, sgd
-from tests.dist.pool import kept, on_ranks
+from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import InputError, MismatchError, ModelError, OptimizerError
 
@@ -78,3 +79,103 @@ def test_a_stage_whose_blocks_share_a_slot_gathers_them_for_each_pass() -> None:
         calls_of_a_step(ours, 0)
         (calls,) = calls_of_a_step(ours, 1)
         assert calls["all_gather"] == 2 * MICROS * blocks - turns[dist.get_rank() // 2] + MICROS
+
+
+@on_ranks(4)
+def test_a_step_of_two_runs_of_the_schedule() -> None:
+    """`zm.accumulate` around the first; a run without gradients, and one whose gradients are dropped, leave nothing."""
+    plain, mesh, place = net(num_blocks=BLOCKS), mesh_of(4), dist.get_rank() % 2
+    for name in ("1f1b", "zbv"):
+        ours = staged(plain, name, SCARCE, mesh)
+        ours.step(batch(7, place))
+        ours.optimizer.zero_grad()
+        with ExitStack() as contexts:
+            for model in ours.models:
+                contexts.enter_context(zm.accumulate(model, last=False))
+            ours.step(batch(0, place))
+        assert all(param.grad is None for model in ours.models for param in model.parameters())
+        with pytest.raises(OptimizerError, match=r"run the last backward before the step under zm.accumulate"):
+            ours.optimizer.step()
+        if name == "1f1b":
+            ours.eval(batch(3, place))  # torch's own ZBV cannot
+        ours.step(batch(1, place))
+        plain.zero_grad()
+        for step in range(2):
+            for micro in [micro for other in range(2) for micro in batch(step, other).chunk(MICROS)]:
+                (loss_of(plain(micro), micro.roll(1, 1)) / (2 * MICROS)).backward()
+        compare_grads(ours.models, plain)
+
+
+@on_ranks(4)
+def test_norms_and_skipped_steps_are_those_of_all_stages() -> None:
+    ours = staged(net(num_blocks=BLOCKS), "zbv", "node=3,cluster=1", mesh_of(4), make=sgd)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))  # it begins with its first loss, which is on the ranks of the last stage
+    ours.schedule._loss_fn = lambda logits, target: scaler.scale(loss_of(logits, target))
+    for last_value in (1.0, math.inf):
+        for order in (2.0, math.inf):
+            ours.step(batch(0, dist.get_rank() % 2))
+            if dist.get_rank() == 0:  # a gradient of the first stage
+                next(iter(ours.models[0].parameters())).grad.mul_(last_value)
+            norm = zm.clip_grad_norm_(ours.models, 1e9, order)
+            assert bool(norm.isfinite()) == (last_value == 1.0)
+            ours.optimizer.zero_grad()
+        ours.step(batch(0, dist.get_rank() % 2))
+        if dist.get_rank() == 0:
+            next(iter(ours.models[0].parameters())).grad.mul_(last_value)
+        before = [param.local.clone() for model in ours.models for param in model.parameters()]
+        scaler.step(ours.optimizer)
+        scaler.update()
+        changed = [not param.local.equal(was) for param, was in zip(params_of(ours), before, strict=True)]
+        assert any(changed) == (last_value == 1.0)
+        ours.optimizer.zero_grad()
+    assert scaler.get_scale() == 4.0
+
+
+def params_of(ours: Staged) -> list[Any]:
+    return [param for model in ours.models for param in model.parameters()]
+
+
+def stage_of(module: nn.Module, mesh: DeviceMesh, **options: Any) -> PipelineStage:
+    rank = mesh.get_local_rank("pp")
+    return PipelineStage(module, rank, 2, torch.device("cpu"), group=mesh.get_group("pp"), **options)
+
+
+def sharded_linear(mesh: DeviceMesh, strategy: str = "node=3,cluster=1") -> nn.Module:
+    return zm.shard(nn.Linear(4, 4), mesh, strategy)
+
+
+@on_ranks(4)
+def test_what_cannot_be_driven_is_named_on_all_ranks() -> None:
+    mesh = mesh_of(4)
+    data, first = mesh["cluster", "node"], mesh.get_local_rank("pp") == 0
+    other = (MismatchError, r"zm.pipeline must succeed on all ranks; on rank 0 it did not: .*is not sharded")
+    for kind, said in [(ModelError, "Linear is not sharded") if first else other]:
+        with pytest.raises(kind, match=said):
+            zm.pipeline([stage_of(nn.Linear(4, 4) if first else sharded_linear(data), mesh)])
+    with pytest.raises(InputError, match=r"takes all stages of this rank, as a list; got none"):
+        zm.pipeline([])
+    with pytest.raises(InputError, match=r"stage \d is sharded over ranks .*, of which \[\d\] have other stages"):
+        zm.pipeline([stage_of(sharded_linear(mesh, "node=3,cluster=1,pp=0"), mesh)])
+    with pytest.raises(InputError, match=r"stage \d has a dw_builder"):
+        zm.pipeline([stage_of(sharded_linear(data), mesh, dw_builder=lambda: lambda: None)])
+    tied = sharded_linear(data)
+    tied.config = SimpleNamespace(tie_word_embeddings=True)
+    with pytest.raises(InputError, match=r"stage \d ties the input embedding to the output head"):
+        zm.pipeline([stage_of(tied, mesh)])
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    two.weight = one.weight
+    zm.shard(one, data, "node=3,cluster=1")
+    with pytest.raises(ModelError, match=r"weight is a parameter of another model too, 'weight'"):
+        zm.shard(two, data, "node=3,cluster=1")
+
+
+@on_ranks(4)
+def test_norms_that_are_of_other_models_than_they_should_be_are_named() -> None:
+    mesh = mesh_of(4)
+    ours = staged(net(num_blocks=BLOCKS), "zbv", "node=3,cluster=1", mesh)
+    ours.step(batch(0, dist.get_rank() % 2))
+    with pytest.raises(InputError, match=r"holds stages \d, \d of a pipeline, .* got 1 model"):
+        zm.clip_grad_norm_(ours.models[0], 1.0)
+    with pytest.raises(InputError, match=r"joint norm needs models on the same ranks.*call zm.pipeline"):
+        zm.clip_grad_norm_([sharded_linear(mesh["node"], "node=3"), sharded_linear(mesh["pp"], "pp=3")], 1.0)
