@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 import zeromesh as zm
-from tests.dist.compose.pipelines import (
+from tests.dist.features.parity import net, sgd
+from tests.dist.parallel.pipelines import (
     BLOCKS,
     MICROS,
     SCHEDULES,
@@ -28,7 +29,6 @@ from tests.dist.compose.pipelines import (
     parity,
     staged,
 )
-from tests.dist.features.parity import net, sgd
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import InputError, MismatchError, ModelError, OptimizerError
@@ -41,7 +41,7 @@ SCARCE = "node=3,cluster=0;prefetch=0"
 @on_ranks(4)
 def test_trains_as_plain_training_does(name: str) -> None:
     parity(name, SCARCE, 4, debug=True)
-    parity(name, "node=1,cluster=0", 4)
+    parity(name, "node=1,cluster=0", 4, steps=2)
 
 
 @on_ranks(8, timeout_s=60)
