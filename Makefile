@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.up-to-date
 
-.PHONY: help venv demo test test-gpu gpu check check-format check-lint check-types check-layers check-docs format clean FORCE
+.PHONY: help venv demo test test-gpu gpu check check-format check-lint check-types check-layers check-docs format clean docs FORCE
 
 help:
 	@echo "make venv    .venv with everything in it (PYTHON=... names the interpreter, >= 3.11)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make gpu     all that this machine's devices can show, in one result file and one page (docs/first-day.md)"
 	@echo "make check   format, lint, types, import layers, documentation examples"
+	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make bench-NAME  run benchmarks/NAME.py, by hand on a quiet machine (ARGS=... for its options)"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make clean   remove what the other targets made"
@@ -40,6 +41,10 @@ test-gpu: $(STAMP)
 
 gpu: $(STAMP)
 	@$(BIN)/python tools/first_day.py $(ARGS)
+
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
 
 check: check-format check-lint check-types check-layers check-docs
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,7 +131,8 @@ def main() -> int:
     """Check every page; print what is wrong; 1 if anything is."""
     named = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/results/README.md")
     pages = [*(ROOT / name for name in named), *sorted(ROOT.glob("docs/**/*.md"))]
-    wrong = [failure for page in pages for failure in failures(page)]
+    with ThreadPoolExecutor(os.cpu_count()) as several:  # each page runs in processes of its own
+        wrong = [failure for found in several.map(lambda page: list(failures(page)), pages) for failure in found]
     for failure in wrong:
         print(failure, file=sys.stderr)
     print(f"documentation: {len(pages)} pages, {len(wrong)} failures")

@@ -1,0 +1,79 @@
+"""Hooks of mkdocs: pages that lie outside docs/, links as they are in the repository, and the reference.
+
+Pages are written to be read in the repository; on the site, links between them lead to the site's pages, and those to
+sources, which it does not have, are text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+BROUGHT_IN = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/results/README.md": "results.md",
+}
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
+REFERENCE = """# Reference
+
+What `import zeromesh as zm` gives. Options and errors are the docstrings'.
+
+"""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The pages that are not in docs/."""
+    pages = {site: (ROOT / path).read_text() for path, site in BROUGHT_IN.items()}
+    pages |= {"reference.md": _reference(), "decisions.md": _decisions()}
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links of the repository as links of the site."""
+    site = page.file.src_uri
+    inside = {made: path for path, made in BROUGHT_IN.items()}
+    source = inside.get(site, posixpath.join("docs", site))
+
+    def link(match: re.Match[str]) -> str:
+        text, target = match[1], match[2]
+        if "://" in target or target.startswith("#"):
+            return match[0]
+        path, _, anchor = target.partition("#")
+        found = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        made = BROUGHT_IN.get(found, found.removeprefix("docs/") if found.startswith("docs/") else "")
+        made = "decisions.md" if found == "docs/decisions" else made
+        if files.get_file_from_path(made) is None:
+            return text
+        relative = posixpath.relpath(made, posixpath.dirname(site) or ".")
+        return f"[{text}]({relative}{'#' + anchor if anchor else ''})"
+
+    return LINK.sub(link, markdown)
+
+
+def _reference() -> str:
+    import zeromesh
+
+    homes: dict[str, str] = vars(zeromesh)["_HOMES"]
+    entries = (
+        f"::: {homes[name]}.{name}\n    options:\n      heading: zm.{name}\n      toc_label: {name}\n"
+        for name in sorted(homes, key=str.lower)
+    )
+    return REFERENCE + "\n".join(entries)
+
+
+def _decisions() -> str:
+    lines = ["# Decisions\n", "Why things are as they are.\n"]
+    for path in sorted((ROOT / "docs/decisions").glob("*.md")):
+        title = path.read_text().splitlines()[0].removeprefix("# ")
+        lines.append(f"- [{title}](decisions/{path.name})")
+    return "\n".join(lines)
