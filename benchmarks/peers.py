@@ -29,6 +29,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,14 +46,32 @@ MODELS = {
 }
 
 
-def make_model(size: str) -> nn.Module:
+BLOCK = {
+    **dict.fromkeys([f"self_attn.{each}_proj" for each in "qkv"], ColwiseParallel()),
+    **dict.fromkeys(["mlp.gate_proj", "mlp.up_proj"], ColwiseParallel()),
+    **dict.fromkeys(["self_attn.o_proj", "mlp.down_proj"], RowwiseParallel()),
+}
+
+
+def make_model(size: str, tp: Any = None) -> nn.Module:
+    """The same on every rank, divided over the mesh `tp` if one is given."""
     torch.manual_seed(0)
     config = LlamaConfig(**MODELS[size], vocab_size=512, max_position_embeddings=512, tie_word_embeddings=False)
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    if tp is not None:
+        ends = {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(model, tp, ends)
+        for block in model.model.layers:
+            parallelize_module(block, tp, BLOCK)
+    return model
 
 
-def batches(micro_batches: int, sequences: int, tokens: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+def batches(micro_batches: int, sequences: int, tokens: int, tp: int = 1) -> list[torch.Tensor]:
+    """Of this rank; those of one line of `tp` ranks have the same."""
+    generator = torch.Generator().manual_seed(dist.get_rank() // tp if dist.is_initialized() else 0)
     return [torch.randint(0, 512, (sequences, tokens), generator=generator) for _ in range(micro_batches)]
 
 
@@ -69,8 +89,10 @@ def training_step(
     return step
 
 
-def zeromesh_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], strategy: str, mesh: Any) -> Step:
-    model = zm.shard(make_model(size), mesh, strategy, param_dtype=None if dtype is torch.float32 else dtype)
+def zeromesh_step(
+    size: str, dtype: torch.dtype, data: list[torch.Tensor], strategy: str, mesh: Any, tp: Any = None
+) -> Step:
+    model = zm.shard(make_model(size, tp), mesh, strategy, param_dtype=None if dtype is torch.float32 else dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     return training_step(model, optimizer, data, lambda last: zm.accumulate(model, last=last), nullcontext)
 
@@ -91,6 +113,7 @@ def fsdp_step(
     our_reduce: bool = False,
     reshard: bool | int = True,
     reduce_last: bool = False,
+    tp: Any = None,
 ) -> Step:
     """FSDP2, a unit for each block.
 
@@ -98,8 +121,9 @@ def fsdp_step(
         our_reduce: with our reduce-scatter for gloo, whose own moves the bytes of an all-reduce.
         reshard: of blocks after their forward; a number: to shards over as many ranks.
         reduce_last: gradients stay whole between micro-batches.
+        tp: mesh of the tensor parallelism inside.
     """
-    model = make_model(size)
+    model = make_model(size, tp)
     policy = MixedPrecisionPolicy() if dtype is torch.float32 else MixedPrecisionPolicy(param_dtype=dtype)
     for module in (*model.model.layers, model.model.embed_tokens, model.lm_head):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -159,6 +183,8 @@ def pairs(world: int) -> dict[str, tuple[Callable[..., Step], Callable[..., Step
         return {"plain": (partial(zeromesh_step, strategy="node=3", mesh=None), plain_step)}
     flat = init_device_mesh("cpu", (world,), mesh_dim_names=("node",))
     grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("cluster", "node"))
+    divided = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("node", "tp"))
+    inside = {"mesh": divided["node"], "tp": divided["tp"]}
     return {
         "3 / FSDP2": (
             partial(zeromesh_step, strategy="node=3", mesh=flat),
@@ -175,6 +201,11 @@ def pairs(world: int) -> dict[str, tuple[Callable[..., Step], Callable[..., Step
         "3,0 / FSDP2 2-D+our reduce-scatter": (
             partial(zeromesh_step, strategy="node=3,cluster=0", mesh=grid),
             partial(fsdp_step, mesh=grid, our_reduce=True),
+        ),
+        "TP 2: 3 / FSDP2": (partial(zeromesh_step, strategy="node=3", **inside), partial(fsdp_step, **inside)),
+        "TP 2: 3 / FSDP2+our reduce-scatter": (
+            partial(zeromesh_step, strategy="node=3", **inside),
+            partial(fsdp_step, **inside, our_reduce=True),
         ),
         "1 / DDP+ZeRO": (partial(zeromesh_step, strategy="node=1", mesh=flat), partial(ddp_step, zero=True)),
         "0 / DDP": (partial(zeromesh_step, strategy="node=0", mesh=flat), partial(ddp_step, zero=False)),
@@ -226,7 +257,7 @@ def run(rank: int, world: int, store: str, args: argparse.Namespace) -> None:
             continue
         for dtype in [getattr(torch, each) for each in args.dtypes]:
             for micro_batches in (1, 4):
-                data = batches(micro_batches, args.sequences, args.tokens)
+                data = batches(micro_batches, args.sequences, args.tokens, 2 if name.startswith("TP 2") else 1)
                 row = compare(ours(args.model, dtype, data), peer(args.model, dtype, data), args.pairs)
                 row = {"pair": name, "dtype": str(dtype)[6:], "micro_batches": micro_batches, **row}
                 results.append(row)

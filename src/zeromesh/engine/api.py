@@ -23,7 +23,16 @@ from zeromesh.engine.others import keep_others_out
 from zeromesh.engine.pipeline import joint_norm, require_joint
 from zeromesh.engine.spread import groups_beyond, require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
-from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, UnitClasses, find_units, join_modules, spreads_of
+from zeromesh.engine.units import (
+    DTYPES,
+    ModuleUnit,
+    Precision,
+    UnitClasses,
+    find_units,
+    join_modules,
+    repeated_over,
+    spreads_of,
+)
 from zeromesh.errors import MeshError, ModelError, NotationError
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Stage, Strategy
@@ -71,8 +80,9 @@ def shard(
         found = find_units(model, units, resident, precision)
         if layout.degree(layout.param_axes) == 1:
             found = join_modules(found, precision, bucket_bytes)
-        require_wires(layout, [module.describe(precision) for module in found])
-        return precision, layout, found, groups_beyond(mesh, spreads_of(found))
+        beyond = groups_beyond(mesh, spreads_of(found))
+        require_wires(layout, [module.describe(precision) for module in found], repeated_over(found, beyond))
+        return precision, layout, found, beyond
 
     debug, register = (
         os.environ.get(name, "0") not in ("", "0") if given is None else given

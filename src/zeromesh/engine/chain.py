@@ -36,7 +36,7 @@ from zeromesh.comm.quantised import (
 )
 from zeromesh.engine.flat import FlatShards, inside
 from zeromesh.engine.units import DTYPES
-from zeromesh.errors import NotationError
+from zeromesh.errors import InputError, NotationError
 from zeromesh.schedule import ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
 from zeromesh.strategy import Collective, Layout
 from zeromesh.wires import WireFormat
@@ -186,11 +186,16 @@ def _gather_chain(
     return GatherChain(together, destination, last, scratch.workspace)
 
 
-def require_wires(layout: Layout, units: Iterable[Unit]) -> None:
+def require_wires(layout: Layout, units: Iterable[Unit], repeated: str = "") -> None:
     """Refuses wires that no chain can be made of, while the model is still as it was given.
 
+    Args:
+        layout: the strategy on its mesh.
+        units: of the model.
+        repeated: a parameter that ranks beyond the mesh have too, each in a buffer of its own.
+
     Raises:
-        InputError: an axis cannot quantise these values.
+        InputError: an axis cannot quantise these values, or would make copies drift apart.
         NotationError: a gather would stage regions of two widths.
     """
     for placed in {placed for unit in place(layout, units) for placed in unit}:
@@ -200,6 +205,12 @@ def require_wires(layout: Layout, units: Iterable[Unit]) -> None:
             for step in route.steps:
                 if step.form is not None:
                     check_quantisable(DTYPES[route.held], step.axis.name)
+                    if repeated:
+                        raise InputError(
+                            f"axis {step.axis.name} cannot quantise what it sends: {repeated} is the same on ranks "
+                            f"that other parameters are divided over (tensor parallelism), and each would round its "
+                            f"own copy differently, so that they drift apart: use wires in fp32 or bf16"
+                        )
 
 
 def _require_one_width(route: Route) -> None:

@@ -18,6 +18,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -92,7 +93,8 @@ class Spread:
         with torch.no_grad():
             if grad.placements != self.placements:
                 grad = grad.redistribute(placements=self.placements)
-            return grad.to_local()  # which waits for what is on its way
+            local = grad.to_local()
+            return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def __str__(self) -> str:
         names = self.mesh.mesh_dim_names or tuple(map(str, range(self.mesh.ndim)))

@@ -186,6 +186,12 @@ def spreads_of(units: Sequence[ModuleUnit]) -> Iterator[tuple[str, Spread]]:
             yield info.name, info.spread
 
 
+def repeated_over(units: Sequence[ModuleUnit], beyond: Sequence[dist.ProcessGroup]) -> str:
+    """The name of a parameter that is the same on all ranks of one of the groups; "" where there is none."""
+    infos = (info for unit in units for infos in unit.groups.values() for info in infos)
+    return next((info.name for info in infos if not all(map(info.divided, beyond))), "")
+
+
 def modules_by_unit(model: nn.Module, units: Sequence[ModuleUnit]) -> dict[str, list[nn.Module]]:
     """Every module under the name of the innermost unit that holds it; one registered in several, under each."""
     names = {clean_name(name): module for name, module in model.named_modules()}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -16,6 +16,7 @@ from tests.dist.parallel.tensor import (
     FP64,
     Net,
     backward,
+    batch,
     build,
     divide,
     make_optimizer,
@@ -27,7 +28,7 @@ from tests.dist.parallel.tensor import (
 )
 from tests.dist.pool import kept, on_ranks
 from zeromesh.engine.api import engine_of
-from zeromesh.errors import MeshError, ModelError, OptimizerError
+from zeromesh.errors import InputError, MeshError, ModelError, OptimizerError
 
 
 def from_elements(module: nn.Module) -> None:
@@ -143,6 +144,11 @@ def divided_buffer() -> Any:
     return zm.shard(net, mesh["node"], "node=3")
 
 
+def quantised() -> Any:
+    net = build().to(torch.float32)
+    return zm.shard(divide(net, mesh_of(2)["tp"], "tensor"), mesh_of(2)["node"], "node=3@int8/int4")
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -158,6 +164,11 @@ def divided_buffer() -> Any:
         ),
         (crossed, MeshError, r"must be dimensions of one mesh, such as"),
         (without_the_axis, MeshError, r"cluster"),
+        (
+            quantised,
+            InputError,
+            r"axis node cannot quantise what it sends: .* is the same on ranks that",
+        ),
         (two_meshes, MeshError, r"two axes must have one rank in common"),
         (divided_buffer, ModelError, r"scale is a buffer that lies as .*: only parameters may be divided"),
     ],
@@ -166,6 +177,47 @@ def divided_buffer() -> Any:
 def test_what_cannot_be_is_refused_on_all_ranks(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+class Keeps(nn.Module):
+    """Keeps a parameter, and writes to it when it is told to."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.writes = inner, False
+
+    def forward(self, x: Tensor) -> Any:
+        self.kept = [self.inner.weight]
+        if self.writes:
+            with torch.no_grad():
+                self.inner.weight.mul_(2)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("strategy", ["node=3;prefetch=0", "node=1"])
+@on_ranks(4)
+def test_leaves_that_are_kept_or_written_to(strategy):
+    net, mesh = divide(build(), mesh_of(2)["tp"], "tensor"), mesh_of(2)
+    keeping = [Keeps(layer.up) for layer in net.layers]
+    for layer, keeps in zip(net.layers, keeping, strict=True):
+        layer.up = keeps
+    model: Any = zm.shard(net, mesh["node"], strategy, **FP64)
+    tokens = batch(0, 0, engine_of(model).control.rank)
+    model(tokens)
+    if strategy != "node=1":
+        with pytest.raises(ModelError, match=r"gathered layers\.0\.up\.inner\.weight, which was kept from inside"):
+            keeping[0].kept[0] + 1
+    optimizer = make_optimizer("sgd", model)
+    loss = model(tokens).sum()
+    loss.backward()
+    late = model(tokens).sum()
+    optimizer.step()
+    with pytest.raises((ModelError, RuntimeError), match=r"has changed since the forward|modified by an inplace"):
+        late.backward()
+    zm.zero_grad(model)
+    keeping[1].writes = True
+    with pytest.raises(ModelError, match=r"has written to its parameters"):
+        model(tokens)
 
 
 @on_ranks(4)
