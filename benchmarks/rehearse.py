@@ -1,6 +1,6 @@
 """`zeromesh rehearse` against real runs, its own price, and the host's time beside FSDP2's.
 
-    python benchmarks/rehearse.py --out benchmarks/results/rehearse.json [--only truth|price|host]
+    python benchmarks/rehearse.py --out benchmarks/results/rehearse.json [--only truth|price|sizes|host]
 
 truth   the demo and two other models of transformers, two steps on 4 gloo ranks of this machine (ranks 0 and 3 are
         looked at), and the same configurations rehearsed as those ranks. Parameters, gradients, optimizer states, bytes
@@ -8,6 +8,8 @@ truth   the demo and two other models of transformers, two steps on 4 gloo ranks
         gloo's work in memory and with messages of their own.
 price   Llama-70B, 80 layers, on 1,024 ranks (examples/rehearse-llama-70b.toml): seconds, and the resident set.
         Goal: 60 s on two cores, 4 GiB.
+sizes   all blocks of Llama-7B (32), Llama-65B (80) and a mixture of eight experts, by `tests/simdev/test_virtual.py`,
+        as the last of 64, 1,024 and 16,384 ranks: predicted and allocated bytes, which must be equal; and seconds.
 host    processor seconds of the host for a block's forward and backward on the virtual device, where collectives do
         nothing, less those of the same model without sharding: ours and FSDP2's, at 8, 64, 512 and 4,096 ranks. Medians
         of `--rounds`, in turns. Goal: half of FSDP2's, and less than 20 % more at 4,096 than at 8.
@@ -41,6 +43,7 @@ MODELS = {
     ],
 }
 WORLDS = (8, 64, 512, 4096)
+SIZES = (64, 1024, 16384)
 LAYERS, WIDTH = 24, 1024
 
 
@@ -119,6 +122,41 @@ def price() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "rehearsal": {key: found[key] for key in ("memory", "bytes_by_axis", "launches_per_unit", "step_s", "host_s")},
     }
+
+
+def sizes() -> dict[str, Any]:
+    """Each world in a process of its own."""
+    found = {}
+    for world in SIZES:
+        command = [sys.executable, __file__, "--only", "sizes", "--world", str(world)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        found[str(world)] = json.loads(done.stdout)
+    return found
+
+
+def sizes_of(world: int) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from tests.simdev import test_virtual as models
+    from zeromesh import simdev
+
+    simdev.start(virtual=True)
+    simdev.counting_group(world - 1, world)
+    mesh = init_device_mesh("simdev", (world // 8, 8), mesh_dim_names=("cluster", "node"))
+    found = {}
+    for name, shape in {
+        "Llama-7B": replace(models.LLAMA_7B, blocks=32),
+        "Llama-65B": replace(models.LLAMA_65B, blocks=80),
+        "mixture": replace(models.MIXTURE, blocks=32),
+    }.items():
+        for strategy in ("node=3,cluster=1", "node=3,cluster=3"):
+            began = time.process_time()
+            held = models.rehearsed(shape, mesh, strategy)
+            found[f"{name}, {strategy}"] = held | {"processor_s": round(time.process_time() - began, 1)}
+    return found
 
 
 def rehearse(config: Path, *options: str) -> dict[str, Any]:
@@ -200,15 +238,16 @@ def host_of(world: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("truth", "price", "host"))
+    parser.add_argument("--only", choices=("truth", "price", "sizes", "host"))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--world", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.world:
-        print(json.dumps(host_of(options.world, options.rounds)))
+        of_world = sizes_of(options.world) if options.only == "sizes" else host_of(options.world, options.rounds)
+        print(json.dumps(of_world))
         return
-    parts = {"truth": truth, "price": price, "host": lambda: host(options.rounds)}
+    parts = {"truth": truth, "price": price, "sizes": sizes, "host": lambda: host(options.rounds)}
     found = {name: part() for name, part in parts.items() if options.only in (None, name)}
     if options.out:
         known = json.loads(options.out.read_text()) if options.out.exists() else {}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
 from tests.simdev.ranks import alone
 from zeromesh import simdev
+from zeromesh.engine.build import make_control
 
 
 @alone(virtual=True)
@@ -98,10 +100,9 @@ LAUNCHES = 10
 """The most that a unit may take on an axis, in a lane."""
 
 
-def rehearsed(shape: Shape, world: int, strategy: str) -> None:
+def rehearsed(shape: Shape, mesh: DeviceMesh, strategy: str) -> dict[str, int]:
     """Two steps as rank 0; memory is what the schedule says, to the byte, and launches keep within their budget."""
     before = simdev.memory_stats().allocated_bytes
-    mesh = init_device_mesh("simdev", (world // 8, 8), mesh_dim_names=("cluster", "node"))
     with torch.device("meta"):
         model = Model(shape).bfloat16()
     model = zm.shard(model, mesh, strategy, reduce_dtype=torch.bfloat16, init=initialise)
@@ -127,6 +128,12 @@ def rehearsed(shape: Shape, world: int, strategy: str) -> None:
     assert simdev.memory_stats().peak_reserved_bytes >= simdev.memory_stats().peak_allocated_bytes
     units = shape.blocks + 1
     assert launches and all(count <= LAUNCHES * units for count in launches.values()), launches
+    parameters = sum(math.prod(param.global_shape) for param in model.parameters())
+    return {
+        "parameters": parameters,
+        "predicted_bytes": report.predicted_bytes,
+        "allocated_bytes": report.allocated_bytes,
+    }
 
 
 def initialise(module: nn.Module) -> None:
@@ -134,11 +141,20 @@ def initialise(module: nn.Module) -> None:
         nn.init.zeros_(parameter)
 
 
-@pytest.mark.parametrize(
-    ("shape", "world"), [(LLAMA_7B, 64), (LLAMA_65B, 1024), (MIXTURE, 16384)], ids=["7B", "65B", "mixture"]
-)
+@pytest.mark.parametrize("world", [64, 1024, 16384])
 @alone(virtual=True)
-def test_memory_of_large_models_is_what_was_predicted(shape, world):
-    simdev.counting_group(0, world)
-    for strategy in ("node=3,cluster=1", "node=3,cluster=3"):
-        rehearsed(shape, world, strategy)
+def test_memory_of_large_models_is_what_was_predicted(world):
+    """Of one rank, the last: all are alike."""
+    simdev.counting_group(world - 1, world)
+    mesh = init_device_mesh("simdev", (world // 8, 8), mesh_dim_names=("cluster", "node"))
+    for shape in (LLAMA_7B, LLAMA_65B, MIXTURE):
+        for strategy in ("node=3,cluster=1", "node=3,cluster=3"):
+            rehearsed(shape, mesh, strategy)
+
+
+@alone(virtual=True)
+def test_any_rank_of_a_counting_group_hears_what_it_says():
+    simdev.counting_group(5, 64)
+    control = make_control(init_device_mesh("simdev", (8, 8), mesh_dim_names=("cluster", "node")))
+    assert control.say({"step": 7, "names": ["a"]}) == {"step": 7, "names": ["a"]}
+    assert control.gather("here") == ["here"] * 64

@@ -321,15 +321,17 @@ class _Pool:
     def agree(self, everyone: dist.ProcessGroup, keys: Mapping[str, Key]) -> dict[str, list[int]]:
         """For each axis the serials of channels that are free, and equally far, on all ranks of the axis; as many on
         every rank of the mesh."""
-        own = {name: (k.ranks, {s: c.started for s, c in list(self._free[k].items())}) for name, k in keys.items()}
+        own = {name: (k.ranks[0], {s: c.started for s, c in list(self._free[k].items())}) for name, k in keys.items()}
         offers: list[dict[str, _Offer]] = [own] * everyone.size()
         dist.all_gather_object(offers, own, group=everyone)
-        by_rank = dict(zip(dist.get_process_group_ranks(everyone), offers, strict=True))
         found = {}
         for name, key in keys.items():
-            lines = {offer[name][0] for offer in by_rank.values()}
-            common = {ranks: _common([by_rank[rank][name][1] for rank in ranks]) for ranks in lines}
-            found[name] = common[key.ranks][: min(map(len, common.values()))]
+            lines = defaultdict[int, list[Mapping[int, int]]](list)
+            for offer in offers:
+                first, free = offer[name]
+                lines[first].append(free)
+            common = {first: _common(line) for first, line in lines.items()}
+            found[name] = common[key.ranks[0]][: min(map(len, common.values()))]
         return found
 
     def channels(self, key: Key, free: Sequence[int], *descriptions: str) -> tuple[Channel, ...]:
@@ -349,8 +351,9 @@ class _Pool:
         self._free[key] |= {channel.serial: channel for channel in channels if not channel.failed}
 
 
-_Offer = tuple[tuple[int, ...], dict[int, int]]
-"""A rank's group along an axis, and by serial how far its free channels are."""
+_Offer = tuple[int, dict[int, int]]
+"""The first rank of a rank's line along an axis, which no other line has, and by serial how far its free channels are:
+of thousands of ranks each gets all offers."""
 
 
 def _common(offers: Sequence[Mapping[int, int]]) -> list[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -122,12 +123,21 @@ class Control:
 
     def say(self, value: ResultT) -> ResultT:
         """What the first rank of all says, on every rank."""
-        values = [value]
-        if self.group is not None:
-            dist.broadcast_object_list(values, src=self.source, group=self.group)
-        for group in self.beyond:
-            dist.broadcast_object_list(values, group_src=0, group=group)
-        return values[0]
+        for group in (self.group, *self.beyond):
+            value = value if group is None else self._said(group, value)
+        return value
+
+    def _said(self, group: dist.ProcessGroup, value: ResultT) -> ResultT:
+        """The length in a word, then the bytes. Torch's own takes a length from the first rank alone, which a rank that
+        counts (`zeromesh.simdev`) never hears from: here it says its own."""
+        data = pickle.dumps(value)
+        length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        dist.broadcast(length, group_src=0, group=group)
+        count = int(length)
+        sent = torch.frombuffer(bytearray(data[:count].ljust(count, b"\0")), dtype=torch.uint8).to(self.device)
+        dist.broadcast(sent, group_src=0, group=group)
+        said: ResultT = pickle.loads(sent.cpu().numpy().tobytes())
+        return said
 
     def together(
         self, attempt: Callable[[], ResultT], *, call: str = "zm.shard", left: str = "Nothing was sharded"
