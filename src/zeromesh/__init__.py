@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from zeromesh.planner import Workload
     from zeromesh.rehearsal.own import rehearse
     from zeromesh.sharding import Sharding
-    from zeromesh.strategy import Plan, Strategy
+    from zeromesh.strategy import Part, Plan, Strategy
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "Checkpoints": "zeromesh.checkpoint.checkpoints",
+    "Part": "zeromesh.strategy",
     "Plan": "zeromesh.strategy",
     "Sharding": "zeromesh.sharding",
     "Strategy": "zeromesh.strategy",
@@ -57,6 +58,7 @@ _HOMES = {
 
 __all__ = [
     "Checkpoints",
+    "Part",
     "Plan",
     "Sharding",
     "Strategy",

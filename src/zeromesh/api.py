@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from zeromesh.cluster import Cluster
+    from zeromesh.engine.parts import Parts
     from zeromesh.engine.units import UnitClasses
     from zeromesh.model import ModelSpec
 
@@ -94,6 +95,7 @@ def shard(
     bucket_bytes: int = BUCKET_BYTES,
     debug: bool | None = None,
     register: bool | None = None,
+    parts: Parts | None = None,
     cluster: Cluster | str | None = None,
     workload: Workload | None = None,
 ) -> ModelT:
@@ -123,6 +125,9 @@ def shard(
             the environment variable ZEROMESH_DEBUG is set and not 0.
         register: take gather and reduce slots from memory that the device's backend sends from without staging, where
             it has such memory. Default: whether ZEROMESH_REGISTER is set and not 0.
+        parts: modules that have a strategy of their own, on axes of their own if need be, by a pattern of their
+            qualified names or by their class: ``{"*.experts": zm.Part(mesh=mesh["expert"], strategy="expert=3")}``. The
+            notation says the same of parts on the model's mesh.
         cluster: with "auto": what the mesh's devices and links are. Its levels are the mesh's axes, by name and size.
         workload: with "auto": sequence length, batch and micro-batch, and dtypes for which there is no option. What is
             computed in is `param_dtype`, else the model's own dtype, and never the workload's. Recomputation is what
@@ -134,8 +139,8 @@ def shard(
     Raises:
         InputError: "auto" without cluster and workload, or either of them without "auto".
         NotationError, MeshError: the strategy does not parse or does not fit the mesh, or the mesh not the cluster.
-        ModelError: a unit's class is not in the model, or the model is sharded already.
-        MismatchError: the ranks have different strategies or models, or one of the errors above was raised on
+        ModelError: a unit's class is not in the model, a parameter in two parts, or the model is sharded already.
+        MismatchError: the ranks have different strategies, meshes or models, or one of the errors above was raised on
             another rank.
 
     Example:
@@ -157,7 +162,12 @@ def shard(
     require_plannable(strategy, mesh=mesh, cluster=cluster, workload=workload)
     if strategy == "auto":
         assert mesh is not None and cluster is not None and workload is not None  # required above
-        own = {"units": units is not None, "resident": bool(resident), "bucket_bytes": bucket_bytes != BUCKET_BYTES}
+        own = {
+            "parts": bool(parts),
+            "units": units is not None,
+            "resident": bool(resident),
+            "bucket_bytes": bucket_bytes != BUCKET_BYTES,
+        }
         if any(own.values()):
             raise InputError(
                 f'strategy "auto" plans for the units that the model is cut into by itself, so it takes no '
@@ -173,13 +183,17 @@ def shard(
         model,
         mesh,
         chosen,
-        **dtypes,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        grad_dtype=grad_dtype,
+        master_dtype=master_dtype,
         units=units,
         resident=resident,
         init=init,
         bucket_bytes=bucket_bytes,
         debug=debug,
         register=register,
+        parts=parts,
     )
 
 

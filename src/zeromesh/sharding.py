@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from zeromesh.cluster import Cluster
+    from zeromesh.engine.parts import Parts
     from zeromesh.engine.units import UnitClasses
     from zeromesh.planner import Workload
 
@@ -37,7 +38,7 @@ class Sharding:
         mesh: sizes by name, outermost first (``{"cluster": 2, "node": 8}``), from which torch's mesh of all ranks is
             made; or torch's own; None for a single process.
         param_dtype, reduce_dtype, grad_dtype, master_dtype, units, resident, init, bucket_bytes, register, debug,
-            cluster, workload: as `zm.shard` takes them.
+            parts, cluster, workload: as `zm.shard` takes them.
 
     Raises:
         InputError: "auto" without mesh, cluster or workload, or either of the last two without "auto".
@@ -61,6 +62,7 @@ class Sharding:
     bucket_bytes: int = BUCKET_BYTES
     register: bool | None = None
     debug: bool | None = None
+    parts: Parts | None = None
     cluster: Cluster | str | None = None
     workload: Workload | None = None
 
@@ -72,9 +74,10 @@ class Sharding:
             _require_sizes(self.mesh)
         require_plannable(self.strategy, mesh=self.mesh, cluster=self.cluster, workload=self.workload)
         if isinstance(self.mesh, tuple) and isinstance(self.strategy, str | Strategy) and self.strategy != "auto":
-            layout = Layout.of(self.strategy, self.mesh[::-1])
+            strategy = Strategy.parse(self.strategy, [name for name, _ in self.mesh[::-1]])
+            layout = Layout.of(strategy.with_parts({}), self.mesh[::-1])
             layout.require_runnable()
-            object.__setattr__(self, "strategy", layout.strategy)
+            object.__setattr__(self, "strategy", strategy)
 
     def on(self, device_type: str) -> Sharding:
         """With torch's own mesh of all ranks of the job, which call this together; its groups are made here.

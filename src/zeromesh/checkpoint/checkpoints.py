@@ -249,7 +249,7 @@ def _about(engine: Engine) -> dict[str, Any]:
 
     layout = engine.schedule.layout
     return {
-        "strategy": str(layout.strategy),
+        "strategy": str(engine.schedule.strategy),
         "mesh": {name: size for name, size in reversed(layout.mesh)},
         "world": engine.control.world,
         "zeromesh": __version__,

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from zeromesh.checkpoint.extra import extra_states, set_extra_states
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.control import broadcast_bytes
+from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards, Place
+from zeromesh.engine.parts import require_one_of_a_name
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPE_NAMES
 from zeromesh.errors import ModelError, nearest
@@ -45,7 +46,7 @@ def full_state_dict(model: nn.Module, *, names: Container[str] | None = None) ->
         if not wanted:
             continue
         values = _gather(engine, buffer)
-        for place in wanted if engine.control.rank == 0 else ():
+        for place in wanted if _control_of(engine, buffer).rank == 0 else ():
             whole = values[place.start : place.stop].view(place.shape)
             if place.info.spread is not None:  # a collective of the first ranks of all meshes
                 whole = place.info.spread.over(whole).full_tensor()
@@ -66,15 +67,17 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         ModelError: on every rank, if names are missing or unknown, or a shape differs; nothing is changed then.
     """
     engine = engine_of(model)
+    require_one_of_a_name(engine.homes)
     _require_match(engine, model, state)
     engine.interpreter.quiesce()
     for buffer in _buffers(engine):
         values = torch.zeros(buffer.padded, dtype=buffer.home[0].dtype, device=buffer.device)
-        for place in buffer.places if engine.control.rank == 0 else ():
+        control = _control_of(engine, buffer)
+        for place in buffer.places if control.rank == 0 else ():
             given = state[place.info.names[0]] if engine.control.first else torch.empty(place.global_shape)
-            part = _own_part(engine, given.to(values.device, values.dtype), place)
+            part = _own_part(control, given.to(values.device, values.dtype), place)
             values[place.start : place.stop].copy_(part.flatten())
-        engine.control.broadcast(values)
+        control.broadcast(values)
         buffer.fill(values)
     for name, held in persistent_buffers(model):
         if engine.control.first:
@@ -100,6 +103,11 @@ def _buffers(engine: Engine) -> Iterator[FlatShards]:
         yield from unit.buffers
 
 
+def _control_of(engine: Engine, buffer: FlatShards) -> Control:
+    """The ranks that share a buffer."""
+    return engine.homes[buffer.spec.part].control
+
+
 def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
     """The whole flat buffer on the first rank: zeros with each shard in place, from one of its replicas, summed."""
     home, axes = buffer.home
@@ -107,12 +115,12 @@ def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
     sharded = {axis.name for axis in axes}
     if all(index == 0 for name, index in buffer.coordinates.items() if name not in sharded):
         values[buffer.range_of(axes)] = home
-    return engine.control.reduce(values)
+    return _control_of(engine, buffer).reduce(values)
 
 
-def _own_part(engine: Engine, whole: Tensor, place: Place) -> Tensor:
+def _own_part(control: Control, whole: Tensor, place: Place) -> Tensor:
     """Of a tensor that the first rank of all has, what the first rank of each mesh has of it."""
-    for group in engine.control.beyond:
+    for group in control.beyond:
         broadcast_bytes(whole, group)
     return whole[place.region.index]
 

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.engine.build import build_engine, make_control, mesh_axes
+from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_axes
 from zeromesh.engine.chain import require_wires
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.norms import slice_norms
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.others import keep_others_out
+from zeromesh.engine.parts import Parts, beyond_of, require_inside, require_own_tokens
 from zeromesh.engine.pipeline import joint_norm, require_joint
-from zeromesh.engine.spread import groups_beyond, require_whole_buffers
+from zeromesh.engine.spread import require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import (
     DTYPES,
@@ -35,7 +36,8 @@ from zeromesh.engine.units import (
 )
 from zeromesh.errors import MeshError, ModelError, NotationError
 from zeromesh.schedule import BUCKET_BYTES
-from zeromesh.strategy import Layout, Plan, Stage, Strategy
+from zeromesh.strategy import Layout, Plan, Stage, Strategy, layouts_of, part_name
+from zeromesh.strategy.parts import with_given
 from zeromesh.strategy.plan import DTYPE_FIELDS
 from zeromesh.strategy.strategy import AxisStage
 
@@ -59,6 +61,7 @@ def shard(
     bucket_bytes: int = BUCKET_BYTES,
     debug: bool | None = None,
     register: bool | None = None,
+    parts: Parts | None = None,
 ) -> ModelT:
     """`zeromesh.shard` of a given strategy; that says what the options are, and what is raised.
 
@@ -67,7 +70,9 @@ def shard(
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
 
-    def prepare() -> tuple[Precision, Layout, list[ModuleUnit], tuple[ProcessGroup, ...]]:
+    meshes = {part_name(key): part.mesh for key, part in (parts or {}).items() if part.mesh is not None}
+
+    def prepare() -> tuple[Precision, dict[str, Layout], list[ModuleUnit], dict[str, tuple[ProcessGroup, ...]]]:
         if any(hasattr(module, ENGINE) for module in model.modules()):
             raise ModelError(
                 "this model, or a part of it, is sharded already; zm.shard is called once, on the whole model: units= "
@@ -76,22 +81,22 @@ def shard(
         given = dict(zip(DTYPE_FIELDS, (param_dtype, reduce_dtype, grad_dtype, master_dtype), strict=True))
         require_whole_buffers(model)
         precision = precision_of(given, strategy)
-        layout = resolve(mesh, strategy)
-        found = find_units(model, units, resident, precision)
-        if layout.degree(layout.param_axes) == 1:
+        layouts = resolve(mesh, strategy, parts or {})
+        found = find_units(model, units, resident, precision, list(layouts)[1:])
+        if all(layout.degree(layout.param_axes) == 1 for layout in layouts.values()):
             found = join_modules(found, precision, bucket_bytes)
-        beyond = groups_beyond(mesh, spreads_of(found))
-        require_wires(layout, [module.describe(precision) for module in found], repeated_over(found, beyond))
-        return precision, layout, found, beyond
+        beyond = beyond_of(spreads_of(found), mesh, meshes)
+        require_wires(layouts, [module.describe(precision) for module in found], repeated_over(found, beyond))
+        return precision, layouts, found, beyond
 
     debug, register = (
         os.environ.get(name, "0") not in ("", "0") if given is None else given
         for name, given in (("ZEROMESH_DEBUG", debug), ("ZEROMESH_REGISTER", register))
     )
     control = make_control(mesh)
-    precision, layout, found, beyond = control.together(prepare)
-    control = replace(control, beyond=beyond)
-    engine = build_engine(model, mesh, control, layout, found, precision, init, debug=debug, register=register)
+    precision, layouts, found, beyond = control.together(prepare)
+    homes = make_homes(layouts, mesh, meshes, beyond, control)
+    engine = build_engine(model, homes, found, precision, init, debug=debug, register=register)
     watch_optimizers(engine)
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)
@@ -111,13 +116,25 @@ def _zero_grad_of(reference: weakref.ref[nn.Module]) -> Callable[..., None]:
     return forget_grads
 
 
-def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan) -> Layout:
-    """The layout of `strategy` on `mesh`; refuses what the engine cannot run."""
+def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Parts) -> dict[str, Layout]:
+    """The layouts of `strategy` on `mesh` and of its parts, the model's under "" first; refuses what the engine cannot
+    run."""
+    named = {part_name(key): part for key, part in parts.items()}
+    if len(named) < len(parts):
+        raise NotationError(f"of {', '.join(map(str, parts))} two are one part: give each class or pattern once")
+    for name, part in named.items():
+        if part.mesh is not None:
+            require_inside(name, part.mesh, mesh)
     chosen = strategy.strategy if isinstance(strategy, Plan) else strategy
     axes = mesh_axes(mesh, _names(chosen) if mesh is None else ())
-    layout = Layout.of(_on_axes(strategy, axes) if isinstance(strategy, Plan) else chosen, axes)
-    layout.require_runnable()
-    return layout
+    own = {name: mesh_axes(part.mesh, ()) for name, part in named.items() if part.mesh is not None}
+    whole = (
+        _on_axes(strategy, axes) if isinstance(strategy, Plan) else Strategy.parse(chosen, [name for name, _ in axes])
+    )
+    whole = with_given(whole, named, {name: [axis for axis, _ in own.get(name, axes)] for name in named})
+    if mesh is None:  # one rank on every axis, whatever its name
+        own = {name: tuple((axis, 1) for axis in each.names) for name, each in whole.parts}
+    return layouts_of(whole, axes, own)
 
 
 def _on_axes(plan: Plan, axes: Sequence[tuple[str, int]]) -> Strategy:
@@ -193,6 +210,8 @@ def accumulate(
             have weights and some none, or a backward raised in an earlier one (`zm.zero_grad` then begins anew).
     """
     engine = engine_of(model)
+    if weight is not None:
+        require_own_tokens(engine.homes)
     return engine.accumulate(last, None if weight is None else _scale(weight, total, engine.control.size))
 
 

@@ -193,7 +193,7 @@ class DeviceBackend:
 
     Args:
         units: in the schedule's order.
-        layout: the strategy on its mesh.
+        layouts: of the model, then of its parts.
         groups: by axis name.
         lanes: by kind.
         scratch: the memory of each lane's jobs.
@@ -208,14 +208,14 @@ class DeviceBackend:
     def __init__(
         self,
         units: Sequence[UnitShards],
-        layout: Layout,
+        layouts: Sequence[Layout],
         groups: Groups,
         *,
         lanes: Mapping[LaneKind, Lane],
         scratch: Mapping[LaneKind, Scratch],
     ) -> None:
         self.units = units
-        self.layout = layout
+        self.layouts = layouts
         self.groups = groups
         self.lanes = lanes
         self.scratch = scratch
@@ -334,7 +334,7 @@ class DeviceBackend:
         ticket: Ticket | None = None
         for lane in REDUCTIONS:  # each axis in the lane whose communicator it is
             # Not this object: a job on its way must not keep the model's memory.
-            groups = [self.groups[axis.name] for axis in lane_axes(self.layout, lane) if axis.name in self.groups]
+            groups = [self.groups[axis.name] for axis in lane_axes(self.layouts[0], lane) if axis.name in self.groups]
             if groups:
                 agree = partial(_run, [partial(all_reduce_max, words, group) for group in groups])
                 ticket = self.lanes[lane].submit(agree, "agree on gradients", after=ticket)
@@ -353,7 +353,7 @@ class DeviceBackend:
     def _along(self, jobs: Sequence[AxisJob], kinds: Sequence[LaneKind], label: str) -> Ticket | None:
         ticket: Ticket | None = None
         for axis, job in jobs:
-            lane = next(kind for kind in kinds if any(own.name == axis for own in lane_axes(self.layout, kind)))
+            lane = next(k for k in kinds if any(own.name == axis for of in self.layouts for own in lane_axes(of, k)))
             ticket = self.lanes[lane].submit(job, label, after=ticket)
         return ticket
 

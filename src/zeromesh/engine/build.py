@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,12 @@ from zeromesh.comm import AxisGroup, Lane, make_groups, mesh_group
 from zeromesh.comm.registered import Registration, registered
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
-from zeromesh.engine.control import Control, Span, broadcast_bytes
+from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install
 from zeromesh.engine.materialise import Init, Materialiser
+from zeromesh.engine.parts import Home, require_divided
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
@@ -76,11 +78,38 @@ def mesh_device(mesh: DeviceMesh | None, model: nn.Module | None = None) -> torc
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
+def make_homes(
+    layouts: Mapping[str, Layout],
+    mesh: DeviceMesh | None,
+    meshes: Mapping[str, DeviceMesh],
+    beyond: Mapping[str, tuple[dist.ProcessGroup, ...]],
+    control: Control,
+) -> dict[str, Home]:
+    """Where each layout is: on the model's mesh, or that of its part. All ranks call this together.
+
+    Args:
+        layouts: of the model, under "", and of parts.
+        mesh: of the model.
+        meshes: of parts that have one of their own.
+        beyond: of the model's mesh, and of those.
+        control: of the model's mesh alone.
+
+    Raises:
+        MismatchError: the ranks have meshes that do not divide the model's.
+    """
+    for part, divided in meshes.items():
+        require_divided(part, divided, control)
+    whole = replace(control, beyond=beyond[""])
+    own = {part: replace(make_control(divided), beyond=beyond[part]) for part, divided in meshes.items()}
+    return {
+        part: Home(layout=layout, mesh=meshes.get(part, mesh), control=own.get(part, whole))
+        for part, layout in layouts.items()
+    }
+
+
 def build_engine(
     model: nn.Module,
-    mesh: DeviceMesh | None,
-    control: Control,
-    layout: Layout,
+    homes: Mapping[str, Home],
     modules: Sequence[ModuleUnit],
     precision: Precision,
     init: Init | None,
@@ -89,18 +118,24 @@ def build_engine(
     register: bool = False,
 ) -> Engine:
     """Shards `model` in place; see `zm.shard`."""
-    device = mesh_device(mesh, model)
+    control, device = homes[""].control, mesh_device(homes[""].mesh, model)
     units = [module.describe(precision) for module in modules]
-    control.require_aligned()
-    control.require_same("strategy", f"{layout.strategy} on {layout.mesh}{' registered' * register}")
+    for home in homes.values():
+        home.control.require_aligned()
+    chosen = "; ".join(f"{part} {home.layout.strategy} on {home.layout.mesh}" for part, home in homes.items())
+    control.require_same("strategy", f"{chosen}{' registered' * register}")
     control.require_same("model", _digest(model, modules, precision))
-    groups = {} if mesh is None else make_groups(mesh, layout.axes, exact=layout.strategy.sum == "exact")
+    groups = {axis: group for home in homes.values() for axis, group in _groups_of(home).items()}
     _require_short_sums(groups.values(), control)
-    through = next((group.backend for group in groups.values()), None)
-    schedule = Schedule.of(layout, units, backend=through, triton=has_triton(device.type))
-    coordinates = layout.coordinates(control.rank)
-    shards = _fill_shards(model, modules, schedule, coordinates, control, device, init)
-    inline, memory = layout.strategy.overlap == "none", schedule.memory
+    schedule = Schedule.of(
+        homes[""].layout,
+        units,
+        parts={part: home.layout for part, home in homes.items() if part},
+        backend=next((group.backend for group in groups.values()), None),
+        triton=has_triton(device.type),
+    )
+    shards = _fill_shards(model, modules, schedule, homes, device, init)
+    inline, memory = schedule.layout.strategy.overlap == "none", schedule.memory
 
     def allocate() -> tuple[dict[LaneKind, Scratch], Registration | None]:
         with registered(groups.values() if register else (), device) as registration:
@@ -110,19 +145,24 @@ def build_engine(
     scratch, registration = control.together(allocate, left="The model has lost its parameters")
     backend = DeviceBackend(
         shards,
-        layout,
+        schedule.layouts,
         groups,
         lanes={kind: Lane(kind, device=device, inline=inline) for kind in LANES},
         scratch=scratch,
     )
     if registration is not None:
         weakref.finalize(backend, registration.release).atexit = False
-    engine = Engine(schedule, backend, control, precision, model=weakref.ref(model), debug=debug)
+    engine = Engine(schedule, backend, homes, precision, model=weakref.ref(model), debug=debug)
     _make_optimizer_params(engine)
     for index, module in enumerate(modules):
         install(engine, index, module.modules, precision.param)
         backend.unuse(index)
     return engine
+
+
+def _groups_of(home: Home) -> dict[str, AxisGroup]:
+    layout = home.layout
+    return {} if home.mesh is None else make_groups(home.mesh, layout.axes, exact=layout.strategy.sum == "exact")
 
 
 def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precision) -> str:
@@ -134,8 +174,8 @@ def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precisio
     sharded = set()
     for unit in modules:
         lines.append(f"{unit.role.name.lower()} unit {unit.name!r} of {len(unit.names)} module(s)")
-        for (_, trainable), infos in unit.groups.items():
-            kind = "trained" if trainable else "frozen"
+        for (_, trainable, part), infos in unit.groups.items():
+            kind = ("trained" if trainable else "frozen") + f" as part {part}" * bool(part)
             for info in infos:
                 sharded.add(info.param)
                 names = " = ".join(info.names)
@@ -175,21 +215,24 @@ def _fill_shards(
     model: nn.Module,
     modules: Sequence[ModuleUnit],
     schedule: Schedule,
-    coordinates: dict[str, int],
-    control: Control,
+    homes: Mapping[str, Home],
     device: torch.device,
     init: Init | None,
 ) -> list[UnitShards]:
     """Unit by unit, so that at most one unit is whole on any rank beside what the model already held."""
-    materialiser = Materialiser(model, modules, device, init, control.rank == 0)
+    control = homes[""].control
+    coordinates = {part: home.layout.coordinates(home.control.rank) for part, home in homes.items()}
+    first = any(home.control.rank == 0 for home in homes.values())
+    materialiser = Materialiser(model, modules, device, init, first)
     inside = modules_by_unit(model, modules)
     shards = list[UnitShards]()
     for module, unit, placed in zip(modules, schedule.units, schedule.placed, strict=True):
         buffers = []
         materialiser.unit(module, inside[module.name])
         for each, infos in zip(placed, module.groups.values(), strict=True):
-            buffer = FlatShards.allocate(each, infos, coordinates, device)
-            buffer.fill(_values(buffer, control))
+            part = each.buffer.part
+            buffer = FlatShards.allocate(each, infos, coordinates[part], device)
+            buffer.fill(_values(buffer, homes[part].control))
             buffers.append(buffer)
             _retire(buffer, unit.name)
         if device.type != "cpu":
@@ -283,8 +326,7 @@ def _in_slot(
 
 
 def _make_optimizer_params(engine: Engine) -> None:
-    control, layout, reference = engine.control, engine.schedule.layout, weakref.ref(engine)
-    spans = (Span(group=control.group, copies=layout.degree(layout.replica_axes)),)
+    control, reference = engine.control, weakref.ref(engine)
 
     def agree(values: Tensor) -> None:
         engine = reference()
@@ -293,4 +335,7 @@ def _make_optimizer_params(engine: Engine) -> None:
 
     for index, unit in enumerate(engine.units):
         for buffer in unit.buffers:
-            buffer.make_optimizer_params(spans, control.beyond, agree_max=agree, unit=index, engine=reference)
+            home = engine.homes[buffer.spec.part]
+            buffer.make_optimizer_params(
+                home.spans(control), home.control.beyond, agree_max=agree, unit=index, engine=reference
+            )

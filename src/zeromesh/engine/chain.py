@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -186,30 +187,32 @@ def _gather_chain(
     return GatherChain(together, destination, last, scratch.workspace)
 
 
-def require_wires(layout: Layout, units: Iterable[Unit], repeated: str = "") -> None:
+def require_wires(
+    layouts: Mapping[str, Layout], units: Iterable[Unit], repeated: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Refuses wires that no chain can be made of, while the model is still as it was given.
 
     Args:
-        layout: the strategy on its mesh.
+        layouts: of the model, under "", and of its parts.
         units: of the model.
-        repeated: a parameter that ranks beyond the mesh have too, each in a buffer of its own.
+        repeated: by part, a parameter that ranks beyond the mesh have too, each in a buffer of its own.
 
     Raises:
         InputError: an axis cannot quantise these values, or would make copies drift apart.
         NotationError: a gather would stage regions of two widths.
     """
-    for placed in {placed for unit in place(layout, units) for placed in unit}:
+    for placed in {placed for unit in place(layouts[""], units, layouts) for placed in unit}:
         _require_one_width(placed.routes["unshard"])
         _require_one_width(placed.routes["refresh"])
         for route in placed.routes.values():
             for step in route.steps:
                 if step.form is not None:
                     check_quantisable(DTYPES[route.held], step.axis.name)
-                    if repeated:
+                    if placed.buffer.part in repeated:
                         raise InputError(
-                            f"axis {step.axis.name} cannot quantise what it sends: {repeated} is the same on ranks "
-                            f"that other parameters are divided over (tensor parallelism), and each would round its "
-                            f"own copy differently, so that they drift apart: use wires in fp32 or bf16"
+                            f"axis {step.axis.name} cannot quantise what it sends: {repeated[placed.buffer.part]} is "
+                            f"the same on ranks that other parameters are divided over (tensor parallelism), and each "
+                            f"would round its own copy differently, so that they drift apart: use wires in fp32 or bf16"
                         )
 
 
@@ -312,6 +315,7 @@ class ReduceChain:
 
     Each axis averages over its ranks as it sums: fp16 wires then never carry a sum larger than the gradient. Where the
     backend sums in place, though, that would be a pass over the memory of its own; what comes before scales instead.
+    So it does for ranks that the axes do not reach, where a part of the model is shared by fewer than feed it.
 
     Args:
         micro, boundary: steps of the two lanes, each with its memory.
@@ -354,6 +358,7 @@ def reduce_chain(
         steps.append(_reduction(step, current, groups, scratch["boundary"], None, owed.get(step.axis.name), shards))
         current = steps[-1].out
     first, steps = _scaled_early(steps)
+    first *= shards.placed.layout.share
     todo, collective = iter(steps), shards.placed.layout.collective
     micro, boundary = (
         tuple(_together(collective, [next(todo) for _ in group]) for group in r.groups) for r in (early, late)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -22,12 +22,13 @@ from torch.utils.hooks import RemovableHandle
 from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
 from zeromesh.engine.containers import tensors_of
-from zeromesh.engine.control import Control, reduce_over
+from zeromesh.engine.control import reduce_over
 from zeromesh.engine.guard import SlotGuard
 from zeromesh.engine.hooks import OutputHook, as_python, put_first
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.lifetimes import Backward, Half, Step
 from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.parts import Home, require_one_of_a_name
 from zeromesh.engine.pipeline import Pipeline
 from zeromesh.engine.units import Precision
 from zeromesh.errors import MismatchError, ModelError, OptimizerError
@@ -44,7 +45,7 @@ class Engine:
     Args:
         schedule: what to do where.
         backend: its shards on this rank, and the lanes.
-        control: the ranks of the mesh.
+        homes: where each layout is, the model's under "".
         precision: dtypes.
         model: what was sharded.
         debug: look at what units compute with before and after every use.
@@ -54,7 +55,7 @@ class Engine:
         self,
         schedule: Schedule,
         backend: DeviceBackend,
-        control: Control,
+        homes: Mapping[str, Home],
         precision: Precision,
         *,
         model: weakref.ref[nn.Module],
@@ -62,7 +63,8 @@ class Engine:
     ) -> None:
         self.backend = backend
         self.model = model
-        self.control = control
+        self.homes = homes
+        self.control = homes[""].control
         self.precision = precision
         self.interpreter: Interpreter[Ticket] = Interpreter(schedule=schedule, backend=backend)
         if debug:
@@ -100,7 +102,9 @@ class Engine:
                 yield name, param
 
     def require_own(self) -> None:
-        """Raises ModelError for parameters that `added` finds: whoever saves the model would leave them out."""
+        """Raises ModelError for parameters that `added` finds: whoever saves the model would leave them out; and as
+        `zeromesh.engine.parts.require_one_of_a_name`."""
+        require_one_of_a_name(self.homes)
         for name, _ in self.added():
             raise ModelError(
                 f"{name} came into the model after zm.shard, which knows nothing of it, so it would not be saved: "

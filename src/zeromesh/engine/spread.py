@@ -163,7 +163,8 @@ def groups_beyond(mesh: DeviceMesh | None, spreads: Iterable[tuple[str, Spread]]
                 raise MeshError(
                     f"{name} is a DTensor ({spread}) over ranks {list(ranks)}, which are ranks of the mesh of zm.shard "
                     f"too, {_shown(mesh)}: give zm.shard the data-parallel axes alone, mesh['cluster', 'node'] say, "
-                    f"and no stage to an axis that parameters are divided over already"
+                    f"and no stage to an axis that parameters are divided over already; or name the modules in parts="
+                    f"{{...: zm.Part(mesh=...)}}, with a mesh of the axes that are left for them"
                 )
             for other in found:
                 if other != ranks and len(set(other).intersection(ranks)) > 1:

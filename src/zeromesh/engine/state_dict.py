@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.parts import require_one_of_a_name
 from zeromesh.model.module_units import clean_name
 from zeromesh.pieces.sliced import SlicedTensor, part_of
 
@@ -30,6 +31,7 @@ def install_state_dict(model: nn.Module, engine: Engine) -> None:
     def shown(_: nn.Module, state: dict[str, Any], prefix: str, __: dict[str, Any]) -> None:
         found = reference()
         if found is not None:
+            require_one_of_a_name(found.homes)
             found.interpreter.quiesce()
             _show(state, prefix, _by_name(found))
 

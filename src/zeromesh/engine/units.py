@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeromesh.engine.parts import part_of, parts_by_module
 from zeromesh.engine.shardable import can_shard, require_apart
 from zeromesh.engine.spread import Spread, spread_of
 from zeromesh.errors import ModelError, nearest
@@ -43,8 +44,8 @@ class Precision:
         """The same for parameters that are alike once they are sharded, whatever `dtype` they had before."""
         return dtype if self.param is None or dtype == torch.float64 else self.param
 
-    def buffer(self, dtype: torch.dtype, numel: int, trainable: bool) -> FlatBuffer:
-        """The flat buffer of `numel` elements whose parameters had `dtype` before sharding."""
+    def buffer(self, dtype: torch.dtype, numel: int, trainable: bool, part: str = "") -> FlatBuffer:
+        """The flat buffer of `numel` elements whose parameters had `dtype` before sharding, of a part of the model."""
         compute = self.param or dtype
         wide = torch.float64 in (dtype, compute)
         master, grad = (torch.float64, torch.float64) if wide else (self.master, self.grad)
@@ -54,6 +55,7 @@ class Precision:
             master_dtype=DTYPE_NAMES[master] if trainable else None,
             grad_dtype=DTYPE_NAMES[grad],
             reduce_dtype=DTYPE_NAMES[self.reduce or compute],
+            part=part,
         )
 
 
@@ -105,13 +107,13 @@ class ModuleUnit:
         names: of its modules, without wrappers' parts; one, unless units were joined; "" for the root.
         modules: where hooks go: the outermost wrapper of each.
         role: how long its gathered parameters live.
-        groups: its parameters, by (dtype, trainable), each the content of one flat buffer, in order.
+        groups: its parameters, by (dtype, trainable, part), each the content of one flat buffer, in order.
     """
 
     names: list[str]
     modules: list[nn.Module]
     role: Role
-    groups: dict[tuple[torch.dtype, bool], list[ParamInfo]] = field(default_factory=dict)
+    groups: dict[tuple[torch.dtype, bool, str], list[ParamInfo]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -128,9 +130,9 @@ class ModuleUnit:
         """The unit as the schedule sees it; `largest`: with the largest region of each parameter that any rank has."""
         buffers = tuple(  # parameters without elements have a buffer too, and buffers have elements
             precision.buffer(
-                dtype, max(1, sum(info.most if largest else info.region.numel for info in infos)), trainable
+                dtype, max(1, sum(info.most if largest else info.region.numel for info in infos)), trainable, part
             )
-            for (dtype, trainable), infos in self.groups.items()
+            for (dtype, trainable, part), infos in self.groups.items()
         )
         return Unit(name=self.name, role=self.role, buffers=buffers)
 
@@ -140,6 +142,7 @@ def find_units(
     classes: UnitClasses | None = None,
     resident: Sequence[str] = (),
     precision: Precision = Precision(),  # frozen
+    parts: Iterable[str] = (),
 ) -> list[ModuleUnit]:
     """Cuts `model` into units, root first, then in order of registration.
 
@@ -150,9 +153,11 @@ def find_units(
             embedding and the output head.
         resident: qualified names of units that get a gather slot of their own.
         precision: what is alike under it is one flat buffer.
+        parts: names of those that have layouts of their own.
 
     Raises:
-        ModelError: a class or name is not in the model.
+        ModelError: a class or name is not in the model, or a parameter in two parts.
+        NotationError: no module belongs to a part.
     """
     names = {module: clean_name(name) for name, module in model.named_modules()}
     blocks = _named_classes(model, classes) if classes is not None else find_blocks(model)
@@ -165,7 +170,7 @@ def find_units(
         own_slot = nested or module in edges or names[module] in resident
         role = Role.RESIDENT if own_slot else Role.BLOCK
         units[module] = ModuleUnit(names=[names[module]], modules=[_outermost(model, module)], role=role)
-    _assign(model, units, precision)
+    _assign(model, units, precision, parts_by_module(model, parts) if parts else {})
     return [unit for unit in units.values() if unit.groups or unit is units[model]]
 
 
@@ -179,17 +184,24 @@ def join_modules(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes
     return joined
 
 
-def spreads_of(units: Sequence[ModuleUnit]) -> Iterator[tuple[str, Spread]]:
-    """How DTensors lie, with their names."""
-    for info in (info for unit in units for infos in unit.groups.values() for info in infos):
-        if info.spread is not None:
-            yield info.name, info.spread
+def spreads_of(units: Sequence[ModuleUnit]) -> dict[str, list[tuple[str, Spread | None]]]:
+    """By part: how its parameters lie, with their names."""
+    found: dict[str, list[tuple[str, Spread | None]]] = {}
+    for unit in units:
+        for (_, _, part), infos in unit.groups.items():
+            found.setdefault(part, []).extend((info.name, info.spread) for info in infos)
+    return found
 
 
-def repeated_over(units: Sequence[ModuleUnit], beyond: Sequence[dist.ProcessGroup]) -> str:
-    """The name of a parameter that is the same on all ranks of one of the groups; "" where there is none."""
-    infos = (info for unit in units for infos in unit.groups.values() for info in infos)
-    return next((info.name for info in infos if not all(map(info.divided, beyond))), "")
+def repeated_over(units: Sequence[ModuleUnit], beyond: Mapping[str, Sequence[dist.ProcessGroup]]) -> dict[str, str]:
+    """By part: the name of a parameter that is the same on all ranks of one of the groups beyond its mesh, if any."""
+    return {
+        part: info.name
+        for unit in units
+        for (_, _, part), infos in unit.groups.items()
+        for info in infos
+        if not all(map(info.divided, beyond.get(part, beyond[""])))
+    }
 
 
 def modules_by_unit(model: nn.Module, units: Sequence[ModuleUnit]) -> dict[str, list[nn.Module]]:
@@ -224,7 +236,9 @@ def _check_resident(resident: Sequence[str], names: Sequence[str]) -> None:
             raise ModelError(f"resident unit {name!r} is not a unit of the model: {nearest(name, names)}")
 
 
-def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit], precision: Precision) -> None:
+def _assign(
+    model: nn.Module, units: dict[nn.Module, ModuleUnit], precision: Precision, parts: Mapping[str, set[str]]
+) -> None:
     """Gives each parameter to the innermost unit that holds it; what is tied across units goes to the root."""
     homes: dict[nn.Parameter, list[tuple[nn.Module, str, nn.Module, str]]] = {}
     for owner, name, home in _walk(model, model, units):
@@ -245,7 +259,8 @@ def _assign(model: nn.Module, units: dict[nn.Module, ModuleUnit], precision: Pre
             rewritten=rewritten,
             spread=spread_of(param, places[0][3]),
         )
-        units[home].groups.setdefault((precision.alike(param.dtype), param.requires_grad), []).append(info)
+        kind = precision.alike(param.dtype), param.requires_grad, part_of(info.names, parts)
+        units[home].groups.setdefault(kind, []).append(info)
     for unit in units.values():
         for infos in unit.groups.values():
             # Odd sizes last, so that all others stay aligned for vector loads and matrix units, in two bytes too.

@@ -52,8 +52,7 @@ def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
     elif isinstance(model, PreTrainedModel):
         give_method(model, "save_pretrained", functools.partial(_save_pretrained, dtype=dtype))
     engine = engine_of(model)
-    layout = engine.schedule.layout
-    if layout.degree(layout.param_axes) > 1:
+    if engine.schedule.shards_params:
         for part in model.modules():
             if isinstance(part, GenerationMixin):
                 inside = None if part is model else weakref.ref(engine)

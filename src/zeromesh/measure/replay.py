@@ -21,7 +21,7 @@ from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend
 from zeromesh.simulator.mechanics import find_engine
 from zeromesh.simulator.network import Job
-from zeromesh.strategy import Layout
+from zeromesh.strategy import Strategy, layouts_of
 from zeromesh.trace import Trace
 
 JOINED = " to "
@@ -111,9 +111,9 @@ def replay(schedule: Schedule, cluster: Cluster, compute: Compute, *, micro_batc
         step_s=clock.now_s + (compute.agreement_s if schedule.shards_params else 0.0),
         compute_s=totals.compute_s,
         exposed_s=sum(totals.exposed_s.values()),
-        sent_bytes={axis.name: totals.sent_bytes[axis.name] for axis in schedule.layout.axes},
+        sent_bytes={axis.name: totals.sent_bytes[axis.name] for axis in schedule.axes},
         trace=Trace(
-            label=f"{schedule.layout.strategy} on {cluster.name} (predicted)",
+            label=f"{schedule.strategy} on {cluster.name} (predicted)",
             events=tuple(sorted(clock.events, key=lambda event: (event.start_s, event.resource))),
         ),
     )
@@ -122,8 +122,9 @@ def replay(schedule: Schedule, cluster: Cluster, compute: Compute, *, micro_batc
 def schedule_json(schedule: Schedule) -> dict[str, Any]:
     """A schedule for a result file; `read_schedule` is its inverse, but for the collectives' workspace."""
     return {
-        "strategy": str(schedule.layout.strategy),
+        "strategy": str(schedule.strategy),
         "mesh": list(schedule.layout.mesh),
+        "parts": {part: list(layout.mesh) for part, layout in schedule.parts.items()},
         "order": list(schedule.order),
         "units": [
             {"name": unit.name, "role": unit.role.value, "buffers": [_buffer_json(buffer) for buffer in unit.buffers]}
@@ -142,10 +143,11 @@ def read_schedule(data: Mapping[str, Any]) -> Schedule:
         )
         for unit in data["units"]
     ]
-    layout = Layout.of(data["strategy"], [(name, size) for name, size in data["mesh"]])
-    return Schedule.of(layout, units).reordered(data["order"])
+    sizes = {part: [(name, size) for name, size in mesh] for part, mesh in data.get("parts", {}).items()}
+    layouts = layouts_of(Strategy.parse(data["strategy"]), [(name, size) for name, size in data["mesh"]], sizes)
+    return Schedule.of(layouts.pop(""), units, parts=layouts).reordered(data["order"])
 
 
 def _buffer_json(buffer: FlatBuffer) -> dict[str, Any]:
-    names = ("numel", "param_dtype", "master_dtype", "grad_dtype", "reduce_dtype")
+    names = ("numel", "param_dtype", "master_dtype", "grad_dtype", "reduce_dtype", "part")
     return {name: getattr(buffer, name) for name in names}

@@ -277,7 +277,7 @@ class _Recorder:
         return replace(chain, micro=micro, boundary=boundary)
 
     def _timed(self, steps: Sequence[Any], kind: str, unit: str) -> Any:
-        order = [axis.name for axis in self.engine.schedule.layout.axes]
+        order = [axis.name for axis in self.engine.schedule.axes]
         timed = []
         for step in steps:
             axes = "+".join(sorted(_axes(step), key=order.index))
@@ -384,7 +384,7 @@ class _Recorder:
 
     def traces(self) -> tuple[Trace, ...]:
         """The steps that an optimizer has ended."""
-        strategy, rank = self.engine.schedule.layout.strategy, self.engine.control.rank
+        strategy, rank = self.engine.schedule.strategy, self.engine.control.rank
         label = f"{strategy} (measured, rank {rank})"
         found: list[list[Event]] = [[] for _ in self._starts]
         for entry in self._entries:

@@ -1,7 +1,8 @@
 """Whether ranks that must hold the same bytes do: a digest of everything replicated, compared over all ranks.
 
-[Note: Replicas] A layout makes several ranks hold the same bytes, and the arithmetic that keeps them so is the same to
-the bit. What is equal over which axes, and where it is left out since each rank holds its own:
+[Note: Replicas] A layout, the model's or a part's, makes several ranks hold the same bytes, and the arithmetic that
+keeps them so is the same to the bit. What is equal over which axes, and where it is left out since each rank holds its
+own:
 
     master, optimizer states   axes of stage 0
     params                     axes that do not shard parameters: stages 0, 1 and 2
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.optim import take_slices
+from zeromesh.engine.parts import Home
 from zeromesh.errors import MismatchError
 from zeromesh.strategy import Axis, Layout
 
@@ -47,12 +50,14 @@ class Held:
     Args:
         unit: its name.
         what: for messages.
+        home: where its layout is.
         axes: over which it is the same.
         parts: its tensors by name, the same names in the same order on every rank.
     """
 
     unit: str
     what: str
+    home: Home
     axes: tuple[Axis, ...]
     parts: Callable[[], Iterator[Named]]
 
@@ -78,7 +83,7 @@ def check_replicas(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
         return
     engine.interpreter.quiesce()
     ranks, digests = _exchange(engine, held)
-    drifts = list(_drifts(engine.schedule.layout, held, digests))
+    drifts = list(_drifts(engine, held, digests))
     if drifts:
         raise MismatchError(_message(engine, drifts, ranks))
 
@@ -112,25 +117,27 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def _held(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[Held]:
-    layout = engine.schedule.layout
-    dropped = [axis for axis in layout.param_axes if not axis.stage.kept]
-    over_states, over_params, over_kept = (
-        _replicated(layout, axes) for axes in (layout.significant, layout.param_axes, dropped)
-    )
     for unit in engine.units:
         for buffer in unit.buffers:
+            home = engine.homes[buffer.spec.part]
+            held = partial(Held, unit=unit.name, home=home)
+            over_states, over_params, over_kept = _over(home.layout)
             if over_params:
-                yield Held(unit=unit.name, what="parameters", axes=over_params, parts=_params_of(buffer))
+                yield held(what="parameters", axes=over_params, parts=_params_of(buffer))
             if buffer.kept is not None and over_kept:
-                yield Held(unit=unit.name, what="kept copy", axes=over_kept, parts=_kept_of(buffer))
+                yield held(what="kept copy", axes=over_kept, parts=_kept_of(buffer))
             if buffer.master is None or not over_states:
                 continue
             if not buffer.master_in_params:
-                yield Held(unit=unit.name, what="master copy", axes=over_states, parts=_master_of(buffer))
+                yield held(what="master copy", axes=over_states, parts=_master_of(buffer))
             if optimizers:
-                yield Held(
-                    unit=unit.name, what="optimizer states", axes=over_states, parts=_states_of(buffer, optimizers)
-                )
+                yield held(what="optimizer states", axes=over_states, parts=_states_of(buffer, optimizers))
+
+
+def _over(layout: Layout) -> Iterator[tuple[Axis, ...]]:
+    """Over which axes states, parameters and kept copies are the same."""
+    dropped = [axis for axis in layout.param_axes if not axis.stage.kept]
+    return (_replicated(layout, axes) for axes in (layout.significant, layout.param_axes, dropped))
 
 
 def _replicated(layout: Layout, sharded: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -205,9 +212,22 @@ class Drift:
     model: int
 
 
-def _drifts(layout: Layout, held: Sequence[Held], digests: Tensor) -> Iterator[Drift]:
-    replicas = {axes: _groups(layout, axes) for axes in {thing.axes for thing in held}}
-    firsts = {axes: _first_of(groups, layout.world) for axes, groups in replicas.items()}
+Seats = Sequence[tuple[int, dict[str, int]]]
+"""By rank of the model's mesh: which of the meshes of a part it is in, and its coordinates there."""
+
+
+def _seats(engine: Engine, home: Home) -> Seats:
+    """Collective of a part whose mesh is its own."""
+    control, everyone = engine.control, [(0, rank) for rank in range(engine.control.size)]
+    if home.control is not control:
+        dist.all_gather_object(everyone, (home.control.source, home.control.rank), group=control.group)
+    return [(mesh, home.layout.coordinates(rank)) for mesh, rank in everyone]
+
+
+def _drifts(engine: Engine, held: Sequence[Held], digests: Tensor) -> Iterator[Drift]:
+    homes = {thing.axes: thing.home for thing in held}  # no two layouts have an axis in common
+    replicas = {axes: _groups(_seats(engine, home), axes) for axes, home in homes.items()}
+    firsts = {axes: _first_of(groups, engine.control.size) for axes, groups in replicas.items()}
     for thing, values in zip(held, digests.unbind(1), strict=True):
         # Almost always all is well, and with many ranks a loop over them would take longer than the digests.
         if not torch.equal(values, values[firsts[thing.axes]]):
@@ -217,13 +237,13 @@ def _drifts(layout: Layout, held: Sequence[Held], digests: Tensor) -> Iterator[D
                     yield Drift(thing=thing, odd=tuple(odd), model=model)
 
 
-def _groups(layout: Layout, axes: Sequence[Axis]) -> list[list[int]]:
+def _groups(seats: Seats, axes: Sequence[Axis]) -> list[list[int]]:
     """Ranks of the mesh that differ in their indices on `axes` alone, and so hold the same."""
     names = {axis.name for axis in axes}
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(layout.world):
-        own = tuple(index for name, index in layout.coordinates(rank).items() if name not in names)
-        groups.setdefault(own, []).append(rank)
+    for rank, (mesh, coordinates) in enumerate(seats):
+        own = tuple(index for name, index in coordinates.items() if name not in names)
+        groups.setdefault((mesh, *own), []).append(rank)
     return list(groups.values())
 
 
@@ -247,10 +267,10 @@ def _odd(values: Sequence[int], ranks: Sequence[int]) -> tuple[list[int], int]:
 def _message(engine: Engine, drifts: Sequence[Drift], ranks: Sequence[int]) -> str:
     """Collective: the ranks look at the first drift part by part."""
     first = drifts[0]
-    thing, layout = first.thing, engine.schedule.layout
+    thing, seats = first.thing, _seats(engine, first.thing.home)
     other = next(rank for rank in first.odd if rank != first.model)
     parts = _differing_parts(engine, thing, first.model, other)
-    one, two = layout.coordinates(first.model), layout.coordinates(other)
+    (_, one), (_, two) = seats[first.model], seats[other]
     axes = ", ".join(axis.name for axis in thing.axes if one[axis.name] != two[axis.name])
     odd = ", ".join(map(str, sorted(ranks[rank] for rank in first.odd)))
     plural = "s" if len(first.odd) > 1 else ""

@@ -158,7 +158,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: int, like: ShardedPara
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficLine:
-    """One axis of the layout: bytes that this rank sends on it in a step."""
+    """One axis of a layout: bytes that this rank sends on it in a step."""
 
     axis: str
     size: int
@@ -208,7 +208,7 @@ class traffic_report:  # used as a function that is also a context
         Args:
             steps: that were taken while the context was open; what was sent is divided by them.
         """
-        sent = Counter({axis.name: 0 for axis in self._engine.schedule.layout.axes})
+        sent = Counter({axis.name: 0 for axis in self._engine.schedule.axes})
         for call in self.calls:
             sent[call.axis] += call.sent_bytes
         return [
@@ -219,5 +219,5 @@ class traffic_report:  # used as a function that is also a context
                 predicted_bytes=self._predicted[axis.name],
                 sent_bytes=sent[axis.name] // steps,
             )
-            for axis in self._engine.schedule.layout.axes
+            for axis in self._engine.schedule.axes
         ]

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import WHOLE
 from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.parts import Home
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import OptimizerError
 from zeromesh.owners.bucket import Member, OwnedBucket, without_memory
@@ -36,6 +37,7 @@ from zeromesh.pieces.owners import (
 )
 from zeromesh.pieces.passage import Part, bucket_of, passage
 from zeromesh.schedule import ITEM_BYTES, Bucket
+from zeromesh.strategy import Layout
 
 CostOf = Callable[[Sequence[int]], float]
 """What stepping a tensor of a shape takes, in any unit."""
@@ -144,7 +146,8 @@ class OwnerOptimizer(Optimizer):
         options: dict[str, Any],
     ) -> None:
         """Chooses owners, and puts the buckets into the engine's schedule."""
-        layout, known = engine.schedule.layout, _placements(engine)
+        home, known = _home_of(engine, self.kind, params), _placements(engine)
+        layout = home.layout
         self.placements = [known[param][0] for param in params]
         dtypes = [known[param][1] for param in params]
         self._grad_dtypes = {param: DTYPES[known[param][1][0]] for param in params}
@@ -154,7 +157,9 @@ class OwnerOptimizer(Optimizer):
         named = zip(self.placements, self.owners.rank_of, strict=True)
         lines = [f"{self.kind.__name__} of {each.name} {each.shape} on {owner}" for each, owner in named]
         engine.control.require_same("tensors in zm.by_owner", "\n".join([*lines, f"buckets of {bucket_bytes}"]))
-        rank = layout.shard(layout.degree(layout.significant), layout.significant, _coordinates(engine)).start
+        rank = layout.shard(
+            layout.degree(layout.significant), layout.significant, layout.coordinates(home.control.rank)
+        ).start
         own = {p: _whole(p) for p, owner in zip(params, self.owners.rank_of, strict=True) if owner == rank}
         WHOLE[self] = frozenset(own)
         parts = defaultdict[int, list[Part]](list)
@@ -167,7 +172,7 @@ class OwnerOptimizer(Optimizer):
         for indices in cut(self.placements, self.owners, costs, most, waits=waits):
             held = [members[index] for index in indices]
             optimizer = _stand_in(self.kind, groups, options, {m.param: m.whole for m in held}.get)
-            self.buckets.append(_bucket(engine, optimizer, held, rank))
+            self.buckets.append(_bucket(engine, layout, optimizer, held, rank))
             described.append(bucket_of(layout, [part for member in held for part in member.parts], rank, dtypes))
         self._number = engine.own(self.buckets, described)
         weakref.finalize(self, _disown, self._engine, self._number)
@@ -271,13 +276,23 @@ def _placements(engine: Engine) -> dict[ShardedParameter, tuple[Placement, tuple
     return found
 
 
-def _bucket(engine: Engine, optimizer: Optimizer, members: Sequence[Member], rank: int) -> OwnedBucket:
-    strides = significant_strides(engine.schedule.layout)
+def _home_of(engine: Engine, kind: type[Optimizer], params: Sequence[ShardedParameter]) -> Home:
+    """Of the one layout that all of them have; the model's where there are none."""
+    wanted = set(params)
+    buffers = [buffer for unit in engine.units for buffer in unit.buffers]
+    parts = {buffer.spec.part for buffer in buffers if not wanted.isdisjoint(buffer.optimizer_params)} or {""}
+    if len(parts) > 1:
+        shown = ", ".join(f"part {part}" if part else "no part" for part in sorted(parts))
+        raise OptimizerError(
+            f"zm.by_owner({kind.__name__}, params) spreads tensors over the ranks of one layout; got some of {shown}: "
+            f"make an optimizer for the parameters of each"
+        )
+    return engine.homes[parts.pop()]
+
+
+def _bucket(engine: Engine, layout: Layout, optimizer: Optimizer, members: Sequence[Member], rank: int) -> OwnedBucket:
+    strides = significant_strides(layout)
     return OwnedBucket(optimizer=optimizer, members=members, rank=rank, groups=engine.backend.groups, strides=strides)
-
-
-def _coordinates(engine: Engine) -> dict[str, int]:
-    return engine.schedule.layout.coordinates(engine.control.rank)
 
 
 def _stand_in(

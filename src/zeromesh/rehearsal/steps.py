@@ -148,21 +148,21 @@ class Stage:
             whole_s = found.watch.step_s
             found.timed = replay(
                 found.watch.issued,
-                label=f"{engine.schedule.layout.strategy} on {self.hardware.cluster.name} (rehearsed)",
+                label=f"{engine.schedule.strategy} on {self.hardware.cluster.name} (rehearsed)",
                 contention=self._contention(engine, self.hardware),
                 host_scale=found.host_s / whole_s if whole_s else 1.0,
             )
 
     def _contention(self, engine: Engine, hardware: Hardware) -> float:
         """What a kernel takes longer beside one collective, of the axis whose collectives take most."""
-        axes = [axis for axis in engine.schedule.layout.axes if axis.size > 1]
+        axes = [axis for axis in engine.schedule.axes if axis.size > 1]
         return slowdown(max((taken_share(hardware.cluster, (a,), hardware.constants) for a in axes), default=0.0))
 
     def _record(self, step: Callable[[], object], engine: Engine) -> Watch:
         watch = Watch(
             places=self.places,
             hardware=self.hardware,
-            axes={axis.name: axis for axis in engine.schedule.layout.axes},
+            axes={axis.name: axis for axis in engine.schedule.axes},
         )
         with simdev.Recorder(watch):
             for _ in range(2):
@@ -181,12 +181,12 @@ class Stage:
     ) -> Rehearsal:
         *kinds, _total = memory_report(model, optimizer)
         hardware, layout = self.hardware, engine.schedule.layout
-        communicators = _COMMUNICATORS * sum(axis.size > 1 for axis in layout.axes)
+        communicators = _COMMUNICATORS * sum(axis.size > 1 for axis in engine.schedule.axes)
         watch = found.watch
         last = found.timed[-1] if found.timed else None
         return Rehearsal(
             model=type(model).__name__,
-            strategy=str(layout.strategy),
+            strategy=str(engine.schedule.strategy),
             mesh=layout.mesh[::-1],
             world=layout.world,
             rank=rank,

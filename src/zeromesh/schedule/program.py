@@ -187,6 +187,11 @@ class Schedule:
         return (self.layout, *self.parts.values())
 
     @property
+    def strategy(self) -> Strategy:
+        """The model's, with those of its parts."""
+        return self.layout.strategy.with_parts({part: layout.strategy for part, layout in self.parts.items()})
+
+    @property
     def axes(self) -> tuple[Axis, ...]:
         """Of all layouts; no two have one name."""
         return tuple(axis for layout in self.layouts for axis in layout.axes)

@@ -2,6 +2,7 @@
 
 from zeromesh.strategy.collective import Collective, collectives, find_collective, registered_collective
 from zeromesh.strategy.layout import Axis, Layout
+from zeromesh.strategy.parts import Part, layouts_of, part_name
 from zeromesh.strategy.plan import Plan
 from zeromesh.strategy.presets import PRESETS
 from zeromesh.strategy.stage import Stage, Wire
@@ -13,11 +14,14 @@ __all__ = [
     "AxisStage",
     "Collective",
     "Layout",
+    "Part",
     "Plan",
     "Stage",
     "Strategy",
     "Wire",
     "collectives",
     "find_collective",
+    "layouts_of",
+    "part_name",
     "registered_collective",
 ]

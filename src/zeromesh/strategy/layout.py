@@ -93,11 +93,16 @@ class Layout:
         """Resolves `strategy` on mesh axes given innermost first, for the whole model or a part of it.
 
         Raises:
-            NotationError: the text does not parse.
+            NotationError: the text does not parse, or has parts: `zeromesh.strategy.parts` has a layout for each.
             MeshError: an axis is missing, unknown or out of order, or a split does not divide its axis.
         """
         names = [name for name, _ in mesh]
         parsed = Strategy.parse(strategy, names)
+        if parsed.parts:
+            raise NotationError(
+                f"strategy {parsed} has strategies for parts of the model, which zm.shard takes; here one must stand "
+                f"for all of it: leave {', '.join(part for part, _ in parsed.parts)} out"
+            )
         _check_names(parsed, names)
         parts = {name: list(axes) for name, axes in groupby(parsed.axes, key=lambda axis: axis.name)}
         axes = tuple(axis for name, size in mesh for axis in _split(parts[name], size))

@@ -2,7 +2,9 @@
 
 ::
 
-    strategy = axis "=" stage wire? ("," axis ...)* (";" option "=" value)*        innermost axis first
+    strategy = mix ("|" part ":" mix)*                   the model's, then those of parts of it
+    mix      = axis "=" stage wire? ("," axis ...)* (";" option "=" value)*        innermost axis first
+    part     = pattern of module names | "<" name of a class ">"
     axis     = name | name "[" size "]" | name "[*]"     a size splits a level; [*] is what the splits leave over
     stage    = "0" | "1" | "2" | "3" | "3k" | "3d" | "3dk"
     wire     = "@" [P] "/" [G ["+ef"]] | "@" P           +ef: error feedback, on a quantised G
@@ -13,7 +15,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
 from typing import Literal, get_args
@@ -69,9 +71,14 @@ class AxisStage:
         return f"{self.name}{split}={self.stage.value}{self.wire}"
 
 
+_PART = re.compile(r"<\w+>|[\w.*?\[\]!-]+", re.ASCII)
+"""As in *.experts, or <MixtralExperts>."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A ZeRO stage for every mesh axis, innermost axis first, in normal form.
+    """A ZeRO stage for every mesh axis, innermost axis first, in normal form; and those of parts of the model that have
+    their own (`parts`: by name, in the order of names).
 
     Two spellings of one layout are equal, and ``Strategy.parse(str(s)) == s``:
 
@@ -79,6 +86,8 @@ class Strategy:
     True
     >>> str(Strategy.parse("cluster = 3@int8; prefetch=1"))
     'cluster=3@int8/'
+    >>> str(Strategy.parse("node=3,cluster=1 | *.experts: expert=1"))
+    'node=3,cluster=1 | *.experts: expert=1'
 
     Raises:
         NotationError: the text does not parse, or the stages cannot be combined.
@@ -89,9 +98,11 @@ class Strategy:
     overlap: Overlap = "all"
     prefetch: int = 1
     sum: Sum = "native"
+    parts: tuple[tuple[str, Strategy], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", _normal_form(self.axes))
+        object.__setattr__(self, "parts", _parts_in_order(self.parts))
         _check_options(self)
         _check_mix(self.axes)
 
@@ -100,15 +111,22 @@ class Strategy:
         """Parses the notation, or a preset's name (``zero3``, ``hsdp``, ``paro:IIG``, ...).
 
         Args:
-            text: the notation. A preset may carry options: ``hsdp;prefetch=2``.
+            text: the notation. A preset may carry options: ``hsdp;prefetch=2``. In a part's strategy it stands for one
+                of the same axes as the model's.
             axes: names of the mesh's axes, innermost first; needed by presets only.
         """
         if isinstance(text, Strategy):
             return text
-        body, *options = (part.strip() for part in text.split(";"))
+        own, *parts = text.split("|")
+        body, *options = (part.strip() for part in own.split(";"))
         terms = body if "=" in body or not body else preset_axes(body, axes)
         strategy = cls(axes=tuple(_parse_axis(term) for term in terms.split(",") if body))
-        return replace(strategy, **_parse_options(options))  # type: ignore[arg-type]  # checked by _check_options
+        parsed = tuple(_parse_part(part, axes) for part in parts)
+        return replace(strategy, parts=parsed, **_parse_options(options))  # type: ignore[arg-type]  # checked
+
+    def with_parts(self, parts: Mapping[str, Strategy]) -> Strategy:
+        """The same for the model, with these for its parts."""
+        return replace(self, parts=tuple(parts.items()))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -121,7 +139,8 @@ class Strategy:
 
     def __str__(self) -> str:
         changed = [(key, getattr(self, key)) for key, default in _OPTIONS.items() if getattr(self, key) != default]
-        return ",".join(map(str, self.axes)) + "".join(f";{key}={value}" for key, value in changed)
+        parts = "".join(f" | {name}: {strategy}" for name, strategy in self.parts)
+        return ",".join(map(str, self.axes)) + "".join(f";{key}={value}" for key, value in changed) + parts
 
 
 def _parse_axis(term: str) -> AxisStage:
@@ -138,6 +157,36 @@ def _parse_axis(term: str) -> AxisStage:
         wire=DEFAULT_WIRE if match["wire"] is None else Wire.parse(match["wire"]),
         split=split if split in (None, "*") else int(split),  # type: ignore[arg-type]  # the pattern allows no other
     )
+
+
+def _parse_part(text: str, axes: Sequence[str] | None) -> tuple[str, Strategy]:
+    name, colon, strategy = (each.strip() for each in text.partition(":"))
+    if not colon:
+        raise NotationError(
+            f"expected a part of the model and its strategy behind |, as in | *.experts: expert=1; got {text.strip()!r}"
+        )
+    return name, Strategy.parse(strategy, axes)
+
+
+def _parts_in_order(parts: Sequence[tuple[str, Strategy]]) -> tuple[tuple[str, Strategy], ...]:
+    names = [name for name, _ in parts]
+    for name, strategy in parts:
+        if _PART.fullmatch(name) is None:
+            raise NotationError(
+                f"a part is a pattern of module names, as in *.experts, or a class in <>, as in <MixtralExperts>; "
+                f"got {name!r}"
+            )
+        if names.count(name) > 1:
+            raise NotationError(f"part {name} is given twice")
+        if strategy.parts:
+            raise NotationError(f"part {name} is given parts of its own: name each in the model's strategy")
+        for option in ("overlap", "prefetch"):
+            if getattr(strategy, option) != _OPTIONS[option]:
+                raise NotationError(
+                    f"{option} is of the whole step, and part {name} has one of its own: give it in the strategy of "
+                    f"the model"
+                )
+    return tuple(sorted(parts, key=lambda part: part[0]))
 
 
 def _parse_options(options: Iterable[str]) -> dict[str, object]:
@@ -221,4 +270,4 @@ def _check_mix(axes: Sequence[AxisStage]) -> None:
             )
 
 
-_OPTIONS = {field.name: field.default for field in fields(Strategy) if field.name != "axes"}
+_OPTIONS = {field.name: field.default for field in fields(Strategy) if field.name not in ("axes", "parts")}

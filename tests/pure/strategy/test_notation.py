@@ -47,7 +47,15 @@ def spelled(draw):
     return ",".join(terms) + "".join(f"; {key} = {value}" for key, value in options.items())
 
 
-@given(spelled())
+@st.composite
+def with_parts(draw):
+    """The same with parts, whose strategies have no options of the whole step."""
+    own = st.builds(lambda text: text.partition(";")[0], spelled())
+    names = st.lists(st.sampled_from(["*.experts", "<Embed>", "model.layers.[0-3].*", "vision", "head"]), unique=True)
+    return draw(spelled()) + "".join(f"| {name} :{draw(own)}" for name in draw(names))
+
+
+@given(spelled() | with_parts())
 def test_print_is_the_inverse_of_parse(text):
     strategy = parse(text)
     assert parse(str(strategy)) == strategy
@@ -288,3 +296,31 @@ def test_a_wrong_preset_says_what_was_expected(text, axes, message):
 def test_no_axes_at_all():
     with pytest.raises(NotationError, match="got nothing"):
         Strategy(axes=())
+
+
+def test_parts_of_a_model():
+    strategy = parse("node=3,cluster=1;prefetch=2 | <Head>: node=0, cluster=0|*.experts:expert=1")
+    assert str(strategy) == "node=3,cluster=1;prefetch=2 | *.experts: expert=1 | <Head>: node=0,cluster=0"
+    assert strategy == parse(
+        "node=3,cluster=1;prefetch=2 | *.experts: expert=1 | <Head>: node[2]=0,node[4]=0,cluster=0"
+    )
+    assert strategy.with_parts({}) == parse("node=3,cluster=1;prefetch=2")
+    assert dict(strategy.parts)["*.experts"] == parse("expert=1")
+    assert str(parse("hsdp | head: paro:IIG", ("node", "cluster"))) == "node=3,cluster=0 | head: node=3,cluster=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("node=3 | ", r"expected a part of the model and its strategy behind \|.*; got ''"),
+        ("node=3 | node=1", r"expected a part of the model and its strategy behind \|.*; got 'node=1'"),
+        ("node=3 | a b: node=1", r"a part is a pattern of module names.*; got 'a b'"),
+        ("node=3 | head: node=1 | head: node=0", r"part head is given twice"),
+        ("node=3 | head: node=1;prefetch=2", r"prefetch is of the whole step, and part head has one of its own"),
+        ("node=3 | head: node=1;overlap=none", r"overlap is of the whole step"),
+        ("node=3 | head:", r"a strategy must name a stage"),
+    ],
+)
+def test_parts_that_cannot_be(text, message):
+    with pytest.raises(NotationError, match=message):
+        parse(text)

@@ -1,0 +1,188 @@
+"""Parts of a model that have a layout of their own: whose parameters they hold, and which ranks share them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeromesh.engine.control import Control, Span
+from zeromesh.engine.spread import Spread, groups_beyond
+from zeromesh.errors import MeshError, MismatchError, ModelError
+from zeromesh.model.module_units import clean_name
+from zeromesh.strategy import Layout, Part
+from zeromesh.strategy.parts import belongs, require_known
+
+Parts = Mapping[str | type[nn.Module], Part]
+"""By pattern of module names, or class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """Where one layout is: that of the model, or of a part of it.
+
+    Args:
+        layout: of the strategy on the mesh.
+        mesh: None in a single process.
+        control: the mesh's ranks.
+    """
+
+    layout: Layout
+    mesh: DeviceMesh | None
+    control: Control
+
+    def spans(self, model: Control) -> tuple[Span, ...]:
+        """What its flat buffers are divided over, beside what their DTensors say. Plain tensors that some ranks share
+        are others on the others, under one name: together they are divided over all the model's ranks."""
+        whole = self.layout.share == 1 or self.control.beyond
+        copies = self.layout.degree(self.layout.replica_axes)
+        return (Span(group=self.control.group if whole else model.group, copies=copies),)
+
+
+def parts_by_module(model: nn.Module, parts: Iterable[str]) -> dict[str, set[str]]:
+    """By qualified name of each module: the parts that it, or a module around it, belongs to.
+
+    Raises:
+        NotationError: nothing belongs to one of them.
+    """
+    parts, found = tuple(parts), defaultdict[str, set[str]](set)
+    modules = [(clean_name(name), type(each).__name__) for name, each in model.named_modules(remove_duplicate=False)]
+    for name, kind in modules:  # outer ones first; a wrapper has the name of what it wraps
+        inherited = found[name.rpartition(".")[0]] if name else set()
+        found[name] |= inherited | {part for part in parts if belongs(part, name, kind)}
+    unknown = [part for part in parts if not any(part in own for own in found.values())]
+    require_known(unknown, dict(modules))
+    return dict(found)
+
+
+def part_of(places: Sequence[str], parts: Mapping[str, set[str]]) -> str:
+    """The part of a parameter that stands in `places`, its qualified names; "" where it is in none.
+
+    Raises:
+        ModelError: it would be in two, or in one under one of its names only.
+    """
+    by_place = {place: parts.get(place.rpartition(".")[0], set()) for place in places}
+    for place, own in by_place.items():
+        if len(own) > 1:
+            raise ModelError(
+                f"{place} belongs to the parts {' and '.join(sorted(own))}, and has one layout: let their patterns or "
+                f"classes name other modules"
+            )
+    if len({tuple(own) for own in by_place.values()}) > 1:
+        shown = ", ".join(f"{place} ({', '.join(own) or 'in no part'})" for place, own in by_place.items())
+        raise ModelError(
+            f"{shown} are one tied parameter, which has one layout: name the modules of all its places in one part, or "
+            f"of none"
+        )
+    return next(iter(by_place[places[0]]), "")
+
+
+def require_inside(part: str, mesh: DeviceMesh, model: DeviceMesh | None) -> None:
+    """Raises MeshError where a part's mesh is not made of some of the model's ranks, this one among them; what only all
+    ranks together can tell is `require_divided`'s."""
+    if model is None:
+        raise MeshError(f"part {part} has a mesh and the model has none: give zm.shard the mesh of all its ranks")
+    if mesh.mesh_dim_names is None:
+        raise MeshError(f"the dimensions of the mesh of part {part} need names, which its strategy gives stages to")
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"rank {dist.get_rank()} is not in the mesh of part {part}, {mesh}: give each rank the mesh of "
+            f"those that hold the same parameters, as a slice of one mesh of all ranks does"
+        )
+    own, whole = set(mesh.mesh.flatten().tolist()), set(model.mesh.flatten().tolist())
+    if not own <= whole:
+        raise MeshError(
+            f"the mesh of part {part} has ranks {sorted(own - whole)} that the model's has not: a part is shared by "
+            f"ranks that the model is sharded over"
+        )
+    if mesh.device_type != model.device_type:
+        raise MeshError(f"the mesh of part {part} is of {mesh.device_type} devices, the model's of {model.device_type}")
+
+
+Spreads = Mapping[str, Sequence[tuple[str, Spread | None]]]
+"""By part: how its parameters lie, with their names."""
+
+
+def beyond_of(
+    spreads: Spreads, mesh: DeviceMesh | None, meshes: Mapping[str, DeviceMesh]
+) -> dict[str, tuple[dist.ProcessGroup, ...]]:
+    """The groups beyond the model's mesh, under "", and beyond those of parts: [Note: Beyond] of
+    `zeromesh.engine.control`.
+
+    Raises:
+        MeshError: a DTensor lies on ranks of the mesh that it is sharded over.
+        ModelError: a part's parameter is the same on ranks that do not share it.
+    """
+    shared = [each for part, own in spreads.items() if part not in meshes for each in own]
+    found = {"": groups_beyond(mesh, _dtensors(shared))}
+    for part, own in meshes.items():
+        assert mesh is not None  # `require_inside`
+        _require_divided_up(part, spreads.get(part, ()), own, mesh)
+        found[part] = groups_beyond(own, _dtensors(spreads.get(part, ())))
+    return found
+
+
+def _dtensors(spreads: Iterable[tuple[str, Spread | None]]) -> list[tuple[str, Spread]]:
+    return [(name, spread) for name, spread in spreads if spread is not None]
+
+
+def _require_divided_up(
+    part: str, spreads: Sequence[tuple[str, Spread | None]], own: DeviceMesh, model: DeviceMesh
+) -> None:
+    """Of a part on some of the model's ranks, what one rank has and another's mesh has too would get gradients of some
+    ranks only."""
+    ranks, degree = set(model.mesh.flatten().tolist()), model.size() // own.size()
+    for name, spread in spreads if _dtensors(spreads) else ():
+        groups = [] if spread is None else [group for group, divided in spread.axes if divided]
+        inside = [group for group in groups if len(ranks.intersection(dist.get_process_group_ranks(group))) > 1]
+        over = prod(group.size() for group in inside)
+        if over != degree:
+            raise ModelError(
+                f"{name} is divided over {over} of the model's ranks, and the mesh of its part {part} has one in "
+                f"{degree} of them: ranks would hold the same of it and not share it. Divide it over the axes that the "
+                f"mesh of the part leaves out, or leave it out of the part"
+            )
+
+
+def require_divided(part: str, mesh: DeviceMesh, control: Control) -> None:
+    """Raises MismatchError where the part's meshes of all ranks do not divide the model's ranks. Collective."""
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    everyone = dict(control.gather((dist.get_rank(), ranks)))
+    for rank, shared in sorted(everyone.items()):
+        other = next((other for other in shared if everyone[other] != shared), None)
+        if other is not None:
+            raise MismatchError(
+                f"part {part} is shared by ranks {list(shared)} as rank {rank} has it, and by {list(everyone[other])} "
+                f"as rank {other} has it: make its mesh alike on all of them, as a slice of one mesh of all ranks, "
+                f"with its dimensions in one order"
+            )
+
+
+def require_one_of_a_name(homes: Mapping[str, Home]) -> None:
+    """Raises ModelError where other ranks have other parameters under the same names: none of them is whole, or a known
+    part of a whole one, to be saved or loaded."""
+    for part, home in homes.items():
+        if home.layout.share < 1 and not home.control.beyond:
+            raise ModelError(
+                f"parameters of part {part} are other tensors on other ranks, since its mesh has {home.layout.world} "
+                f"of the model's {home.layout.feeders} ranks and they are whole on each: what is saved and loaded by "
+                f"name must be one tensor. Make them DTensors over the axis that divides them, as with "
+                f"distribute_tensor(param, mesh, [Shard(0)])"
+            )
+
+
+def require_own_tokens(homes: Mapping[str, Home]) -> None:
+    """Raises ModelError where gradients on a rank come of other ranks' tokens too, which have other weights."""
+    for part, home in homes.items():
+        if home.layout.share < 1:
+            raise ModelError(
+                f"gradients of part {part} come of several ranks' tokens, and no weight of this rank is theirs: weigh "
+                f"the loss before the backward instead, as in (loss * weight * ranks / total).backward(), where ranks "
+                f"is the size of the model's mesh and total is zm.sum_over_ranks(model, own), own the sum of this "
+                f"rank's weights of the step"
+            )

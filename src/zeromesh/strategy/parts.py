@@ -1,0 +1,111 @@
+"""Parts of a model with a strategy of their own: what a user gives, and the layouts that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from zeromesh.errors import MeshError, NotationError, nearest
+from zeromesh.strategy.layout import Layout
+from zeromesh.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Sizes = Sequence[tuple[str, int]]
+"""(name, size) of a mesh's axes, innermost first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """How a part of a model is sharded: the modules that a pattern or a class names, with all that is inside of them.
+
+    Args:
+        mesh: whose ranks share the part's parameters: a mesh of some of the model's ranks, this one among them, where
+            others hold others (experts beside an axis of expert parallelism). None: the model's mesh.
+        strategy: on the axes of that mesh; None where the notation of the model's strategy has the part's.
+
+    Example:
+        >>> import zeromesh as zm
+        >>> parts = {"*.embed_tokens": zm.Part(strategy="node=0,cluster=0")}
+    """
+
+    mesh: DeviceMesh | None = None
+    strategy: str | Strategy | None = None
+
+
+def part_name(key: str | type) -> str:
+    """How the notation names a part: by the pattern, or the class in angle brackets."""
+    return key if isinstance(key, str) else f"<{key.__name__}>"
+
+
+def belongs(part: str, module: str, kind: str) -> bool:
+    """Whether a module of this qualified name and class is what `part` names."""
+    return kind == part[1:-1] if part.startswith("<") else fnmatchcase(module, part)
+
+
+def with_given(strategy: Strategy, parts: Mapping[str, Part], axes: Mapping[str, Iterable[str] | None]) -> Strategy:
+    """`strategy` with what `parts` adds to the notation.
+
+    Args:
+        strategy: of the model.
+        parts: by name.
+        axes: names of the axes of the mesh that each is on, innermost first, for presets.
+
+    Raises:
+        NotationError: a part has two strategies, or none.
+    """
+    found = dict(strategy.parts)
+    for name, part in parts.items():
+        if part.strategy is None and name not in found:
+            raise NotationError(
+                f"part {name} has no strategy: give zm.Part(strategy=...), or write it behind the model's, as in "
+                f"{strategy} | {name}: {strategy.with_parts({})}"
+            )
+        if part.strategy is not None:
+            names = axes[name]
+            given = Strategy.parse(part.strategy, None if names is None else list(names))
+            if found.setdefault(name, given) != given:
+                raise NotationError(f"part {name} is given two strategies, {found[name]} and {given}")
+    return strategy.with_parts(found)
+
+
+def layouts_of(strategy: Strategy, mesh: Sizes, meshes: Mapping[str, Sizes]) -> dict[str, Layout]:
+    """The layout of what no part has, under "", and that of each part.
+
+    Args:
+        strategy: with its parts.
+        mesh: of the model.
+        meshes: of the parts that have one of their own.
+
+    Raises:
+        MeshError: a part's strategy or mesh does not fit; names the part.
+        NotationError: one of them cannot be run.
+    """
+    layouts = {"": Layout.of(strategy.with_parts({}), mesh)}
+    world = layouts[""].world
+    for name, own in strategy.parts:
+        sizes = meshes.get(name, mesh)
+        try:
+            layouts[name] = Layout.of(own, sizes, part=name, feeders=world)
+        except MeshError as error:
+            hint = "" if name in meshes else "; for other axes give zm.Part(mesh=...)"
+            raise MeshError(f"part {name}: {error}{hint}") from None
+    for layout in layouts.values():
+        layout.require_runnable()
+    return layouts
+
+
+def require_known(names: Iterable[str], modules: Mapping[str, str]) -> None:
+    """Raises NotationError for a part that no module belongs to.
+
+    Args:
+        names: of parts.
+        modules: class names by qualified name.
+    """
+    for part in names:
+        if not any(belongs(part, module, kind) for module, kind in modules.items()):
+            known = {f"<{kind}>" for kind in modules.values()} if part.startswith("<") else set(modules) - {""}
+            raise NotationError(f"no module of the model is {part}, which is to be a part: {nearest(part, known)}")

@@ -1,0 +1,101 @@
+"""Parts with layouts of their own train as one process does, and hold, send and save what their layouts do."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeromesh as zm
+from tests.dist.engine.reference import TIMEOUT_S, Case, backward, check, mesh_of, sharded
+from tests.dist.pool import on_ranks
+from tests.pure.strategy.mixes import mixes, notation
+from zeromesh.errors import MeshError, ModelError, NotationError, OptimizerError
+
+MIXES = [notation(mix) for mix in mixes(2, kept=True)]
+PAIRS = list(zip(MIXES[::4], reversed(MIXES[1::4]), strict=False))
+"""Of the model, and of parts inside its units."""
+
+
+def in_parts(own: str, other: str) -> str:
+    """One part inside of blocks, one of a class that is blocks, and one of a unit of its own."""
+    third = MIXES[(MIXES.index(own) + MIXES.index(other)) % len(MIXES)]
+    return f"{own} | *.up: {other} | <Scale>: {third} | head: {other}"
+
+
+def test_the_pairs_differ() -> None:
+    assert len(PAIRS) == 10 and all(own != other for own, other in PAIRS)
+
+
+@pytest.mark.parametrize("pairs", [PAIRS[::2], PAIRS[1::2]])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_parts_on_the_same_mesh(pairs):
+    for (own, other), case in zip(
+        pairs, itertools.cycle([Case(optimizer="both", debug=True), Case(weighted=True, steps=2)]), strict=False
+    ):
+        check(in_parts(own, other), case, 2, 2)
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_what_is_held_sent_and_saved(tmp_path):
+    case = Case(precision="fp32", optimizer="adamw", micro_batches=2)
+    saved: dict[str, torch.Tensor] = {}
+    for step, text in enumerate(
+        ("node=3,cluster=1 | *.up: node=0,cluster=3k", "node=1,cluster=0 | *.up: node=3,cluster=2")
+    ):
+        with sharded(text, case, mesh_of(2, 2)) as (model, optimizer):
+            checkpoints = zm.Checkpoints(tmp_path, model, optimizer.members[0])
+            if step:
+                checkpoints.load()
+                restored = zm.full_state_dict(model)
+                assert all(torch.equal(restored[name], saved[name]) for name in saved)
+            backward(model, case, 0)
+            with zm.traffic_report(model, micro_batches=2) as traffic:
+                optimizer.step()
+                optimizer.zero_grad()
+                backward(model, case, 1)
+            lines = traffic.lines()
+            assert [line.axis for line in lines] == ["node", "cluster", "*.up:node", "*.up:cluster"]
+            assert all(line.sent_bytes == line.predicted_bytes > 0 for line in lines)
+            for line in zm.memory_report(model, optimizer.members[0]):
+                assert line.kind in ("optimizer", "total") or line.predicted_bytes == line.allocated_bytes, line
+            zm.check_replicas(model, optimizer.members)
+            saved = zm.full_state_dict(model)
+            checkpoints.save(step)
+            checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "message"),
+    [
+        ("| *.ups: node=0", NotationError, r"no module of the model is \*\.ups, which is to be a part: .*up"),
+        ("| <Blok>: node=0", NotationError, r"no module of the model is <Blok>.*<Block>"),
+        (
+            "| *.up: node=0 | layers.0: node=1",
+            ModelError,
+            r"layers\.0\.up\.\w+ belongs to the parts \*\.up and layers\.0",
+        ),
+        ("| *.mix: node=0", ModelError, r"mix\.weight \(\*\.mix\), \S+mix_again\.weight \(in no part\) are one tied"),
+        ("| *.up: expert=0", MeshError, r"part \*\.up: the mesh has no axis 'expert'.*for other axes give zm\.Part"),
+    ],
+)
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_parts_that_cannot_be(parts, error, message):
+    with pytest.raises(error, match=message):
+        zm.shard(Case().build(), mesh_of(2), f"node=3 {parts}")
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_owners_are_of_one_layout():
+    model = zm.shard(Case(precision="fp32").build(), mesh_of(2), "node=3 | head: node=1")
+    named = dict(model.named_parameters())
+    own = zm.by_owner(torch.optim.Muon, [named["head.weight"]], lr=0.1)
+    with pytest.raises(OptimizerError, match=r"tensors over the ranks of one layout; got some of no part, part head"):
+        zm.by_owner(torch.optim.Muon, [named["head.weight"], named["layers.0.up.weight"]])
+    backward(model, Case(precision="fp32"), 0)
+    before = zm.full_state_dict(model)
+    own.step()
+    after = zm.full_state_dict(model)
+    assert dist.get_rank() or not torch.equal(before["head.weight"], after["head.weight"])

@@ -1,0 +1,109 @@
+"""Mixtures of experts, divided over ranks, held against one process that has all of them and all ranks' tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zeromesh as zm
+from tests.dist.features.parity import adamw, close
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.param import ShardedParameter
+
+STEPS, MICRO_BATCHES, VOCABULARY = 5, 3, 13
+
+
+def load_example() -> Any:
+    path = Path(__file__).parents[3] / "examples" / "expert_parallel.py"
+    spec = importlib.util.spec_from_file_location("expert_parallel", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+example = load_example()
+
+
+def build(*, shared: bool, num: int = 4) -> Any:
+    """Mixtral-like; with shared experts DeepSeek-like. The same on every rank."""
+    torch.manual_seed(0)
+    return example.LanguageModel(vocabulary=VOCABULARY, dim=6, hidden=5, layers=2, num=num, shared=shared).double()
+
+
+def tokens(step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randint(0, VOCABULARY, (2, 5), generator=generator)
+
+
+def keep_own(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Plain tensors of this rank's experts in the place of DTensors."""
+    for module in model.modules():
+        if isinstance(module, example.MixtureOfExperts):
+            module.mesh = mesh
+            for name, param in list(module.experts.named_parameters()):
+                own = param.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+                setattr(module.experts, name, nn.Parameter(own))
+
+
+def expected_of(param: ShardedParameter, whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's slice, of its experts where they are divided over `mesh`."""
+    whole = whole.detach()
+    if ".experts." in param.full_name:
+        whole = whole.chunk(mesh.size())[mesh.get_local_rank()]
+    return whole.flatten()[param.flat_start : param.flat_start + param.local.numel()]
+
+
+def compare(model: nn.Module, wholes: Mapping[str, Tensor], mesh: DeviceMesh, what: str) -> None:
+    """Parameters, or gradients, with the whole ones of one process."""
+    for param in engine_of(model).optimizer_params():
+        held = param if what == "parameter" else param.grad
+        assert held is not None, param.full_name
+        close(held.local, expected_of(param, wholes[param.full_name], mesh), f"{what} of {param.full_name}")  # type: ignore[attr-defined]
+
+
+def check_experts(
+    model: nn.Module, mesh: DeviceMesh, *, shared: bool, weighted: bool = False, steps: int = STEPS, num: int = 4
+) -> None:
+    """Trains `model`, sharded, and a whole one on the same tokens.
+
+    Args:
+        model: whose experts are divided over `mesh`, of one dimension.
+        mesh: of experts.
+        shared: as for `build`.
+        weighted: losses count by a weight, other ones on every rank.
+        steps: of the optimizer.
+        num: of experts, for `build`.
+    """
+    plain, world = build(shared=shared, num=num), dist.get_world_size()
+    optimizer, reference = adamw(model.parameters()), adamw(plain.parameters())
+    weight = [[float(1 + (rank + micro) % 3) for rank in range(world)] for micro in range(MICRO_BATCHES)]
+    total = sum(map(sum, weight)) if weighted else float(MICRO_BATCHES * world)
+    for step in range(steps):
+        for micro in range(MICRO_BATCHES):
+            own = weight[micro][dist.get_rank()] if weighted else 1.0
+            with zm.accumulate(model, last=micro == MICRO_BATCHES - 1):
+                loss = example.next_token_loss(model, tokens(step, micro, dist.get_rank()))
+                (loss * own * world / total).backward()
+            for rank in range(world):
+                loss = example.next_token_loss(plain, tokens(step, micro, rank))
+                (loss * (weight[micro][rank] if weighted else 1.0) / total).backward()
+        compare(model, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, mesh, "gradient")
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        close(zm.clip_grad_norm_(model, 0.3), norm, "norm")
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+        compare(model, dict(plain.named_parameters()), mesh, "parameter")
+    named = dict(plain.named_parameters())
+    for param in engine_of(model).optimizer_params():
+        for key in ("exp_avg", "exp_avg_sq"):
+            theirs = expected_of(param, reference.state[named[param.full_name]][key], mesh)
+            close(optimizer.state[param][key], theirs, f"{key} of {param.full_name}")

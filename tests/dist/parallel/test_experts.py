@@ -1,0 +1,226 @@
+"""Experts divided over some ranks, shared by the others: their own axes, groups and divisor."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zeromesh as zm
+from tests.dist.features.parity import adamw
+from tests.dist.parallel.experts import build, check_experts, example, keep_own, tokens
+from tests.dist.pool import kept, on_ranks
+from zeromesh.engine import parts
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.control import Span
+from zeromesh.errors import MeshError, MismatchError, ModelError
+from zeromesh.strategy import Layout
+
+FP64 = {"reduce_dtype": torch.float64, "grad_dtype": torch.float64, "master_dtype": torch.float64}
+
+
+def mesh_of() -> DeviceMesh:
+    return kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+
+
+def sharded(own: str, part: str, *, shared: bool, dtensors: bool):
+    """Experts over the node, shared over the cluster."""
+    mesh, model = mesh_of(), build(shared=shared)
+    if dtensors:
+        model.spread(mesh["node"])
+    else:
+        keep_own(model, mesh["node"])
+    parts = {"*.experts": zm.Part(mesh=mesh["cluster"], strategy=part)}
+    return zm.shard(model, mesh, own, parts=parts, **FP64), mesh["node"]
+
+
+@on_ranks(4)
+def test_mixtral_like():
+    model, experts = sharded("node=3,cluster=1", "cluster=1", shared=False, dtensors=True)
+    check_experts(model, experts, shared=False)
+    for own, part in (("node=3,cluster=3", "cluster=3"), ("node=0,cluster=0", "cluster=0")):
+        model, experts = sharded(own, part, shared=False, dtensors=True)
+        check_experts(model, experts, shared=False, steps=1)
+
+
+@on_ranks(4)
+def test_deepseek_like():
+    model, experts = sharded("node=1,cluster=3k", "cluster=3", shared=True, dtensors=True)
+    check_experts(model, experts, shared=True, weighted=True)
+    with pytest.raises(ModelError, match=r"part \*\.experts come of several ranks' tokens.*weigh the loss before"):
+        zm.accumulate(model, last=True, weight=1.0, total=4.0).__enter__()
+
+
+@on_ranks(4)
+def test_faults_are_found():
+    copies = mock.patch.object(parts, "Span", lambda group, copies: Span(group=group, copies=2 * copies))
+    for fault, message in (
+        (mock.patch.object(Layout, "share", 1.0), r"gradient of layers\.\d\.mlp\.experts"),  # of the part's mesh
+        (copies, r"^norm: "),  # of the model's layout
+    ):
+        with fault:
+            model, experts = sharded("node=3,cluster=0", "cluster=1", shared=False, dtensors=True)
+            with pytest.raises(AssertionError, match=message):
+                check_experts(model, experts, shared=False, steps=1)
+
+
+@on_ranks(8)
+def test_on_eight_ranks():
+    """Experts over the node, shared by the ranks of two axes."""
+    mesh = kept(init_device_mesh, "cpu", (2, 2, 2), mesh_dim_names=("region", "cluster", "node"))
+    model = build(shared=False)
+    model.spread(mesh["node"])
+    parts = {example.Experts: zm.Part(mesh=mesh["region", "cluster"])}
+    zm.shard(model, mesh, "node=3,cluster=1,region=0 | <Experts>: cluster=3,region=1", parts=parts, **FP64)
+    check_experts(model, mesh["node"], shared=False, steps=2)
+
+
+@on_ranks(4)
+def test_experts_that_are_plain_tensors_train_and_are_not_saved():
+    model, experts = sharded("node=3,cluster=1", "cluster=3", shared=False, dtensors=False)
+    check_experts(model, experts, shared=False, steps=1)
+    for save in (
+        zm.full_state_dict,
+        lambda model: model.state_dict(),
+        lambda model: zm.Checkpoints("x", model).save(0),
+    ):
+        with pytest.raises(
+            ModelError, match=r"part \*\.experts are other tensors on other ranks.*distribute_tensor\(param"
+        ):
+            save(model)
+
+
+@on_ranks(4)
+def test_states_are_of_whole_tensors(tmp_path):
+    """Saved with experts over the node, loaded without parts, and the other way."""
+    model, _ = sharded("node=3,cluster=1", "cluster=1", shared=False, dtensors=True)
+    example.next_token_loss(model, tokens(0, 0, dist.get_rank())).backward()
+    optimizer = adamw(model.parameters())
+    optimizer.step()
+    full = zm.full_state_dict(model)
+    checkpoints = zm.Checkpoints(tmp_path, model, optimizer)
+    checkpoints.save(1)
+    checkpoints.close()
+    other = zm.shard(build(shared=False), mesh_of(), "node=1,cluster=3", **FP64)
+    loaded = adamw(other.parameters())
+    zm.Checkpoints(tmp_path, other, loaded).load()
+    after = zm.full_state_dict(other)
+    assert full.keys() == after.keys() and all(torch.equal(full[name], after[name]) for name in full)
+    again, _ = sharded("node=0,cluster=0", "cluster=3", shared=False, dtensors=True)
+    zm.load_full_state_dict(again, after)
+    before = zm.full_state_dict(again)
+    assert all(torch.equal(full[name], before[name]) for name in full)
+    assert dist.get_rank() or full["layers.0.mlp.experts.up"].shape == (4, 5, 6)
+    for model, own in ((other, loaded), (again, ())):
+        zm.check_replicas(model, own)
+
+
+@on_ranks(4)
+def test_what_is_held_and_sent():
+    model, _ = sharded("node=3,cluster=1", "cluster=3", shared=False, dtensors=True)
+    optimizer = adamw(model.parameters())
+
+    def backward() -> None:
+        for micro in range(2):
+            with zm.accumulate(model, last=micro == 1):
+                example.next_token_loss(model, tokens(0, micro, dist.get_rank())).backward()
+
+    backward()
+    with zm.traffic_report(model, micro_batches=2) as traffic:
+        optimizer.step()
+        optimizer.zero_grad()
+        backward()
+    lines = {line.axis: line for line in traffic.lines()}
+    assert list(lines) == ["node", "cluster", "*.experts:cluster"]
+    assert all(line.sent_bytes == line.predicted_bytes for line in lines.values())
+    # Two experts of 90 elements in fp64, padded to 8 for each of two ranks. Both layers have a slot, and are gathered
+    # and reduced once in a micro-batch: a rank sends its half.
+    assert lines["*.experts:cluster"].sent_bytes == 2 * (2 + 2) * 192 // 2 * 8
+    assert all(line.allocated_bytes == line.predicted_bytes for line in zm.memory_report(model, optimizer))
+    zm.check_replicas(model, optimizer)
+    experts = next(unit for unit in engine_of(model).units if unit.name == "layers.1")
+    if dist.get_rank() == 2:  # (cluster 1, node 0)
+        next(buffer for buffer in experts.buffers if buffer.spec.part == "").params.view(torch.uint8)[3] ^= 1
+    with pytest.raises(
+        MismatchError, match=r"over axis cluster they must hold the same parameters of unit 'layers\.1'"
+    ):
+        zm.check_replicas(model, optimizer)
+
+
+def _replicated_router():
+    mesh, model = mesh_of(), build(shared=False)
+    model.spread(mesh["node"])
+    return zm.shard(
+        model, mesh, "node=3,cluster=1", parts={"*.mlp": zm.Part(mesh=mesh["cluster"], strategy="cluster=1")}
+    )
+
+
+def _no_part():
+    mesh, model = mesh_of(), build(shared=False)
+    model.spread(mesh["node"])
+    return zm.shard(model, mesh, "node=3,cluster=1")
+
+
+def _meshes_that_cross():
+    mesh, axis = mesh_of(), "node" if dist.get_rank() == 3 else "cluster"
+    part = zm.Part(mesh=mesh[axis], strategy=f"{axis}=1")
+    return zm.shard(build(shared=False), mesh, "node=3,cluster=1", parts={"head": part})
+
+
+def _larger_than_the_model():
+    mesh = mesh_of()
+    return zm.shard(build(shared=False), mesh["node"], "node=3", parts={"head": zm.Part(mesh=mesh, strategy="zero3")})
+
+
+def _unknown_axis():
+    mesh = mesh_of()
+    part = zm.Part(mesh=mesh["cluster"], strategy="node=1")
+    return zm.shard(build(shared=False), mesh, "node=3,cluster=1", parts={"*.experts": part})
+
+
+def _does_not_divide():
+    mesh = mesh_of()
+    part = zm.Part(mesh=mesh["cluster"], strategy="cluster[3]=1,cluster[*]=0")
+    return zm.shard(build(shared=False), mesh, "node=3,cluster=1", parts={"*.experts": part})
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            _replicated_router,
+            ModelError,
+            r"mlp\.router\.weight is divided over 1 of the model's ranks, .* one in 2 of them",
+        ),
+        (_no_part, MeshError, r"which are ranks of the mesh of zm\.shard too.* or name the modules in parts="),
+        (
+            _meshes_that_cross,
+            MismatchError,
+            r"part head is shared by ranks \[.*\] as rank \d has it, and by \[.*\] as rank",
+        ),
+        (_larger_than_the_model, MeshError, r"the mesh of part head has ranks \[\d, \d\] that the model's has not"),
+        (
+            _unknown_axis,
+            MeshError,
+            r"part \*\.experts: the mesh has no axis 'node' \(it has, innermost first: cluster\)",
+        ),
+        (
+            _does_not_divide,
+            MeshError,
+            r"part \*\.experts: .* needs cluster to have a multiple of 3 ranks; this mesh has 2",
+        ),
+    ],
+)
+@on_ranks(4)
+def test_what_cannot_be_is_refused_on_all_ranks(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@on_ranks(4)
+def test_the_example_learns():
+    losses = example.main(steps=6)
+    assert losses[-1] < losses[0] - 0.3
