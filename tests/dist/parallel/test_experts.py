@@ -79,13 +79,13 @@ def test_on_eight_ranks():
 
 
 @on_ranks(4)
-def test_experts_that_are_plain_tensors_train_and_are_not_saved():
+def test_experts_that_are_plain_tensors_train_and_are_not_saved(tmp_path):
     model, experts = sharded("node=3,cluster=1", "cluster=3", shared=False, dtensors=False)
     check_experts(model, experts, shared=False, steps=1)
     for save in (
         zm.full_state_dict,
         lambda model: model.state_dict(),
-        lambda model: zm.Checkpoints("x", model).save(0),
+        lambda model: zm.Checkpoints(tmp_path, model).save(0),
     ):
         with pytest.raises(
             ModelError, match=r"part \*\.experts are other tensors on other ranks.*distribute_tensor\(param"
