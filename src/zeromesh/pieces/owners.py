@@ -1,18 +1,24 @@
 """Who owns which tensor, where an optimizer needs whole ones: chosen once, from costs and from where the slices lie.
 
 [Note: Balance] All owners step at once, so a step takes as long as the one with the most work. Longest first, each
-tensor to whoever has least (Graham 1969), gives a limit; then each tensor goes, under that limit or 5 % above the mean,
-to the rank for which the least has to move, the slow axes first. What costs little may take memory: a rank that holds
-more elements than 5 % above the mean, or than the longest tensor has, gets no more for being near. A tensor is not
-divided, so with few tensors for many ranks no choice is even: `Owners.bound` is what no choice can be below.
+tensor to whoever has least (Graham 1969), gives a limit; where that is more than 5 % above the mean and above the
+bound, lower limits are tried by packing each tensor, longest first, where it fits best (MULTIFIT: Coffman, Garey and
+Johnson 1978). Then each tensor goes, under the limit or 5 % above the mean, to the rank for which the least has to
+move, the slow axes first. What costs little may take memory: a rank that holds more elements than 5 % above the mean,
+or than the longest tensor has, gets no more for being near. A tensor is not divided, so with few tensors for many ranks
+no choice is even: `Owners.bound` is what no choice can be below. Its proof is of bins: where tensors that cannot share
+a rank, and the volume of those that fit beside them, need more ranks than there are, some rank has more than the limit
+(Martello and Toth 1990, their bound L2).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import accumulate
+from math import ceil, prod
 
 from zeromesh.strategy import Layout
 
@@ -25,6 +31,9 @@ NEWTON_SCHULZ_STEPS = 5
 BUCKET_BYTES = 64 << 20
 """Of the gradients and values of one bucket on the rank that has most of them, if ranks need not wait for each other
 then; three are there at once."""
+
+PRECISION = 1e-6
+"""Of limits and bounds that are found by halving, in times of themselves."""
 
 WAITS = 1.1
 """As little may be lost to buckets in which one rank has more to do than others as to the balance of owners: 10 %."""
@@ -105,12 +114,15 @@ def choose_owners(layout: Layout, tensors: Sequence[Placement], costs: Sequence[
     ranks = layout.degree(layout.significant)
     order = sorted(range(len(tensors)), key=lambda index: -costs[index])
     even = _longest_first(order, costs, ranks)
+    bound = _bound(costs, ranks, most := _loads(even, costs, ranks)[1])
+    if most > max(bound * (1 + 2 * PRECISION), SLACK * sum(costs) / ranks):
+        even = _packed_tightly(order, costs, ranks, bound, most) or even
     limit = max(_loads(even, costs, ranks)[1], SLACK * sum(costs) / ranks)
     near = _nearest(layout, tensors, order, costs, limit)
     loads, largest = _loads(near, costs, ranks)
     if largest > limit:
         near, loads = even, _loads(even, costs, ranks)[0]
-    return Owners(rank_of=tuple(near), loads=tuple(loads), bound=_bound(costs, ranks))
+    return Owners(rank_of=tuple(near), loads=tuple(loads), bound=bound)
 
 
 def _longest_first(order: Sequence[int], costs: Sequence[float], ranks: int) -> list[int]:
@@ -119,6 +131,42 @@ def _longest_first(order: Sequence[int], costs: Sequence[float], ranks: int) -> 
         load, owners[index] = heap[0]
         heapq.heapreplace(heap, (load + costs[index], owners[index]))
     return owners
+
+
+def _packed_tightly(
+    order: Sequence[int], costs: Sequence[float], ranks: int, low: float, high: float
+) -> list[int] | None:
+    """Owners with less than `high` each, as little as packing finds; None if it finds none."""
+    found: list[int] | None = None
+
+    def fails(limit: float) -> bool:
+        nonlocal found
+        packed = _packed(order, costs, ranks, limit)
+        found = packed or found
+        return packed is None
+
+    _threshold(fails, low, high * (1 - PRECISION))
+    return found
+
+
+def _packed(order: Sequence[int], costs: Sequence[float], ranks: int, limit: float) -> list[int] | None:
+    """Owners with at most `limit` each: longest first, each tensor where the least room is left beside it."""
+    owners, rooms = [0] * len(order), [(limit, rank) for rank in range(ranks)]
+    for index in order:
+        place = bisect_left(rooms, (costs[index], -1))
+        if place == len(rooms):
+            return None
+        room, owners[index] = rooms.pop(place)
+        insort(rooms, (room - costs[index], owners[index]))
+    return owners
+
+
+def _threshold(fails: Callable[[float], bool], low: float, high: float) -> float:
+    """Between `low` and `high`, where `fails` has not been seen to be false, to within PRECISION."""
+    while high - low > PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if fails(middle) else (low, middle)
+    return low
 
 
 def _nearest(
@@ -173,11 +221,34 @@ def _loads(owners: Sequence[int], costs: Sequence[float], ranks: int) -> tuple[l
     return loads, max(loads)
 
 
-def _bound(costs: Sequence[float], ranks: int) -> float:
-    """The mean, and of the k*ranks + 1 longest the k + 1 shortest, which some rank has at least as much as."""
+def _bound(costs: Sequence[float], ranks: int, most: float) -> float:
+    """What some rank has at least under any choice; `most` can be kept to.
+
+    The mean; of the k*ranks + 1 longest the k + 1 shortest, which share a rank; and every limit that needs more ranks.
+    """
     longest = sorted(costs, reverse=True)
     crowded = [sum(longest[k * ranks - k : k * ranks + 1]) for k in range(1, (len(longest) - 1) // ranks + 1)]
-    return max([sum(costs) / ranks, *longest[:1], *crowded])
+    least = max([sum(costs) / ranks, *longest[:1], *crowded])
+    rising, sums = longest[::-1], [0.0, *accumulate(reversed(longest))]
+    return _threshold(lambda limit: _ranks_needed(rising, sums, limit) > ranks, least, most)
+
+
+def _ranks_needed(rising: Sequence[float], sums: Sequence[float], limit: float) -> int:
+    """At least, for loads of `limit` at the most: Martello and Toth's L2.
+
+    Args:
+        rising: costs, none above `limit`.
+        sums: of the first so many of them.
+    """
+    half, needed = bisect_right(rising, limit / 2), 0
+    for least in [0.0, *sorted(set(rising[:half]))]:
+        # Nothing that counts fits beside the longest; beside the long, what counts of the short.
+        longest, short = bisect_right(rising, limit - least), bisect_left(rising, least)
+        longest = max(longest, half)
+        beside = (longest - half) * limit - (sums[longest] - sums[half])
+        over = sums[half] - sums[short] - beside
+        needed = max(needed, len(rising) - half + max(0, ceil(over / limit * (1 - 1e-12)) if limit else 0))
+    return needed
 
 
 def cut(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -40,24 +41,57 @@ def llama(name: str, strategy: str, mesh: list[tuple[str, int]]) -> tuple[Owners
 
 
 @pytest.mark.parametrize("name", LLAMA)
-@pytest.mark.parametrize("nodes", [1, 4, 16, 128])
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16, 32, 64, 128])
 def test_llama_is_even_or_as_even_as_it_can_be(name: str, nodes: int) -> None:
-    """Within 10 % of the mean where there are three matrices for a rank. They are not divided: with fewer, some rank
-    has the work of two where others have that of one, or the longest matrix alone is above the mean."""
+    """On 8 to 1,024 ranks: within 10 % of the mean, or no choice is better."""
     owners, tensors, costs = llama(name, "node=3,cluster=1", [("node", 8), ("cluster", nodes)])
     ranks = 8 * nodes
     mean = sum(costs) / ranks
     assert owners.balance == pytest.approx(max(owners.loads) / mean)
+    assert owners.balance <= 1.1 or max(owners.loads) == pytest.approx(owners.bound, rel=1e-5)
     if len(costs) >= 3 * ranks:
-        assert owners.balance <= 1.1
         held: Counter[int] = Counter()
         for tensor, rank in zip(tensors, owners.rank_of, strict=True):
             held[rank] += tensor.numel
-        assert max(held.values()) <= 1.1 * sum(held.values()) / ranks
-    elif owners.bound > mean * (1 + 1e-9):
-        assert max(owners.loads) == owners.bound == max(costs)
-    else:
-        assert owners.balance <= 1.21
+        assert owners.balance <= 1.1 and max(held.values()) <= 1.1 * sum(held.values()) / ranks
+
+
+def best(costs: Sequence[float], ranks: int) -> float:
+    """The least that the rank with the most can have, by trying all choices."""
+    found = {(0.0,) * ranks}
+    for cost in costs:
+        found = {
+            tuple(sorted((*loads[:rank], loads[rank] + cost, *loads[rank + 1 :])))
+            for loads in found
+            for rank in range(ranks)
+        }
+    return min(map(max, found))
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 3.0, 4.0, 6.0, 12.75, 1e9 / 3]), min_size=1, max_size=8), st.integers(1, 4))
+def test_no_choice_is_below_the_bound_and_ours_is_near_the_best(costs: list[float], ranks: int) -> None:
+    layout = Layout.of("node=1", [("node", ranks)])
+    owners = choose_owners(layout, placements(layout, [[(1,)] * len(costs)]), costs)
+    least = best(costs, ranks)
+    assert owners.bound <= least * (1 + 1e-9)
+    # Of MULTIFIT 13/11 of the best (Yue 1990); up to 5 % above the mean is given up for bytes.
+    assert max(owners.loads) <= max(13 / 11 * least, 1.05 * sum(costs) / ranks) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("costs", "ranks", "least"),
+    [
+        ([7, 6, 5, 4, 4, 4, 4, 4, 3, 3], 4, 11),  # by volume alone
+        ([12.75] * 3 + [6] * 4, 4, 18.75),  # a short one beside a long one, though the mean is below that
+        ([5, 5, 4, 4, 3, 3, 3], 3, 9),  # longest first alone comes to 11
+        ([20, 1, 1], 2, 20),
+    ],
+)
+def test_packed_where_longest_first_is_not_enough(costs: list[float], ranks: int, least: float) -> None:
+    layout = Layout.of("node=1", [("node", ranks)])
+    owners = choose_owners(layout, placements(layout, [[(1,)] * len(costs)]), costs)
+    assert max(owners.loads) == least == best(costs, ranks)
+    assert owners.bound == pytest.approx(least, rel=1e-5)
 
 
 @st.composite
@@ -82,9 +116,8 @@ def test_each_tensor_has_one_owner_and_no_rank_far_too_much(case: tuple[Layout, 
         loads[rank] += cost
     assert [loads[rank] for rank in range(ranks)] == pytest.approx(list(owners.loads))
     # Graham's bound for longest first is 4/3 of the best choice, which is not below `bound`.
-    best = owners.bound
-    assert best <= max(owners.loads) * (1 + 1e-12)
-    assert max(owners.loads) <= max(4 / 3 * 1.5 * best, 1.05 * best) + 1e-9
+    assert owners.bound <= max(owners.loads) * (1 + 1e-12)
+    assert max(owners.loads) <= 4 / 3 * 1.5 * owners.bound + 1e-9
 
 
 @given(cases())
