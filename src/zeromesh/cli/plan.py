@@ -13,6 +13,8 @@ from zeromesh.errors import InputError
 
 _OF_OUR_SPACE = (
     "grad_dtype",
+    "optimizer",
+    "ownership",
     "wire",
     "collective",
     "memory_margin",
@@ -37,6 +39,8 @@ def plan(
     micro_batch: shared.MicroBatch = 0,
     trainable: shared.Trainable = "all",
     grad_dtype: shared.GradDtype = "fp32",
+    optimizer: shared.Optimizer = "adamw",
+    ownership: shared.Ownership = "slices",
     activation_checkpointing: shared.Checkpointing = "auto",
     wire: Annotated[str, typer.Option(help="lossless, or any: quantised wires too.")] = "lossless",
     collective: Annotated[
@@ -72,7 +76,16 @@ def plan(
     shared.check_top(top)
     find_engine(engine)
     spec, hardware = shared.load(model, cluster, world, seq_len, trainable)
-    work = shared.workload(hardware, seq_len, global_batch_tokens, micro_batch, grad_dtype, activation_checkpointing)
+    work = shared.workload(
+        hardware,
+        seq_len,
+        global_batch_tokens,
+        micro_batch,
+        grad_dtype,
+        activation_checkpointing,
+        optimizer,
+        ownership,
+    )
     if space != "zeromesh":
         _refuse_given(context, space)
         ranking = search_published(space, spec, hardware, work)

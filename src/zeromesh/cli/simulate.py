@@ -24,6 +24,7 @@ def simulate(
     trainable: shared.Trainable = "all",
     grad_dtype: shared.GradDtype = "fp32",
     optimizer: shared.Optimizer = "adamw",
+    ownership: shared.Ownership = "slices",
     activation_checkpointing: shared.Checkpointing = "auto",
     wire: Annotated[str, typer.Option(help="any, or lossless: refuse a strategy with quantised wires.")] = "any",
     memory_margin: shared.Margin = 0.08,
@@ -51,7 +52,14 @@ def simulate(
     find_engine(engine)
     spec, hardware = shared.load(model, cluster, world, seq_len, trainable)
     work = shared.workload(
-        hardware, seq_len, global_batch_tokens, micro_batch, grad_dtype, activation_checkpointing, optimizer
+        hardware,
+        seq_len,
+        global_batch_tokens,
+        micro_batch,
+        grad_dtype,
+        activation_checkpointing,
+        optimizer,
+        ownership,
     )
     parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
     if overlap:

@@ -31,6 +31,7 @@ Checkpointing = Annotated[str, typer.Option(help="none, selective, full or auto.
 Margin = Annotated[float, typer.Option(help="Share of the device's memory to leave free.")]
 Engine = Annotated[str, typer.Option(help="Whose mechanics: zeromesh, fsdp, deepspeed or amsp.")]
 Optimizer = Annotated[str, typer.Option(help="adamw, or muon for the blocks' matrices and adamw for the rest.")]
+Ownership = Annotated[str, typer.Option(help="What adamw steps on: slices, or whole tensors of owners.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan, for train and shard.")]
 
@@ -57,14 +58,16 @@ def workload(
     grad_dtype: str,
     checkpointing: str,
     optimizer: str = "adamw",
+    ownership: str = "slices",
 ) -> Workload:
     """The workload that the options describe; compute is in the device's own matrix dtype."""
     from zeromesh.model import Recomputation
     from zeromesh.planner import Workload
-    from zeromesh.simulator.workload import OPTIMIZERS
+    from zeromesh.simulator.workload import OPTIMIZERS, OWNERSHIPS
 
     check_choice("--grad-dtype", grad_dtype, ("fp32", "bf16"))
     check_choice("--optimizer", optimizer, OPTIMIZERS)
+    check_choice("--ownership", ownership, OWNERSHIPS)
     check_choice("--activation-checkpointing", checkpointing, ("none", "selective", "full", "auto"))
     if micro_batch < 0:
         raise InputError(f"--micro-batch must be at least 1 (0: the planner's choice), got {micro_batch}")
@@ -76,6 +79,7 @@ def workload(
         param_dtype=cluster.device.matrix_dtype,
         grad_dtype=grad_dtype,
         optimizer=optimizer,
+        ownership=ownership,
     )
 
 

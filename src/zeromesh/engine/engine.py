@@ -498,14 +498,18 @@ class Engine:
                 self.backend.units[unit].forget_owed()
             self.stepped(params)
 
-    def stepped(self, params: Sequence[ShardedParameter]) -> None:
-        """Somebody has changed `params`, an optimizer as a rule."""
+    def changed_by(self, param: ShardedParameter) -> object:
+        """The optimizer that made its values what they are; None if somebody else did."""
+        return None if param in self._changed or param.changed_by is None else param.changed_by()
+
+    def stepped(self, params: Sequence[ShardedParameter], by: Callable[[], object] | None = None) -> None:
+        """Somebody has changed `params`, an optimizer as a rule, to which `by` refers weakly."""
         self._changed.difference_update(params)
         self.interpreter.stepped({param.unit for param in params})
         for unit in {param.unit for param in params}:
             self.backend.units[unit].accepted = True
         for param in params:
-            param.changed = self.interpreter.states[param.unit].generation
+            param.changed, param.changed_by = self.interpreter.states[param.unit].generation, by
 
     def settle(self) -> None:
         """Ends what was interrupted, and waits for what is under way: every module then shows this rank's slices."""

@@ -112,6 +112,7 @@ class ShardedParameter(_Slice, nn.Parameter):
         unit: index of the unit it belongs to.
         engine: weak reference to the engine.
         changed: the unit's generation since which its values are those of now.
+        changed_by: the optimizer that made them what they are; None: a load, or somebody by hand.
     """
 
     region: Region
@@ -120,6 +121,7 @@ class ShardedParameter(_Slice, nn.Parameter):
     unit: int
     engine: Callable[[], Any]
     changed: int = 1
+    changed_by: Callable[[], object] | None = None
     _shown: Tensor | None = None
 
     def sliced(self, name: str, local: Tensor | None = None) -> SlicedTensor:

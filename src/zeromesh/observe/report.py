@@ -42,8 +42,10 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
 
     Returns:
         Lines params, grads, optimizer (masters and states), buffers (slots, kept copies, residuals, staging,
-        workspace), total. Not in them: what is not sharded, that is the model's buffers and frozen parameters of dtypes
-        such as uint8, which every rank holds whole.
+        workspace), total. Of an optimizer from `zm.by_owner` the values that owners keep count too, and a line step
+        follows the total: what comes to this rank inside a step, when no activation is alive, and goes with it. Not in
+        them: what is not sharded, that is the model's buffers and frozen parameters of dtypes such as uint8, which
+        every rank holds whole.
 
     Predictions look at nothing that was allocated. What an optimizer keeps for each element of its state shard is found
     by one step of its like on an element or two of its own, with each group's own options: see `_state_bytes`. So its
@@ -66,7 +68,11 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     }
     lines = [MemoryLine(kind=k, predicted_bytes=p, allocated_bytes=a) for k, (p, a) in kinds.items()]
     total = [sum(line.predicted_bytes for line in lines), sum(line.allocated_bytes for line in lines)]
-    return [*lines, MemoryLine(kind="total", predicted_bytes=total[0], allocated_bytes=total[1])]
+    lines.append(MemoryLine(kind="total", predicted_bytes=total[0], allocated_bytes=total[1]))
+    if isinstance(optimizer, OwnerOptimizer):
+        predicted, taken = optimizer.room_bytes()
+        lines.append(MemoryLine(kind="step", predicted_bytes=predicted, allocated_bytes=taken))
+    return lines
 
 
 def persistent(buffer: FlatShards) -> dict[str, Tensor]:
@@ -98,10 +104,9 @@ def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> tuple
     take_slices(optimizer)
     if isinstance(optimizer, OwnerOptimizer):
         own = [param for param in WHOLE[optimizer] if param in grad_dtypes]
-        held = sum(
-            state.untyped_storage().nbytes() for p in own for state in kept_tensors(optimizer.state.get(p, {}), p)
-        )
-        return optimizer.state_bytes() if own else 0, held
+        states = [state for p in own for state in kept_tensors(optimizer.state.get(p, {}), p)]
+        held = _storage_bytes([*states, *optimizer.kept_values()])
+        return optimizer.state_bytes() + optimizer.kept_bytes() if own else 0, held
     for index, group in enumerate(optimizer.param_groups):
         rates: dict[object, int] = {}
         for param in (param for param in group["params"] if param in grad_dtypes):

@@ -1,13 +1,13 @@
 """Whole tensors on this rank: [Note: Passage] of `zeromesh.pieces.passage` bound to memory.
 
-Nothing is kept from step to step but the optimizer's own states: gradients and values of a bucket come to fresh memory,
-which goes when what was made of them is back in the state shards. That is when no activation is alive. A parameter
-that this rank holds whole is stepped on where it lies.
+What is kept from step to step is the optimizer's own states, and the values of what is owned here. Gradients of a
+bucket, and what passes by on its way, come to fresh memory, which goes when what was made of them is back in the state
+shards. That is when no activation is alive. A parameter that this rank holds whole is stepped on where it lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from zeromesh.comm import AxisGroup, Message, pass_on
 from zeromesh.engine.backend import AxisJob
 from zeromesh.engine.param import ShardedParameter
+from zeromesh.owners.stacks import Stacking, step_on_stacks
 from zeromesh.pieces.passage import Hop, Part
 
 
@@ -27,7 +28,7 @@ class Member:
 
     Args:
         param: this rank's slice.
-        whole: what the owner's optimizer steps on; between steps without memory. None on other ranks.
+        whole: what the owner's optimizer steps on; without memory until the first step. None on other ranks.
         parts: of the tensor on all ranks.
     """
 
@@ -35,9 +36,21 @@ class Member:
     whole: nn.Parameter | None
     parts: tuple[Part, ...]
 
+    @property
+    def lies_here(self) -> bool:
+        """Whether this rank's slice is all of it."""
+        return self.param.local.numel() == self.param.numel()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the values that its owner keeps."""
+        return 0 if self.whole is None or self.lies_here else self.param.numel() * self.param.local.itemsize
+
 
 Held = dict[Part, tuple[Tensor, Tensor]]
 """Where this rank has a part's gradient and values, or will have them."""
+
+GRADIENT, VALUES = 0, 1
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -50,6 +63,8 @@ class OwnedBucket:
         rank: this one, among those that hold one copy of the states.
         groups: by axis that is crossed, outermost first.
         strides: by the same: distance between neighbours' numbers, and how many there are.
+        stacking: how tensors are laid together for the optimizer.
+        room_bytes: that the last step has taken.
     """
 
     optimizer: Optimizer
@@ -57,41 +72,76 @@ class OwnedBucket:
     rank: int
     groups: Mapping[str, AxisGroup]
     strides: Mapping[str, tuple[int, int]]
+    stacking: Stacking
+    room_bytes: int = 0
     _moving: list[Member] = field(default_factory=list)
     _held: Held = field(default_factory=dict)
+    _known: set[Member] = field(default_factory=set)  # whose values their owners have, the same on all ranks
+    _values: list[Tensor] = field(default_factory=list)
+
+    def forget(self, params: Collection[ShardedParameter]) -> None:
+        """Somebody else has changed them: their owners' values are old."""
+        self._known -= {member for member in self.members if member.param in params}
 
     def collect(self) -> list[AxisJob]:
         self._moving = [member for member in self.members if member.param.grad is not None]
-        self._held = {}
+        self._held, self.room_bytes = {}, 0
         for member in self.members:
             if member.whole is not None:
                 member.whole.grad = None
+        self._show_wholes()
         for member in self._moving:
             self._make_room(member)
-        return [
-            (axis, partial(pass_on, *self._messages(axis), self.groups[axis], reduced=True)) for axis in self.strides
-        ]
+        jobs: list[AxisJob] = []
+        for axis in self.strides:
+            arriving, leaving = self._messages(axis, back=False)
+            jobs.append((axis, partial(pass_on, arriving, leaving, self.groups[axis], reduced=True)))
+        self._known.difference_update(self._moving)  # until they have been given back
+        return jobs
 
     def step(self) -> None:
-        self.optimizer.step()
+        step_on_stacks(self.optimizer, self.stacking)
 
     def give_back(self) -> list[AxisJob]:
         jobs: list[AxisJob] = []
         for axis in reversed([*self.strides]):
-            arriving, leaving = self._messages(axis)
-            # In reverse, and of values only.
-            back = [message for message, kind in zip(leaving, _kinds(leaving), strict=True) if kind]
-            away = [message for message, kind in zip(arriving, _kinds(arriving), strict=True) if kind]
-            jobs.append((axis, partial(pass_on, back, away, self.groups[axis], reduced=False)))
+            leaving, arriving = self._messages(axis, back=True)
+            jobs.append((axis, partial(pass_on, arriving, leaving, self.groups[axis], reduced=False)))
         self._put_back()
+        self._known.update(self._moving)
         self._held, self._moving = {}, []
         return jobs
 
+    def values(self) -> list[Tensor]:
+        """What is kept of them, of this rank's own tensors."""
+        return self._values
+
+    def _show_wholes(self) -> None:
+        """Gives tensors that are owned here memory, or the slice's if that is all of it: those of one stack beside each
+        other."""
+        by_whole = {m.whole: m for m in self.members if m.whole is not None}
+        own = [by_whole[whole] for stack in self.stacking.stacks(self.optimizer) for whole in stack]
+        if not self._values:
+            self._values = _together([(m.param.numel(), m.param.local) for m in own if not m.lies_here])
+        grads = [member.param.grad.local for member in own if member.param.grad is not None]  # type: ignore[attr-defined]  # slices
+        moving = [member for member in own if member.param.grad is not None]
+        apart = [(m.param.numel(), grad) for m, grad in zip(moving, grads, strict=True) if not m.lies_here]
+        rooms, values = iter(_together(apart)), iter(self._values)
+        self.room_bytes += sum(numel * grad.itemsize for numel, grad in apart)
+        for member in own:
+            assert member.whole is not None
+            here = member.param.local if member.lies_here else next(values)
+            member.whole.data = here.view(tuple(member.param.global_shape))
+        for member, grad in zip(moving, grads, strict=True):
+            assert member.whole is not None
+            here = grad.contiguous() if member.lies_here else next(rooms)
+            if here.dtype != member.whole.dtype:
+                member.whole.grad_dtype = here.dtype
+            member.whole.grad = here.view(member.whole.shape)
+
     def _make_room(self, member: Member) -> None:
-        """For a tensor that is owned here, and for parts of others that pass by."""
+        """For the parts of a tensor: where it is owned, where they lie, and where they pass by."""
         grad, local = member.param.grad.local.contiguous(), member.param.local  # type: ignore[union-attr]  # a slice
-        if member.whole is not None:
-            self._show(member.whole, grad, local, tuple(member.param.global_shape))
         for part in member.parts:
             if self.rank == part.owner:
                 assert member.whole is not None and member.whole.grad is not None
@@ -100,34 +150,27 @@ class OwnedBucket:
                     member.whole.data.view(-1)[part.start : part.stop],
                 )
                 self._held[part] = own
-                if self.rank == part.home and own[1].data_ptr() != local.data_ptr():
-                    own[0].copy_(grad)
-                    own[1].copy_(local)
+                if self.rank == part.home and not member.lies_here:
+                    own[GRADIENT].copy_(grad)
+                    own[VALUES].copy_(local)
             elif self.rank == part.home:
                 self._held[part] = grad, local
             elif any(self.rank == hop.target for hop in part.hops):
                 self._held[part] = grad.new_empty(part.numel), local.new_empty(part.numel)
+                self.room_bytes += sum(tensor.nbytes for tensor in self._held[part])
 
-    def _show(self, whole: nn.Parameter, grad: Tensor, local: Tensor, shape: tuple[int, ...]) -> None:
-        """Gives a tensor that is owned here memory, or the slice's if that is all of it."""
-        if local.numel() == whole.numel():
-            whole.data, grad = local.view(shape), grad.view(shape)
-        else:
-            whole.data, grad = local.new_empty(shape), grad.new_empty(shape)
-        if grad.dtype != whole.dtype:
-            whole.grad_dtype = grad.dtype
-        whole.grad = grad
-
-    def _messages(self, axis: str) -> tuple[list[Message], list[Message]]:
-        """What arrives and what leaves over one axis on the way to the owners: of each part gradient and values."""
+    def _messages(self, axis: str, *, back: bool) -> tuple[list[Message], list[Message]]:
+        """What arrives and what leaves over one axis, as seen on the way to the owners. On that of each part the
+        gradient, and its values too if the owner has none that are right; on the way back the values."""
         arriving, leaving = list[Message](), list[Message]()
         for member in self._moving:
+            kinds = (VALUES,) if back else (GRADIENT,) if member in self._known else (GRADIENT, VALUES)
             for part in member.parts:
                 for hop in (hop for hop in part.hops if hop.axis == axis):
                     if self.rank == hop.source:
-                        leaving += [(tensor, self._index(hop, hop.target)) for tensor in self._held[part]]
+                        leaving += [(self._held[part][kind], self._index(hop, hop.target)) for kind in kinds]
                     elif self.rank == hop.target:
-                        arriving += [(tensor, self._index(hop, hop.source)) for tensor in self._held[part]]
+                        arriving += [(self._held[part][kind], self._index(hop, hop.source)) for kind in kinds]
         return arriving, leaving
 
     def _index(self, hop: Hop, rank: int) -> int:
@@ -139,17 +182,19 @@ class OwnedBucket:
         for member in self._moving:
             local = member.param.local
             for part in member.parts:
-                if self.rank == part.owner == part.home and self._held[part][1].data_ptr() != local.data_ptr():
-                    local.copy_(self._held[part][1])
+                if self.rank == part.owner == part.home and not member.lies_here:
+                    local.copy_(self._held[part][VALUES])
             torch.autograd.graph.increment_version(local)
             if member.whole is not None:
                 member.whole.grad = None
-                member.whole.data = without_memory(member.whole.shape, member.whole.dtype, member.whole.device)
 
 
-def _kinds(messages: Sequence[Message]) -> list[bool]:
-    """Of messages in pairs, which one is of values."""
-    return [index % 2 == 1 for index in range(len(messages))]
+def _together(wanted: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+    """Memory for so many elements each, of a tensor's dtype and on its device: one after the other, if one dtype."""
+    if len({like.dtype for _, like in wanted}) != 1:
+        return [like.new_empty(numel) for numel, like in wanted]
+    sizes = [numel for numel, _ in wanted]
+    return [*torch.split(wanted[0][1].new_empty(sum(sizes)), sizes)]
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,7 +24,8 @@ from zeromesh.engine.parts import Home
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import OptimizerError
 from zeromesh.owners.bucket import Member, OwnedBucket, without_memory
-from zeromesh.owners.trial import require_tensorwise, trial_state_bytes
+from zeromesh.owners.stacks import Stacking, require_stackable
+from zeromesh.owners.trial import require_tensorwise, small_like, trial_state_bytes
 from zeromesh.pieces.owners import (
     BUCKET_BYTES,
     WAITS,
@@ -36,7 +37,7 @@ from zeromesh.pieces.owners import (
     significant_strides,
 )
 from zeromesh.pieces.passage import Part, bucket_of, passage
-from zeromesh.schedule import ITEM_BYTES, Bucket
+from zeromesh.schedule import ITEM_BYTES, Bucket, most_room
 from zeromesh.strategy import Layout
 
 CostOf = Callable[[Sequence[int]], float]
@@ -49,6 +50,8 @@ def by_owner(
     *,
     cost: CostOf | None = None,
     bucket_bytes: int | None = None,
+    batched: bool = False,
+    dims: int | None = None,
     **options: Any,
 ) -> OwnerOptimizer:
     """An optimizer for whole tensors: each is stepped by one of the ranks that together hold its state shards.
@@ -62,10 +65,14 @@ def by_owner(
         cost: of stepping a tensor of a shape, which owners are balanced by; None for the operations of torch's Muon,
             and of others the elements.
         bucket_bytes: of what one bucket brings to one owner; None for 64 MiB, and more where ranks would wait else.
+        batched: step on tensors of one shape at once, through torch.vmap: fewer and larger kernels, whose rounding is
+            not that of one tensor after the other.
+        dims: of what the class sees: tensors of more are batches of such. 2 for experts' weights of three dimensions.
         options: for `optimizer`.
 
     Raises:
-        OptimizerError: a parameter is not the sharded model's, or the class makes one tensor's update of others.
+        OptimizerError: a parameter is not the sharded model's, the class makes one tensor's update of others, or
+            torch.vmap does not run it and is to.
         MismatchError: on all ranks, if they give different tensors.
 
     Example:
@@ -76,7 +83,8 @@ def by_owner(
         groups = [{"params": groups}]
     groups = [{**group, "params": _listed(group["params"])} for group in groups]
     engine = _engine_of([param for group in groups for param in group["params"]], optimizer)
-    return OwnerOptimizer(optimizer, groups, options, engine, cost or _cost_of(optimizer), bucket_bytes)
+    stacking = Stacking(alike=batched, dims=dims)
+    return OwnerOptimizer(optimizer, groups, options, engine, cost or _cost_of(optimizer), bucket_bytes, stacking)
 
 
 def _listed(params: Any) -> list[Any]:
@@ -120,10 +128,12 @@ class OwnerOptimizer(Optimizer):
         engine: Engine,
         cost: CostOf,
         bucket_bytes: int | None,
+        stacking: Stacking,
     ) -> None:
         self._complete = False
         self.kind = kind
-        template = _stand_in(kind, groups, options, _whole)
+        self._stacking = stacking
+        template = _stand_in(kind, groups, options, self._whole)
         shown = [{**own, "params": group["params"]} for own, group in zip(template.param_groups, groups, strict=True)]
         super().__init__(shown, template.defaults)
         self._complete = True
@@ -132,7 +142,11 @@ class OwnerOptimizer(Optimizer):
         self._taken = [_options(group) for group in self.param_groups]
         stepped = [param for param in self._params if param.requires_grad and param.numel()]
         _require_undivided(stepped)
-        require_tensorwise(kind, list({param.dim(): param for param in stepped}.values()), options)
+        wholes = [self._whole(param) for param in stepped]
+        items = [small_like(whole) for whole in {whole.dim(): whole for whole in wholes}.values()]
+        require_tensorwise(kind, items, options)
+        if stacking.alike or any(stacking.is_batch(param.shape) for param in stepped):
+            require_stackable(kind, items, options)
         self._place(engine, stepped, cost, bucket_bytes, groups, options)
         self._take_over()
 
@@ -147,7 +161,7 @@ class OwnerOptimizer(Optimizer):
     ) -> None:
         """Chooses owners, and puts the buckets into the engine's schedule."""
         home, known = _home_of(engine, self.kind, params), _placements(engine)
-        layout = home.layout
+        layout, self._control = home.layout, home.control
         self.placements = [known[param][0] for param in params]
         dtypes = [known[param][1] for param in params]
         self._grad_dtypes = {param: DTYPES[known[param][1][0]] for param in params}
@@ -156,15 +170,18 @@ class OwnerOptimizer(Optimizer):
         self.owners: Owners = choose_owners(layout, self.placements, costs)
         named = zip(self.placements, self.owners.rank_of, strict=True)
         lines = [f"{self.kind.__name__} of {each.name} {each.shape} on {owner}" for each, owner in named]
-        engine.control.require_same("tensors in zm.by_owner", "\n".join([*lines, f"buckets of {bucket_bytes}"]))
+        engine.control.require_same(
+            "tensors in zm.by_owner", "\n".join([*lines, f"buckets of {bucket_bytes}", repr(self._stacking)])
+        )
         rank = layout.shard(
             layout.degree(layout.significant), layout.significant, layout.coordinates(home.control.rank)
         ).start
-        own = {p: _whole(p) for p, owner in zip(params, self.owners.rank_of, strict=True) if owner == rank}
+        own = {p: self._whole(p) for p, owner in zip(params, self.owners.rank_of, strict=True) if owner == rank}
         WHOLE[self] = frozenset(own)
         parts = defaultdict[int, list[Part]](list)
         for part in passage(layout, self.placements, self.owners.rank_of):
             parts[part.tensor].append(part)
+        self._moving = [param for index, param in enumerate(params) if any(part.hops for part in parts[index])]
         members = [Member(param=p, whole=own.get(p), parts=tuple(parts[index])) for index, p in enumerate(params)]
         each = max((sum(ITEM_BYTES[dtype] for dtype in pair) for pair in dtypes), default=1)
         self.buckets, described = list[OwnedBucket](), list[Bucket]()
@@ -172,8 +189,9 @@ class OwnerOptimizer(Optimizer):
         for indices in cut(self.placements, self.owners, costs, most, waits=waits):
             held = [members[index] for index in indices]
             optimizer = _stand_in(self.kind, groups, options, {m.param: m.whole for m in held}.get)
-            self.buckets.append(_bucket(engine, layout, optimizer, held, rank))
-            described.append(bucket_of(layout, [part for member in held for part in member.parts], rank, dtypes))
+            self.buckets.append(_bucket(engine, layout, optimizer, held, rank, self._stacking))
+            passing = [part for member in held for part in member.parts]
+            described.append(bucket_of(layout, self.placements, passing, rank, dtypes))
         self._number = engine.own(self.buckets, described)
         weakref.finalize(self, _disown, self._engine, self._number)
 
@@ -197,10 +215,20 @@ class OwnerOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
             engine.before_step(self._params)
+        self._forget_changed(engine)
         self._hand_over()
         engine.interpreter.step_owned(self._number)
         self._take_over()
         return loss
+
+    def _forget_changed(self, engine: Engine) -> None:
+        """What anybody else has changed since the last step, on any rank, goes to its owner anew."""
+        if not self._moving:
+            return
+        changed = self._control.agree([engine.changed_by(param) is not self for param in self._moving])
+        params = {param for param, by_others in zip(self._moving, changed, strict=True) if by_others}
+        for bucket in self.buckets:
+            bucket.forget(params)
 
     def _hand_over(self) -> None:
         """What users, schedulers and loads have changed goes to the buckets' optimizers."""
@@ -224,6 +252,20 @@ class OwnerOptimizer(Optimizer):
             if whole in bucket.optimizer.state:
                 self.state[param] = bucket.optimizer.state[whole]
 
+    def kept_values(self) -> list[Tensor]:
+        """What this rank keeps of the values of tensors that it owns and does not hold whole."""
+        return [values for bucket in self.buckets for values in bucket.values()]
+
+    def kept_bytes(self) -> int:
+        """The same once all of its tensors have been stepped on."""
+        return sum(member.kept_bytes for bucket in self.buckets for member in bucket.members)
+
+    def room_bytes(self) -> tuple[int, int]:
+        """What comes to this rank inside a step and goes with it, at its most, as (predicted, in the last step)."""
+        engine = self._engine()
+        described = () if engine is None else engine.schedule.buckets[self._number]
+        return most_room([each.room_bytes for each in described]), most_room([b.room_bytes for b in self.buckets])
+
     def state_bytes(self) -> int:
         """Of the states that this rank keeps once all its tensors have been stepped on, from none that it has: the
         class steps once on a tensor of each kind that it owns. Numbers, such as step counts, are not counted."""
@@ -233,12 +275,17 @@ class OwnerOptimizer(Optimizer):
             group = next(
                 place for place, each in enumerate(self.param_groups) if any(p is param for p in each["params"])
             )
-            kind = group, whole.shape, whole.dtype, self._grad_dtypes[param]
+            item = self._whole(param)
+            kind = group, item.shape, item.dtype, self._grad_dtypes[param]
             if kind not in found:
                 options = _options(bucket.optimizer.param_groups[group])
-                found[kind] = trial_state_bytes(self.kind, whole, self._grad_dtypes[param], options, self._given)
-            total += found[kind]
+                found[kind] = trial_state_bytes(self.kind, item, self._grad_dtypes[param], options, self._given)
+            total += found[kind] * (whole.numel() // item.numel())
         return total
+
+    def _whole(self, param: ShardedParameter) -> nn.Parameter:
+        """Of the shape that the class sees of it, without memory."""
+        return nn.Parameter(without_memory(self._stacking.item(param.global_shape), param.dtype, param.device))
 
     def _own(self) -> Iterator[tuple[OwnedBucket, ShardedParameter, nn.Parameter]]:
         for bucket in self.buckets:
@@ -290,9 +337,22 @@ def _home_of(engine: Engine, kind: type[Optimizer], params: Sequence[ShardedPara
     return engine.homes[parts.pop()]
 
 
-def _bucket(engine: Engine, layout: Layout, optimizer: Optimizer, members: Sequence[Member], rank: int) -> OwnedBucket:
-    strides = significant_strides(layout)
-    return OwnedBucket(optimizer=optimizer, members=members, rank=rank, groups=engine.backend.groups, strides=strides)
+def _bucket(
+    engine: Engine,
+    layout: Layout,
+    optimizer: Optimizer,
+    members: Sequence[Member],
+    rank: int,
+    stacking: Stacking,
+) -> OwnedBucket:
+    return OwnedBucket(
+        optimizer=optimizer,
+        members=members,
+        rank=rank,
+        groups=engine.backend.groups,
+        strides=significant_strides(layout),
+        stacking=stacking,
+    )
 
 
 def _stand_in(
@@ -307,11 +367,6 @@ def _stand_in(
         for group in groups
     ]
     return kind(own, **options)
-
-
-def _whole(param: ShardedParameter) -> nn.Parameter:
-    """Of the whole tensor's shape, without memory."""
-    return nn.Parameter(without_memory(param.global_shape, param.dtype, param.device))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

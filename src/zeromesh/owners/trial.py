@@ -26,23 +26,27 @@ def require_tensorwise(kind: type[Optimizer], like: Sequence[Tensor], options: M
 
     Args:
         kind: the optimizer's class.
-        like: a parameter: its number of dimensions, dtype and device.
+        like: small tensors, of all numbers of dimensions that it will see.
         options: for `kind`.
     """
     if any(base.__name__ in MIXING and base.__module__.startswith("torch.optim") for base in kind.__mro__):
         raise _mixes(kind)
     for sample in like:
-        sizes = [min(size, 4 + place) for place, size in enumerate(sample.shape)]
-        values = [_values(sizes, sample, seed) for seed in (1, 2)]
+        values = [_values(sample, seed) for seed in (1, 2)]
         together = _stepped(kind, values, (0, 1), options)
         alone = [_stepped(kind, values, (which,), options)[0] for which in (0, 1)]
         if not all(torch.equal(one, other) for one, other in zip(together, alone, strict=True)):
             raise _mixes(kind)
 
 
-def _values(sizes: Sequence[int], like: Tensor, seed: int) -> Tensor:
+def small_like(like: Tensor) -> Tensor:
+    """A tensor of its number of dimensions, dtype and device, of a few elements."""
+    return _values(like[tuple(slice(4 + place) for place in range(like.dim()))], 0)
+
+
+def _values(like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(sizes, generator=generator, dtype=torch.float64).to(like.device, like.dtype)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device, like.dtype)
 
 
 def _stepped(

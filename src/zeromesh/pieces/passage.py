@@ -7,6 +7,9 @@ another index on a than its owner has::
 
     node=3,cluster=1 on 2 x 2; chunks 0 to 3 are (node, cluster) = (0,0), (0,1), (1,0), (1,1); a tensor of chunk 0's
     owner:   cluster: 1 -> 0, 3 -> 2      node: 2 (with what 3 sent) -> 0
+
+[Note: Kept values] An owner keeps the values of its tensors from step to step, so gradients come to it, and values go
+back. Where somebody else has changed a tensor since (a load, another optimizer, a user), its values come anew.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeromesh.pieces.owners import Placement, significant_strides
-from zeromesh.schedule import Bucket, Shipment
+from zeromesh.schedule import ITEM_BYTES, Bucket, Shipment
 from zeromesh.strategy import Axis, Layout
 
 
@@ -78,22 +81,44 @@ def _hops(strides: Mapping[str, tuple[int, int]], home: int, owner: int) -> tupl
     return tuple(hops)
 
 
-def bucket_of(layout: Layout, parts: Sequence[Part], rank: int, dtypes: Sequence[tuple[str, str]]) -> Bucket:
-    """What `rank` sends of a bucket's `parts`, as the schedule has it.
+def bucket_of(
+    layout: Layout, tensors: Sequence[Placement], parts: Sequence[Part], rank: int, dtypes: Sequence[tuple[str, str]]
+) -> Bucket:
+    """What `rank` sends of a bucket's `parts`, and has of them for a while, as the schedule has it.
 
     Args:
+        tensors: that parts are of.
         dtypes: by tensor, of gradient and values.
     """
-    there, back = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    there, back, anew = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for part in parts:
         grad, values = dtypes[part.tensor]
         for hop in part.hops:
             if rank == hop.source:
                 there[hop.axis, grad] += part.numel
-                there[hop.axis, values] += part.numel
+                anew[hop.axis, values] += part.numel
             elif rank == hop.target:
                 back[hop.axis, values] += part.numel
-    return Bucket(there=_shipments(there, reversed(layout.axes)), back=_shipments(back, layout.axes))
+    inwards, outwards = [*reversed(layout.axes)], layout.axes
+    return Bucket(
+        there=_shipments(there, inwards),
+        back=_shipments(back, outwards),
+        anew=_shipments(anew, inwards),
+        room_bytes=rooms_of(tensors, parts, dtypes)[rank],
+    )
+
+
+def rooms_of(tensors: Sequence[Placement], parts: Sequence[Part], dtypes: Sequence[tuple[str, str]]) -> Counter[int]:
+    """By rank, the bytes that come to it for a bucket's `parts` and go with it: gradients where their tensors are
+    owned, unless all of a tensor lies there already, and what passes by on its way."""
+    rooms: Counter[int] = Counter()
+    for part in parts:
+        grad, values = (ITEM_BYTES[dtype] for dtype in dtypes[part.tensor])
+        if part.hops or part.numel < tensors[part.tensor].numel:
+            rooms[part.owner] += part.numel * grad
+        for hop in part.hops[:-1]:
+            rooms[hop.target] += part.numel * (grad + values)
+    return rooms
 
 
 def _shipments(sent: Mapping[tuple[str, str], int], order: Iterable[Axis]) -> tuple[Shipment, ...]:

@@ -50,14 +50,16 @@ from zeromesh.cluster import Cluster
 from zeromesh.cost import MOST_TAKEN, ComputeModel, Constants, taken_share
 from zeromesh.cost.collective import HOST
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
+from zeromesh.model import ModelSpec, Recomputation, TensorSpec, UnitKind, UnitSpec
 from zeromesh.model.spec import DTYPE_BYTES
+from zeromesh.pieces.owners import newton_schulz_flops
 from zeromesh.planner.memory import bytes_each, moment_bytes
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule import BUCKET_BYTES, LANES
 from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import Operation, Transfer
+from zeromesh.simulator.owned import is_matrix
 from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Axis, Stage, Wire
 from zeromesh.strategy.collective import AUTO, find_collective
@@ -234,8 +236,23 @@ class Bounds:
         return ComputeSeconds(forward=forward, backward=backward, blocks=len(blocks), block_backward=least)
 
     def optimizer_s(self, block: Block) -> Floats:
-        states = self.model.num_trainable / _state_degree(block)
-        return np.asarray(states * self.compute.optimizer(1.0))
+        """Each rank has a part of the elements; of what owners divide, one has at least the mean."""
+        per_rank = self.model.num_trainable * self.compute.optimizer(1.0)
+        if self.workload.optimizer == "muon":
+            flops = sum(newton_schulz_flops(tensor.shape) for tensor in self._matrices)
+            per_rank += flops / (self.compute.matrix_flops * self.compute.constants.matmul_share)
+        return np.asarray(per_rank / _state_degree(block))
+
+    @cached_property
+    def _matrices(self) -> list[TensorSpec]:
+        """What Muon steps on."""
+        return [
+            tensor
+            for unit in self.model.units
+            for tensor in unit.tensors
+            if is_matrix(unit, tensor)
+            for _ in range(unit.count)
+        ]
 
     # Communication --------------------------------------------------------------------------------------------------
 
@@ -453,11 +470,19 @@ class Bounds:
             model.whole_bytes
             + width * model.num_params / by_param
             + DTYPE_BYTES[work.grad_dtype] * model.num_trainable / by_grad
-            + (master + moment_bytes(work.master_dtype)) * model.num_trainable / by_state
+            + ((master + moment_bytes(work.master_dtype)) * model.num_trainable - self._fewer_moments) / by_state
             + kept
             + np.where(by_param > 1, np.where(dropped > 1, self._gather_slots, width * model.num_params), 0.0)
             + np.where((by_grad > 1) & ((by_param > 1) | (not self.joins)), self._reduce_slots, 0.0)
         )
+
+    @property
+    def _fewer_moments(self) -> float:
+        """Bytes by which Muon's one momentum is below AdamW's two; what owners keep beside it the bound leaves out."""
+        if self.workload.optimizer != "muon":
+            return 0.0
+        less = moment_bytes(self.workload.master_dtype) - DTYPE_BYTES[self.workload.grad_dtype]
+        return less * sum(tensor.num_elements for tensor in self._matrices)
 
     @property
     def _param_wires(self) -> Iterator[str]:

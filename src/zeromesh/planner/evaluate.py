@@ -140,8 +140,10 @@ class Evaluator:
         return self._simulations[key]
 
     def _estimate(self, candidate: Candidate) -> Estimate:
+        """From few blocks; from all where units are joined, or owners share what all blocks have."""
         counts = _few_blocks(self.model)
-        if counts is None or self._joins(candidate):
+        by_owners = self.workload.optimizer == "muon" or self.workload.ownership == "owners"
+        if counts is None or by_owners or self._joins(candidate):
             return self.measured(candidate)
         few, more, all_of_them = counts
         low = self._simulate(_with_blocks(self.model, few), candidate)

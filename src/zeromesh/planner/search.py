@@ -179,15 +179,10 @@ def search(
 
     Raises:
         NothingFitsError: no candidate fits in memory.
-        InputError: the batch does not divide, or the optimizer is one whose memory the bounds do not know.
+        InputError: the batch does not divide.
     """
     options = options or Options()
     constants = constants or default_constants()
-    if workload.optimizer != "adamw":
-        raise InputError(
-            f"strategies are searched for adamw, whose memory the bounds know; got {workload.optimizer}: search for "
-            f"adamw, then simulate what it lists with {workload.optimizer}"
-        )
     mechanics = find_engine(engine)
     if options.max_simulations is None and not _bounded(mechanics):
         raise InputError(

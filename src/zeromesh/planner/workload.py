@@ -27,6 +27,7 @@ class Workload:
         param_dtype, reduce_dtype, grad_dtype, master_dtype: fp64, fp32, bf16 or fp16, for the options of
             `zeromesh.shard` of these names; reduce_dtype None is param_dtype.
         optimizer: adamw, or muon for the matrices of blocks and adamw for the rest.
+        ownership: what adamw steps on: slices, or whole tensors that each have an owner. Muon's always have.
 
     Raises:
         InputError: a size below 1, a dtype that there is not, or a batch that is no whole number of sequences.
@@ -41,6 +42,7 @@ class Workload:
     grad_dtype: str = "fp32"
     master_dtype: str = "fp32"
     optimizer: str = "adamw"
+    ownership: str = "slices"
 
     def __post_init__(self) -> None:
         settle_dtypes(self)
@@ -116,6 +118,7 @@ class Workload:
             grad_dtype=self.grad_dtype,
             master_dtype=self.master_dtype,
             optimizer=self.optimizer,
+            ownership=self.ownership,
         )
 
     def recomputations(self) -> tuple[Recomputation, ...]:

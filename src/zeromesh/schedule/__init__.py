@@ -5,7 +5,7 @@ buffer), `memory` (all buffers), `bucket` (whole tensors), `program` (points and
 backward are), `interpreter` (who carries ops out), `step` (the canonical order).
 """
 
-from zeromesh.schedule.bucket import Bucket, Shipment
+from zeromesh.schedule.bucket import Bucket, Shipment, most_room
 from zeromesh.schedule.calls import Call, Forward
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.placed import Placed, Route, place
@@ -49,6 +49,7 @@ __all__ = [
     "join_units",
     "joined_name",
     "lane_axes",
+    "most_room",
     "neighbours",
     "place",
     "sent_bytes_per_axis",

@@ -38,7 +38,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from zeromesh.schedule.bucket import Bucket
+from zeromesh.schedule.bucket import AHEAD, Bucket
 from zeromesh.schedule.memory import MemoryPlan
 from zeromesh.schedule.placed import Placed, place
 from zeromesh.schedule.unit import Role, Unit
@@ -87,10 +87,6 @@ class Op:
     def __str__(self) -> str:
         return f"{self.action.value}({self.unit})"
 
-
-AHEAD = 2
-"""Buckets of whole tensors on their way to their owners while one is stepped, or waiting to be: beside them one goes
-back. Fewer would leave a lane idle at each turn, more only hold memory."""
 
 Program = dict[tuple[PointKind, int], tuple[Op, ...]]
 

@@ -23,8 +23,8 @@ from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
 from zeromesh.simulator.mechanics import Mechanics, find_engine
 from zeromesh.simulator.memory import MOMENTS, Activations, MemoryBytes, memory_bytes, step_bytes, unreduced_bytes
-from zeromesh.simulator.muon import OwnedMatrices
 from zeromesh.simulator.network import Job
+from zeromesh.simulator.owned import OwnedTensors, owned_tensors
 from zeromesh.simulator.result import AxisTraffic, Simulation
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
@@ -97,7 +97,7 @@ class _Setup:
     transfers: TransferModel
     schedule: Schedule
     specs: tuple[tuple[UnitSpec, ...], ...]  # of each unit of the schedule
-    owned: OwnedMatrices | None  # what Muon steps on
+    owned: tuple[OwnedTensors, ...]  # of each optimizer that steps by owners
 
     @classmethod
     def of(
@@ -117,7 +117,9 @@ class _Setup:
         dtype = cluster.device.compute_dtype(workload.param_dtype)
         compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
         schedule = Schedule.of(layout, units, backend=cluster.backend if mechanics.workspace else None)
-        owned = OwnedMatrices.of(schedule, specs, compute) if workload.optimizer == "muon" else None
+        owned = owned_tensors(schedule, specs, compute, workload)
+        for each in owned:
+            schedule = schedule.with_owned(each.buckets)
         return cls(
             model=model,
             cluster=cluster,
@@ -127,7 +129,7 @@ class _Setup:
             constants=constants,
             compute=compute,
             transfers=TransferModel(cluster, constants, compute),
-            schedule=schedule if owned is None else schedule.with_owned(owned.buckets),
+            schedule=schedule,
             specs=specs,
             owned=owned,
         )
@@ -146,14 +148,21 @@ class _Setup:
             dynamic_bytes=dynamic_bytes,
         )
         found = memory_bytes(self.schedule, dynamic_bytes, overhead, planned=self.mechanics.planned)
-        optimizer = found.optimizer if self.owned is None else found.optimizer - self._less_states(self.owned)
-        return replace(found, params=found.params + self.model.whole_bytes, optimizer=optimizer)
+        params, optimizer = found.params + self.model.whole_bytes, found.optimizer + self._owned_bytes
+        return replace(found, params=params, optimizer=optimizer)
 
-    def _less_states(self, owned: OwnedMatrices) -> float:
-        """Bytes by which Muon's states are below AdamW's: one momentum of what a rank owns, not two of its slices."""
+    @property
+    def _owned_bytes(self) -> float:
+        """What the rank with the most keeps of tensors that it owns, less AdamW's moments of their slices."""
         ranks = self.schedule.layout.degree(self.schedule.layout.significant)
-        item = ITEM_BYTES[self.workload.master_dtype]
-        return item * (MOMENTS * owned.numel / ranks) - ITEM_BYTES[self.workload.grad_dtype] * owned.most_numel
+        moments = MOMENTS * ITEM_BYTES[self.workload.master_dtype]
+        most = max(map(sum, zip(*(each.held_bytes for each in self.owned), strict=True)), default=0.0)
+        return most - moments * sum(each.numel for each in self.owned) / ranks
+
+    @property
+    def room_bytes(self) -> float:
+        """What a step by owners takes for a while on the rank where that is most, one optimizer after the other."""
+        return max((room for each in self.owned for room in each.room_bytes), default=0.0)
 
     def parts(self) -> tuple[UnitSpec, ...]:
         """What computes, in order; several may be one unit of the schedule."""
@@ -186,7 +195,7 @@ class _Setup:
     def optimizer_seconds(self) -> float:
         layout = self.schedule.layout
         trainable = sum(b.numel for unit in self.schedule.units for b in unit.buffers if b.trainable)
-        sliced = trainable - (0 if self.owned is None else self.owned.numel)
+        sliced = trainable - sum(each.numel for each in self.owned)
         return self.compute.optimizer(sliced / layout.degree(layout.significant))
 
 
@@ -284,7 +293,8 @@ class _Step:
 def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) -> Simulation:
     workload, cluster, layout = setup.workload, setup.cluster, setup.schedule.layout
     tokens_per_s = workload.global_batch_tokens / step.step_s / cluster.world
-    memory = setup.memory(max(step.activations.peak, step_bytes(setup.schedule, setup.mechanics.step_bytes)))
+    stepping = max(step_bytes(setup.schedule, setup.mechanics.step_bytes), setup.room_bytes)
+    memory = setup.memory(max(step.activations.peak, stepping))
     exposed = sorted(((axes, name, s) for (axes, name), s in totals.exposed_s.items()), key=lambda item: -item[2])
     return Simulation(
         strategy=str(setup.strategy),

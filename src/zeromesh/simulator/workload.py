@@ -9,6 +9,7 @@ from zeromesh.model import Recomputation
 from zeromesh.strategy.plan import settle_dtypes
 
 OPTIMIZERS = ("adamw", "muon")
+OWNERSHIPS = ("slices", "owners")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class FixedWorkload:
         grad_dtype: of the accumulated gradient.
         master_dtype: of the optimizer's copy.
         optimizer: adamw, or muon for the matrices of blocks and adamw for the rest.
+        ownership: what adamw steps on: slices, or whole tensors that each have an owner. Muon's always have.
 
     Raises:
         InputError: a size below 1, or a dtype that is not fp64, fp32, bf16 or fp16.
@@ -39,6 +41,7 @@ class FixedWorkload:
     grad_dtype: str = "fp32"
     master_dtype: str = "fp32"
     optimizer: str = "adamw"
+    ownership: str = "slices"
 
     def __post_init__(self) -> None:
         settle_dtypes(self)
@@ -47,6 +50,8 @@ class FixedWorkload:
                 raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {self.optimizer!r}")
+        if self.ownership not in OWNERSHIPS:
+            raise ConfigError(f"ownership must be one of {', '.join(OWNERSHIPS)}; got {self.ownership!r}")
 
     @property
     def micro_batch_tokens(self) -> int:

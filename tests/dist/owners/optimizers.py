@@ -96,3 +96,25 @@ class SOAP(_Each):
         state["exp_avg_sq"].mul_(0.99).addcmul_(grad, grad, value=0.01)
         update = first / (state["exp_avg_sq"].sqrt() + 1e-6)
         param.sub_(group["lr"] * (left @ update @ right.T if matrix else update))
+
+
+class Orthogonal(_Each):
+    """Muon's iteration (https://kellerjordan.github.io/posts/muon) in the gradient's own dtype, without its weight
+    decay; of a batch of matrices each by itself, of other tensors descent."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["momentum"] = 0.9 * state.get("momentum", torch.zeros_like(grad)) + grad
+        update = state["momentum"]
+        if param.dim() > 1:
+            matrices = update if param.dim() == 3 else [update]
+            update = torch.stack([_orthogonal(matrix) for matrix in matrices]).view(param.shape)
+        param.sub_(group["lr"] * update)
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x

@@ -16,7 +16,19 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import zeromesh as zm
 from tests.dist.features.parity import close, same_params
 from tests.dist.owners.optimizers import LAMB
-from tests.dist.owners.test_parity import KINDS, backward, groups_of, in_one_process, net, optimizers_of, shard
+from tests.dist.owners.test_parity import (
+    KINDS,
+    all_in_one_process,
+    all_kinds,
+    backward,
+    groups_of,
+    in_one_process,
+    many,
+    net,
+    optimizers_of,
+    owned_kind,
+    shard,
+)
 from tests.dist.pool import Pool
 from zeromesh.errors import CheckpointError
 
@@ -59,13 +71,33 @@ def resume(path: Path, kind: str, sizes: tuple[int, ...], strategy: str, *, slic
     same_params(model, in_one_process(kind, RANKS, SAVED + 3).params[-1])
 
 
-@pytest.mark.parametrize("kind", ["Muon", "Adafactor", "LAMB"])
-def test_resumes_anywhere(pool: Pool, tmp_path: Path, kind: str) -> None:
-    pool.run(4, save, tmp_path, kind)
-    pool.run(4, resume, tmp_path, kind, (4,), "node=1")
-    pool.run(2, resume, tmp_path, kind, (2,), "node=3")
-    pool.run(4, resume, tmp_path, kind, (2, 2), "node=0,cluster=2")
-    pool.run(1, resume, tmp_path, kind, (1,), "node=3")
+def save_all(path: Path) -> None:
+    model = shard(many(), (2, 2), "node=3,cluster=1")
+    optimizers = [*all_kinds(model, owned_kind).values()]
+    steps(model, optimizers, 0, SAVED)
+    with zm.Checkpoints(path, model, optimizers) as checkpoints:
+        checkpoints.save(SAVED)
+
+
+def resume_all(path: Path, sizes: tuple[int, ...], strategy: str) -> None:
+    base = many()
+    for param in base.parameters():
+        param.data.fill_(3.0)
+    model = shard(base, sizes, strategy)
+    optimizers = [*all_kinds(model, owned_kind).values()]
+    steps(model, optimizers, 0, 1)  # states of another run are there already, and values at their owners
+    with zm.Checkpoints(path, model, optimizers) as checkpoints:
+        assert checkpoints.load() is not None
+    steps(model, optimizers, SAVED, SAVED + 3)
+    same_params(model, all_in_one_process(RANKS, SAVED + 3).params[-1])
+
+
+def test_all_kinds_resume_anywhere(pool: Pool, tmp_path: Path) -> None:
+    pool.run(4, save_all, tmp_path)
+    pool.run(4, resume_all, tmp_path, (4,), "node=1")
+    pool.run(2, resume_all, tmp_path, (2,), "node=3")
+    pool.run(4, resume_all, tmp_path, (2, 2), "node=0,cluster=2")
+    pool.run(1, resume_all, tmp_path, (1,), "node=3")
 
 
 def test_adamw_goes_from_owners_to_slices_and_back(pool: Pool, tmp_path: Path) -> None:

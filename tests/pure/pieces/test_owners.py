@@ -152,19 +152,18 @@ def test_every_part_comes_to_its_owner(case: tuple[Layout, list[Placement], list
 
 @given(cases())
 def test_bytes_are_what_lies_elsewhere_than_the_owner(case: tuple[Layout, list[Placement], list[float]]) -> None:
-    """Over each axis all ranks of a copy send together what has another index on it than its owner: there gradient and
-    value, back the value."""
+    """Over each axis all ranks of a copy send together what has another index on it than its owner: there the gradient,
+    and anew the value; back the value."""
     layout, tensors, costs = case
     owners = choose_owners(layout, tensors, costs)
     parts = passage(layout, tensors, owners.rank_of)
     ranks = layout.degree(layout.significant)
     dtypes = [("fp32", "fp64")] * len(tensors)
-    there: Counter[str] = Counter()
-    back: Counter[str] = Counter()
+    sent = {name: Counter[str]() for name in ("there", "back", "anew")}
     for rank in range(ranks):
-        bucket = bucket_of(layout, parts, rank, dtypes)
-        for total, shipments in ((there, bucket.there), (back, bucket.back)):
-            for shipment in shipments:
+        bucket = bucket_of(layout, tensors, parts, rank, dtypes)
+        for name, total in sent.items():
+            for shipment in getattr(bucket, name):
                 total[shipment.axis.name] += shipment.sent_bytes
     expected: Counter[str] = Counter()
     for tensor, owner in zip(tensors, owners.rank_of, strict=True):
@@ -173,8 +172,8 @@ def test_bytes_are_what_lies_elsewhere_than_the_owner(case: tuple[Layout, list[P
             for axis in reversed(layout.significant):
                 (home, here), (there_is, goal) = divmod(home, axis.size), divmod(there_is, axis.size)
                 expected[axis.name] += here != goal
-    assert {name: count for name, count in there.items() if count} == {n: 12 * c for n, c in expected.items() if c}
-    assert {name: count for name, count in back.items() if count} == {n: 8 * c for n, c in expected.items() if c}
+    for name, width in (("there", 4), ("back", 8), ("anew", 8)):
+        assert +sent[name] == +Counter({axis: width * count for axis, count in expected.items()})
 
 
 @given(cases(), st.integers(1, 60), st.sampled_from([1.0, 1.1, math.inf]))

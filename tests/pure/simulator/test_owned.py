@@ -1,0 +1,178 @@
+"""Muon and AdamW by owners in the simulator: bytes, time and memory follow from who owns what."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+
+from zeromesh.cluster import preset
+from zeromesh.cost.constants import default_constants
+from zeromesh.errors import ConfigError
+from zeromesh.model import Recomputation
+from zeromesh.model import preset as model_preset
+from zeromesh.pieces.owners import BUCKET_BYTES, newton_schulz_flops
+from zeromesh.planner import Options, Workload, search
+from zeromesh.schedule import Schedule
+from zeromesh.simulator import FixedWorkload, simulate
+from zeromesh.simulator.owned import OwnedTensors
+from zeromesh.simulator.run import _Setup
+from zeromesh.strategy import Layout
+
+LLAMA = model_preset("llama-7b")
+GPT2 = model_preset("gpt2")
+A800 = preset("a800-8x-hdr")
+MATRICES = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+
+
+def work(optimizer: str, world: int, micro_batches: int = 2, ownership: str = "slices") -> FixedWorkload:
+    tokens = 512 * world * micro_batches
+    return FixedWorkload(seq_len=512, global_batch_tokens=tokens, optimizer=optimizer, ownership=ownership)
+
+
+def setup(strategy: str, world: int, optimizer: str = "muon", ownership: str = "slices") -> _Setup:
+    workload = work(optimizer, world, ownership=ownership)
+    return _Setup.of(LLAMA, A800.take(world), strategy, workload, "zeromesh", default_constants())
+
+
+def one(run: _Setup) -> OwnedTensors:
+    (owned,) = run.owned
+    return owned
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=1", "node=0,cluster=1", "node=0,cluster=0"])
+def test_bytes_are_what_lies_elsewhere_than_its_owner(strategy: str) -> None:
+    world = 16
+    found = {
+        optimizer: {
+            axis.axis: axis.bytes_sent_per_device
+            for axis in simulate(LLAMA, A800.take(world), strategy, work(optimizer, world)).axes
+        }
+        for optimizer in ("adamw", "muon")
+    }
+    owned = one(setup(strategy, world))
+    assert owned.numel == MATRICES
+    layout = Layout.of(strategy, A800.take(world).axes)
+    ranks = layout.degree(layout.significant)
+    expected: Counter[str] = Counter()
+    for tensor, owner in zip(owned.tensors, owned.owners.rank_of, strict=True):
+        for home, start, stop in tensor.parts(ranks):
+            at, goal = home, owner
+            for axis in reversed(layout.significant):
+                (at, here), (goal, there) = divmod(at, axis.size), divmod(goal, axis.size)
+                expected[axis.name] += (stop - start) * (here != there)
+    for axis in layout.axes:
+        more = found["muon"][axis.name] - found["adamw"][axis.name]
+        # Of an average rank, rounded up in each bucket: fp32 gradients there, masters back.
+        assert more == pytest.approx(8 * expected[axis.name] / ranks, abs=8 * len(owned.buckets))
+
+
+def test_time_is_the_longest_owners_and_what_is_not_hidden() -> None:
+    """Of 8 ranks in one node: at least Newton-Schulz of an eighth of the matrices, and no more than a tenth above it
+    beside what moves."""
+    world = 8
+    adamw, muon = (
+        simulate(LLAMA, A800.take(world), "node=3,cluster=0", work(each, world)) for each in ("adamw", "muon")
+    )
+    run = setup("node=3,cluster=0", world)
+    flops = 32 * (4 * newton_schulz_flops((4096, 4096)) + 3 * newton_schulz_flops((11008, 4096)))
+    least = flops / world / (run.compute.matrix_flops * run.compute.constants.matmul_share)
+    stepping = sum(bucket.step_s for bucket in one(run).buckets)
+    assert least <= stepping - run.compute.optimizer(MATRICES / world) <= 1.3 * least
+    assert muon.compute_s - adamw.compute_s == pytest.approx(
+        stepping - run.compute.optimizer(MATRICES / world), rel=0.05
+    )
+    assert muon.step_s > adamw.step_s + least
+
+
+def held_numel(owned: OwnedTensors, ranks: int) -> tuple[Counter[int], Counter[int]]:
+    """Elements by rank: of all that it owns, and of what of that does not lie there as a whole."""
+    all_of, apart = Counter[int](), Counter[int]()
+    for tensor, rank in zip(owned.tensors, owned.owners.rank_of, strict=True):
+        all_of[rank] += tensor.numel
+        apart[rank] += tensor.numel if [home for home, _, _ in tensor.parts(ranks)] != [rank] else 0
+    return all_of, apart
+
+
+def test_memory_is_what_owners_keep() -> None:
+    """Of Muon one fp32 momentum, of AdamW two moments, and of both the values of what does not lie there anyway."""
+    world = 16
+    slices = simulate(LLAMA, A800.take(world), "node=3,cluster=1", work("adamw", world)).memory
+    for optimizer, ownership, width in (("muon", "slices", 4), ("adamw", "owners", 8)):
+        found = simulate(
+            LLAMA, A800.take(world), "node=3,cluster=1", work(optimizer, world, ownership=ownership)
+        ).memory
+        owned = one(setup("node=3,cluster=1", world, optimizer, ownership))
+        every, apart = held_numel(owned, world)
+        most = max(width * every[rank] + 4 * apart[rank] for rank in range(world))
+        assert most == max(owned.held_bytes)
+        assert found.optimizer - slices.optimizer == pytest.approx(most - 8 * owned.numel / world)
+        assert owned.numel / world <= max(every.values()) <= 1.1 * owned.numel / world
+
+
+def test_muon_beside_adamw_by_owners_divides_all_tensors() -> None:
+    muon, adamw = setup("node=3,cluster=1", 16, "muon", "owners").owned
+    assert muon.numel == MATRICES and muon.numel + adamw.numel == LLAMA.num_trainable
+    assert not {tensor.name for tensor in muon.tensors if "norm" in tensor.name}
+
+
+def test_a_step_takes_room_for_three_buckets() -> None:
+    """No less than an even share of the gradients of three buckets; where states are whole everywhere, none."""
+    run = setup("node=3,cluster=1", 16)
+    owned = one(run)
+    every, _ = held_numel(owned, 16)
+    passing = 8 * MATRICES / 16
+    assert BUCKET_BYTES < run.room_bytes == max(owned.room_bytes) < 4 * max(every.values()) + passing
+    assert setup("node=0,cluster=0", 16).room_bytes == 0
+
+
+def test_adamw_by_owners_sends_no_more_than_gradients_and_masters() -> None:
+    """AMSP's setting: over each axis what lies elsewhere than its owner, once each way."""
+    world = 16
+    found = {
+        ownership: {
+            axis.axis: axis.bytes_sent_per_device
+            for axis in simulate(
+                LLAMA, A800.take(world), "node=1,cluster=1", work("adamw", world, ownership=ownership)
+            ).axes
+        }
+        for ownership in ("slices", "owners")
+    }
+    for size, name in ((8, "node"), (2, "cluster")):
+        more = found["owners"][name] - found["slices"][name]
+        assert 0 < more <= 1.01 * 8 * LLAMA.num_trainable / world * (size - 1) / size
+
+
+def test_placements_are_those_of_the_schedule() -> None:
+    """Matrices lie inside their units' buffers, in order, apart."""
+    run = setup("node=3,cluster=1", 16)
+    assert isinstance(run.schedule, Schedule)
+    tensors = one(run).tensors
+    by_length = Counter(tensor.padded for tensor in tensors)
+    blocks = [p for unit in run.schedule.placed for p in unit if p.padded in by_length]
+    assert sum(by_length.values()) == 224 and len(blocks) == 32
+    for first, second in itertools.pairwise(tensors):
+        assert second.start == 0 or first.start + math.prod(first.shape) <= second.start
+        assert second.start + math.prod(second.shape) <= second.padded
+
+
+@pytest.mark.parametrize(("optimizer", "ownership"), [("muon", "slices"), ("adamw", "owners"), ("muon", "owners")])
+def test_a_plan_is_the_best_of_all(optimizer: str, ownership: str) -> None:
+    """A search with bounds finds what simulating every layout finds."""
+    cluster = A800.take(16)
+    workload = Workload(
+        seq_len=512, global_batch_tokens=16 * 512 * 4, micro_batch=2, optimizer=optimizer, ownership=ownership
+    )
+    found, _ = search(GPT2, cluster, workload, options=Options(splits="none", max_simulations=None, front=0))
+    fixed = workload.fixed(2, Recomputation.NONE)
+    every = [simulate(GPT2, cluster, f"node={node},cluster={outer}", fixed) for node in "0123" for outer in "0123"]
+    assert found.bound_s <= found.best.step_s <= min(each.step_s for each in every) * (1 + 1e-9)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizer must be one of adamw, muon; got 'sgd'"):
+        work("sgd", 8)
+    with pytest.raises(ConfigError, match="ownership must be one of slices, owners; got 'all'"):
+        work("adamw", 8, ownership="all")
