@@ -23,7 +23,6 @@ from torch import nn
 import zeromesh
 from zeromesh import simdev
 from zeromesh.cluster import Cluster
-from zeromesh.cost import slowdown, taken_share
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
 from zeromesh.observe.report import memory_report, persistent, traffic_report
@@ -149,14 +148,9 @@ class Stage:
             found.timed = replay(
                 found.watch.issued,
                 label=f"{engine.schedule.strategy} on {self.hardware.cluster.name} (rehearsed)",
-                contention=self._contention(engine, self.hardware),
+                cores=self.hardware.cluster.device.cores,
                 host_scale=found.host_s / whole_s if whole_s else 1.0,
             )
-
-    def _contention(self, engine: Engine, hardware: Hardware) -> float:
-        """What a kernel takes longer beside one collective, of the axis whose collectives take most."""
-        axes = [axis for axis in engine.schedule.axes if axis.size > 1]
-        return slowdown(max((taken_share(hardware.cluster, (a,), hardware.constants) for a in axes), default=0.0))
 
     def _record(self, step: Callable[[], object], engine: Engine) -> Watch:
         watch = Watch(

@@ -1,30 +1,32 @@
 """When what a step has issued would run on a device: streams with virtual clocks, and a host that runs ahead of them.
 
 [Note: Clocks of streams] The host issues one thing after another. A kernel or collective starts when its stream has
-done all before it and the host has issued it; an event carries its stream's clock to the streams that wait for it; a
-host that reads a result goes on when it is there. So a host that is slow leaves the device idle, and one that waits no
-longer runs ahead. While collectives are under way a kernel takes longer by the cost model's contention, and a
-collective that finds links busy with earlier ones takes longer by as much as they share: the first of two is not slowed
-down in turn, so lanes end a little early where many share a link (`zeromesh simulate` divides it among them).
+done all before it and the host has issued it; a stream that waits for an event goes on when the event's stream has come
+to it; a host that reads a result goes on when it is there. So a host that is slow leaves the device idle, and one that
+waits no longer runs ahead. Collectives share links, and slow kernels down, as in `zeromesh simulate`: they are jobs of
+the simulator's network, a lane for each stream.
 
 Torch-free.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal
 
 from zeromesh.cost.collective import CollectiveCost
+from zeromesh.errors import InternalError
 from zeromesh.rehearsal.result import COMPUTE, Place
+from zeromesh.simulator.network import Job, Network, Work
 from zeromesh.trace import Event, Trace
 
 OrderKind = Literal["record", "wait", "host event", "host stream", "host all"]
 
-_REMEMBERED = 64
-"""Collectives that may still be under way when another one starts: there are four lanes."""
+_MOMENT_S = 1e-12
+"""Times that are closer are one: seconds are added up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,105 +105,188 @@ class TimedStep:
     trace: Trace
 
 
-@dataclass(slots=True, kw_only=True)
-class Clocks:
-    """[Note: Clocks of streams].
+@dataclass(slots=True, eq=False)
+class _Mark:
+    """A place in a stream, and when the stream has come to it."""
+
+    done_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    mark: _Mark | None
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """Something in a stream.
 
     Args:
-        contention: seconds of a kernel's second while collectives are under way.
-        host_scale: seconds of the host for one of the recording, which takes time itself.
+        item: what it is.
+        issued_s: since when it has been there.
+        rows: of the step that issued it.
+        left_s: of a kernel that runs, undisturbed seconds.
+        started_s: when it did.
+        job: of a collective that has been begun.
     """
 
-    contention: float = 1.0
-    host_scale: float = 1.0
-    host_s: float = 0.0
-    streams: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    events: dict[int, float] = field(default_factory=dict)
-    _issued_s: float = 0.0
-    _busy: list[tuple[float, float, dict[int, float]]] = field(default_factory=list)
-
-    def issue(self, at_s: float) -> None:
-        """The host has gone on to here in its recording."""
-        self.host_s += (at_s - self._issued_s) * self.host_scale
-        self._issued_s = at_s
-
-    def kernel(self, stream: int, seconds: float) -> tuple[float, float]:
-        """Start and end."""
-        start = max(self.streams[stream], self.host_s)
-        under = max((min(e, start + seconds) - max(s, start) for s, e, _ in self._busy), default=0.0)
-        return self._run(stream, start, seconds + max(0.0, under) * (self.contention - 1))
-
-    def collective(self, stream: int, cost: CollectiveCost) -> tuple[float, float]:
-        """Start and end."""
-        start = max(self.streams[stream], self.host_s)
-        moves, whole = start + cost.latency_s, cost.transfer_s
-        end = start + cost.seconds
-        share = {level: busy / whole for level, busy in cost.busy} if whole else {}
-        later = dict.fromkeys(share, 0.0)
-        for begun, ended, others in self._busy:
-            for level in share.keys() & others.keys():
-                later[level] += max(0.0, min(ended, end) - max(begun, moves)) * min(share[level], others[level])
-        found = self._run(stream, start, cost.seconds + max(later.values(), default=0.0))
-        self._busy = [*self._busy[1 - _REMEMBERED :], (moves, found[1], share)]
-        return found
-
-    def order(self, order: Order) -> float:
-        """Seconds for which a stream stands still."""
-        match order.kind:
-            case "record":
-                self.events[order.event] = self.streams[order.stream] = max(self.streams[order.stream], self.host_s)
-            case "wait":
-                before = max(self.streams[order.stream], self.host_s)
-                self.streams[order.stream] = max(before, self.events.get(order.event, 0.0))
-                return self.streams[order.stream] - before
-            case "host event":
-                self.host_s = max(self.host_s, self.events.get(order.event, 0.0))
-            case "host stream":
-                self.host_s = max(self.host_s, self.streams[order.stream])
-            case "host all":
-                self.host_s = max(self.host_s, *self.streams.values(), 0.0)
-        return 0.0
-
-    def _run(self, stream: int, start: float, seconds: float) -> tuple[float, float]:
-        self.streams[stream] = start + seconds
-        return start, start + seconds
+    item: Kernel | Communication | _Mark | _Wait
+    issued_s: float
+    rows: _Rows
+    left_s: float | None = None
+    started_s: float = 0.0
+    job: Job | None = None
 
 
-def replay(issued: Iterable[Issued], *, label: str, contention: float, host_scale: float) -> tuple[TimedStep, ...]:
+@dataclass(slots=True)
+class _Stream:
+    queue: deque[_Queued] = field(default_factory=deque)
+    free_s: float = 0.0
+
+
+class _Device:
+    """[Note: Clocks of streams]."""
+
+    def __init__(self, cores: float | None) -> None:
+        self.network = Network(self._sent, cores)
+        self.streams: defaultdict[int, _Stream] = defaultdict(_Stream)
+        self._sending: dict[Job, _Queued] = {}
+
+    @property
+    def now_s(self) -> float:
+        return self.network.now_s
+
+    def put(self, stream: int, item: Kernel | Communication | _Mark | _Wait, rows: _Rows) -> None:
+        self.streams[stream].queue.append(_Queued(item, self.now_s, rows))
+
+    def mark(self, stream: int, rows: _Rows) -> _Mark:
+        """The end of what the stream has been given so far."""
+        mark = _Mark()
+        self.put(stream, mark, rows)
+        return mark
+
+    def run_until(self, seconds: float) -> None:
+        """By the clock."""
+        self.settle()
+        while self.now_s < seconds - _MOMENT_S:
+            self.go_on(seconds)
+            self.settle()
+
+    def come_to(self, marks: Sequence[_Mark]) -> None:
+        """All of them."""
+        self.settle()
+        while any(mark.done_s is None for mark in marks):
+            self.go_on(inf)
+            self.settle()
+
+    def settle(self) -> None:
+        """All that needs no time: what is over leaves its stream, what may begin does."""
+        moved = True
+        while moved:  # what one stream comes to may let another go on
+            moved = False
+            for number, stream in self.streams.items():
+                while stream.queue and self._is_over(number, stream, stream.queue[0]):
+                    stream.queue.popleft()
+                    stream.free_s, moved = self.now_s, True
+
+    def _is_over(self, number: int, stream: _Stream, queued: _Queued) -> bool:
+        match queued.item:
+            case _Mark() as mark:
+                mark.done_s = self.now_s
+            case _Wait(mark):
+                if mark is not None and mark.done_s is None:
+                    return False
+                since_s = max(stream.free_s, queued.issued_s)
+                if number == 0 and self.now_s - since_s > _MOMENT_S:
+                    queued.rows.waited(since_s, self.now_s)
+            case Kernel() as kernel:
+                if queued.left_s is None:
+                    queued.left_s, queued.started_s = kernel.seconds, self.now_s
+                if queued.left_s > 0:
+                    return False
+                if kernel.lane == COMPUTE:
+                    queued.rows.computed(kernel, queued.started_s, self.now_s)
+            case Communication() as sent:
+                if queued.job is None:
+                    work = Work(sent.operation, (sent.axis,), sent.cost, (sent.sent_bytes,))
+                    queued.job = Job((work,), self.now_s, 0, sent.micro_batch, sent.lane)
+                    self._sending[queued.job] = queued
+                    self.network.submit(queued.job, str(number))
+                return queued.job.done_s is not None
+        return True
+
+    def _sent(self, job: Job, _: Work, start: float, end: float) -> None:
+        queued = self._sending.pop(job)
+        assert isinstance(queued.item, Communication)
+        queued.rows.communicated(queued.item, start, end)
+
+    def go_on(self, until_s: float) -> None:
+        """To the next moment at which something is over, and not beyond `until_s`."""
+        heads = [stream.queue[0] for stream in self.streams.values() if stream.queue]
+        running = [head for head in heads if head.left_s is not None]
+        least = min((head.left_s for head in running if head.left_s is not None), default=inf)
+        before_s = self.now_s
+        done = self.network.go_on(least, until_s - before_s)
+        if self.now_s == inf:
+            raise InternalError(f"a timeline waits for something that never ends, {before_s} s after its beginning")
+        for head in running:
+            assert head.left_s is not None
+            left_s = head.left_s - done
+            head.left_s = left_s if left_s > _MOMENT_S else 0.0
+
+
+def replay(
+    issued: Iterable[Issued], *, label: str, cores: float | None = None, host_scale: float = 1.0
+) -> tuple[TimedStep, ...]:
     """The steps of a recording as they would run, each a trace that begins where the one before has ended.
 
     Args:
         issued: in the order of the host, on the default stream 0 and others.
         label: of the traces.
-        contention, host_scale: as `Clocks` has them.
+        cores: of the device, where they move the bytes.
+        host_scale: seconds of the host for one of the recording, which takes time itself.
     """
-    clocks = Clocks(contention=contention, host_scale=host_scale)
-    steps: list[TimedStep] = []
-    rows = _Rows(label)
+    device, events = _Device(cores), dict[int, _Mark]()
+    rows, ended = _Rows(), list[tuple[_Rows, _Mark, float]]()
+    at_s = host_s = 0.0
     for item in issued:
-        clocks.issue(item.at_s)
+        host_s += (item.at_s - at_s) * host_scale
+        at_s = item.at_s
+        device.run_until(host_s)
+        waits: list[_Mark] = []
         match item:
-            case Kernel():
-                start, end = clocks.kernel(item.stream, item.seconds)
-                if item.lane == COMPUTE:
-                    rows.computed(item, start, end)
-            case Communication():
-                rows.communicated(item, *clocks.collective(item.stream, item.cost))
-            case Order():
-                waited = clocks.order(item)
-                if waited > 0 and item.stream == 0:
-                    rows.waited(clocks.streams[0] - waited, clocks.streams[0])
+            case Kernel() | Communication():
+                device.put(item.stream, item, rows)
+            case Order(kind="record"):
+                events[item.event] = device.mark(item.stream, rows)
+            case Order(kind="wait"):
+                device.put(item.stream, _Wait(events.get(item.event)), rows)
+            case Order(kind="host event"):
+                waits = [events[item.event]] if item.event in events else []
+            case Order(kind="host stream"):
+                waits = [device.mark(item.stream, rows)]
+            case Order(kind="host all"):
+                waits = [device.mark(stream, rows) for stream in list(device.streams)]
             case StepEnd():
-                steps.append(rows.cut(max(clocks.streams[0], clocks.host_s)))
+                ended.append((rows, device.mark(0, rows), host_s))
+                rows = _Rows()
+        if waits:
+            device.come_to(waits)
+            host_s = max(host_s, device.now_s)
+    device.come_to([device.mark(stream, rows) for stream in device.streams])
+    steps, start_s = list[TimedStep](), 0.0
+    for step, mark, host_end_s in ended:
+        assert mark.done_s is not None
+        end_s = max(mark.done_s, host_end_s)
+        steps.append(TimedStep(seconds=end_s - start_s, trace=step.cut(label, start_s)))
+        start_s = end_s
     return tuple(steps)
 
 
 class _Rows:
-    """Events of the step that runs; neighbouring kernels of a place are one."""
+    """Events of a step, by the clock of all steps; neighbouring kernels of a place are one."""
 
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._start_s = 0.0
+    def __init__(self) -> None:
         self._events: list[Event] = []
         self._open: tuple[Kernel, float, float] | None = None
 
@@ -218,8 +303,8 @@ class _Rows:
                 name=f"{job.lane} {job.operation}",
                 kind="communicate",
                 resource=f"{job.lane}/{job.axis}",
-                start_s=start - self._start_s,
-                end_s=end - self._start_s,
+                start_s=start,
+                end_s=end,
                 unit=job.unit,
                 micro_batch=job.micro_batch,
                 axis=job.axis,
@@ -233,13 +318,11 @@ class _Rows:
         self._close()
         self._add("wait", "wait", start, end, unit, -1)
 
-    def cut(self, end: float) -> TimedStep:
-        """What there is, up to the end of a step."""
+    def cut(self, label: str, start_s: float) -> Trace:
+        """All of it, from where the step begins."""
         self._close()
-        events = sorted(self._events, key=lambda event: (event.start_s, event.resource))
-        step = TimedStep(seconds=end - self._start_s, trace=Trace(label=self._label, events=tuple(events)))
-        self._events, self._start_s = [], end
-        return step
+        moved = [replace(e, start_s=e.start_s - start_s, end_s=e.end_s - start_s) for e in self._events]
+        return Trace(label=label, events=tuple(sorted(moved, key=lambda event: (event.start_s, event.resource))))
 
     def _close(self) -> None:
         if self._open is not None:
@@ -249,7 +332,6 @@ class _Rows:
     def _add(
         self, name: str, kind: Literal["compute", "wait"], start: float, end: float, unit: str | None, micro_batch: int
     ) -> None:
-        start, end = start - self._start_s, end - self._start_s
         self._events.append(
             Event(
                 name=name,

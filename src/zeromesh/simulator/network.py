@@ -92,17 +92,19 @@ class Network:
 
     def compute(self, seconds: float) -> None:
         """Lets `seconds` of undisturbed compute pass: longer where jobs run meanwhile."""
-        left = seconds
-        while left > 0:
-            active = self._active()
-            load = self._load(active, computing=True)
-            slow = self._slowness(active, load)
-            step = self._next_event(active, load, computing=True)
-            if left * slow <= step:
-                self._advance(active, left * slow, load, computing=True)
-                return
-            self._advance(active, step, load, computing=True)
-            left -= step / slow
+        while seconds > 0:
+            seconds -= self.go_on(seconds)
+
+    def go_on(self, compute_s: float, most_s: float = inf) -> float:
+        """Lets time pass to the next event of a job, until so much undisturbed compute is done (inf: nothing computes),
+        or for `most_s`; how much compute that was."""
+        active, computing = self._active(), compute_s < inf
+        load = self._load(active, computing=computing)
+        slow = self._slowness(active, load)
+        whole = compute_s * slow
+        step = min(whole, self._next_event(active, load, computing=computing), most_s)
+        self._advance(active, step, load, computing=computing)
+        return compute_s if step == whole else step / slow
 
     def _slowness(self, active: list[Job], load: Load | None) -> float:
         """Seconds that a second of compute takes now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from zeromesh.cost.collective import CollectiveCost
 from zeromesh.rehearsal.result import Place
 from zeromesh.rehearsal.timeline import Communication, Issued, Kernel, Order, StepEnd, TimedStep, replay
@@ -15,11 +17,13 @@ def kernel(
     return Kernel(at_s=at_s, stream=stream, seconds=seconds, place=place, lane=lane)
 
 
-def gather(latency_s: float, busy_s: float, *, stream: int = 1, level: int = 0, lane: str = "unshard") -> Communication:
+def gather(
+    latency_s: float, busy_s: float, *, stream: int = 1, level: int = 0, lane: str = "unshard", taken: float = 0.0
+) -> Communication:
     return Communication(
         at_s=0.0,
         stream=stream,
-        cost=CollectiveCost(seconds=latency_s + busy_s, busy=((level, busy_s),)),
+        cost=CollectiveCost(seconds=latency_s + busy_s, busy=((level, busy_s),), taken=taken),
         operation="all_gather",
         axis="node",
         unit="layers.0",
@@ -36,9 +40,9 @@ def after(event: int, of: int, stream: int) -> tuple[Order, Order]:
     )
 
 
-def run(*issued: Issued, contention: float = 1.0, host_scale: float = 1.0) -> TimedStep:
+def run(*issued: Issued, host_scale: float = 1.0) -> TimedStep:
     at_s = issued[-1].at_s
-    (step,) = replay([*issued, StepEnd(at_s=at_s)], label="", contention=contention, host_scale=host_scale)
+    (step,) = replay([*issued, StepEnd(at_s=at_s)], label="", host_scale=host_scale)
     return step
 
 
@@ -74,15 +78,16 @@ def test_a_host_that_reads_no_longer_runs_ahead() -> None:
 
 
 def test_kernels_take_longer_beside_collectives() -> None:
-    """Two of three seconds are beside the collective, which costs them a tenth each."""
-    assert run(gather(0.0, 2.0), kernel(3.0), contention=1.1).seconds == 3.0 + 0.2
+    """For two seconds, of which the collective takes a quarter and leaves one and a half of computation."""
+    assert run(gather(0.0, 2.0, taken=0.25), kernel(3.0)).seconds == pytest.approx(3.5)
 
 
 def test_collectives_share_a_link_and_not_different_ones() -> None:
-    """The second one, of 4 s, finds the link in use for 4 s."""
+    """Two of 4 s on one link have half of it each: both take 8."""
     shared = run(gather(0.0, 4.0), gather(0.0, 4.0, stream=2, lane="reduce"), *after(1, of=2, stream=0), kernel(1.0))
     apart = run(gather(0.0, 4.0), gather(0.0, 4.0, stream=2, level=1), *after(1, of=2, stream=0), kernel(1.0))
     assert (shared.seconds, apart.seconds) == (9.0, 5.0)
+    assert [event.end_s for event in shared.trace.events if event.kind == "communicate"] == [8.0, 8.0]
 
 
 def test_a_step_begins_where_the_computation_has_ended_the_one_before() -> None:
@@ -94,6 +99,6 @@ def test_a_step_begins_where_the_computation_has_ended_the_one_before() -> None:
         kernel(1.0),
         StepEnd(at_s=0.0),
     ]
-    first, second = replay(issued, label="", contention=1.0, host_scale=1.0)
+    first, second = replay(issued, label="")
     assert (first.seconds, second.seconds) == (2.0, 8.0)
     assert second.trace.seconds(kind="wait") == 7.0
