@@ -417,7 +417,8 @@ class DeviceBackend:
             torch._foreach_zero_(missing)
         _copy_scaled(homes, grads, factor)
         # A slot served longer units before; their remains must not reach the padding.
-        buffer.collected[buffer.spec.numel :].zero_()
+        if buffer.gaps:
+            torch._foreach_zero_(buffer.gaps)
 
     def _gather(self, lane: LaneKind, chains: Sequence[GatherChain], unit: int, after: Ticket | None) -> Ticket | None:
         if not chains:

@@ -93,9 +93,8 @@ class FlatShards:
         places, start = [], 0
         for info in infos:
             region = info.region
-            stop = start + region.numel
-            places.append(Place(info=info, region=region, start=start, stop=stop))
-            start = stop
+            places.append(Place(info=info, region=region, start=start, stop=start + region.numel))
+            start += info.most  # so that ranks with smaller regions cut the buffer alike
         self = cls(placed=placed, coordinates=coordinates, places=tuple(places), device=device)
         spec, layout = placed.buffer, placed.layout
         self.params = self._zeros(placed.numel(layout.param_axes), spec.param_dtype)
@@ -190,6 +189,13 @@ class FlatShards:
         whole = self.grads if self.waiting is None else self.waiting
         assert whole is not None
         return whole
+
+    @cached_property
+    def gaps(self) -> list[Tensor]:
+        """What of `collected` belongs to no parameter."""
+        ends = [0, *(place.stop for place in self.places)]
+        starts = [*(place.start for place in self.places), self.padded]
+        return [self.collected[stop:start] for stop, start in zip(ends, starts, strict=True) if stop < start]
 
     @cached_property
     def homes(self) -> list[Tensor]:

@@ -95,7 +95,8 @@ class ParamInfo:
 
     @property
     def most(self) -> int:
-        """Elements of the largest region on any rank. What ranks must decide alike looks at no other number."""
+        """Elements of the largest region on any rank, for which all of them make room: they cut buffers alike then,
+        join the same units, and sum what is the same on all of them in the same order, to the bit."""
         return self.param.numel() if self.spread is None else self.spread.most
 
 
@@ -126,12 +127,10 @@ class ModuleUnit:
         for key, infos in other.groups.items():
             self.groups.setdefault(key, []).extend(infos)
 
-    def describe(self, precision: Precision, *, largest: bool = False) -> Unit:
-        """The unit as the schedule sees it; `largest`: with the largest region of each parameter that any rank has."""
+    def describe(self, precision: Precision) -> Unit:
+        """The unit as the schedule sees it."""
         buffers = tuple(  # parameters without elements have a buffer too, and buffers have elements
-            precision.buffer(
-                dtype, max(1, sum(info.most if largest else info.region.numel for info in infos)), trainable, part
-            )
+            precision.buffer(dtype, max(1, sum(info.most for info in infos)), trainable, part)
             for (dtype, trainable, part), infos in self.groups.items()
         )
         return Unit(name=self.name, role=self.role, buffers=buffers)
@@ -177,7 +176,7 @@ def find_units(
 def join_modules(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes: int) -> list[ModuleUnit]:
     """The modules of what `zeromesh.schedule.join_units` joins."""
     joined: list[ModuleUnit] = []
-    for first, *others in neighbours([unit.describe(precision, largest=True) for unit in units], bucket_bytes):
+    for first, *others in neighbours([unit.describe(precision) for unit in units], bucket_bytes):
         for other in others:
             units[first].join(units[other])
         joined.append(units[first])

@@ -65,6 +65,18 @@ def test_what_is_not_divided_begins_as_the_first_rank_has_it():
 
 
 @on_ranks(4)
+def test_buffers_are_alike_where_local_tensors_are_not():
+    model = sharded("node=3", "blocks", mesh_of(2))
+    units = engine_of(model).units
+    layout = [(b.padded, [(p.info.name, p.start) for p in b.places]) for unit in units for b in unit.buffers]
+    sizes = sum(place.region.numel for unit in units for b in unit.buffers for place in b.places)
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, (layout, sizes))
+    assert all(other == layout for other, _ in everyone)
+    assert len({sizes for _, sizes in everyone}) == 2
+
+
+@on_ranks(4)
 def test_norms_reports_and_replicas():
     model = sharded("node=1", "loss", mesh_of(2))
     optimizer, record = make_optimizer("adamw", model), plain(2, "adamw")[0]
