@@ -43,6 +43,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -302,6 +303,10 @@ def _join(rank: int, path: str, world: int, timeout: timedelta) -> None:
         return
     # Not at the end of the last call: a rank that is done must not leave while others still join.
     _kept.clear()
+    if "torch.distributed.tensor" in sys.modules:  # whose caches hold meshes, equal to new ones, of groups that go
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
