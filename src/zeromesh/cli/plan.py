@@ -15,6 +15,13 @@ _OF_OUR_SPACE = (
     "grad_dtype",
     "optimizer",
     "ownership",
+    "tp",
+    "cp",
+    "pp",
+    "ep",
+    "pp_schedule",
+    "pp_chunks",
+    "sequence_parallel",
     "wire",
     "collective",
     "memory_margin",
@@ -42,13 +49,25 @@ def plan(
     optimizer: shared.Optimizer = "adamw",
     ownership: shared.Ownership = "slices",
     activation_checkpointing: shared.Checkpointing = "auto",
+    tp: shared.Tp = 1,
+    cp: shared.Cp = 1,
+    pp: shared.Pp = 1,
+    ep: shared.Ep = 1,
+    pp_schedule: shared.PpSchedule = "1f1b",
+    pp_chunks: shared.PpChunks = 0,
+    sequence_parallel: shared.SequenceParallel = True,
     wire: Annotated[str, typer.Option(help="lossless, or any: quantised wires too.")] = "lossless",
     collective: Annotated[
         str, typer.Option(help="Over several levels: hierarchical, ho_ring too, or auto: what was measured there.")
     ] = "auto",
     memory_margin: shared.Margin = 0.08,
     engine: shared.Engine = "zeromesh",
-    space: Annotated[str, typer.Option(help="zeromesh, or a paper's own: amsp, paro, mics.")] = "zeromesh",
+    space: Annotated[
+        str,
+        typer.Option(
+            help="zeromesh; full: tp, cp, pp and ep too, where they are not given; or a paper's own: amsp, paro, mics."
+        ),
+    ] = "zeromesh",
     splits: Annotated[str, typer.Option(help="How often a level may be split: none, once or all.")] = "once",
     robust: Annotated[
         bool, typer.Option(help="Choose by least regret over the constants that measurements leave open.")
@@ -58,7 +77,9 @@ def plan(
     as_json: shared.Json = False,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
     output: shared.Output = None,
-    emit: Annotated[str, typer.Option(help="Print a configuration: fsdp2, deepspeed or megatron-fsdp.")] = "",
+    emit: Annotated[
+        str, typer.Option(help="Print a configuration: fsdp2, deepspeed, megatron-fsdp or torchtitan.")
+    ] = "",
 ) -> None:
     """Find the fastest layout of a model on a cluster that fits in memory, and explain it."""
     from zeromesh import planner
@@ -69,13 +90,14 @@ def plan(
     shared.check_choice("--wire", wire, ("lossless", "any"))
     shared.check_choice("--collective", collective, planner.collective_choices())
     shared.check_choice("--splits", splits, ("none", "once", "all"))
-    shared.check_choice("--space", space, ("zeromesh", *SPACES))
+    shared.check_choice("--space", space, ("zeromesh", "full", *SPACES))
     shared.check_margin(memory_margin)
     if emit:
         shared.check_choice("--emit", emit, tuple(EMITTERS))
     shared.check_top(top)
     find_engine(engine)
     spec, hardware = shared.load(model, cluster, world, seq_len, trainable)
+    given = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
     work = shared.workload(
         hardware,
         seq_len,
@@ -85,8 +107,12 @@ def plan(
         activation_checkpointing,
         optimizer,
         ownership,
+        degrees={name: degree if space != "full" or _given(context, name) else None for name, degree in given.items()},
+        pp_schedule=pp_schedule,
+        pp_chunks=pp_chunks,
+        sequence_parallel=sequence_parallel,
     )
-    if space != "zeromesh":
+    if space in SPACES:
         _refuse_given(context, space)
         ranking = search_published(space, spec, hardware, work)
         if as_json:
@@ -132,10 +158,15 @@ def plan(
 def _refuse_given(context: typer.Context, space: str) -> None:
     """Raises InputError for options on the command line that the space does not take."""
     flags = {parameter.name: parameter.opts[-1] for parameter in context.command.params}
-    sources = {name: context.get_parameter_source(name) for name in _OF_OUR_SPACE}
-    given = [flags[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    given = [flags[name] for name in _OF_OUR_SPACE if _given(context, name)]
     if given:
         raise InputError(
             f"--space {space} answers by its paper's own memory formula and objective, which know nothing of "
             f"{', '.join(given)}: leave that out, or give the strategy that it prints to `zeromesh simulate`"
         )
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether the option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -26,6 +26,13 @@ def simulate(
     optimizer: shared.Optimizer = "adamw",
     ownership: shared.Ownership = "slices",
     activation_checkpointing: shared.Checkpointing = "auto",
+    tp: shared.Tp = 1,
+    cp: shared.Cp = 1,
+    pp: shared.Pp = 1,
+    ep: shared.Ep = 1,
+    pp_schedule: shared.PpSchedule = "1f1b",
+    pp_chunks: shared.PpChunks = 0,
+    sequence_parallel: shared.SequenceParallel = True,
     wire: Annotated[str, typer.Option(help="any, or lossless: refuse a strategy with quantised wires.")] = "any",
     memory_margin: shared.Margin = 0.08,
     engine: shared.Engine = "zeromesh",
@@ -35,12 +42,15 @@ def simulate(
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
     output: shared.Output = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline, for Perfetto.")] = None,
-    emit: Annotated[str, typer.Option(help="Print a configuration: fsdp2, deepspeed or megatron-fsdp.")] = "",
+    emit: Annotated[
+        str, typer.Option(help="Print a configuration: fsdp2, deepspeed, megatron-fsdp or torchtitan.")
+    ] = "",
 ) -> None:
     """Simulate one training step; micro-batch and recomputation left open are chosen for it."""
     from zeromesh import planner
     from zeromesh.planner.emit import EMITTERS
     from zeromesh.simulator import find_engine
+    from zeromesh.simulator.division import Division
     from zeromesh.strategy import Layout, Strategy
     from zeromesh.strategy.strategy import OVERLAPS
 
@@ -60,7 +70,12 @@ def simulate(
         activation_checkpointing,
         optimizer,
         ownership,
+        degrees={"tp": tp, "cp": cp, "pp": pp, "ep": ep},
+        pp_schedule=pp_schedule,
+        pp_chunks=pp_chunks,
+        sequence_parallel=sequence_parallel,
     )
+    rest = Division.of(spec, hardware, work.parallel, seq_len=seq_len).cluster
     parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
     if overlap:
         shared.check_choice("--overlap", overlap, OVERLAPS)
@@ -70,7 +85,7 @@ def simulate(
             f"--wire lossless takes no strategy with quantised wires, got {parsed}: leave int8 and int4 out of it, or "
             "give --wire any"
         )
-    Layout.of(parsed, hardware.axes)
+    Layout.of(parsed, rest.axes)
     choices = planner.simulate_choices(
         spec, hardware, work, parsed, engine=engine, memory_margin=memory_margin, top=top, trace=bool(report or trace)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +33,15 @@ Margin = Annotated[float, typer.Option(help="Share of the device's memory to lea
 Engine = Annotated[str, typer.Option(help="Whose mechanics: zeromesh, fsdp, deepspeed or amsp.")]
 Optimizer = Annotated[str, typer.Option(help="adamw, or muon for the blocks' matrices and adamw for the rest.")]
 Ownership = Annotated[str, typer.Option(help="What adamw steps on: slices, or whole tensors of owners.")]
+Tp = Annotated[int, typer.Option("--tp", help="Ranks that share each layer (tensor parallel), the innermost.")]
+Cp = Annotated[int, typer.Option("--cp", help="Ranks that share each sequence (context parallel).")]
+Pp = Annotated[int, typer.Option("--pp", help="Ranks that share the layers (pipeline), the outermost.")]
+Ep = Annotated[int, typer.Option("--ep", help="Ranks that share the experts.")]
+PpSchedule = Annotated[str, typer.Option(help="Of the pipeline: gpipe, 1f1b, interleaved or zero-bubble.")]
+PpChunks = Annotated[int, typer.Option(help="Stages that one rank of a pipeline holds; 0: 2 if interleaved, else 1.")]
+SequenceParallel = Annotated[
+    bool, typer.Option("--sequence-parallel/--no-sequence-parallel", help="With tp: norms and residuals too.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan, for train and shard.")]
 
@@ -59,15 +69,27 @@ def workload(
     checkpointing: str,
     optimizer: str = "adamw",
     ownership: str = "slices",
+    *,
+    degrees: Mapping[str, int | None],
+    pp_schedule: str = "1f1b",
+    pp_chunks: int = 0,
+    sequence_parallel: bool = True,
 ) -> Workload:
     """The workload that the options describe; compute is in the device's own matrix dtype."""
     from zeromesh.model import Recomputation
+    from zeromesh.model.parallel import SCHEDULES
     from zeromesh.planner import Workload
     from zeromesh.simulator.workload import OPTIMIZERS, OWNERSHIPS
 
     check_choice("--grad-dtype", grad_dtype, ("fp32", "bf16"))
     check_choice("--optimizer", optimizer, OPTIMIZERS)
     check_choice("--ownership", ownership, OWNERSHIPS)
+    check_choice("--pp-schedule", pp_schedule, SCHEDULES)
+    for name, degree in degrees.items():
+        if degree is not None and degree < 1:
+            raise InputError(f"--{name} must be at least 1, got {degree}")
+    if pp_chunks < 0:
+        raise InputError(f"--pp-chunks must be at least 1 (0: as the schedule needs), got {pp_chunks}")
     check_choice("--activation-checkpointing", checkpointing, ("none", "selective", "full", "auto"))
     if micro_batch < 0:
         raise InputError(f"--micro-batch must be at least 1 (0: the planner's choice), got {micro_batch}")
@@ -80,6 +102,13 @@ def workload(
         grad_dtype=grad_dtype,
         optimizer=optimizer,
         ownership=ownership,
+        tp=degrees["tp"],
+        cp=degrees["cp"],
+        pp=degrees["pp"],
+        ep=degrees["ep"],
+        pp_schedule=pp_schedule,
+        pp_chunks=pp_chunks or (2 if pp_schedule == "interleaved" else 1),
+        sequence_parallel=sequence_parallel,
     )
 
 

@@ -41,8 +41,13 @@ class Cluster:
 
     @property
     def world(self) -> int:
-        """Devices in the whole cluster."""
+        """Devices in the whole cluster; of one that is cut, data-parallel ranks."""
         return math.prod(level.size for level in self.levels)
+
+    @property
+    def devices(self) -> int:
+        """In the whole cluster, cut or not."""
+        return math.prod(level.members for level in self.levels)
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -78,7 +83,33 @@ class Cluster:
 
     def members_below(self, index: int) -> int:
         """Devices in one member of level `index`: 1 for the innermost."""
-        return math.prod(level.size for level in self.levels[:index])
+        return math.prod(level.members for level in self.levels[:index])
+
+    def cut(self, *, inner: int = 1, outer: int = 1) -> Cluster:
+        """What is left for data parallelism where `inner` ranks, the innermost, and `outer` ones, the outermost, belong
+        to one data-parallel rank; links are shared by all devices still.
+
+        Raises:
+            ClusterError: they do not divide the levels.
+
+        Example: 16 nodes of 8, `cut(inner=4, outer=2)` is 8 nodes of 2.
+        """
+        levels = list(self.levels)
+        for name, wanted, order in (("inner", inner, range(len(levels))), ("outer", outer, range(len(levels))[::-1])):
+            left = wanted
+            for index in order:
+                level = levels[index]
+                taken = math.gcd(left, level.size)
+                if taken not in (left, level.size):
+                    sizes = ", ".join(f"{each.name} {each.members}" for each in self.levels)
+                    raise ClusterError(
+                        f"{wanted} ranks are no part of cluster {self.name!r} ({sizes}): level {level.name}"
+                    )
+                levels[index] = replace(level, size=level.size // taken, **{name: getattr(level, name) * taken})
+                left //= taken
+            if left > 1:
+                raise ClusterError(f"cluster {self.name!r} has {self.world} devices, of which {wanted} are no part")
+        return replace(self, levels=tuple(levels))
 
     def sized(self, mesh: Mapping[str, int]) -> Cluster:
         """The same cluster with the sizes of a mesh whose axes are its levels.

@@ -30,7 +30,7 @@ class Level:
 
     Args:
         name: the mesh axis that runs over this level.
-        size: members of this level in one group.
+        size: members of this level in one group; of a cluster that is cut (`Cluster.cut`), the data-parallel ones.
         bandwidth_bytes_per_s: out of ONE member, one direction, all its links together.
         latency_s: one hop of a message between two members.
         kind: one of `LINK_KINDS`.
@@ -43,6 +43,7 @@ class Level:
         host_call_s: processor seconds that a collective takes besides, whatever it carries: calls, threads that wake.
         shares: what an operation ("all_gather", "reduce_scatter", "all_reduce") was measured to reach of both rates,
             where that differs. A mapping; stored as sorted pairs so that levels hash.
+        inner, outer: members that axes inside and outside of the data-parallel ones take, beside `size`.
     """
 
     name: str
@@ -55,6 +56,8 @@ class Level:
     host_bytes_per_s: float | None = None
     host_call_s: float = 0.0
     shares: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
+    inner: int = 1
+    outer: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shares", tuple(sorted(dict(self.shares).items())))
@@ -88,6 +91,11 @@ class Level:
                 f"level {self.name!r}: host_call must not be negative, and goes with a host_rate; got "
                 f"{self.host_call_s:g} s and {rate} host_rate"
             )
+
+    @property
+    def members(self) -> int:
+        """All of this level in one group, data-parallel or not."""
+        return self.inner * self.size * self.outer
 
     def share(self, operation: str) -> float:
         """What `operation` reaches of the level's rates."""

@@ -24,11 +24,13 @@ from zeromesh.model.spec import AttentionSpec, MatmulSpec, Recomputation, UnitKi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Of one micro-batch on one device; `recompute` is the part of the backward that runs the forward again."""
+    """Of one micro-batch on one device; `recompute` is the part of the backward that runs the forward again, `weights`
+    the part of `backward` that only gradients of weights need."""
 
     forward: float
     backward: float
     recompute: float
+    weights: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class ComputeModel:
         other = unit.other_forward_flops * tokens / self.matrix_flops
         forward = sum(products) + attention + traffic + other
         slower = self.constants.matmul_share / self.constants.matmul_backward_share
+        weights = sum(s * m.trainable_share for s, m in zip(products, unit.matmuls, strict=True))
         backward = (
             slower * sum(s * (1 + m.trainable_share) for s, m in zip(products, unit.matmuls, strict=True))
             + self._attention_backward(unit.attention, tokens, seq_len)
@@ -75,6 +78,7 @@ class ComputeModel:
             forward=forward,
             backward=backward,
             recompute=self._recompute(unit, tokens, seq_len, recomputation, forward),
+            weights=slower * weights,
         )
 
     def matmul(self, matmul: MatmulSpec, tokens: float) -> float:

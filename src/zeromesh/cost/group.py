@@ -65,8 +65,8 @@ class Group:
         hops = []
         inside = 1
         for index, level in enumerate(cluster.levels):
-            if sizes[level.name] > level.size:
-                raise InternalError(f"a group of {sizes[level.name]} on level {level.name!r} of size {level.size}")
+            if sizes[level.name] > level.members:
+                raise InternalError(f"a group of {sizes[level.name]} on level {level.name!r} of size {level.members}")
             if sizes[level.name] > 1:
                 hops.append(_hop(cluster, index, sizes[level.name], inside, constants))
             inside *= sizes[level.name]

@@ -85,20 +85,22 @@ class Kernels:
     An unfused RMS norm is a chain of fp32 operations and keeps its input a second time in fp32; a fused one keeps its
     input and one statistic. Unfused attention keeps the scores. A fused gated activation computes again in its backward
     what the chain would keep between its two inputs and its result. A fused loss works on the logits in their place and
-    dtype, where the chain keeps log-probabilities in fp32 beside them.
+    dtype, where the chain keeps log-probabilities in fp32 beside them. Under sequence parallelism the inputs of the
+    products after a norm are gathered; autograd keeps them whole, a kernel that gathers again only this rank's part.
     """
 
     fused_norm: bool
     fused_attention: bool
     fused_activation: bool = False
     fused_loss: bool = False
+    gathers_again: bool = False
 
 
 EAGER = Kernels(fused_norm=False, fused_attention=True)
 FUSED = Kernels(fused_norm=True, fused_attention=True)
-MEGATRON = Kernels(fused_norm=True, fused_attention=True, fused_activation=True, fused_loss=True)
+MEGATRON = Kernels(fused_norm=True, fused_attention=True, fused_activation=True, fused_loss=True, gathers_again=True)
 """Megatron-core's: fusions/fused_bias_swiglu.py saves its input alone, fusions/fused_cross_entropy.py one copy of the
-logits in bf16."""
+logits in bf16, tensor_parallel/layers.py its part of a gathered input (arXiv 2205.05198, section 4.2.2)."""
 
 _MOST = {
     "layers": 1_000,

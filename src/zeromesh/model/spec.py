@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from zeromesh.errors import ModelError
+from zeromesh.model.shape import Kernels, TransformerShape
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
 
@@ -57,6 +58,7 @@ class TensorSpec:
     trainable: bool = True
     lookup: bool = False  # read by index, never multiplied: an input or position embedding
     active_share: float = 1.0  # of its elements, those that one token uses: top_k / experts
+    ep: int = 1  # ranks that share it by experts: the others of theirs hold the same of it
 
     def __post_init__(self) -> None:
         if any(size < 1 for size in self.shape):
@@ -163,6 +165,27 @@ class ActivationSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSpec:
+    """A collective inside of a unit, for which its computation waits.
+
+    Args:
+        axis: whose ranks: tp, cp, ep or pp.
+        operation: as the cost model calls it; a message to the next rank is a broadcast to it.
+        elements: of the whole buffer, per token of this rank.
+        backward: it belongs to the backward, not to the forward.
+        kept: selective recomputation keeps its result.
+        times: how often.
+    """
+
+    axis: str
+    operation: str
+    elements: float
+    backward: bool = False
+    kept: bool = False
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
     """`count` equal units in a row, described once. `name` is the module path of the first."""
 
@@ -174,6 +197,7 @@ class UnitSpec:
     attention: AttentionSpec | None = None
     other_forward_flops: float = 0.0  # per token: what is neither, such as a convolution; backward twice that
     count: int = 1
+    collectives: tuple[CollectiveSpec, ...] = ()  # where the model is cut inside of a data-parallel rank
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -216,6 +240,13 @@ class UnitSpec:
     def recomputes_attention(self, recomputation: Recomputation) -> bool:
         return self.kind is UnitKind.BLOCK and recomputation is Recomputation.FULL
 
+    def recomputed_collectives(self, recomputation: Recomputation) -> tuple[CollectiveSpec, ...]:
+        """Those of the forward that the backward repeats."""
+        if self.kind is not UnitKind.BLOCK or recomputation is Recomputation.NONE:
+            return ()
+        selective = recomputation is Recomputation.SELECTIVE
+        return tuple(one for one in self.collectives if not one.backward and not (selective and one.kept))
+
     def recomputed_flops(self, seq_len: int, recomputation: Recomputation) -> float:
         """Per token, on top of `backward_flops`."""
         products = sum(matmul.forward_flops for matmul in self.recomputed_matmuls(recomputation))
@@ -236,11 +267,21 @@ class UnitSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltFrom:
+    """A transformer's shape with its kernels, and what of it trains, as `with_trainable` takes it."""
+
+    shape: TransformerShape
+    kernels: Kernels
+    trainable: str = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A model as its units, in the order in which they are entered: root, embedding, blocks, head.
 
     `max_seq_len` is set where positions are learned and a longer sequence cannot run. `whole_bytes` are those of frozen
-    parameters that are in no unit, since every rank holds them whole.
+    parameters that are in no unit, since every rank holds them whole. `built_from` is set where the model is one of
+    `zeromesh.model.transformer`: what it takes to build one rank's part of it.
     """
 
     name: str
@@ -252,6 +293,7 @@ class ModelSpec:
     max_seq_len: int | None = None
     whole_bytes: float = 0.0
     source: str = ""
+    built_from: BuiltFrom | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.units:

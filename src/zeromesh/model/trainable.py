@@ -32,6 +32,8 @@ def with_trainable(model: ModelSpec, choice: str) -> ModelSpec:
     """
     if choice == "all":
         return model
+    if model.built_from is not None:
+        model = replace(model, built_from=replace(model.built_from, trainable=choice))
     if choice.startswith("lora:"):
         rank = _rank(choice)
         return replace(model, units=tuple(_with_adapters(unit, rank, model.dtype) for unit in model.units))

@@ -13,15 +13,26 @@ are common. With h = hidden, q and v the query's and one key's sizes, f = ffn, w
 - the residual stream itself is kept only where a norm keeps its input.
 - head: its input (wh), the labels, the logits (wV, alive as the module's output) and the loss's
   log-probabilities in fp32 (4V); with a fused loss the exponentials in the logits' place.
+
+[Note: Tensor parallel] Of t ranks each has 1/t of the heads, of f and of V (arXiv 1909.08053), which are then the sizes
+above; what has h elements a token is whole, or with sequence parallelism 1/t of it (arXiv 2205.05198), but for the
+inputs of the products after a norm: they are gathered. In each half of a block and in each direction t ranks sum h
+elements a token once: an all-reduce, or with sequence parallelism a gather before and a reduce-scatter after, which
+send as much. Embedding and head together have as many as one half.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.model.shape import EAGER, Kernels, Naming, TransformerShape
 from zeromesh.model.spec import (
     DTYPE_BYTES,
     ActivationSpec,
     AttentionSpec,
+    BuiltFrom,
+    CollectiveSpec,
     MatmulSpec,
     ModelSpec,
     PerToken,
@@ -34,20 +45,25 @@ _INDEX_BYTES = 8  # token ids are int64
 _FP32 = 4
 
 
-def build(shape: TransformerShape, *, dtype: str = "bf16", kernels: Kernels = EAGER) -> ModelSpec:
+def build(
+    shape: TransformerShape, *, dtype: str = "bf16", kernels: Kernels = EAGER, parallel: Parallel = WHOLE
+) -> ModelSpec:
     """The units of a transformer.
 
     Args:
         dtype: of compute and activations.
         kernels: which operations are fused.
+        parallel: its tp and ep, by whose degrees the shape divides: the units are one rank's part of it, with the
+            collectives of these two ([Note: Tensor parallel]).
     """
-    width = DTYPE_BYTES[dtype]
-    units = [_root(shape, width, kernels)]
+    width, whole = DTYPE_BYTES[dtype], shape
+    shape = _of_one_rank(shape, parallel.tp)
+    units = [_root(shape, width, kernels, parallel)]
     if not shape.tied:
-        units.append(_embedding(shape, width))
-    units.append(_block(shape, width, kernels))
+        units.append(_embedding(shape, width, parallel))
+    units.append(_block(shape, width, kernels, parallel))
     if not shape.tied:
-        units.append(_head(shape, width, kernels))
+        units.append(_head(shape, width, kernels, parallel))
     return ModelSpec(
         name=shape.name,
         units=tuple(units),
@@ -57,22 +73,36 @@ def build(shape: TransformerShape, *, dtype: str = "bf16", kernels: Kernels = EA
         dtype=dtype,
         max_seq_len=shape.max_positions or None,
         source=shape.source,
+        built_from=BuiltFrom(shape=whole, kernels=kernels),
     )
 
 
-def _root(shape: TransformerShape, width: float, kernels: Kernels) -> UnitSpec:
-    naming = shape.naming
+def _of_one_rank(shape: TransformerShape, tp: int) -> TransformerShape:
+    return replace(
+        shape, heads=shape.heads // tp, kv_heads=shape.kv_heads // tp, ffn=shape.ffn // tp, vocab=shape.vocab // tp
+    )
+
+
+def _spread(parallel: Parallel) -> int:
+    """Into how many parts what has h elements a token is cut."""
+    return parallel.tp if parallel.sequence_parallel else 1
+
+
+def _root(shape: TransformerShape, width: float, kernels: Kernels, parallel: Parallel) -> UnitSpec:
+    naming, spread = shape.naming, _spread(parallel)
     tensors = _norm_tensors(shape, naming.final_norm)
     if shape.max_positions:
         tensors = (_lookup(naming.positions, shape.max_positions, shape.hidden), *tensors)
     matmuls: tuple[MatmulSpec, ...] = ()
-    saved = PerToken(constant=_norm_saved(shape, width, kernels) - width * shape.hidden)  # its output is the head's
-    working = PerToken(constant=2 * width * shape.hidden)
-    traffic = _norm_traffic(shape, width, kernels)
+    saved = PerToken(constant=_norm_kept(shape, width, kernels, parallel))  # its output is the head's
+    working = PerToken(constant=2 * width * shape.hidden / spread)
+    traffic = _norm_traffic(shape, width, kernels) / spread
+    collectives: tuple[CollectiveSpec, ...] = ()
     if shape.tied:
         tensors = (TensorSpec(name=f"{naming.embedding}.weight", shape=(shape.vocab, shape.hidden)), *tensors)
         matmuls = (_head_matmul(shape),)
-        saved += PerToken(constant=2 * _INDEX_BYTES + _head_saved(shape, width, kernels))
+        saved += PerToken(constant=2 * _INDEX_BYTES + _head_saved(shape, width, kernels, parallel))
+        collectives = (*_embedding_collectives(shape, parallel), *_head_collectives(shape, parallel, kernels))
         saved += PerToken(constant=shape.hidden if shape.dropouts_per_block else 0)  # the embeddings' dropout mask
         working = PerToken(constant=_logits_working(shape, width, kernels))
         traffic += _loss_traffic(shape, width, kernels)
@@ -81,23 +111,24 @@ def _root(shape: TransformerShape, width: float, kernels: Kernels) -> UnitSpec:
         kind=UnitKind.ROOT,
         tensors=tensors,
         matmuls=matmuls,
-        activations=_same_saved(width * shape.hidden, saved, working, traffic),
+        activations=_same_saved(width * shape.hidden / spread, saved, working, traffic),
+        collectives=collectives,
     )
 
 
-def _embedding(shape: TransformerShape, width: float) -> UnitSpec:
+def _embedding(shape: TransformerShape, width: float, parallel: Parallel) -> UnitSpec:
+    output = width * shape.hidden / _spread(parallel)
     return UnitSpec(
         name=shape.naming.embedding,
         kind=UnitKind.EMBEDDING,
         tensors=(_lookup("", shape.vocab, shape.hidden),),
-        activations=_same_saved(
-            width * shape.hidden, PerToken(constant=_INDEX_BYTES), PerToken(), 2 * width * shape.hidden
-        ),
+        activations=_same_saved(output, PerToken(constant=_INDEX_BYTES), PerToken(), 2 * output),
+        collectives=_embedding_collectives(shape, parallel),
     )
 
 
-def _head(shape: TransformerShape, width: float, kernels: Kernels) -> UnitSpec:
-    saved = PerToken(constant=_INDEX_BYTES + _head_saved(shape, width, kernels))
+def _head(shape: TransformerShape, width: float, kernels: Kernels, parallel: Parallel) -> UnitSpec:
+    saved = PerToken(constant=_INDEX_BYTES + _head_saved(shape, width, kernels, parallel))
     working = PerToken(constant=_logits_working(shape, width, kernels))
     return UnitSpec(
         name=shape.naming.head,
@@ -105,18 +136,19 @@ def _head(shape: TransformerShape, width: float, kernels: Kernels) -> UnitSpec:
         tensors=(TensorSpec(name="weight", shape=(shape.vocab, shape.hidden)),),
         matmuls=(_head_matmul(shape),),
         activations=_same_saved(width * shape.vocab, saved, working, _loss_traffic(shape, width, kernels)),
+        collectives=_head_collectives(shape, parallel, kernels),
     )
 
 
-def _block(shape: TransformerShape, width: float, kernels: Kernels) -> UnitSpec:
+def _block(shape: TransformerShape, width: float, kernels: Kernels, parallel: Parallel) -> UnitSpec:
     naming = shape.naming
-    matmuls = (*_attention_matmuls(shape), *_mlp_matmuls(shape))
+    matmuls = (*_attention_matmuls(shape), *_mlp_matmuls(shape, parallel.ep))
     return UnitSpec(
         name=f"{naming.blocks}.0",
         kind=UnitKind.BLOCK,
         tensors=(
             *_attention_tensors(shape),
-            *_mlp_tensors(shape),
+            *_mlp_tensors(shape, parallel.ep),
             *_norm_tensors(shape, naming.norm_1),
             *_norm_tensors(shape, naming.norm_2),
         ),
@@ -128,8 +160,9 @@ def _block(shape: TransformerShape, width: float, kernels: Kernels) -> UnitSpec:
             window=shape.window,
             fused=_fused(shape, kernels),
         ),
-        activations=_block_activations(shape, width, kernels, matmuls),
+        activations=_block_activations(shape, width, kernels, parallel, matmuls),
         count=shape.layers,
+        collectives=_block_collectives(shape, parallel, kernels),
     )
 
 
@@ -165,26 +198,27 @@ def _attention_tensors(shape: TransformerShape) -> tuple[TensorSpec, ...]:
     )
 
 
-def _mlp_tensors(shape: TransformerShape) -> tuple[TensorSpec, ...]:
+def _mlp_tensors(shape: TransformerShape, ep: int) -> tuple[TensorSpec, ...]:
     naming, hidden, ffn = shape.naming, shape.hidden, shape.ffn
     if shape.experts:
-        return _expert_tensors(shape)
+        return _expert_tensors(shape, ep)
     gate = _linear(naming, naming.gate, hidden, ffn, shape.mlp_bias) if shape.gated else ()
     up = _linear(naming, naming.up, hidden, ffn, shape.mlp_bias)
     return (*gate, *up, *_linear(naming, naming.down, ffn, hidden, shape.mlp_bias))
 
 
-def _expert_tensors(shape: TransformerShape) -> tuple[TensorSpec, ...]:
+def _expert_tensors(shape: TransformerShape, ep: int) -> tuple[TensorSpec, ...]:
     """One tensor for all experts' gate and up weights and one for their down weights, as transformers 5 stores them."""
-    share = shape.experts_per_token / shape.experts
+    share, experts = shape.experts_per_token / shape.experts, shape.experts // ep
     return (
         TensorSpec(name="mlp.gate.weight", shape=(shape.experts, shape.hidden)),
         TensorSpec(
             name="mlp.experts.gate_up_proj",
-            shape=(shape.experts, 2 * shape.ffn, shape.hidden),
+            shape=(experts, 2 * shape.ffn, shape.hidden),
             active_share=share,
+            ep=ep,
         ),
-        TensorSpec(name="mlp.experts.down_proj", shape=(shape.experts, shape.hidden, shape.ffn), active_share=share),
+        TensorSpec(name="mlp.experts.down_proj", shape=(experts, shape.hidden, shape.ffn), active_share=share, ep=ep),
     )
 
 
@@ -204,10 +238,11 @@ def _attention_matmuls(shape: TransformerShape) -> tuple[MatmulSpec, ...]:
     )
 
 
-def _mlp_matmuls(shape: TransformerShape) -> tuple[MatmulSpec, ...]:
+def _mlp_matmuls(shape: TransformerShape, ep: int) -> tuple[MatmulSpec, ...]:
     naming, hidden, ffn = shape.naming, shape.hidden, shape.ffn
     if shape.experts:
-        rows = shape.experts_per_token / shape.experts
+        # Tokens of all that share the experts come to each: as many rows in all, of fewer experts.
+        rows, experts = ep * shape.experts_per_token / shape.experts, shape.experts // ep
         return (
             MatmulSpec(name=naming.router, inner=hidden, outer=shape.experts),
             MatmulSpec(
@@ -215,9 +250,9 @@ def _mlp_matmuls(shape: TransformerShape) -> tuple[MatmulSpec, ...]:
                 inner=hidden,
                 outer=2 * ffn,
                 rows_per_token=rows,
-                count=shape.experts,
+                count=experts,
             ),
-            MatmulSpec(name="mlp.experts.down_proj", inner=ffn, outer=hidden, rows_per_token=rows, count=shape.experts),
+            MatmulSpec(name="mlp.experts.down_proj", inner=ffn, outer=hidden, rows_per_token=rows, count=experts),
         )
     gate = (MatmulSpec(name=naming.gate, inner=hidden, outer=ffn),) if shape.gated else ()
     return (
@@ -247,13 +282,16 @@ def _same_saved(output: float, saved: PerToken, working: PerToken, traffic: floa
 
 
 def _block_activations(
-    shape: TransformerShape, width: float, kernels: Kernels, matmuls: tuple[MatmulSpec, ...]
+    shape: TransformerShape, width: float, kernels: Kernels, parallel: Parallel, matmuls: tuple[MatmulSpec, ...]
 ) -> ActivationSpec:
-    boundary = width * shape.hidden
-    attention = _attention_saved(shape, width, kernels)
-    saved = PerToken(constant=2 * _norm_saved(shape, width, kernels) + _mlp_saved(shape, width, kernels)) + attention
-    saved += PerToken(constant=shape.dropouts_per_block * shape.hidden)
+    spread = _spread(parallel)
+    boundary = width * shape.hidden / spread
+    norms = _norm_kept(shape, width, kernels, parallel) + _product_input(shape, width, kernels, parallel)
+    saved = PerToken(constant=2 * norms + _mlp_saved(shape, width, kernels)) + _attention_saved(shape, width, kernels)
+    saved += PerToken(constant=shape.dropouts_per_block * shape.hidden / spread)
     kept_products = sum(width * m.outer * m.rows_per_token * m.count for m in matmuls[0::2])
+    if spread > 1:  # the policy keeps what the two reduce-scatters leave too
+        kept_products += 2 * boundary
     kept_attention = width * shape.query_size + _FP32 * shape.heads if _fused(shape, kernels) else 0.0
     active_ffn = shape.ffn * max(1, shape.experts_per_token)
     return ActivationSpec(
@@ -263,10 +301,10 @@ def _block_activations(
         saved_full=PerToken(constant=boundary),
         working=PerToken(
             # the gradient that arrives, and two of inner size while the activation function runs backward
-            constant=boundary + width * min(2.0, 1.0 + shape.activation_saves) * active_ffn,
+            constant=width * (shape.hidden + min(2.0, 1.0 + shape.activation_saves) * active_ffn),
             per_context=0.0 if _fused(shape, kernels) else (_FP32 + width) * shape.heads,
         ),
-        elementwise=_block_traffic(shape, width, kernels),
+        elementwise=_block_traffic(shape, width, kernels, spread),
     )
 
 
@@ -274,11 +312,18 @@ def _fused(shape: TransformerShape, kernels: Kernels) -> bool:
     return shape.fused_attention and kernels.fused_attention
 
 
-def _norm_saved(shape: TransformerShape, width: float, kernels: Kernels) -> float:
-    hidden = shape.hidden
+def _norm_kept(shape: TransformerShape, width: float, kernels: Kernels, parallel: Parallel) -> float:
+    """What a norm keeps beside its output."""
     if shape.rms_norm and not kernels.fused_norm:
-        return _FP32 * hidden + 2 * width * hidden + _FP32
-    return 2 * width * hidden + (1 if shape.rms_norm else 2) * _FP32
+        kept = _FP32 * shape.hidden + width * shape.hidden + _FP32
+    else:
+        kept = width * shape.hidden + (1 if shape.rms_norm else 2) * _FP32
+    return kept / _spread(parallel)
+
+
+def _product_input(shape: TransformerShape, width: float, kernels: Kernels, parallel: Parallel) -> float:
+    """A norm's output, as the products after it keep it."""
+    return width * shape.hidden / (_spread(parallel) if kernels.gathers_again else 1)
 
 
 def _attention_saved(shape: TransformerShape, width: float, kernels: Kernels) -> PerToken:
@@ -298,8 +343,10 @@ def _mlp_saved(shape: TransformerShape, width: float, kernels: Kernels) -> float
     return width * active * (inner * shape.ffn + 2 * shape.hidden) + 2 * _FP32 * shape.experts
 
 
-def _head_saved(shape: TransformerShape, width: float, kernels: Kernels) -> float:
-    return width * shape.hidden + (width + (0 if kernels.fused_loss else _FP32)) * shape.vocab
+def _head_saved(shape: TransformerShape, width: float, kernels: Kernels, parallel: Parallel) -> float:
+    return (
+        _product_input(shape, width, kernels, parallel) + (width + (0 if kernels.fused_loss else _FP32)) * shape.vocab
+    )
 
 
 def _logits_working(shape: TransformerShape, width: float, kernels: Kernels) -> float:
@@ -318,14 +365,14 @@ def _norm_traffic(shape: TransformerShape, width: float, kernels: Kernels) -> fl
     return 2 * width * shape.hidden
 
 
-def _block_traffic(shape: TransformerShape, width: float, kernels: Kernels) -> PerToken:
+def _block_traffic(shape: TransformerShape, width: float, kernels: Kernels, spread: int) -> PerToken:
     active_ffn = shape.ffn * max(1, shape.experts_per_token)
     norms = 2 * _norm_traffic(shape, width, kernels)
     residuals = 2 * 3 * width * shape.hidden
     rotary = 0.0 if shape.max_positions else 8 * width * (shape.query_size + shape.kv_size)
     gated = 3 if kernels.fused_activation else 5
     mlp = width * active_ffn * (gated if shape.gated else 2 * shape.activation_saves)
-    constant = norms + residuals + rotary + mlp
+    constant = (norms + residuals) / spread + rotary + mlp
     if _fused(shape, kernels):
         return PerToken(constant=constant)
     # Of each score: written; scaled; the mask added; softmax to fp32; to compute dtype; read by the next product
@@ -338,3 +385,59 @@ def _loss_traffic(shape: TransformerShape, width: float, kernels: Kernels) -> fl
     if kernels.fused_loss:
         return shape.vocab * 5 * width  # the largest; the exponentials in place; divided by their sum in place
     return shape.vocab * (width + _FP32 + 2 * _FP32)
+
+
+# Collectives --------------------------------------------------------------------------------------------------------
+
+
+def _block_collectives(shape: TransformerShape, parallel: Parallel, kernels: Kernels) -> tuple[CollectiveSpec, ...]:
+    found: list[CollectiveSpec] = []
+    if parallel.tp > 1 and parallel.sequence_parallel:
+        found += _summed(shape.hidden, forward=("all_gather", "reduce_scatter"), times=2)
+        found += _summed(shape.hidden, backward=("all_gather", "reduce_scatter"), times=2)
+        if kernels.gathers_again:
+            found += _summed(shape.hidden, backward=("all_gather",), times=2)
+    elif parallel.tp > 1:
+        found += _summed(shape.hidden, forward=("all_reduce",), backward=("all_reduce",), times=2)
+    if parallel.ep > 1:
+        # Every token goes to its experts and comes back, and so do their gradients.
+        routed = float(shape.experts_per_token * shape.hidden)
+        found += [
+            CollectiveSpec(axis="ep", operation="all_to_all", elements=routed, backward=backward, times=2)
+            for backward in (False, True)
+        ]
+    return tuple(found)
+
+
+def _embedding_collectives(shape: TransformerShape, parallel: Parallel) -> tuple[CollectiveSpec, ...]:
+    if parallel.tp == 1:
+        return ()
+    if parallel.sequence_parallel:
+        return _summed(shape.hidden, forward=("reduce_scatter",), backward=("all_gather",))
+    return _summed(shape.hidden, forward=("all_reduce",))
+
+
+def _head_collectives(shape: TransformerShape, parallel: Parallel, kernels: Kernels) -> tuple[CollectiveSpec, ...]:
+    if parallel.tp == 1:
+        return ()
+    if parallel.sequence_parallel:
+        again = ("all_gather",) if kernels.gathers_again else ()
+        return _summed(shape.hidden, forward=("all_gather",), backward=("reduce_scatter", *again))
+    return _summed(shape.hidden, backward=("all_reduce",))
+
+
+def _summed(
+    elements: int, *, forward: tuple[str, ...] = (), backward: tuple[str, ...] = (), times: int = 1
+) -> tuple[CollectiveSpec, ...]:
+    return tuple(
+        CollectiveSpec(
+            axis="tp",
+            operation=operation,
+            elements=float(elements),
+            backward=late,
+            kept=operation == "reduce_scatter",
+            times=times,
+        )
+        for late, operations in ((False, forward), (True, backward))
+        for operation in operations
+    )

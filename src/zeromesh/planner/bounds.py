@@ -51,6 +51,7 @@ from zeromesh.cost import MOST_TAKEN, ComputeModel, Constants, taken_share
 from zeromesh.cost.collective import HOST
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, TensorSpec, UnitKind, UnitSpec
+from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.pieces.owners import newton_schulz_flops
 from zeromesh.planner.memory import bytes_each, moment_bytes
@@ -59,8 +60,11 @@ from zeromesh.planner.workload import Workload
 from zeromesh.schedule import BUCKET_BYTES, LANES
 from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import Operation, Transfer
+from zeromesh.simulator.computation import Computation, MicroBatchSeconds, held_bytes, idle_seconds
+from zeromesh.simulator.division import Division
 from zeromesh.simulator.owned import is_matrix
 from zeromesh.simulator.units import schedule_units
+from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Axis, Stage, Wire
 from zeromesh.strategy.collective import AUTO, find_collective
 from zeromesh.wires import coded
@@ -142,8 +146,10 @@ class TimeBound:
             active = np.maximum(active, micro_batches * micro + step)
         met = micro_batches * self.lanes[_GATHER_BACK] + (micro_batches - 1) * self._spilled(compute)
         active = np.maximum(active, gather + reduce - met)
-        compute_s = micro_batches * compute.total + optimizer_s
+        compute_s = micro_batches * compute.total + compute.idle + optimizer_s
+        # While the device waits or is idle anyway, nothing slows it down, and the edges may hide.
         slowed = micro_batches * self.lost[0] + self.lost[1] + (edge_gather + edge_reduce) * (1 - self.edge)
+        slowed = np.maximum(0.0, slowed - micro_batches * compute.waiting - compute.idle)
         last = (micro_batches - 1) * compute.total + np.maximum(self.lanes[_REDUCE_MICRO], boundary)
         rest = np.maximum(np.maximum(reduce, last), micro_batches * compute.total - compute.forward)
         in_order = np.maximum(compute.forward, refresh) + rest + optimizer_s
@@ -158,12 +164,15 @@ class TimeBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeSeconds:
-    """Of one micro-batch; its `blocks` blocks compute for at least `block_backward` each in the backward."""
+    """Of one micro-batch; its `blocks` blocks compute for at least `block_backward` each in the backward. `waiting`: of
+    both, for collectives inside of units; `idle`: of a step, in a pipeline."""
 
     forward: float
     backward: float
     blocks: int = 0
     block_backward: float = 0.0
+    waiting: float = 0.0
+    idle: float = 0.0
 
     @property
     def total(self) -> float:
@@ -179,6 +188,8 @@ class Bounds:
         wires: by level, as after `@`; "" for the default.
         collective: of the strategies.
         planned: the engine allocates reduce slots once, as ours does.
+        division: where the model is cut: it is then that of one kind of rank, and the cluster what is left of it.
+        part: which kind.
     """
 
     model: ModelSpec
@@ -188,6 +199,12 @@ class Bounds:
     wires: tuple[str, ...] = ()
     collective: str = AUTO
     planned: bool = True
+    division: Division | None = None
+    part: int = 0
+
+    @property
+    def _parallel(self) -> Parallel:
+        return WHOLE if self.division is None else self.division.parallel
 
     @cached_property
     def overlapping(self) -> bool:
@@ -225,6 +242,8 @@ class Bounds:
     def micro_batch_s(self, sequences: int, recomputation: Recomputation) -> ComputeSeconds:
         """Seconds of the forward and backward of one micro-batch."""
         seq_len = self.workload.seq_len
+        if self.division is not None:
+            return self._divided_s(self.division, self.workload.fixed(sequences, recomputation, self._parallel))
         forward = backward = 0.0
         blocks: list[float] = []
         for unit in self.model.units:
@@ -235,13 +254,34 @@ class Bounds:
         least = min(blocks, default=0.0)
         return ComputeSeconds(forward=forward, backward=backward, blocks=len(blocks), block_backward=least)
 
+    def _divided_s(self, division: Division, work: FixedWorkload) -> ComputeSeconds:
+        ranks, blocks = [], [0.0]
+        for index, part in enumerate(division.parts):
+            units = [
+                (unit, Computation.of(unit, division, self.compute, self.transfers, work)) for unit in part.model.units
+            ]
+            ranks.append(MicroBatchSeconds.of((unit.count, one) for unit, one in units))
+            if index == self.part:
+                blocks = [one.seconds.backward + one.seconds.recompute for u, one in units if u.kind is UnitKind.BLOCK]
+        own = ranks[self.part]
+        return ComputeSeconds(
+            forward=own.forward,
+            backward=own.backward,
+            blocks=sum(unit.count for unit in self.model.units if unit.kind is UnitKind.BLOCK),
+            block_backward=min(blocks, default=0.0),
+            waiting=own.waiting,
+            idle=idle_seconds(division, ranks)[self.part],
+        )
+
     def optimizer_s(self, block: Block) -> Floats:
         """Each rank has a part of the elements; of what owners divide, one has at least the mean."""
-        per_rank = self.model.num_trainable * self.compute.optimizer(1.0)
+        dense, experts = self._num_trainable
+        by_state = _state_degree(block)
+        seconds = (dense / by_state + experts / self._of_experts(by_state)) * self.compute.optimizer(1.0)
         if self.workload.optimizer == "muon":
             flops = sum(newton_schulz_flops(tensor.shape) for tensor in self._matrices)
-            per_rank += flops / (self.compute.matrix_flops * self.compute.constants.matmul_share)
-        return np.asarray(per_rank / _state_degree(block))
+            seconds += flops / (self.compute.matrix_flops * self.compute.constants.matmul_share) / by_state
+        return np.asarray(seconds)
 
     @cached_property
     def _matrices(self) -> list[TensorSpec]:
@@ -253,6 +293,21 @@ class Bounds:
             if is_matrix(unit, tensor)
             for _ in range(unit.count)
         ]
+
+    def _of_experts(self, degree: Floats) -> Floats:
+        """Into how many shards experts are cut at the most, where all else is cut into so many."""
+        return np.minimum(degree, self.cluster.world / self._parallel.ep)
+
+    @cached_property
+    def _num_trainable(self) -> tuple[int, int]:
+        """Elements of all and of the experts that ep cuts, which have a layout of their own."""
+        experts = sum(unit.count * _num_experts(unit, trainable=True) for unit in self.model.units)
+        return self.model.num_trainable - experts, experts
+
+    @cached_property
+    def _num_params(self) -> tuple[int, int]:
+        experts = sum(unit.count * _num_experts(unit) for unit in self.model.units)
+        return self.model.num_params - experts, experts
 
     # Communication --------------------------------------------------------------------------------------------------
 
@@ -398,8 +453,13 @@ class Bounds:
 
     @cached_property
     def _numels(self) -> dict[int, tuple[int, int]]:
-        """Trainable and frozen elements of each unit, which are counted often."""
-        return {id(unit): (unit.num_trainable, unit.num_frozen) for unit in self.model.units}
+        """Trainable and frozen elements of each unit, which are counted often; without experts that ep cuts, which go
+        over fewer ranks."""
+        found = {}
+        for unit in self.model.units:
+            experts, trained = _num_experts(unit), _num_experts(unit, trainable=True)
+            found[id(unit)] = (unit.num_trainable - trained, unit.num_frozen - (experts - trained))
+        return found
 
     @property
     def _roots(self) -> list[UnitSpec]:
@@ -426,7 +486,7 @@ class Bounds:
 
     def _share(self, axis: Axis, operation: Operation, unit: UnitSpec, pieces: int) -> tuple[float, float]:
         """Of a unit in one transfer of all that is trained: with whatever it is joined, it does not take less."""
-        trainable = self.model.num_trainable
+        trainable = self._num_trainable[0]
         if not trainable:
             return 0.0, 0.0
         part = self._numels[id(unit)][0] / trainable
@@ -462,17 +522,20 @@ class Bounds:
         dropped = block.degree(*_DROPPED_STAGES).astype(np.float64)
         # A quantised refresh needs a master of its own: the bound leaves it out.
         master = 0.0 if work.param_dtype == work.master_dtype else DTYPE_BYTES[work.master_dtype]
-        blocks = sum(unit.count * unit.num_params for unit in model.units if unit.kind is UnitKind.BLOCK)
+        blocks = sum(u.count * sum(self._numels[id(u)]) for u in model.units if u.kind is UnitKind.BLOCK)
+        params, trainable = self._num_params, self._num_trainable
         kept_width = min(bytes_each(wire) for wire in self._param_wires)
         copied = (dropped > 1) & (dropped < by_param)  # others stay gathered
         kept = np.where(copied, kept_width * blocks / dropped, 0.0)
         return np.asarray(
             model.whole_bytes
-            + width * model.num_params / by_param
-            + DTYPE_BYTES[work.grad_dtype] * model.num_trainable / by_grad
-            + ((master + moment_bytes(work.master_dtype)) * model.num_trainable - self._fewer_moments) / by_state
+            + width * (params[0] / by_param + params[1] / self._of_experts(by_param))
+            + DTYPE_BYTES[work.grad_dtype] * (trainable[0] / by_grad + trainable[1] / self._of_experts(by_grad))
+            + (master + moment_bytes(work.master_dtype))
+            * (trainable[0] / by_state + trainable[1] / self._of_experts(by_state))
+            - self._fewer_moments / by_state
             + kept
-            + np.where(by_param > 1, np.where(dropped > 1, self._gather_slots, width * model.num_params), 0.0)
+            + np.where(by_param > 1, np.where(dropped > 1, self._gather_slots, width * params[0]), 0.0)
             + np.where((by_grad > 1) & ((by_param > 1) | (not self.joins)), self._reduce_slots, 0.0)
         )
 
@@ -485,6 +548,19 @@ class Bounds:
         return less * sum(tensor.num_elements for tensor in self._matrices)
 
     @property
+    def least_bytes(self) -> float:
+        """Parameters, gradients and optimizer states where everything is sharded over all ranks."""
+        work, world = self.workload, float(self.cluster.world)
+        master = 0.0 if work.param_dtype == work.master_dtype else DTYPE_BYTES[work.master_dtype]
+        of_trained = DTYPE_BYTES[work.grad_dtype] + master + moment_bytes(work.master_dtype)
+        params, trained = (
+            dense / world + experts * self._parallel.ep / world
+            for dense, experts in (self._num_params, self._num_trainable)
+        )
+        fewer = self._fewer_moments / world
+        return self.model.whole_bytes - fewer + DTYPE_BYTES[work.param_dtype] * params + of_trained * trained
+
+    @property
     def _param_wires(self) -> Iterator[str]:
         """Of each level: a kept copy is held as it came over one of them."""
         for text in self.wires or ("",):
@@ -493,14 +569,16 @@ class Bounds:
     @cached_property
     def _gather_slots(self) -> float:
         return self._slots(
-            DTYPE_BYTES[self.workload.param_dtype], [unit.num_params for unit in self.model.units], PREFETCH + 1
+            DTYPE_BYTES[self.workload.param_dtype],
+            [sum(self._numels[id(unit)]) for unit in self.model.units],
+            PREFETCH + 1,
         )
 
     @cached_property
     def _reduce_slots(self) -> float:
         if not self.planned:
             return 0.0
-        numels = [unit.num_trainable for unit in self.model.units]
+        numels = [self._numels[id(unit)][0] for unit in self.model.units]
         return self._slots(DTYPE_BYTES[self.workload.wire_dtype], numels, REDUCE_SLOTS)
 
     def _slots(self, width: float, numels: Sequence[int], shared: int) -> float:
@@ -512,8 +590,17 @@ class Bounds:
 
     def activation_bytes(self, sequences: int, recomputation: Recomputation) -> float:
         """Alive at the end of the forward of one micro-batch."""
-        seq_len = self.workload.seq_len
-        return sequences * seq_len * self.model.peak_activation_bytes(seq_len, recomputation)
+        work = self.workload.fixed(sequences, recomputation, self._parallel)
+        found = work.micro_batch_tokens * self.model.peak_activation_bytes(work.seq_len, recomputation)
+        if self.division is None:
+            return found
+        count = work.global_batch_tokens // (work.micro_batch_tokens * self.cluster.world)
+        return found + held_bytes(self.division.parts[self.part], self._parallel, work, count)
+
+
+def _num_experts(unit: UnitSpec, *, trainable: bool = False) -> int:
+    """Elements of the experts that ep cuts."""
+    return sum(t.num_elements for t in unit.tensors if t.ep > 1 and (t.trainable or not trainable))
 
 
 def _operations(stage: Stage) -> Iterator[tuple[Operation, bool]]:

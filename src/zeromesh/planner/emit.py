@@ -8,6 +8,7 @@ whose parts are (stage, ranks), innermost first:
   Gradients are accumulated in the dtype of its parameters.
 - DeepSpeed: one stage for all ranks; ZeRO++'s hpZ (3 inside, 3k outside), qwZ and qgZ.
 - Megatron-FSDP: one stage inside; outside it replicas or the optimizer's states alone.
+- torchtitan: FSDP2's, cp inside its shards, beside tp, pp and ep; the others shard over data-parallel ranks alone.
 
 All have fp32 masters, send parameters in the dtype that they compute in, and gradients in one dtype on all levels.
 """
@@ -24,6 +25,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, UnitKind
+from zeromesh.model.parallel import WHOLE
 from zeromesh.strategy import Layout, Plan
 
 Parts = list[tuple[str, int]]
@@ -170,15 +172,67 @@ def emit_megatron_fsdp(plan: Plan, model: ModelSpec) -> str:
     )
 
 
+_TITAN_SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zero-bubble": "InterleavedZeroBubble",
+}
+
+
+def emit_torchtitan(plan: Plan, model: ModelSpec) -> str:
+    """The sections `parallelism`, `training` and `activation_checkpoint` of a torchtitan job file.
+
+    Keys are those of torchtitan/config/job_config.py in pytorch/torchtitan@000204a.
+
+    Raises:
+        InputError: torchtitan cannot express the strategy; names the part.
+    """
+    engine, parallel, layout = "torchtitan", plan.parallel or WHOLE, Layout.of(plan.strategy, plan.mesh)
+    plan = _in_one_dtype(engine, plan, layout)
+    (stage, shards), *rest = _parts(engine, plan, layout, cut=True)
+    # Its pipelines reduce once a step (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync).
+    known = ("3d", "3dk") if parallel.pp > 1 else ("3", "3k")
+    if stage not in known or len(rest) > 1 or any(outer != "0" for outer, _ in rest):
+        wrong = next(((s, n) for s, n in rest if s != "0"), (stage, shards))
+        _refuse(engine, plan, f"stage {wrong[0]} over {wrong[1]} ranks: {' or '.join(known)} inside, 0 outside of it")
+    if shards % parallel.cp or shards % parallel.ep:
+        _refuse(engine, plan, f"cp or ep that is wider than the {shards} ranks that share parameters: both lie in them")
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        _refuse(engine, plan, "tp without sequence parallelism")
+    if _computed_in(plan) == "fp16":
+        _refuse(engine, plan, "parameters in fp16: bf16 or fp32")
+    replicas = rest[0][1] if rest else 1
+    return _render(
+        "torchtitan.toml.j2",
+        plan,
+        model,
+        parallel=parallel,
+        schedule=_TITAN_SCHEDULES[parallel.pp_schedule],
+        layers_per_stage=model.num_layers // (parallel.pp * parallel.pp_chunks),
+        replicas=replicas,
+        shards=shards // parallel.cp,
+        ranks=replicas * shards // parallel.cp,
+        reshard="never" if stage.endswith("k") else "always",
+        dtype=_TORCH[_computed_in(plan)].removeprefix("torch."),
+    )
+
+
 EMITTERS: dict[str, Callable[[Plan, ModelSpec], str]] = {
     "fsdp2": emit_fsdp2,
     "deepspeed": emit_deepspeed,
     "megatron-fsdp": emit_megatron_fsdp,
+    "torchtitan": emit_torchtitan,
 }
 
 
-def _parts(engine: str, plan: Plan, layout: Layout) -> Parts:
-    """Neighbouring axes of one stage together, innermost first; axes of one rank left out. Refuses options."""
+def _parts(engine: str, plan: Plan, layout: Layout, *, cut: bool = False) -> Parts:
+    """Neighbouring axes of one stage together, innermost first; axes of one rank left out. Refuses options, and models
+    that are cut beside them unless `cut`."""
+    if plan.parallel is not None and not cut:
+        _refuse(
+            engine, plan, f"{plan.parallel}: what is emitted shards over data-parallel ranks alone (see torchtitan)"
+        )
     default = replace(plan.strategy, collective="auto", overlap="all", prefetch=1)
     if plan.strategy != default:
         options = str(plan.strategy).partition(";")[2]

@@ -14,9 +14,12 @@ from typing import Any
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
+from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.workload import Workload
-from zeromesh.simulator import Mechanics, Simulation, find_engine, simulate, static_memory
+from zeromesh.simulator import Mechanics, Simulation, find_engine
+from zeromesh.simulator.division import Division
+from zeromesh.simulator.run import simulate_divided, static_memory
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.collective import AUTO
 
@@ -32,10 +35,16 @@ class Candidate:
     micro_batch: int
     micro_batches: int
     recomputation: Recomputation
+    parallel: Parallel = WHOLE
     bound_s: float = 0.0
 
+    @property
+    def named(self) -> str:
+        """Its degrees, where the model is cut, and its strategy."""
+        return " ".join(text for text in (str(self.parallel), str(self.strategy)) if text)
+
     def __str__(self) -> str:
-        return f"{self.strategy}, micro-batch {self.micro_batch}, recomputation {self.recomputation.value}"
+        return f"{self.named}, micro-batch {self.micro_batch}, recomputation {self.recomputation.value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +77,7 @@ class Evaluator:
     """Simulates candidates and remembers them.
 
     Args:
-        model, cluster, workload: what is planned; the cluster cut to the world in use.
+        model, cluster, workload: what is planned; the cluster that of the world in use, whatever takes part of it.
         engine: whose mechanics.
         constants: of the cost model.
         memory_margin: share of the device's memory to leave free.
@@ -80,7 +89,10 @@ class Evaluator:
     engine: str | Mechanics
     constants: Constants
     memory_margin: float
-    _bounds: dict[tuple[tuple[str, ...], str], Bounds] = field(default_factory=dict, init=False)
+    _divisions: dict[Parallel, Division] = field(default_factory=dict, init=False)
+    _bounds: dict[tuple[tuple[str, ...], str, Parallel], tuple[Bounds, Bounds]] = field(
+        default_factory=dict, init=False
+    )
     _estimates: dict[Candidate, Estimate] = field(default_factory=dict, init=False)
     _simulations: dict[Candidate, Simulation] = field(default_factory=dict, init=False)
 
@@ -97,20 +109,47 @@ class Evaluator:
     def evaluated(self) -> list[Estimate]:
         return list(self._estimates.values())
 
-    def bounds(self, wires: tuple[str, ...] = (), collective: str = AUTO) -> Bounds:
-        """The bounds for wires by level, lossless ones if none are given, and a strategy's collectives."""
-        key = (wires or ("",) * len(self.cluster.levels), collective)
+    def division(self, parallel: Parallel) -> Division:
+        """Model and cluster, cut.
+
+        Raises:
+            InputError: a degree does not divide what it cuts.
+        """
+        if parallel not in self._divisions:
+            self._divisions[parallel] = Division.of(self.model, self.cluster, parallel, seq_len=self.workload.seq_len)
+        return self._divisions[parallel]
+
+    def bounds(
+        self, wires: tuple[str, ...] = (), collective: str = AUTO, parallel: Parallel | None = None
+    ) -> tuple[Bounds, Bounds]:
+        """The bounds for wires by level, lossless ones if none are given, and a strategy's collectives: of time and of
+        memory, which differ in a pipeline: its slowest kind of rank, and the first, which holds most."""
+        parallel = parallel or WHOLE
+        key = (wires or ("",) * len(self.cluster.levels), collective, parallel)
         if key not in self._bounds:
-            planned = self.mechanics.planned
-            self._bounds[key] = Bounds(self.model, self.cluster, self.workload, self.constants, *key, planned)
+            division = self.division(parallel)
+            every = [
+                Bounds(
+                    part.model,
+                    division.cluster,
+                    self.workload,
+                    self.constants,
+                    *key[:2],
+                    self.mechanics.planned,
+                    division if parallel.cuts else None,
+                    index,
+                )
+                for index, part in enumerate(division.parts)
+            ]
+            slowest = max(every, key=lambda bounds: bounds.micro_batch_s(1, Recomputation.NONE).total)
+            self._bounds[key] = slowest, every[0]
         return self._bounds[key]
 
-    def static_bytes(self, strategy: Strategy) -> float:
+    def static_bytes(self, strategy: Strategy, parallel: Parallel) -> float:
         """What every choice with `strategy` needs beside activations."""
-        work = self.workload.fixed(1, Recomputation.NONE)
-        return static_memory(
-            self.model, self.cluster, strategy, work, engine=self.engine, constants=self.constants
-        ).total
+        work = self.workload.fixed(1, Recomputation.NONE, parallel)
+        division = self.division(parallel)
+        return static_memory(division, strategy, work, engine=self.engine, constants=self.constants).total
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Step time and memory of `candidate`."""
@@ -136,18 +175,19 @@ class Evaluator:
         """All blocks of `candidate`; with a trace if `record`."""
         key = replace(candidate, bound_s=0.0)
         if record or key not in self._simulations:
-            self._simulations[key] = self._simulate(self.model, candidate, record=record)
+            self._simulations[key] = self._simulate(self.division(candidate.parallel), candidate, record=record)
         return self._simulations[key]
 
     def _estimate(self, candidate: Candidate) -> Estimate:
         """From few blocks; from all where units are joined, or owners share what all blocks have."""
-        counts = _few_blocks(self.model)
+        division = self.division(candidate.parallel)
+        counts = _few_blocks(division)
         by_owners = self.workload.optimizer == "muon" or self.workload.ownership == "owners"
         if counts is None or by_owners or self._joins(candidate):
             return self.measured(candidate)
         few, more, all_of_them = counts
-        low = self._simulate(_with_blocks(self.model, few), candidate)
-        high = self._simulate(_with_blocks(self.model, more), candidate)
+        low = self._simulate(_with_blocks(division, few), candidate)
+        high = self._simulate(_with_blocks(division, more), candidate)
         times = (all_of_them - more) / (more - few)
         return Estimate(
             candidate=candidate,
@@ -157,15 +197,14 @@ class Evaluator:
 
     def _joins(self, candidate: Candidate) -> bool:
         """Whether blocks are joined, so that one more does not add the same."""
-        layout = Layout.of(candidate.strategy, self.cluster.axes)
-        return layout.degree(layout.param_axes) == 1 and self.bounds().joins
+        layout = Layout.of(candidate.strategy, self.division(candidate.parallel).cluster.axes)
+        return layout.degree(layout.param_axes) == 1 and self.bounds(parallel=candidate.parallel)[0].joins
 
-    def _simulate(self, model: ModelSpec, candidate: Candidate, *, record: bool = False) -> Simulation:
-        return simulate(
-            model,
-            self.cluster,
+    def _simulate(self, division: Division, candidate: Candidate, *, record: bool = False) -> Simulation:
+        return simulate_divided(
+            division,
             candidate.strategy,
-            self.workload.fixed(candidate.micro_batch, candidate.recomputation),
+            self.workload.fixed(candidate.micro_batch, candidate.recomputation, candidate.parallel),
             engine=self.engine,
             constants=self.constants,
             memory_margin=self.memory_margin,
@@ -173,15 +212,21 @@ class Evaluator:
         )
 
 
-def _few_blocks(model: ModelSpec) -> tuple[int, int, int] | None:
+def _few_blocks(division: Division) -> tuple[int, int, int] | None:
     """The two small numbers of blocks and the real one; None where the model has no single long row of blocks."""
-    counts = [unit.count for unit in model.units if unit.kind is UnitKind.BLOCK]
-    if len(counts) != 1 or counts[0] <= _FEW + 4:
+    rows = {tuple(u.count for u in part.model.units if u.kind is UnitKind.BLOCK) for part in division.parts}
+    counts = rows.pop()
+    if rows or len(counts) != 1 or counts[0] <= _FEW + 4:
         return None
     few = _FEW + counts[0] % 2
     return few, few + 2, counts[0]
 
 
-def _with_blocks(model: ModelSpec, count: int) -> ModelSpec:
+def _with_blocks(division: Division, count: int) -> Division:
+    parts = [replace(part, model=_of_blocks(part.model, count)) for part in division.parts]
+    return replace(division, parts=tuple(parts))
+
+
+def _of_blocks(model: ModelSpec, count: int) -> ModelSpec:
     units = tuple(replace(unit, count=count) if unit.kind is UnitKind.BLOCK else unit for unit in model.units)
     return replace(model, units=units)

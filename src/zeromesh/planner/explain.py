@@ -70,7 +70,7 @@ def explain(evaluator: Evaluator, best: Candidate, runner_up: Candidate | None) 
     if runner_up is not None:
         reasons.append(_compare(evaluator, best, runner_up, "runner-up"))
     mics_fits = False
-    for known in known_strategies(evaluator.cluster):
+    for known in known_strategies(evaluator.division(best.parallel).cluster):
         mics = known.name.startswith("MiCS")
         if mics and mics_fits:
             continue
@@ -81,7 +81,7 @@ def explain(evaluator: Evaluator, best: Candidate, runner_up: Candidate | None) 
 
 
 def _explain_known(evaluator: Evaluator, best: Candidate, known: Known) -> Reason:
-    (choice,) = fastest(evaluator, known.strategy)
+    (choice,) = fastest(evaluator, known.strategy, best.parallel)
     if evaluator.simulation(choice).fits:
         return _compare(evaluator, best, choice, known.name)
     return _excluded(evaluator, choice, known.name)
@@ -90,14 +90,15 @@ def _explain_known(evaluator: Evaluator, best: Candidate, known: Known) -> Reaso
 def _compare(evaluator: Evaluator, best: Candidate, other: Candidate, name: str) -> Reason:
     mine, theirs = evaluator.simulation(best), evaluator.simulation(other)
     loses = _losses(mine, theirs)
-    same = _on(evaluator.cluster, best.strategy) == _on(evaluator.cluster, other.strategy)
+    cluster = evaluator.division(best.parallel).cluster
+    same = best.parallel == other.parallel and _on(cluster, best.strategy) == _on(cluster, other.strategy)
     lossy = theirs.step_s < mine.step_s and other.strategy.quantised and not best.strategy.quantised
     text = "this is the best" if same else _sentence(mine, theirs, other, loses)
     if lossy:
         text = f"excluded since its wires are quantised (--wire any allows them); it would be {text}"
     return Reason(
         name=name,
-        strategy=str(other.strategy),
+        strategy=other.named,
         outcome="chosen" if same else "excluded" if lossy else "slower",
         text=text,
         step_s=theirs.step_s,
@@ -151,7 +152,7 @@ def _excluded(evaluator: Evaluator, least: Candidate, name: str) -> Reason:
     largest = ", ".join(f"{key} {value / 1e9:.1f}" for key, value in sorted(parts, key=lambda p: -p[1])[:3])
     return Reason(
         name=name,
-        strategy=str(least.strategy),
+        strategy=least.named,
         outcome="excluded",
         text=(
             f"does not fit: at least {memory.total / 1e9:.1f} GB per device, {evaluator.limit_bytes / 1e9:.1f} GB are "

@@ -7,6 +7,7 @@ import numpy as np
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants, default_constants
 from zeromesh.model import ModelSpec
+from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Evaluator
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.workload import Workload
@@ -29,7 +30,7 @@ def simulate_strategy(
 
     Raises:
         MeshError: the strategy does not fit the cluster's levels.
-        InputError: the batch does not divide.
+        InputError: the batch does not divide, or a degree does not.
     """
     return simulate_choices(
         model,
@@ -61,44 +62,46 @@ def simulate_choices(
         trace: of the first.
     """
     evaluator = Evaluator(model, cluster, workload, engine, constants or default_constants(), memory_margin)
-    best, *others = fastest(evaluator, strategy, top)
+    best, *others = fastest(evaluator, strategy, workload.parallel, top)
     return (
         Choice(candidate=best, simulation=evaluator.simulation(best, record=trace)),
         *(Choice(candidate=other, simulation=evaluator.simulation(other)) for other in others),
     )
 
 
-def fastest(evaluator: Evaluator, strategy: Strategy, top: int = 1) -> list[Candidate]:
+def fastest(evaluator: Evaluator, strategy: Strategy, parallel: Parallel, top: int = 1) -> list[Candidate]:
     """The `top` fastest choices that fit, fastest first; where none fits the smallest."""
-    every = choices(evaluator, strategy)
+    every = choices(evaluator, strategy, parallel)
     # All of them, since for some strategies and engines `bound_s` is none; there are few.
     fitting = [c for c, memory in every if memory <= evaluator.limit_bytes and evaluator.simulation(c).fits]
     fitting.sort(key=lambda candidate: evaluator.simulation(candidate).step_s)
     return fitting[:top] or [min(every, key=lambda pair: pair[1])[0]]
 
 
-def choices(evaluator: Evaluator, strategy: Strategy) -> list[tuple[Candidate, float]]:
+def choices(evaluator: Evaluator, strategy: Strategy, parallel: Parallel = WHOLE) -> list[tuple[Candidate, float]]:
     """Every micro-batch and recomputation of a strategy by rising bound, each with what it needs at least.
 
     With several wires on one level, a prefetch other than 1 or another engine, what is called a bound is only near one:
     still the order of the choices.
     """
-    layout = Layout.of(strategy, evaluator.cluster.axes)
-    bounds, block = evaluator.bounds(_wires(layout), strategy.collective), _one_row(layout)
+    world, axes = evaluator.division(parallel).cluster.world, evaluator.division(parallel).cluster.axes
+    layout = Layout.of(strategy, axes)
+    block, (bounds, of_memory) = _one_row(layout), evaluator.bounds(_wires(layout), strategy.collective, parallel)
     time, optimizer_s = bounds.time(block), bounds.optimizer_s(block)
-    static, of_activations = evaluator.static_bytes(strategy), 1 + evaluator.constants.allocator_share
+    static, of_activations = evaluator.static_bytes(strategy, parallel), 1 + evaluator.constants.allocator_share
     choices = []
     for recomputation in evaluator.workload.recomputations():
-        for micro_batch, micro_batches in evaluator.workload.splits(evaluator.cluster.world):
+        for micro_batch, micro_batches in evaluator.workload.splits(world, parallel):
             compute = bounds.micro_batch_s(micro_batch, recomputation)
             candidate = Candidate(
                 strategy=strategy,
                 micro_batch=micro_batch,
                 micro_batches=micro_batches,
                 recomputation=recomputation,
+                parallel=parallel,
                 bound_s=float(time.at(micro_batches, compute, optimizer_s)[0]),
             )
-            activations = bounds.activation_bytes(micro_batch, recomputation)
+            activations = of_memory.activation_bytes(micro_batch, recomputation)
             choices.append((candidate, static + of_activations * activations))
     return sorted(choices, key=lambda pair: pair[0].bound_s)
 

@@ -73,6 +73,7 @@ class Planned:
             "front": [
                 {
                     "strategy": str(point.candidate.strategy),
+                    "parallel": point.candidate.parallel.to_json(),
                     "micro_batch": point.candidate.micro_batch,
                     "recomputation": point.candidate.recomputation.value,
                     "step_s": point.step_s,
@@ -84,10 +85,11 @@ class Planned:
 
 
 def as_plan(choice: Choice, cluster: Cluster, workload: Workload) -> Plan:
-    """A choice as a value to run."""
+    """A choice as a value to run; its mesh is what the strategy's axes span."""
+    parallel = choice.candidate.parallel
     return Plan(
         strategy=choice.candidate.strategy,
-        mesh=cluster.axes,
+        mesh=cluster.cut(inner=parallel.tp, outer=parallel.pp).axes,
         micro_batch=choice.candidate.micro_batch,
         micro_batches=choice.candidate.micro_batches,
         recompute=choice.candidate.recomputation.value,
@@ -96,6 +98,7 @@ def as_plan(choice: Choice, cluster: Cluster, workload: Workload) -> Plan:
         reduce_dtype=workload.reduce_dtype,
         grad_dtype=workload.grad_dtype,
         master_dtype=workload.master_dtype,
+        parallel=parallel if parallel.cuts else None,
         predicted=choice.to_json(),
     )
 
@@ -135,7 +138,7 @@ def plan(
     best = found.best.candidate if choice == "fastest" else safest.candidate
     ranked = sorted(found.ranked, key=lambda estimate: estimate.candidate != best)  # stable: the others as they were
     candidates = tuple(_choice(evaluator, estimate) for estimate in ranked[: max(1, top)])
-    runner_up = next((c.candidate for c in candidates if c.candidate.strategy != best.strategy), None)
+    runner_up = next((c.candidate for c in candidates if c.candidate.named != best.named), None)
     why = explain(evaluator, best, runner_up)
     return Planned(
         model=model,

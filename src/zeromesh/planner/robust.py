@@ -91,7 +91,7 @@ class Robust:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "strategy": str(self.candidate.strategy),
+            "strategy": self.candidate.named,
             "regret": self.regret,
             "regret_of_fastest": self.of_fastest,
             "depends": [each.to_json() for each in self.depends],
@@ -135,11 +135,12 @@ def open_constants(cluster: Cluster) -> Iterator[Provenance]:
 
 
 def _contenders(ranked: Sequence[Estimate]) -> list[Candidate]:
-    kinds: dict[tuple[tuple[str, str], ...], Candidate] = {}
+    kinds: dict[tuple[object, ...], Candidate] = {}
     for estimate in ranked:
         if estimate.step_s <= _NEAR * ranked[0].step_s and len(kinds) < CONTENDERS:
             terms = estimate.candidate.strategy.axes
-            kinds.setdefault(tuple((term.name, str(term.stage)) for term in terms), estimate.candidate)
+            kind = (estimate.candidate.parallel, *((term.name, str(term.stage)) for term in terms))
+            kinds.setdefault(kind, estimate.candidate)
     return list(kinds.values())
 
 
@@ -165,8 +166,8 @@ def _dependence(evaluator: Evaluator, constant: Provenance, end: float, one: Can
         low=low * unit,
         high=high * unit,
         at=(near + far) / 2 * unit,
-        below=str(below.strategy),
-        above=str(above.strategy),
+        below=below.named,
+        above=above.named,
         measure=measure,
     )
 

@@ -17,11 +17,12 @@ import numpy as np
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants, default_constants
-from zeromesh.cost.memory import Overhead
 from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, Recomputation
-from zeromesh.planner.bounds import Bounds, ComputeSeconds, Floats
+from zeromesh.model.parallel import Parallel
+from zeromesh.planner.bounds import Bounds, Floats
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
+from zeromesh.planner.settings import Setting, screened, settings_of
 from zeromesh.planner.space import Block, Integers, Space, Splits
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
@@ -106,6 +107,7 @@ class _Rows:
     """Candidates as arrays: those of one block, micro-batch and recomputation that may fit, or chosen ones of them."""
 
     space: Space
+    parallel: Parallel
     wires: tuple[str, ...]
     collective: str
     micro_batch: int
@@ -123,6 +125,7 @@ class _Rows:
             micro_batch=self.micro_batch,
             micro_batches=self.micro_batches,
             recomputation=self.recomputation,
+            parallel=self.parallel,
             bound_s=float(self.step_s[row]),
         )
 
@@ -141,6 +144,8 @@ class _Pool:
     def by_bound(self) -> Iterator[list[Candidate]]:
         """Candidates by rising bound, in groups a thousandth apart: within one, those of few parts first, then the
         smaller ones."""
+        if not self.rows:
+            return
         sizes = [len(rows.step_s) for rows in self.rows]
         source = np.repeat(np.arange(len(sizes)), sizes)
         row = np.concatenate([np.arange(size) for size in sizes])
@@ -189,19 +194,25 @@ def search(
             f"an optimum can be proven for the engine zeromesh alone: the bounds do not hold for {mechanics.name}; "
             "leave out --exact"
         )
-    space = space or Space(cluster.axes, options.splits)
     evaluator = Evaluator(model, cluster, workload, engine, constants, options.memory_margin)
     pool = _Pool()
-    unsplit = replace(space, splits="none") if len(cluster.levels) > 2 else space
     collectives = _collectives(cluster, options)
     if options.max_simulations is not None:
         options = replace(options, max_simulations=options.max_simulations * len(collectives))
-    for wires, collective in product(_wires(cluster, options), collectives):
-        _fill(pool, evaluator.bounds(wires, collective), unsplit if any(wires) else space, evaluator.limit_bytes)
-    if not pool.rows:
-        assert pool.smallest is not None
-        raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)
-    bound_s = _simulate_in_order(pool, evaluator, options)
+    bound_s = best_s = np.inf
+    for parallel, least_s in screened(evaluator):
+        if least_s >= best_s * (1 - options.tolerance):  # and so are all that follow
+            bound_s = min(bound_s, least_s)
+            break
+        pool.rows.clear()
+        division = evaluator.division(parallel)
+        whole = space or Space(division.cluster.axes, options.splits if division.splits_freely else "none")
+        unsplit = replace(whole, splits="none") if len(cluster.levels) > 2 else whole
+        for wires, collective in product(_wires(cluster, options), collectives):
+            bounds = evaluator.bounds(wires, collective, parallel)
+            _fill(pool, *bounds, parallel, unsplit if any(wires) else whole, evaluator.limit_bytes)
+        best_s, left_s = _simulate_in_order(pool, evaluator, options, best_s)
+        bound_s = min(bound_s, left_s)
     for candidate in _thinned(pool.front, options.front):
         evaluator.estimate(candidate)
     _measure_best(evaluator)
@@ -210,7 +221,7 @@ def search(
         assert pool.smallest is not None
         raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)
     if not _bounded(mechanics):
-        bound_s = _compute_bound_s(evaluator.bounds())
+        bound_s = min(_compute_bound_s(evaluator, parallel) for parallel, _ in screened(evaluator))
     open_bounds = [estimate.candidate.bound_s for estimate in ranked if not estimate.whole]
     found = Found(
         best=ranked[0],
@@ -229,14 +240,9 @@ def _bounded(mechanics: Mechanics) -> bool:
     return mechanics == find_engine("zeromesh")
 
 
-def _compute_bound_s(bounds: Bounds) -> float:
+def _compute_bound_s(evaluator: Evaluator, parallel: Parallel) -> float:
     """What holds for any engine: nothing is faster than its computation."""
-    workload = bounds.workload
-    return min(
-        count * bounds.micro_batch_s(size, recomputation).total
-        for recomputation in workload.recomputations()
-        for size, count in workload.splits(bounds.cluster.world)
-    )
+    return min(setting.least_s for setting in settings_of(*evaluator.bounds(parallel=parallel), parallel))
 
 
 def _measure_best(evaluator: Evaluator) -> None:
@@ -287,8 +293,8 @@ def _rank(estimate: Estimate) -> tuple[float, int, bool, float]:
     return float(f"{estimate.step_s:.9e}"), len(strategy.axes), options, estimate.memory_bytes
 
 
-def _fill(pool: _Pool, bounds: Bounds, space: Space, limit_bytes: float) -> None:
-    settings = list(_settings(bounds))
+def _fill(pool: _Pool, bounds: Bounds, of_memory: Bounds, parallel: Parallel, space: Space, limit_bytes: float) -> None:
+    settings = list(settings_of(bounds, of_memory, parallel))
     least = min(settings, key=lambda setting: setting.extra_bytes)
     for block in space.blocks():
         if bounds.overlapping:
@@ -296,10 +302,10 @@ def _fill(pool: _Pool, bounds: Bounds, space: Space, limit_bytes: float) -> None
             block = block.choose(np.flatnonzero((block.levels_sharded() > 1) & (block.levels_replicated() <= 1)))
             if not len(block):
                 continue
-        state = bounds.state_bytes(block)
+        state = of_memory.state_bytes(block)
         order = np.argsort(state, kind="stable")
         pool.searched += len(order) * len(settings)
-        _keep_smallest(pool, bounds, space, block.choose(order[:1]), float(state[order[0]]), least)
+        _keep_smallest(pool, bounds, parallel, space, block.choose(order[:1]), float(state[order[0]]), least)
         fitting = [int(np.searchsorted(state[order], limit_bytes - s.extra_bytes, side="right")) for s in settings]
         pool.pruned += len(order) * len(settings) - sum(fitting)
         # Sorted by memory, what fits is a prefix: nothing else gets a bound of its time.
@@ -308,8 +314,10 @@ def _fill(pool: _Pool, bounds: Bounds, space: Space, limit_bytes: float) -> None
         time, optimizer_s, parts = bounds.time(smaller), bounds.optimizer_s(smaller), smaller.num_parts()
         for setting, count in zip(settings, fitting, strict=True):
             if count:
-                rows = setting.rows(
+                rows = _rows(
+                    setting,
                     space=space,
+                    parallel=parallel,
                     wires=bounds.wires,
                     collective=bounds.collective,
                     indices=tuple(column[:count] for column in smaller.indices),
@@ -321,50 +329,31 @@ def _fill(pool: _Pool, bounds: Bounds, space: Space, limit_bytes: float) -> None
                 pool.front += _front_of(rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
-    """A micro-batch and a recomputation, with what they take for any layout."""
-
-    micro_batch: int
-    micro_batches: int
-    recomputation: Recomputation
-    compute: ComputeSeconds
-    extra_bytes: float  # activations and overhead
-
-    def rows(self, **fields: Any) -> _Rows:
-        return _Rows(
-            micro_batch=self.micro_batch,
-            micro_batches=self.micro_batches,
-            recomputation=self.recomputation,
-            **fields,
-        )
-
-
-def _settings(bounds: Bounds) -> Iterator[_Setting]:
-    workload = bounds.workload
-    for recomputation in workload.recomputations():
-        for micro_batch, micro_batches in workload.splits(bounds.cluster.world):
-            activations = bounds.activation_bytes(micro_batch, recomputation)
-            overhead = Overhead.of(
-                bounds.constants, backend=bounds.cluster.backend, communicators=0, dynamic_bytes=activations
-            )
-            yield _Setting(
-                micro_batch=micro_batch,
-                micro_batches=micro_batches,
-                recomputation=recomputation,
-                compute=bounds.micro_batch_s(micro_batch, recomputation),
-                extra_bytes=activations + overhead.total_bytes,
-            )
+def _rows(setting: Setting, **fields: Any) -> _Rows:
+    return _Rows(
+        micro_batch=setting.micro_batch,
+        micro_batches=setting.micro_batches,
+        recomputation=setting.recomputation,
+        **fields,
+    )
 
 
 def _keep_smallest(
-    pool: _Pool, bounds: Bounds, space: Space, block: Block, state_bytes: float, setting: _Setting
+    pool: _Pool,
+    bounds: Bounds,
+    parallel: Parallel,
+    space: Space,
+    block: Block,
+    state_bytes: float,
+    setting: Setting,
 ) -> None:
     if state_bytes + setting.extra_bytes < pool.smallest_bytes:
         pool.smallest_bytes = state_bytes + setting.extra_bytes
         nothing = np.zeros(1)
-        only = setting.rows(
+        only = _rows(
+            setting,
             space=space,
+            parallel=parallel,
             wires=bounds.wires,
             collective=bounds.collective,
             indices=block.indices,
@@ -384,27 +373,33 @@ def _front_of(rows: _Rows) -> Iterator[tuple[float, float, Candidate]]:
         yield float(rows.memory[row]), float(rows.step_s[row]), rows.candidate(row)
 
 
-def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options) -> float:
-    """Simulates by rising bound until the optimum is proven or the budget is spent; returns the bound that is left."""
-    best_s = np.inf
+def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options, best_s: float) -> tuple[float, float]:
+    """Simulates by rising bound until the optimum is proven or the budget is spent.
+
+    Args:
+        best_s: of what is known to fit already.
+
+    Returns:
+        The best time, and the bound that is left.
+    """
     simulated, seen = 0, set()
     for group in pool.by_bound():
         left_s = min(candidate.bound_s for candidate in group)
         for candidate in group:
             if left_s >= best_s * (1 - options.tolerance):
-                return left_s
-            key = candidate.strategy, candidate.micro_batch, candidate.recomputation
+                return best_s, left_s
+            key = candidate.parallel, candidate.strategy, candidate.micro_batch, candidate.recomputation
             if candidate.bound_s >= best_s or key in seen:  # stage 0 has no use for a wire of parameters
                 continue
             seen.add(key)
             if options.max_simulations is not None and simulated >= options.max_simulations and best_s < np.inf:
-                return left_s
+                return best_s, left_s
             exact = options.max_simulations is None
             estimate = evaluator.measured(candidate) if exact else evaluator.estimate(candidate)
             simulated += 1
             if estimate.memory_bytes <= evaluator.limit_bytes:
                 best_s = min(best_s, estimate.step_s)
-    return float(best_s)
+    return best_s, best_s
 
 
 def _thinned(rows: list[tuple[float, float, Candidate]], count: int) -> list[Candidate]:

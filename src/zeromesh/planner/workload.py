@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import ceil
 
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation
+from zeromesh.model.parallel import DEGREES, WHOLE, Parallel
 from zeromesh.simulator import FixedWorkload
 from zeromesh.strategy.plan import settle_dtypes
 
@@ -28,6 +30,11 @@ class Workload:
             `zeromesh.shard` of these names; reduce_dtype None is param_dtype.
         optimizer: adamw, or muon for the matrices of blocks and adamw for the rest.
         ownership: what adamw steps on: slices, or whole tensors that each have an owner. Muon's always have.
+        tp, cp, pp, ep: by how many ranks the model is cut beside data (`zeromesh.model.parallel.Parallel`, which has
+            the next three too); None leaves a degree to the planner.
+        pp_schedule: of the pipeline: gpipe, 1f1b, interleaved or zero-bubble.
+        pp_chunks: stages that one rank of it holds.
+        sequence_parallel: tp cuts norms and residuals along the sequence.
 
     Raises:
         InputError: a size below 1, a dtype that there is not, or a batch that is no whole number of sequences.
@@ -43,9 +50,17 @@ class Workload:
     master_dtype: str = "fp32"
     optimizer: str = "adamw"
     ownership: str = "slices"
+    tp: int | None = 1
+    cp: int | None = 1
+    pp: int | None = 1
+    ep: int | None = 1
+    pp_schedule: str = "1f1b"
+    pp_chunks: int = 1
+    sequence_parallel: bool = True
 
     def __post_init__(self) -> None:
         settle_dtypes(self)
+        self._parallel({name: getattr(self, name) or 1 for name in DEGREES})
         for name in ("seq_len", "global_batch_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -85,16 +100,50 @@ class Workload:
             f"that divide are {' and '.join(map(str, nearest))} tokens"
         )
 
-    def splits(self, world: int) -> Iterator[tuple[int, int]]:
-        """(sequences per micro-batch, micro-batches per step), smallest micro-batch first.
+    def _parallel(self, degrees: Mapping[str, int]) -> Parallel:
+        return Parallel(
+            **degrees,
+            pp_schedule=self.pp_schedule,
+            pp_chunks=self.pp_chunks,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    @property
+    def parallel(self) -> Parallel:
+        """The degrees, where all are given.
 
         Raises:
-            InputError: the batch does not divide among the devices, or not into the given micro-batch.
+            InputError: one is left to the planner.
         """
-        share = self.sequences_per_device(world)
+        left = [name for name in DEGREES if getattr(self, name) is None]
+        if left:
+            raise InputError(f"{', '.join(left)} must be given here, got None: only a search chooses degrees")
+        return self._parallel({name: getattr(self, name) for name in DEGREES})
+
+    def parallels(self, most: int) -> Iterator[Parallel]:
+        """Every choice of the degrees that are open, powers of 2 up to `most`; most do not divide what they cut."""
+        powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
+        given = [[getattr(self, name)] if getattr(self, name) is not None else powers for name in DEGREES]
+        for degrees in product(*given):
+            yield self._parallel(dict(zip(DEGREES, degrees, strict=True)))
+
+    def splits(self, world: int, parallel: Parallel | None = None) -> Iterator[tuple[int, int]]:
+        """(sequences per micro-batch, micro-batches per step), smallest micro-batch first.
+
+        Args:
+            world: data-parallel ranks.
+            parallel: the degrees; None: every rank has sequences of its own, and there is no pipeline.
+
+        Raises:
+            InputError: the batch does not divide among the devices, or not into the given micro-batch, or does not fill
+                the pipeline.
+        """
+        parallel = parallel or WHOLE
+        share = self.sequences_per_device(world // parallel.cp)
         if self.micro_batch is None:
+            parallel.check_micro_batches(share)
             for size in range(1, min(share, MAX_MICRO_BATCH) + 1):
-                if share % size == 0:
+                if share % size == 0 and parallel.filled_by(share // size):
                     yield size, share // size
         elif share % self.micro_batch:
             divides = [size for size in range(1, share + 1) if share % size == 0]
@@ -104,10 +153,11 @@ class Workload:
                 f"the nearest that do are {' and '.join(map(str, sorted(nearest)))}"
             )
         else:
+            parallel.check_micro_batches(share // self.micro_batch)
             yield self.micro_batch, share // self.micro_batch
 
-    def fixed(self, micro_batch: int, recomputation: Recomputation) -> FixedWorkload:
-        """The workload with its open choices made."""
+    def fixed(self, micro_batch: int, recomputation: Recomputation, parallel: Parallel | None = None) -> FixedWorkload:
+        """The workload with its open choices made; degrees are 1 unless given."""
         return FixedWorkload(
             seq_len=self.seq_len,
             global_batch_tokens=self.global_batch_tokens,
@@ -119,6 +169,7 @@ class Workload:
             master_dtype=self.master_dtype,
             optimizer=self.optimizer,
             ownership=self.ownership,
+            parallel=parallel or WHOLE,
         )
 
     def recomputations(self) -> tuple[Recomputation, ...]:

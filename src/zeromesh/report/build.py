@@ -24,6 +24,7 @@ from zeromesh.report.page import (
     Tick,
     Timeline,
 )
+from zeromesh.simulator import Simulation
 from zeromesh.trace import Event, Trace
 from zeromesh.units import format_bytes, format_seconds
 
@@ -47,7 +48,7 @@ def plan_page(planned: Planned) -> str:
             Remark(name=reason.name, strategy=reason.strategy, outcome=reason.outcome, text=reason.text)
             for reason in planned.why
         ),
-        notes=(search_note(planned),),
+        notes=(*divided_lines(best.simulation), search_note(planned)),
     ).to_html()
 
 
@@ -55,12 +56,13 @@ def simulation_page(choices: Sequence[Choice], cluster: Cluster) -> str:
     """The page of one simulated strategy, as HTML: of its first choice, with the others in a table."""
     choice, simulation = choices[0], choices[0].simulation
     return Page(
-        title=f"{simulation.strategy} on {cluster.world} x {cluster.device.name}",
+        title=f"{simulation.named} on {cluster.world} x {cluster.device.name}",
         subtitle=f"engine {simulation.engine}, cluster {cluster.name}: {_levels(cluster)}",
         facts=_facts(choice),
         memory=_memory(choices, simulation.memory_limit_bytes, cluster),
         timeline=timeline(simulation.trace, simulation.micro_batches) if simulation.trace else None,
         sections=_sections(choices, choice),
+        notes=tuple(divided_lines(simulation)),
     ).to_html()
 
 
@@ -89,7 +91,7 @@ def candidates_table(choices: Sequence[Choice]) -> Table:
         heads=("strategy", "micro-batch", "recompute", "step", "tokens/s/device", "MFU", "exposed", "memory", "fits"),
         rows=tuple(
             (
-                choice.simulation.strategy,
+                choice.simulation.named,
                 f"{choice.candidate.micro_batch} x {choice.candidate.micro_batches}",
                 choice.candidate.recomputation.value,
                 format_seconds(choice.simulation.step_s, digits=4),
@@ -127,6 +129,19 @@ def traffic_table(choice: Choice) -> Table:
     )
 
 
+def divided_lines(simulation: Simulation) -> list[str]:
+    """Of a model that is cut: what each rank of a pipeline does, and how far the prediction may be trusted."""
+    if not simulation.parallel.cuts:
+        return []
+    ranks = [
+        f"{rank.rank}{f' to {rank.rank + rank.count - 1}' if rank.count > 1 else ''}: "
+        f"{format_seconds(rank.step_s, digits=4)}, {format_bytes(rank.memory_bytes)}"
+        for rank in simulation.ranks
+    ]
+    lines = [f"ranks of the pipeline: {'; '.join(ranks)}"] if ranks else []
+    return [*lines, f"{simulation.parallel}: no measured step is at hand, so the error of its seconds is not known"]
+
+
 def _subtitle(cluster: Cluster, seq_len: int, tokens: int) -> str:
     return f"{cluster.name}: {_levels(cluster)}; sequences of {seq_len:,} tokens, {tokens:,} tokens a step"
 
@@ -138,7 +153,7 @@ def _levels(cluster: Cluster) -> str:
 def _facts(choice: Choice) -> tuple[Fact, ...]:
     simulation, candidate = choice.simulation, choice.candidate
     return (
-        Fact(key="strategy", label="strategy", value=simulation.strategy),
+        Fact(key="strategy", label="strategy", value=simulation.named),
         Fact(key="step_s", label="step time", value=format_seconds(simulation.step_s, digits=4)),
         Fact(key="mfu", label="MFU", value=f"{simulation.mfu:.1%}"),
         Fact(key="tokens", label="tokens/s per device", value=f"{simulation.tokens_per_s_per_device:,.0f}"),

@@ -11,7 +11,7 @@ from rich.text import Text
 from zeromesh.cluster import Cluster
 from zeromesh.planner import Choice, Planned
 from zeromesh.planner.published import Ranking
-from zeromesh.report.build import candidates_table, search_note, traffic_table
+from zeromesh.report.build import candidates_table, divided_lines, search_note, traffic_table
 from zeromesh.report.page import Table
 from zeromesh.units import format_bytes, format_seconds
 
@@ -26,7 +26,7 @@ def print_plan(planned: Planned, console: Console | None = None) -> None:
         f"[bold]{planned.model.name}[/bold] on {cluster.world} x {cluster.device.name} "
         f"({', '.join(f'{name} {size}' for name, size in cluster.axes)})"
     )
-    console.print(Text.assemble("best: ", (planned.best.simulation.strategy, "bold green")))
+    console.print(Text.assemble("best: ", (planned.best.simulation.named, "bold green")))
     console.print(rich_table(candidates_table(planned.candidates)))
     _details(console, planned.best)
     console.print("why the others lose")
@@ -46,9 +46,9 @@ def robust_lines(planned: Planned) -> list[str]:
     if not found.depends:
         return []
     one = found.depends[0]
-    chosen = str(found.candidate.strategy)
+    chosen = found.candidate.named
     regret = f"at most {found.regret:.1%} from the fastest there"
-    if chosen == planned.best.simulation.strategy:
+    if chosen == planned.best.simulation.named:
         safest = f"the choice is the layout of least regret, {regret}"
     else:
         safest = f"least regret: {chosen}, {regret}, where the fastest is up to {found.of_fastest:.1%} (--robust)"
@@ -59,7 +59,7 @@ def print_simulation(choices: Sequence[Choice], cluster: Cluster, console: Conso
     """One strategy: time, memory and traffic of its first choice, beside the others."""
     console = console or Console()
     choice = choices[0]
-    console.print(Text(choice.simulation.strategy, style="bold"))
+    console.print(Text(choice.simulation.named, style="bold"))
     console.print(f"{choice.simulation.engine} on {cluster.world} x {cluster.device.name} of {cluster.name}")
     console.print(rich_table(candidates_table(choices)))
     _details(console, choice)
@@ -91,6 +91,8 @@ def _details(console: Console, choice: Choice) -> None:
         )
     )
     console.print(rich_table(traffic_table(choice)))
+    for line in divided_lines(simulation):
+        console.print(Text(line))
 
 
 def rich_table(table: Table) -> RichTable:

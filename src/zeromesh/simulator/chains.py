@@ -107,7 +107,7 @@ class Chains:
         return Work(first.name, (*inner.axes, *outer.axes), cost, (*inner.sent_bytes, *outer.sent_bytes))
 
     def _place(self, step: Transfer) -> int:
-        return self.schedule.layout.axes.index(step.axis)
+        return self.schedule.axes.index(step.axis)
 
     def _single(self, step: Transfer, kind: str) -> Work:
         pieces = self._pieces(step.numel, kind)
@@ -133,7 +133,7 @@ class Chains:
         return one_after_another(summed, self.model.joint((step.axis,), "all_gather", step.numel, step.wire))
 
     def _joined(self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, kind: str) -> Work:
-        inner_first = [axis for axis in self.schedule.layout.axes if axis in axes]
+        inner_first = [axis for axis in self.schedule.axes if axis in axes]
         pieces = self._pieces(numel, kind)
         piece = self.model.joint(inner_first, operation, -(-numel // pieces), wire, self._collective.name)
         cost = self._with_copies(one_after_another(*[piece] * pieces), numel, wire)

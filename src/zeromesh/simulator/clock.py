@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 from zeromesh.schedule import LaneKind, Op, Reducing, Reduction
 from zeromesh.simulator.chains import Chains
@@ -131,6 +132,22 @@ class ClockBackend:
         if self.record and self.now_s > start:
             self._event(name, "compute", "compute", start, unit)
 
+    def communicate(self, unit: int, chain: tuple[Work, ...]) -> None:
+        """Lets collectives pass that are part of a unit's computation."""
+        if chain:
+            job = self._submit("within", unit, chain, None)
+            assert job is not None  # the chain is not empty
+            self._let_end(job)
+
+    def idle(self, axis: str, seconds: float) -> None:
+        """Lets the device wait for what other ranks of a pipeline compute."""
+        start = self.now_s
+        self.network.idle(seconds)
+        if seconds > 0:
+            self.totals.exposed_s[axis, "bubble"] += seconds  # type: ignore[assignment]  # seconds
+            if self.record:
+                self._event("bubble", "wait", "compute", start, -1)
+
     def end_micro_batch(self) -> None:
         """Reductions that the engine does not hide under the backward are carried out now."""
         self._submit_deferred()
@@ -144,7 +161,9 @@ class ClockBackend:
 
     # ---- inside
 
-    def _submit(self, lane: LaneKind, unit: int, chain: tuple[Work, ...], after: Job | None) -> Job | None:
+    def _submit(
+        self, lane: LaneKind | Literal["within"], unit: int, chain: tuple[Work, ...], after: Job | None
+    ) -> Job | None:
         if not chain:
             return None
         kind = "reduce" if lane == "boundary" else lane  # one reduction, in two lanes
@@ -154,7 +173,7 @@ class ClockBackend:
         for work in chain:
             for axis, size in zip(work.axes, work.sent_bytes, strict=True):
                 self.totals.sent_bytes[axis] += size  # type: ignore[assignment]  # counters of bytes are floats here
-        return self.network.submit(job, self.mechanics.lane(lane))
+        return self.network.submit(job, lane if lane == "within" else self.mechanics.lane(lane))
 
     def _defer(self, unit: int, micro: tuple[Work, ...], boundary: tuple[Work, ...], after: Job | None) -> Job:
         first = self._submit("reduce", unit, micro, after)

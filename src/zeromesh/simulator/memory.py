@@ -40,15 +40,19 @@ def optimizer_bytes(schedule: Schedule) -> float:
     for placed in (placed for unit in schedule.placed for placed in unit):
         dtype = placed.buffer.master_dtype
         if dtype is not None:
-            states += MOMENTS * placed.numel(schedule.layout.significant) * ITEM_BYTES[dtype]
+            states += MOMENTS * placed.numel(placed.layout.significant) * ITEM_BYTES[dtype]
     return schedule.memory.master_bytes + states
+
+
+def state_elements(schedule: Schedule) -> float:
+    """What of all that is trained one device steps on."""
+    trained = [placed for unit in schedule.placed for placed in unit if placed.buffer.trainable]
+    return sum(placed.padded / placed.layout.degree(placed.layout.significant) for placed in trained)
 
 
 def step_bytes(schedule: Schedule, per_element: float) -> float:
     """What the optimizer's step needs for a moment, when no activation is alive."""
-    layout = schedule.layout
-    trainable = sum(placed.padded for unit in schedule.placed for placed in unit if placed.buffer.trainable)
-    return per_element * trainable / layout.degree(layout.significant)
+    return per_element * state_elements(schedule)
 
 
 def unreduced_bytes(schedule: Schedule, specs: Sequence[Sequence[UnitSpec]], *, planned: bool) -> tuple[float, ...]:

@@ -106,6 +106,18 @@ class Network:
         self._advance(active, step, load, computing=computing)
         return compute_s if step == whole else step / slow
 
+    def idle(self, seconds: float) -> None:
+        """Lets time pass in which the device does nothing."""
+        end = self.now_s + seconds
+        while self.now_s < end:
+            active = self._active()
+            load = self._load(active, computing=False)
+            step = min(end - self.now_s, self._next_event(active, load, computing=False))
+            if step == end - self.now_s:
+                self._advance(active, step, load, computing=False)
+                return
+            self._advance(active, step, load, computing=False)
+
     def _slowness(self, active: list[Job], load: Load | None) -> float:
         """Seconds that a second of compute takes now."""
         if not active:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.simulator.memory import MemoryBytes
 from zeromesh.trace import Trace
 
@@ -20,13 +21,27 @@ class AxisTraffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRank:
+    """The step and the peak memory of rank `rank` of a pipeline; `count` ranks from there on do the like."""
+
+    rank: int
+    count: int
+    step_s: float
+    memory_bytes: float
+
+    def to_json(self) -> dict[str, float]:
+        return {"rank": self.rank, "count": self.count, "step_s": self.step_s, "memory_bytes": self.memory_bytes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """One step, simulated.
+    """One step, simulated; with a pipeline step and traffic are its slowest rank's, and memory is the fullest's.
 
     Args:
         strategy: in normal form.
         engine: whose mechanics.
-        world: devices.
+        world: devices, all together.
+        parallel: by how many of them the model is cut beside data.
         micro_batches: of one step on one device.
         step_s: from one optimizer step to the next.
         tokens_per_s_per_device: throughput.
@@ -36,7 +51,8 @@ class Simulation:
         exposed: (axes, collective, seconds), longest first.
         memory: at the peak.
         memory_limit_bytes: of the device, the margin off.
-        axes: traffic by axis.
+        axes: traffic by axis, those inside the model last.
+        ranks: of a pipeline, one of each kind.
         trace: events of the step, where asked for.
     """
 
@@ -53,7 +69,14 @@ class Simulation:
     memory: MemoryBytes
     memory_limit_bytes: float
     axes: tuple[AxisTraffic, ...]
+    parallel: Parallel = WHOLE
+    ranks: tuple[PipelineRank, ...] = ()
     trace: Trace | None = None
+
+    @property
+    def named(self) -> str:
+        """The degrees, where the model is cut, and the strategy."""
+        return " ".join(text for text in (str(self.parallel), self.strategy) if text)
 
     @property
     def fits(self) -> bool:
@@ -84,4 +107,6 @@ class Simulation:
                 }
                 for axis in self.axes
             ],
+            "parallel": self.parallel.to_json(),
+            "pipeline": [rank.to_json() for rank in self.ranks],
         }

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from zeromesh.cluster import Cluster
-from zeromesh.cost.compute import ComputeModel, UnitSeconds
+from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants, default_constants
 from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
@@ -21,11 +21,13 @@ from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule
 from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
+from zeromesh.simulator.computation import Computation, MicroBatchSeconds, held_bytes, idle_seconds
+from zeromesh.simulator.division import Division, Part
 from zeromesh.simulator.mechanics import Mechanics, find_engine
 from zeromesh.simulator.memory import MOMENTS, Activations, MemoryBytes, memory_bytes, step_bytes, unreduced_bytes
 from zeromesh.simulator.network import Job
 from zeromesh.simulator.owned import OwnedTensors, owned_tensors
-from zeromesh.simulator.result import AxisTraffic, Simulation
+from zeromesh.simulator.result import AxisTraffic, PipelineRank, Simulation
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Layout, Strategy
@@ -66,29 +68,66 @@ def simulate(
         MeshError: the strategy does not fit the cluster's levels.
         ConfigError: unknown engine, or a batch that does not divide.
     """
-    setup = _Setup.of(model, cluster, strategy, workload, engine, constants or default_constants())
-    step = _Step(setup, record)
-    totals = step.run()
-    return _result(setup, step, totals, memory_margin)
+    division = Division.of(model, cluster, workload.parallel, seq_len=workload.seq_len)
+    return simulate_divided(
+        division,
+        strategy,
+        workload,
+        engine=engine,
+        constants=constants,
+        memory_margin=memory_margin,
+        record=record,
+    )
+
+
+def simulate_divided(
+    division: Division,
+    strategy: Strategy | str,
+    workload: FixedWorkload,
+    *,
+    engine: str | Mechanics = "zeromesh",
+    constants: Constants | None = None,
+    memory_margin: float = DEFAULT_MARGIN,
+    record: bool = False,
+) -> Simulation:
+    """`simulate` of what is cut already, each kind of rank of a pipeline by itself.
+
+    A rank is idle for what one micro-batch takes on all the others (`Parallel.bubble_s`); with equal ranks that is what
+    the schedules' papers say, and with unequal ones the step of the slowest, which all wait for, is
+    (m - 1) * longest + sum of all.
+    """
+    setups = [_Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
+    found = []
+    for setup, idle_s in zip(setups, idle_seconds(division, [setup.micro_batch_s() for setup in setups]), strict=True):
+        step = _Step(setup, record, idle_s)
+        found.append(_result(setup, step, step.run(), memory_margin))
+    if len(found) == 1 and division.parallel.pp == 1:
+        return found[0]
+    slowest, fullest = max(found, key=lambda one: one.step_s), max(found, key=lambda one: one.memory.total)
+    ranks = tuple(
+        PipelineRank(rank=part.rank, count=part.count, step_s=one.step_s, memory_bytes=one.memory.total)
+        for part, one in zip(division.parts, found, strict=True)
+    )
+    return replace(slowest, memory=fullest.memory, ranks=ranks)
 
 
 def static_memory(
-    model: ModelSpec,
-    cluster: Cluster,
+    division: Division,
     strategy: Strategy | str,
     workload: FixedWorkload,
     *,
     engine: str | Mechanics = "zeromesh",
     constants: Constants | None = None,
 ) -> MemoryBytes:
-    """What `simulate` finds beside activations; micro-batch and recomputation do not change it."""
-    return _Setup.of(model, cluster, strategy, workload, engine, constants or default_constants()).memory(0.0)
+    """What `simulate_divided` finds beside activations, on the first rank of a pipeline; micro-batch and recomputation
+    do not change it."""
+    return _Setup.of(division, division.parts[0], strategy, workload, engine, constants).memory(0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setup:
-    model: ModelSpec
-    cluster: Cluster
+    division: Division
+    part: Part
     workload: FixedWorkload
     mechanics: Mechanics
     strategy: Strategy  # as asked for; the schedule's is the engine's
@@ -102,27 +141,29 @@ class _Setup:
     @classmethod
     def of(
         cls,
-        model: ModelSpec,
-        cluster: Cluster,
+        division: Division,
+        part: Part,
         strategy: Strategy | str,
         workload: FixedWorkload,
         engine: str | Mechanics,
-        constants: Constants,
+        constants: Constants | None,
     ) -> _Setup:
-        mechanics = find_engine(engine)
+        mechanics, constants = find_engine(engine), constants or default_constants()
+        model, cluster = part.model, division.cluster
         asked = Layout.of(strategy, cluster.axes)
         layout = Layout.of(mechanics.carried_out(asked.strategy), cluster.axes)
         whole = layout.degree(layout.param_axes) == 1
         units, specs = schedule_units(model, workload, mechanics.bucket_bytes if whole else 0)
         dtype = cluster.device.compute_dtype(workload.param_dtype)
         compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
-        schedule = Schedule.of(layout, units, backend=cluster.backend if mechanics.workspace else None)
+        backend = cluster.backend if mechanics.workspace else None
+        schedule = Schedule.of(layout, units, parts=division.layouts(layout), backend=backend)
         owned = owned_tensors(schedule, specs, compute, workload)
         for each in owned:
             schedule = schedule.with_owned(each.buckets)
         return cls(
-            model=model,
-            cluster=cluster,
+            division=division,
+            part=part,
             workload=workload,
             mechanics=mechanics,
             strategy=asked.strategy,
@@ -135,12 +176,22 @@ class _Setup:
         )
 
     @property
+    def model(self) -> ModelSpec:
+        """This rank's part."""
+        return self.part.model
+
+    @property
+    def cluster(self) -> Cluster:
+        """What is left of it for data parallelism."""
+        return self.division.cluster
+
+    @property
     def micro_batches(self) -> int:
         return self.workload.micro_batches(self.cluster.world)
 
     def memory(self, dynamic_bytes: float) -> MemoryBytes:
         """Of one device, where so much comes and goes at the most."""
-        axes = sum(axis.size > 1 for axis in self.schedule.layout.axes)
+        axes = sum(axis.size > 1 for axis in self.schedule.axes) + len(self.division.groups)
         overhead = Overhead.of(
             self.constants,
             backend=self.cluster.backend,
@@ -178,32 +229,36 @@ class _Setup:
             return frozenset()
         return frozenset(index for index, spec in enumerate(self.parts()) if spec.kind is UnitKind.BLOCK)
 
-    def part_seconds(self) -> list[UnitSeconds]:
+    def computations(self) -> list[Computation]:
         """Of each part."""
-        workload, parts = self.workload, self.parts()
-        by_spec = {
-            id(spec): self.compute.unit(
-                spec,
-                tokens=workload.micro_batch_tokens,
-                seq_len=workload.seq_len,
-                recomputation=workload.recomputation,
-            )
-            for spec in {id(spec): spec for spec in parts}.values()
-        }
+        parts = self.parts()
+        by_spec = {id(spec): self._computation(spec) for spec in {id(spec): spec for spec in parts}.values()}
         return [by_spec[id(spec)] for spec in parts]
 
+    def _computation(self, spec: UnitSpec) -> Computation:
+        return Computation.of(spec, self.division, self.compute, self.transfers, self.workload)
+
+    def micro_batch_s(self) -> MicroBatchSeconds:
+        """Of this rank."""
+        return MicroBatchSeconds.of((1, one) for one in self.computations())
+
+    @property
+    def held_bytes(self) -> float:
+        return held_bytes(self.part, self.division.parallel, self.workload, self.micro_batches)
+
     def optimizer_seconds(self) -> float:
+        trained = [placed for unit in self.schedule.placed for placed in unit if placed.buffer.trainable]
+        sliced = sum(each.buffer.numel / each.layout.degree(each.layout.significant) for each in trained)
         layout = self.schedule.layout
-        trainable = sum(b.numel for unit in self.schedule.units for b in unit.buffers if b.trainable)
-        sliced = trainable - sum(each.numel for each in self.owned)
-        return self.compute.optimizer(sliced / layout.degree(layout.significant))
+        owned = sum(each.numel for each in self.owned) / layout.degree(layout.significant)
+        return self.compute.optimizer(sliced - owned)
 
 
 class _Step:
     """One step from one optimizer step to the next; in between nothing but updated parameters is in flight."""
 
-    def __init__(self, setup: _Setup, record: bool) -> None:
-        self.setup, self.record = setup, record
+    def __init__(self, setup: _Setup, record: bool, idle_s: float) -> None:
+        self.setup, self.record, self.idle_s = setup, record, idle_s
         workload = setup.workload
         self.backend = ClockBackend(
             Chains(setup.schedule, setup.mechanics, setup.transfers),
@@ -220,8 +275,10 @@ class _Step:
             workload.recomputation,
             setup.by_part(unreduced_bytes(setup.schedule, setup.specs, planned=setup.mechanics.planned)),
             record=record,
+            now=setup.held_bytes,
+            peak=setup.held_bytes,
         )
-        self.seconds = setup.part_seconds()
+        self.computations = setup.computations()
         self.units = setup.by_part(range(len(setup.specs)))
         self.recomputed = setup.recomputed()
         self.step_s = 0.0
@@ -253,6 +310,9 @@ class _Step:
         while done < count - 1:
             start_s, start = self.backend.now_s, self.backend.totals.copy()
             self._micro_batch(done, last=False)
+            if done == 0:
+                # The first rank of a pipeline, which ends last, waits between its first forward and its last backward.
+                self.backend.idle("pp", self.idle_s)
             done += 1
             after = self.backend.network.signature()
             if after == before and not self.record:
@@ -275,36 +335,34 @@ class _Step:
         self.backend.micro_batch = -1
 
     def _compute(self, phase: Phase, part: int) -> None:
-        backend, activations, seconds, unit = self.backend, self.activations, self.seconds[part], self.units[part]
-        if phase == "forward":
-            backend.compute("forward", unit, seconds.forward)
-            activations.forward(part, backend.now_s)
-            return
-        if part not in self._entered:
+        backend, activations, unit = self.backend, self.activations, self.units[part]
+        if phase != "forward" and part not in self._entered:
             self._entered[part] = activations.now
             activations.enter_backward(part, backend.now_s)
-        if phase == "recompute":
-            backend.compute("recompute", unit, seconds.recompute)
-            return
-        backend.compute("backward", unit, seconds.backward)
-        activations.leave_backward(part, self._entered.pop(part), backend.now_s)
+        computation = self.computations[part]
+        backend.compute(phase, unit, computation.compute_s(phase))
+        backend.communicate(unit, computation.within[phase])
+        if phase == "forward":
+            activations.forward(part, backend.now_s)
+        elif phase == "backward":
+            activations.leave_backward(part, self._entered.pop(part), backend.now_s)
 
 
 def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) -> Simulation:
-    workload, cluster, layout = setup.workload, setup.cluster, setup.schedule.layout
-    tokens_per_s = workload.global_batch_tokens / step.step_s / cluster.world
+    workload, cluster = setup.workload, setup.cluster
+    tokens_per_s = workload.global_batch_tokens / step.step_s / cluster.devices
     stepping = max(step_bytes(setup.schedule, setup.mechanics.step_bytes), setup.room_bytes)
     memory = setup.memory(max(step.activations.peak, stepping))
     exposed = sorted(((axes, name, s) for (axes, name), s in totals.exposed_s.items()), key=lambda item: -item[2])
     return Simulation(
         strategy=str(setup.strategy),
         engine=setup.mechanics.name,
-        world=cluster.world,
+        world=cluster.devices,
         micro_batches=setup.micro_batches,
         step_s=step.step_s,
         tokens_per_s_per_device=tokens_per_s,
         mfu=tokens_per_s
-        * setup.model.model_flops_per_token(workload.seq_len)
+        * setup.division.whole.model_flops_per_token(workload.seq_len)
         / cluster.device.peak(setup.compute.dtype),
         compute_s=totals.compute_s,
         exposed_comm_s=sum(s for _, _, s in exposed),
@@ -318,15 +376,30 @@ def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) ->
                 stage=axis.stage.value,
                 bytes_sent_per_device=totals.sent_bytes[axis.name],
             )
-            for axis in layout.axes
+            for axis in setup.schedule.axes
+        )
+        + tuple(
+            AxisTraffic(
+                axis=name,
+                size=getattr(setup.division.parallel, name),
+                stage="",
+                bytes_sent_per_device=totals.sent_bytes[name],
+            )
+            for name, _ in setup.division.groups
         ),
+        parallel=setup.division.parallel,
         trace=_trace(setup, step, memory.total - memory.activations) if step.record else None,
     )
 
 
+def _titled(setup: _Setup) -> str:
+    names = (setup.model.name, str(setup.strategy), str(setup.division.parallel))
+    return " ".join(name for name in names if name)
+
+
 def _trace(setup: _Setup, step: _Step, static_bytes: float) -> Trace:
     return Trace(
-        label=f"{setup.model.name} {setup.strategy} on {setup.cluster.name} ({setup.mechanics.name}, simulated)",
+        label=f"{_titled(setup)} on {setup.cluster.name} ({setup.mechanics.name}, simulated)",
         events=tuple(sorted(step.backend.events, key=lambda event: (event.start_s, event.resource))),
         memory=tuple((at, size + static_bytes) for at, size in [(0.0, 0.0), *step.activations.changes]),
     )

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from zeromesh.model import ModelSpec, UnitKind, UnitSpec
-from zeromesh.model.spec import ActivationSpec, PerToken
 from zeromesh.schedule import FlatBuffer, Role, Unit, join_units
+from zeromesh.simulator.division import EXPERTS, NOTHING
 from zeromesh.simulator.workload import FixedWorkload
-
-_NOTHING = UnitSpec(
-    name="",
-    kind=UnitKind.ROOT,
-    tensors=(),
-    activations=ActivationSpec(output=0.0, saved_none=PerToken(), saved_selective=PerToken(), saved_full=PerToken()),
-)
-"""The root of a model whose parameters are all in other units."""
 
 
 def schedule_units(
@@ -26,7 +19,7 @@ def schedule_units(
     nothing: it is what is open for the whole of a step."""
     pairs = sorted(_pairs(model, workload), key=lambda pair: pair[1].kind is not UnitKind.ROOT)
     if pairs[0][1].kind is not UnitKind.ROOT:
-        pairs.insert(0, (Unit(name="", role=Role.RESIDENT, buffers=()), _NOTHING))
+        pairs.insert(0, (Unit(name="", role=Role.RESIDENT, buffers=()), NOTHING))
     units, specs = [unit for unit, _ in pairs], [spec for _, spec in pairs]
     joined, groups = join_units(units, bucket_bytes)
     return tuple(joined), tuple(tuple(specs[index] for index in group) for group in groups)
@@ -43,15 +36,19 @@ def _pairs(model: ModelSpec, workload: FixedWorkload) -> Iterator[tuple[Unit, Un
 
 def _buffers(spec: UnitSpec, workload: FixedWorkload) -> tuple[FlatBuffer, ...]:
     reduce = workload.reduce_dtype or workload.param_dtype
-    sizes = ((spec.num_trainable, workload.master_dtype), (spec.num_frozen, None))
+    sizes: Counter[tuple[str, bool]] = Counter()
+    for tensor in spec.tensors:
+        sizes[EXPERTS if tensor.ep > 1 else "", tensor.trainable] += tensor.num_elements
     return tuple(
         FlatBuffer(
-            numel=numel,
+            numel=sizes[part, trainable],
             param_dtype=workload.param_dtype,
-            master_dtype=master,
+            master_dtype=workload.master_dtype if trainable else None,
             grad_dtype=workload.grad_dtype,
             reduce_dtype=reduce,
+            part=part,
         )
-        for numel, master in sizes
-        if numel
+        for part in ("", EXPERTS)
+        for trainable in (True, False)
+        if sizes[part, trainable]
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, InputError
 from zeromesh.model import Recomputation
+from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.strategy.plan import settle_dtypes
 
 OPTIMIZERS = ("adamw", "muon")
@@ -27,6 +28,7 @@ class FixedWorkload:
         master_dtype: of the optimizer's copy.
         optimizer: adamw, or muon for the matrices of blocks and adamw for the rest.
         ownership: what adamw steps on: slices, or whole tensors that each have an owner. Muon's always have.
+        parallel: by how many ranks the model is cut beside data.
 
     Raises:
         InputError: a size below 1, or a dtype that is not fp64, fp32, bf16 or fp16.
@@ -42,6 +44,7 @@ class FixedWorkload:
     master_dtype: str = "fp32"
     optimizer: str = "adamw"
     ownership: str = "slices"
+    parallel: Parallel = WHOLE
 
     def __post_init__(self) -> None:
         settle_dtypes(self)
@@ -52,21 +55,28 @@ class FixedWorkload:
             raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {self.optimizer!r}")
         if self.ownership not in OWNERSHIPS:
             raise ConfigError(f"ownership must be one of {', '.join(OWNERSHIPS)}; got {self.ownership!r}")
+        if (self.optimizer == "muon" or self.ownership == "owners") and (self.parallel.tp > 1 or self.parallel.ep > 1):
+            raise InputError(
+                f"owners step on whole tensors, which tp and ep divide; got {self.parallel} with {self.optimizer} on "
+                f"{self.ownership}: leave both at 1, or take adamw on slices"
+            )
 
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens that a device computes at once."""
-        return self.seq_len * self.micro_batch
+        return self.seq_len * self.micro_batch // self.parallel.cp
 
     def micro_batches(self, world: int) -> int:
-        """Micro-batches of one step on each of `world` devices.
+        """Micro-batches of one step on each of `world` data-parallel ranks.
 
         Raises:
             ConfigError: the batch does not divide; says what uneven shares would cost, and the nearest that divide.
+            InputError: they do not fill the pipeline.
         """
         at_once = self.micro_batch_tokens * world
         count, rest = divmod(self.global_batch_tokens, at_once)
         if rest == 0:
+            self.parallel.check_micro_batches(count)
             return count
         idle = 1 - self.global_batch_tokens / ((count + 1) * at_once)
         nearest = " or ".join(str(n * at_once) for n in (count, count + 1) if n)

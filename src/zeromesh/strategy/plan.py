@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from zeromesh.errors import InputError
 from zeromesh.files import parse_json, read_text
+from zeromesh.model.parallel import Parallel
 from zeromesh.strategy.stage import FLOAT_DTYPES
 from zeromesh.strategy.strategy import Strategy
 
@@ -45,6 +46,7 @@ class Plan:
         recompute: activation checkpointing of the blocks.
         seq_len: tokens of a sequence; None where it is not known.
         param_dtype, reduce_dtype, grad_dtype, master_dtype: fp64, fp32, bf16 or fp16; None for the engine's defaults.
+        parallel: by how many ranks the model is cut beside the mesh's axes; None where it is not.
         predicted: the planner's figures for this plan, as `zeromesh simulate --json` prints them.
 
     Raises:
@@ -61,6 +63,7 @@ class Plan:
     reduce_dtype: str | None = None
     grad_dtype: str | None = None
     master_dtype: str | None = None
+    parallel: Parallel | None = None
     predicted: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -92,6 +95,7 @@ class Plan:
             if version != 1:
                 raise InputError(f"{source}: plan format must be 1; got {version}")
             data["strategy"] = Strategy.parse(data["strategy"])
+            data["parallel"] = Parallel(**data["parallel"]) if data.get("parallel") else None
             data["mesh"] = tuple((name, int(size)) for name, size in data["mesh"].items())
             return cls(**data)
         except (OverflowError, AttributeError, KeyError, TypeError, ValueError) as error:

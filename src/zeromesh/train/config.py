@@ -391,6 +391,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 def _require_as_planned(config: TrainConfig, path: str) -> None:
     """A plan's time and memory hold for its own choices alone: raises ConfigError where the run makes others."""
     plan, dtypes = Plan.load(path), config.dtypes
+    if plan.parallel is not None:
+        raise ConfigError(
+            f"the plan {path} cuts the model by {plan.parallel}, and a run shards over data-parallel ranks alone: plan "
+            "without, or shard a model that is cut so yourself (zm.shard)"
+        )
     choices: list[tuple[str, object, object]] = [
         ("mesh", mesh_text(dict(reversed(plan.mesh))), mesh_text(config.mesh)),
         ("batch.micro", plan.micro_batch, config.batch.micro),

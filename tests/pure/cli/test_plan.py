@@ -312,3 +312,21 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "--model" in done.stdout
+
+
+def test_plan_and_simulate_take_degrees(zeromesh: Any, tmp_path: Path) -> None:
+    base = ["--model", "llama-7b", "--cluster", "a800-8x-hdr", "--world", "32", "--seq-len", "2048"]
+    base += ["--global-batch-tokens", "131072", "--micro-batch", "1", "--activation-checkpointing", "full"]
+    page = tmp_path / "page.html"
+    arguments = ["--strategy", "node=3,cluster=1", "--tp", "4", "--pp", "2", "--report", str(page)]
+    code, out, _ = zeromesh("simulate", *base, *arguments)
+    assert code == 0 and "tp=4,pp=2 (1f1b) node=3,cluster=1" in out and "ranks of the pipeline: 0: " in out
+    assert "no measured step is at hand" in " ".join(out.split()) and "tp=4,pp=2 (1f1b)" in page.read_text()
+    code, out, _ = zeromesh("plan", *base, "--space", "full", "--cp", "1", "--pp", "4", "--emit", "fsdp2")
+    assert code == 2
+    code, _, error = zeromesh("plan", *base, "--pp-schedule", "zero")
+    assert code == 2 and "--pp-schedule must be one of gpipe" in error
+    code, _, error = zeromesh("plan", *base, "--tp", "0")
+    assert code == 2 and "--tp must be at least 1, got 0" in error
+    code, _, error = zeromesh("plan", *base, "--space", "amsp", "--tp", "2")
+    assert code == 2 and "which know nothing of --tp" in error

@@ -119,7 +119,7 @@ def test_bounds_of_memory_hold_for_every_engine(engine: str) -> None:
     """Those whose reduce buffers come and go have none while the head's gradients are made."""
     model, cluster = MODELS["wide"], small_cluster(4, 4)
     workload = Workload(seq_len=256, global_batch_tokens=256 * 16)
-    bounds = Evaluator(model, cluster, workload, engine, default_constants(), 0.08).bounds()
+    bounds = Evaluator(model, cluster, workload, engine, default_constants(), 0.08).bounds()[0]
     space = Space(cluster.axes, "none")
     (block,) = space.blocks()
     memory = bounds.state_bytes(block) + bounds.activation_bytes(1, Recomputation.FULL)

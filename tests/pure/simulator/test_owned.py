@@ -13,10 +13,12 @@ from zeromesh.cost.constants import default_constants
 from zeromesh.errors import ConfigError
 from zeromesh.model import Recomputation
 from zeromesh.model import preset as model_preset
+from zeromesh.model.parallel import WHOLE
 from zeromesh.pieces.owners import BUCKET_BYTES, newton_schulz_flops
 from zeromesh.planner import Options, Workload, search
 from zeromesh.schedule import Schedule
 from zeromesh.simulator import FixedWorkload, simulate
+from zeromesh.simulator.division import Division
 from zeromesh.simulator.owned import OwnedTensors
 from zeromesh.simulator.run import _Setup
 from zeromesh.strategy import Layout
@@ -34,7 +36,8 @@ def work(optimizer: str, world: int, micro_batches: int = 2, ownership: str = "s
 
 def setup(strategy: str, world: int, optimizer: str = "muon", ownership: str = "slices") -> _Setup:
     workload = work(optimizer, world, ownership=ownership)
-    return _Setup.of(LLAMA, A800.take(world), strategy, workload, "zeromesh", default_constants())
+    division = Division.of(LLAMA, A800.take(world), WHOLE, seq_len=workload.seq_len)
+    return _Setup.of(division, division.parts[0], strategy, workload, "zeromesh", default_constants())
 
 
 def one(run: _Setup) -> OwnedTensors:

@@ -1,0 +1,88 @@
+"""What is chosen beside the layout: micro-batches, recomputation, and by how many ranks the model is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zeromesh.cost.memory import Overhead
+from zeromesh.errors import InputError
+from zeromesh.model import Recomputation
+from zeromesh.model.parallel import Parallel
+from zeromesh.planner.bounds import Bounds, ComputeSeconds
+from zeromesh.planner.evaluate import Evaluator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A micro-batch and a recomputation, with what they take for any layout."""
+
+    micro_batch: int
+    micro_batches: int
+    recomputation: Recomputation
+    compute: ComputeSeconds
+    extra_bytes: float  # activations and overhead
+
+    @property
+    def least_s(self) -> float:
+        """Of a step, whatever communicates beside it."""
+        return self.micro_batches * self.compute.total + self.compute.idle
+
+
+def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterator[Setting]:
+    """All that the workload leaves open, where the model is cut so.
+
+    Args:
+        bounds, of_memory: as `Evaluator.bounds` gives them.
+        parallel: the degrees.
+    """
+    workload = bounds.workload
+    for recomputation in workload.recomputations():
+        for micro_batch, micro_batches in workload.splits(bounds.cluster.world, parallel):
+            activations = of_memory.activation_bytes(micro_batch, recomputation)
+            overhead = Overhead.of(
+                bounds.constants, backend=bounds.cluster.backend, communicators=0, dynamic_bytes=activations
+            )
+            yield Setting(
+                micro_batch=micro_batch,
+                micro_batches=micro_batches,
+                recomputation=recomputation,
+                compute=bounds.micro_batch_s(micro_batch, recomputation),
+                extra_bytes=activations + overhead.total_bytes,
+            )
+
+
+def screened(evaluator: Evaluator) -> list[tuple[Parallel, float]]:
+    """Degrees to search, each with the seconds that none of its steps is shorter than, shortest first.
+
+    Where all degrees are given it is those. Else those that divide what they cut, without what cannot fit even if all
+    state is sharded over all ranks; where none fits, the one that needs least, for the message.
+
+    Raises:
+        InputError: the degrees do not divide, or of those that are left open none do.
+    """
+    choices = list(evaluator.workload.parallels(evaluator.cluster.world))
+    if len(choices) == 1:
+        evaluator.division(choices[0])
+        return [(choices[0], 0.0)]
+    fitting: list[tuple[Parallel, float]] = []
+    least: tuple[float, Parallel] | None = None
+    refused: InputError | None = None
+    for parallel in choices:
+        try:
+            bounds, of_memory = evaluator.bounds(parallel=parallel)
+            settings = list(settings_of(bounds, of_memory, parallel))
+        except InputError as error:
+            refused = refused or error  # that of the smallest degrees, which names what was given
+            continue
+        state = of_memory.least_bytes
+        sizes = [state + setting.extra_bytes for setting in settings]
+        if least is None or min(sizes) < least[0]:
+            least = min(sizes), parallel
+        fits = [s.least_s for s, size in zip(settings, sizes, strict=True) if size <= evaluator.limit_bytes]
+        if fits:
+            fitting.append((parallel, min(fits)))
+    if least is None:
+        assert refused is not None  # there is a choice, and it was refused
+        raise refused
+    return sorted(fitting, key=lambda pair: pair[1]) or [(least[1], 0.0)]

@@ -1,0 +1,125 @@
+"""What a unit of the model computes, with the collectives that its computation waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from zeromesh.cost.collective import CollectiveCost, Operation, one_after_another
+from zeromesh.cost.compute import ComputeModel, UnitSeconds
+from zeromesh.cost.transfer import TransferModel
+from zeromesh.model import UnitSpec
+from zeromesh.model.parallel import Parallel
+from zeromesh.model.spec import CollectiveSpec
+from zeromesh.schedule.step import Phase
+from zeromesh.simulator.division import Division, Part
+from zeromesh.simulator.network import Work
+from zeromesh.simulator.workload import FixedWorkload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computation:
+    """Of one unit and micro-batch.
+
+    Args:
+        seconds: that the device computes.
+        within: by phase, collectives of tp, cp, ep and pp, one after another.
+    """
+
+    seconds: UnitSeconds
+    within: dict[Phase, tuple[Work, ...]]
+
+    @classmethod
+    def of(
+        cls, spec: UnitSpec, division: Division, compute: ComputeModel, transfers: TransferModel, work: FixedWorkload
+    ) -> Computation:
+        """Of a unit of one rank's part of the model."""
+        seconds = compute.unit(
+            spec, tokens=work.micro_batch_tokens, seq_len=work.seq_len, recomputation=work.recomputation
+        )
+        phases: dict[Phase, Sequence[CollectiveSpec]] = {
+            "forward": [one for one in spec.collectives if not one.backward],
+            "recompute": spec.recomputed_collectives(work.recomputation),
+            "backward": [one for one in spec.collectives if one.backward],
+        }
+        within = {phase: tuple(_works(found, division, transfers, work)) for phase, found in phases.items()}
+        return cls(seconds=seconds, within=within)
+
+    def compute_s(self, phase: Phase) -> float:
+        """Of the device."""
+        return {
+            "forward": self.seconds.forward,
+            "recompute": self.seconds.recompute,
+            "backward": self.seconds.backward,
+        }[phase]
+
+    def waiting_s(self, phase: Phase) -> float:
+        """That its computation waits, where nothing else uses the links."""
+        return sum(work.cost.seconds for work in self.within[phase])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchSeconds:
+    """Of one micro-batch on one rank.
+
+    Args:
+        forward, backward: what it waits for inside of units included, and recomputation in the backward.
+        waiting: of both, what it waits for.
+        weights: of the backward, what only gradients of weights need.
+    """
+
+    forward: float
+    backward: float
+    waiting: float
+    weights: float
+
+    @classmethod
+    def of(cls, units: Iterable[tuple[int, Computation]]) -> MicroBatchSeconds:
+        """Of so many of each unit."""
+        every = list(units)
+
+        def summed(value: Callable[[Computation], float]) -> float:
+            return sum(count * value(one) for count, one in every)
+
+        forward = summed(lambda one: one.waiting_s("forward"))
+        backward = summed(lambda one: one.waiting_s("recompute") + one.waiting_s("backward"))
+        return cls(
+            forward=forward + summed(lambda one: one.seconds.forward),
+            backward=backward + summed(lambda one: one.seconds.recompute + one.seconds.backward),
+            waiting=forward + backward,
+            weights=summed(lambda one: one.seconds.weights),
+        )
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def idle_seconds(division: Division, ranks: Sequence[MicroBatchSeconds]) -> list[float]:
+    """Of a step, by kind of rank of a pipeline: while the others compute."""
+    counts = [part.count for part in division.parts]
+    total = sum(count * one.total for count, one in zip(counts, ranks, strict=True))
+    weights = sum(count * one.weights for count, one in zip(counts, ranks, strict=True))
+    return [division.parallel.bubble_s(total - one.total, weights - one.weights) for one in ranks]
+
+
+def held_bytes(part: Part, parallel: Parallel, work: FixedWorkload, micro_batches: int) -> float:
+    """Activations of the micro-batches that a rank of a pipeline has in flight, beside the one at work."""
+    others = parallel.in_flight(part.rank, micro_batches) - 1
+    one = part.model.saved_activation_bytes(work.seq_len, work.recomputation)
+    return max(0.0, others) * work.micro_batch_tokens * one
+
+
+def _works(
+    collectives: Sequence[CollectiveSpec], division: Division, transfers: TransferModel, workload: FixedWorkload
+) -> Iterator[Work]:
+    """One for each axis: nothing comes between its collectives but computation, which does not mind their order."""
+    by_axis: dict[str, list[CollectiveCost]] = {}
+    for one in collectives:
+        numel = round(one.elements * workload.micro_batch_tokens)
+        cost = transfers.joint(division.axes(one.axis), cast("Operation", one.operation), numel, workload.param_dtype)
+        by_axis.setdefault(one.axis, []).extend([cost] * one.times)
+    for axis, costs in by_axis.items():
+        whole = one_after_another(*costs)
+        yield Work("collectives", (axis,), whole, (whole.sent_bytes,))

@@ -1,0 +1,257 @@
+"""A model and a cluster as data-parallel ranks see them, where other parallelisms cut both.
+
+What is simulated is one rank's part of the model on what is left of the cluster: the strategy's stages lie over the
+data-parallel ranks (cp among them, [Note: Mesh] of `zeromesh.model.parallel`), the collectives of the other axes are
+what the units' computation waits for. So there is no second simulator, and with every degree 1 nothing is different.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from zeromesh.cluster import Cluster
+from zeromesh.cost.group import INSIDE_A_NODE
+from zeromesh.errors import ClusterError, InputError
+from zeromesh.model import ModelSpec, UnitKind, UnitSpec, with_trainable
+from zeromesh.model.parallel import Parallel
+from zeromesh.model.spec import ActivationSpec, CollectiveSpec, PerToken
+from zeromesh.model.transformer import build
+from zeromesh.strategy import Axis, Layout, Stage, Wire
+
+EXPERTS = "experts"
+"""The part of a model that has a layout of its own where ep cuts."""
+
+NOTHING = UnitSpec(
+    name="",
+    kind=UnitKind.ROOT,
+    tensors=(),
+    activations=ActivationSpec(output=0.0, saved_none=PerToken(), saved_selective=PerToken(), saved_full=PerToken()),
+)
+"""The root of a model whose parameters are all in other units."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What ranks of a pipeline hold: the first of those that hold the like, and how many do."""
+
+    rank: int
+    count: int
+    model: ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """A model and a cluster, cut.
+
+    Args:
+        parallel: the degrees.
+        whole: the model.
+        parts: of it, one for each kind of rank of a pipeline, by rank; one alone where there is no pipeline.
+        cluster: what is left of it for data parallelism.
+        groups: of each parallelism that cuts, by name, its ranks: on each level, how many.
+    """
+
+    parallel: Parallel
+    whole: ModelSpec
+    parts: tuple[Part, ...]
+    cluster: Cluster
+    groups: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+
+    @classmethod
+    def of(cls, model: ModelSpec, cluster: Cluster, parallel: Parallel, *, seq_len: int) -> Division:
+        """Cuts both.
+
+        Raises:
+            InputError: a degree does not divide what it cuts, or the model's shape is not known.
+        """
+        if not parallel.cuts:
+            part = Part(rank=0, count=1, model=model)
+            return cls(parallel=parallel, whole=model, parts=(part,), cluster=cluster, groups=())
+        _check(model, parallel, seq_len)
+        rest = _rest(cluster, parallel)
+        inner = tuple((level.name, level.inner) for level in rest.levels if level.inner > 1)
+        found = {
+            "tp": inner,
+            "cp": _innermost(rest, "cp", parallel.cp),
+            "ep": _innermost(rest, "ep", parallel.ep),
+            # From one stage to the next: as far as it may be.
+            "pp": tuple((level.name, 2) for level in rest.levels if level.outer > 1)[-1:],
+        }
+        groups = tuple((name, spans) for name, spans in found.items() if spans)
+        local = _with_context(_of_one_rank(model, parallel), parallel.cp)
+        return cls(parallel=parallel, whole=model, parts=tuple(_parts(local, parallel)), cluster=rest, groups=groups)
+
+    def layouts(self, layout: Layout) -> dict[str, Layout]:
+        """Of the parts that have one of their own: the experts', over the data-parallel ranks that hold the same ones,
+        each axis with what the innermost ranks leave of it."""
+        left, axes = self.parallel.ep, []
+        if left == 1:
+            return {}
+        for axis in layout.axes:
+            taken = math.gcd(left, axis.size)
+            if taken not in (left, axis.size):
+                raise InputError(
+                    f"ep={self.parallel.ep} must take whole parts of the innermost axes of {layout.strategy}, or a "
+                    f"divisor of one, got {axis.size} ranks of {axis.name}: take other splits"
+                )
+            left //= taken
+            axes.append(replace(axis, name=f"{EXPERTS}:{axis.name}", size=axis.size // taken))
+        sizes = {name: 1 for name, _ in layout.mesh}
+        for axis in axes:
+            sizes[axis.mesh_axis] *= axis.size
+        mesh = tuple(sizes.items())
+        return {EXPERTS: replace(layout, mesh=mesh, axes=tuple(axes), part=EXPERTS, feeders=layout.world)}
+
+    @property
+    def splits_freely(self) -> bool:
+        """Whether ep takes whole parts of the innermost axes, however levels are split."""
+        sizes = dict(self.cluster.axes)
+        return all((n & (n - 1)) == 0 for level, size in dict(self.groups).get("ep", ()) for n in (sizes[level], size))
+
+    def axes(self, name: str) -> tuple[Axis, ...]:
+        """The ranks of a parallelism, as axes that a collective goes over."""
+        return tuple(
+            Axis(name=name, mesh_axis=level, size=size, stride=1, stage=Stage.ZERO, wire=Wire())
+            for level, size in dict(self.groups)[name]
+        )
+
+
+def _check(model: ModelSpec, parallel: Parallel, seq_len: int) -> None:
+    built, name = model.built_from, model.name
+    if built is None and (parallel.tp > 1 or parallel.ep > 1):
+        raise InputError(
+            f"tp and ep cut a transformer of known shape, got {parallel} for {name}, which is none: name a preset or "
+            "the model's config.json"
+        )
+    wanted: list[tuple[str, int, str, int]] = []
+    if built is not None:
+        shape = built.shape
+        numbers = (("heads", shape.heads), ("key and value heads", shape.kv_heads), ("feed-forward size", shape.ffn))
+        wanted += [("tp", parallel.tp, what, number) for what, number in (*numbers, ("vocabulary", shape.vocab))]
+        wanted.append(("ep", parallel.ep, "experts", shape.experts))
+    spread = parallel.tp if parallel.sequence_parallel else 1
+    if parallel.tp > 1 and spread > 1:
+        wanted.append(("tp", spread, "sequence length (with sequence parallelism)", seq_len))
+    if parallel.cp > 1:  # torch balances causal attention by giving each rank two pieces
+        wanted.append(("2 * cp", 2 * parallel.cp, "sequence length", seq_len))
+    layers = sum(unit.count for unit in model.units if unit.kind is UnitKind.BLOCK)
+    stages = parallel.pp * parallel.pp_chunks
+    wanted.append(("pp" if parallel.pp_chunks == 1 else "pp * pp_chunks", stages, "layers", layers))
+    for degree, size, what, number in wanted:
+        if size > 1 and not number:
+            raise InputError(f"{degree}={size} cuts {what}, of which {name} has none: leave {degree} at 1")
+        if number % size:
+            nearest = [n for n in range(1, number + 1) if number % n == 0 and n <= 2 * size]
+            raise InputError(
+                f"{degree} must divide the {what} of {name}, {number}; got {size}: take "
+                f"{' or '.join(map(str, nearest[-2:]))}"
+            )
+    if parallel.pp > 1 and any(unit.kind is UnitKind.ROOT and unit.matmuls for unit in model.units):
+        raise InputError(
+            f"{name} ties its embedding to its head, which are on the first and the last rank of a pipeline: leave pp "
+            "at 1, or untie them"
+        )
+
+
+def _rest(cluster: Cluster, parallel: Parallel) -> Cluster:
+    taken = {level.name for level in cluster.levels} & {"tp", "cp", "ep", "pp"}
+    if taken:
+        raise InputError(f"levels of a cluster that is cut need other names than the degrees', got {', '.join(taken)}")
+    try:
+        rest = cluster.cut(inner=parallel.tp)
+    except ClusterError as error:
+        raise InputError(f"tp={parallel.tp} must take a part of the innermost ranks: {error}") from error
+    wide = [i for i, level in enumerate(rest.levels) if level.inner > 1 and i > 0]
+    if any(cluster.link_kind(index) not in INSIDE_A_NODE for index in wide):
+        first = cluster.levels[0]
+        raise InputError(
+            f"tp={parallel.tp} is wider than {first.name}, which has {first.size}: each layer would wait for the "
+            f"network eight times a micro-batch; take {first.size} or less, and pp or the strategy for the rest"
+        )
+    try:
+        return rest.cut(outer=parallel.pp)
+    except ClusterError as error:
+        raise InputError(f"pp={parallel.pp} must take a part of the outermost ranks: {error}") from error
+
+
+def _innermost(rest: Cluster, name: str, degree: int) -> tuple[tuple[str, int], ...]:
+    """The innermost `degree` of the data-parallel ranks, by level."""
+    try:
+        levels = rest.cut(inner=degree).levels if rest.world % degree == 0 else None
+    except ClusterError:
+        levels = None
+    if levels is None:
+        sizes = ", ".join(f"{level.name} {level.size}" for level in rest.levels)
+        raise InputError(
+            f"{name}={degree} must take a part of the innermost data-parallel ranks, which are {sizes}: take a divisor "
+            "of the innermost, or that times one of the next"
+        )
+    pairs = zip(levels, rest.levels, strict=True)
+    return tuple((old.name, old.size // new.size) for new, old in pairs if old.size > new.size)
+
+
+def _of_one_rank(model: ModelSpec, parallel: Parallel) -> ModelSpec:
+    built = model.built_from
+    if built is None or (parallel.tp == 1 and parallel.ep == 1):
+        return model
+    local = build(built.shape, dtype=model.dtype, kernels=built.kernels, parallel=parallel)
+    return with_trainable(local, built.trainable)
+
+
+def _with_context(model: ModelSpec, cp: int) -> ModelSpec:
+    """With the gathers of keys and values, as torch's context_parallel does them by default: before attention, again in
+    its backward, whose gradients are scattered. Selective recomputation keeps attention, and needs them no third time.
+    """
+
+    def gathered(unit: UnitSpec) -> UnitSpec:
+        if unit.attention is None or cp == 1:
+            return unit
+        elements = 2.0 * cp * unit.attention.kv_heads * unit.attention.head_dim
+        found = tuple(
+            CollectiveSpec(axis="cp", operation=operation, elements=elements, backward=backward, kept=True)
+            for operation, backward in (("all_gather", False), ("all_gather", True), ("reduce_scatter", True))
+        )
+        return replace(unit, collectives=(*unit.collectives, *found))
+
+    return replace(model, units=tuple(gathered(unit) for unit in model.units))
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+
+def _parts(model: ModelSpec, parallel: Parallel) -> Iterator[Part]:
+    """One for each kind of rank: those in the middle hold the like, if blocks do."""
+    if parallel.pp == 1:
+        yield Part(rank=0, count=1, model=model)
+        return
+    parts = [(rank, _of_pipeline_rank(model, parallel, rank)) for rank in range(parallel.pp)]
+    for units, same in groupby(parts, key=lambda part: part[1].units):
+        ranks = list(same)
+        yield Part(rank=ranks[0][0], count=len(ranks), model=replace(model, units=units))
+
+
+def _of_pipeline_rank(model: ModelSpec, parallel: Parallel, rank: int) -> ModelSpec:
+    """Its chunks of the blocks; the embedding is the first rank's, the last norm and the head are the last's."""
+    blocks = [replace(u, count=1) for u in model.units if u.kind is UnitKind.BLOCK for _ in range(u.count)]
+    stages = parallel.pp * parallel.pp_chunks
+    each = len(blocks) // stages
+    own = [blocks[i] for stage in range(rank, stages, parallel.pp) for i in range(stage * each, (stage + 1) * each)]
+    merged = [replace(block, count=len(list(same))) for block, same in groupby(own)]
+    first, last = rank == 0, rank == parallel.pp - 1
+    spread = parallel.tp if parallel.sequence_parallel else 1
+    # Between stages goes what blocks hand on, there and back, and a rank waits for it.
+    message = CollectiveSpec(axis="pp", operation="broadcast", elements=model.hidden / spread, times=parallel.pp_chunks)
+    roots = [_root_of(unit, first, last) for unit in model.units if unit.kind is UnitKind.ROOT] or [NOTHING]
+    roots[0] = replace(roots[0], collectives=(*roots[0].collectives, message, replace(message, backward=True)))
+    embedding = [unit for unit in model.units if unit.kind is UnitKind.EMBEDDING and first]
+    head = [unit for unit in model.units if unit.kind is UnitKind.HEAD and last]
+    return replace(model, units=(*roots, *embedding, *merged, *head))
+
+
+def _root_of(root: UnitSpec, first: bool, last: bool) -> UnitSpec:
+    """Positions that are looked up are the first rank's, the rest, which computes after the last block, the last's."""
+    tensors = tuple(tensor for tensor in root.tensors if (first if tensor.lookup else last))
+    return replace(root, tensors=tensors) if last else replace(NOTHING, tensors=tensors)
