@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from zeromesh.comm import Ticket
+from zeromesh.engine.agreement import Agreement
 from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
 from zeromesh.engine.containers import tensors_of
 from zeromesh.engine.control import reduce_over
@@ -31,10 +31,8 @@ from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.parts import Home, require_one_of_a_name
 from zeromesh.engine.pipeline import Pipeline
 from zeromesh.engine.units import Precision
-from zeromesh.errors import MismatchError, ModelError, OptimizerError
+from zeromesh.errors import ModelError, OptimizerError
 from zeromesh.schedule import Bucket, Call, GradState, Interpreter, Schedule
-
-_PRIME = 2**31 - 1
 
 T = TypeVar("T")
 
@@ -73,11 +71,10 @@ class Engine:
         self._backward: Backward | None = None
         self._half: Half | None = None
         self.pipeline: Pipeline | None = None
-        self._ordered = False
+        self._agreement = Agreement(self.interpreter, backend, self.control)
         self._changed: set[ShardedParameter] = set()
         self._on_leaves: dict[tuple[int, int], RemovableHandle] = {}
         self._watched: set[int] = set()
-        self._agreed: Ticket | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -385,48 +382,7 @@ class Engine:
 
     def _show_grads(self) -> None:
         """Every rank agrees on which parameters had gradients, and shows those as `.grad`."""
-        used = [flag for unit in self.backend.units for flags in unit.used for flag in flags]
-        if self._ordered and not self.schedule.shards_params:
-            self._assign(self._agree_beside(used))
-            return
-        order = zlib.crc32(repr(self.interpreter.seen).encode()) % _PRIME
-        calls = self.interpreter.digest % _PRIME
-        words = [*map(int, used), order, -order, calls, -calls]
-        *flags, high_order, low_order, high_calls, low_calls = self.control.agree(words)
-        self._learn_order(high_order == -low_order, high_calls == -low_calls)
-        self._assign(flags)
-
-    def _agree_beside(self, used: list[bool]) -> list[bool]:
-        """Which parameters any rank has used. A rank that has used all knows, and does not wait for what the others
-        say, where nothing else is to be compared: no gathers, and an order that all have learnt."""
-        self.interpreter.digest = 0
-        if self.control.group is None:
-            return used
-        if self._agreed is not None:
-            self._agreed.wait()  # the last step's, long done; its words must live so long
-        words = self.control.words(used, torch.int32)
-        self._agreed = self.backend.agree(words)
-        if all(used):
-            return used
-        self._agreed.wait()
-        return [bool(word) for word in words.tolist()]
-
-    def _learn_order(self, same_order: bool, same_gathers: bool) -> None:
-        if self.schedule.shards_params and not (same_order and same_gathers):
-            names = [self.backend.units[unit].name or "(root)" for unit in self.interpreter.seen]
-            raise MismatchError(
-                "all ranks must call the units in the same order while parameters are sharded; this step they did not: "
-                f"on rank {self.control.rank} the order was {', '.join(names)}. Gradients of this step are not valid. "
-                "Run every unit on every rank (on dummy data if need be), or shard no parameters (stages 0, 1, 2)"
-            )
-        if not self._ordered and same_order:
-            self._ordered = True
-            unseen = [unit for unit in self.schedule.order if unit not in self.interpreter.seen]
-            self.interpreter.adopt([*self.interpreter.seen, *unseen])
-        self.interpreter.digest = 0
-
-    def _assign(self, flags: Sequence[int]) -> None:
-        left = iter(flags)
+        left = iter(self._agreement.used())
         for unit, state in zip(self.backend.units, self.interpreter.states, strict=True):
             unit.show_grads(left, reduced=state.grad is GradState.REDUCED)
 
