@@ -310,9 +310,17 @@ def _join(rank: int, path: str, world: int, timeout: timedelta) -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+        _forget_meshes()
     store = dist.FileStore(path, world)  # type: ignore[attr-defined]  # torch does not list it in __all__
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     _joined[:] = [path]
+
+
+def _forget_meshes() -> None:
+    """DTensor's operations remember what they have returned, with meshes whose groups are gone and which are equal to
+    those of the next process group."""
+    if "torch.distributed.tensor" in sys.modules:
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 _joined: list[str] = []

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import (
@@ -19,14 +18,18 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import zeromesh as zm
-from tests.dist.features.parity import Block, Net, adamw, close, local_part, net, sharded_params
+from tests.dist.features.parity import Block, Net, adamw, close, net, sharded_params
+from tests.dist.parallel.tensor import own_part
 from tests.dist.pool import kept
 
 MICROS = 4
 BLOCKS = 8
-SHAPE = (2, 3)
+CLIP = 0.5
+SHAPE = (2, 4)
 """Samples of a micro-batch on a rank, and their length."""
 
 LOOPED = (0, 1, 0, 1)
@@ -71,8 +74,22 @@ def batch(step: int, place: int, shape: Sequence[int] = SHAPE) -> Tensor:
     return torch.randint(0, 11, (MICROS * shape[0], shape[1]), generator=generator)
 
 
-def mesh_of(world: int) -> DeviceMesh:
-    return kept(init_device_mesh, "cpu", (2, world // 4, 2), mesh_dim_names=("pp", "cluster", "node"))
+def mesh_of(world: int, tp: int = 1) -> DeviceMesh:
+    names = ("pp", "cluster", "node", "tp")
+    return kept(init_device_mesh, "cpu", (2, world // tp // 4, 2, tp), mesh_dim_names=names)
+
+
+def divide(stage: StageOf, tp: DeviceMesh) -> None:
+    """Blocks under tensor parallelism, and their norms under sequence parallelism: gradients that come as Partial."""
+    for block in stage.blocks.values():
+        # Ahead of parallelize_module's own, which would take a plain tensor for a part of the sequence.
+        block.norm.register_forward_pre_hook(lambda _, args: (DTensor.from_local(args[0], tp, [Replicate()]),))
+        plan = {
+            "norm": SequenceParallel(use_local_output=False),
+            "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+            "down": RowwiseParallel(),
+        }
+        parallelize_module(block, tp, plan)
 
 
 @dataclass
@@ -118,6 +135,8 @@ def staged(
     for index, home in enumerate(homes):
         if home == mesh.get_local_rank("pp"):
             stage = StageOf(copy.deepcopy(whole), index, len(homes))
+            if mesh["tp"].size() > 1:
+                divide(stage, mesh["tp"])
             model = zm.shard(stage, data, strategy, units=(Block,), **options)
             models.append(model)
             stages.append(PipelineStage(model, index, len(homes), torch.device("cpu"), group=group))
@@ -126,13 +145,14 @@ def staged(
     return Staged(models, schedule, make([p for m in models for p in m.parameters()]))
 
 
-def parity(name: str, strategy: str, world: int, *, steps: int = 5, clip: float = 0.5, **options: Any) -> None:
+def parity(name: str, strategy: str, world: int, *, steps: int = 5, tp: int = 1, **options: Any) -> None:
     """Gradients, joint norms, parameters and optimizer states are those of plain training on all places' data."""
-    mesh, places = mesh_of(world), world // 2
+    mesh, places = mesh_of(world, tp), world // tp // 2
+    own = mesh.get_local_rank("node") + 2 * mesh.get_local_rank("cluster")
     plain = net(num_blocks=BLOCKS)
     ours, optimizer = staged(plain, name, strategy, mesh, **options), adamw(plain.parameters())
     for step in range(steps):
-        losses = ours.step(batch(step, dist.get_rank() % places))
+        losses = ours.step(batch(step, own))
         expected = []
         for place in range(places):
             for micro in batch(step, place).chunk(MICROS):
@@ -140,9 +160,9 @@ def parity(name: str, strategy: str, world: int, *, steps: int = 5, clip: float 
                 (loss / (MICROS * places)).backward()
                 expected.append(loss.detach())
         if losses:
-            close(torch.stack(losses), torch.stack(expected).chunk(places)[dist.get_rank() % places], "losses")
+            close(torch.stack(losses), torch.stack(expected).chunk(places)[own], "losses")
         compare_grads(ours.models, plain)
-        close(zm.clip_grad_norm_(ours.models, clip), nn.utils.clip_grad_norm_(plain.parameters(), clip), "norm")
+        close(zm.clip_grad_norm_(ours.models, CLIP), nn.utils.clip_grad_norm_(plain.parameters(), CLIP), "norm")
         for each in (ours.optimizer, optimizer):
             each.step()
             each.zero_grad()
@@ -154,7 +174,7 @@ def compare_grads(models: Sequence[nn.Module], plain: nn.Module) -> None:
     for model in models:
         for name, param in sharded_params(model).items():
             found: Any = param.grad
-            close(found.local, local_part(param, grads[name]), f"gradient of {name}")
+            close(found.local, own_part(param, grads[name]), f"gradient of {name}")
 
 
 def compare_params(ours: Staged, plain: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -162,7 +182,7 @@ def compare_params(ours: Staged, plain: nn.Module, optimizer: torch.optim.Optimi
     params = dict(plain.named_parameters())
     for model in ours.models:
         for name, param in sharded_params(model).items():
-            close(param.local, local_part(param, params[name]), name)
+            close(param.local, own_part(param, params[name]), name)
             for key, value in optimizer.state[params[name]].items():
-                expected = value if key == "step" else local_part(param, value)
+                expected = value if key == "step" else own_part(param, value)
                 close(ours.optimizer.state[param][key], expected, f"{key} of {name}")

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from tests.dist.parallel.tensor import FP64, MICRO_BATCHES, mesh_of, params_of, require_equal
-from tests.dist.pool import on_ranks
+from tests.dist.pool import kept, on_ranks
 from zeromesh.engine.api import engine_of
 
 VOCABULARY = 23
@@ -92,3 +93,11 @@ def example(name: str) -> ModuleType:
 def test_the_example_learns():
     losses = example("tensor_parallel").train(mesh_of(2))
     assert losses[-1] < 0.7 * losses[0]
+
+
+@on_ranks(4)
+def test_the_example_of_a_pipeline_learns():
+    mesh = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("pp", "node"))
+    losses = example("pipeline").train(mesh)
+    assert bool(losses) == (mesh.get_local_rank("pp") == 0)
+    assert not losses or losses[-1] < 0.7 * losses[0]

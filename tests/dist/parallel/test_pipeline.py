@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 import zeromesh as zm
-from tests.dist.features.parity import net, sgd
+from tests.dist.features.parity import close, net, sgd
 from tests.dist.parallel.pipelines import (
     BLOCKS,
     MICROS,
@@ -48,6 +49,12 @@ def test_trains_as_plain_training_does(name: str) -> None:
 def test_on_two_levels() -> None:
     for name in ("1f1b", "zbv"):
         parity(name, "node=3,cluster=1", 8, steps=2)
+
+
+@on_ranks(8, timeout_s=60)
+def test_of_stages_under_tensor_and_sequence_parallelism() -> None:
+    for name in ("1f1b", "zbv"):
+        parity(name, "node=3,cluster=0", 8, tp=2, steps=2)
 
 
 def calls_of_a_step(ours: Staged, step: int) -> list[Counter[str]]:
@@ -132,6 +139,38 @@ def test_norms_and_skipped_steps_are_those_of_all_stages() -> None:
     assert scaler.get_scale() == 4.0
 
 
+@on_ranks(4)
+def test_stages_resume_under_another_strategy(tmp_path: Path) -> None:
+    """Each from a directory of its own; as if nothing had been between."""
+    place, index = dist.get_rank() % 2, dist.get_rank() // 2
+    first, second, third = (
+        staged(net(num_blocks=BLOCKS), "1f1b", strategy, mesh_of(4))
+        for strategy in ("node=3,cluster=1", "node=3,cluster=1", "node=1,cluster=1")
+    )
+    train(first, range(3), place)
+    train(second, range(2), place)
+    for ours, call in ((second, "save"), (third, "load")):
+        checkpoints = zm.Checkpoints(tmp_path / f"stage-{index}", ours.models[0], ours.optimizer)
+        checkpoints.save(2) if call == "save" else checkpoints.load()
+        checkpoints.close()
+    train(third, range(2, 3), place)
+    whole = [zm.full_state_dict(ours.models[0]) for ours in (first, third)]
+    assert whole[0].keys() == whole[1].keys()
+    for name, expected in whole[0].items():
+        close(whole[1][name], expected, name)
+    everywhere: list[Any] = [None] * 4
+    dist.all_gather_object(everywhere, list(whole[0]))
+    assert sorted(name for names in everywhere for name in names) == sorted(net(num_blocks=BLOCKS).state_dict())
+
+
+def train(ours: Staged, steps: range, place: int) -> None:
+    for step in steps:
+        ours.step(batch(step, place))
+        zm.clip_grad_norm_(ours.models, 0.5)
+        ours.optimizer.step()
+        ours.optimizer.zero_grad()
+
+
 def params_of(ours: Staged) -> list[Any]:
     return [param for model in ours.models for param in model.parameters()]
 
@@ -156,7 +195,7 @@ def test_what_cannot_be_driven_is_named_on_all_ranks() -> None:
     with pytest.raises(InputError, match=r"takes all stages of this rank, as a list; got none"):
         zm.pipeline([])
     with pytest.raises(InputError, match=r"stage \d is sharded over ranks .*, of which \[\d\] have other stages"):
-        zm.pipeline([stage_of(sharded_linear(mesh, "node=3,cluster=1,pp=0"), mesh)])
+        zm.pipeline([stage_of(sharded_linear(mesh["pp", "cluster", "node"], "node=3,cluster=1,pp=0"), mesh)])
     with pytest.raises(InputError, match=r"stage \d has a dw_builder"):
         zm.pipeline([stage_of(sharded_linear(data), mesh, dw_builder=lambda: lambda: None)])
     tied = sharded_linear(data)
