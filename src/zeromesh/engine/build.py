@@ -122,7 +122,7 @@ def build_engine(
     units = [module.describe(precision) for module in modules]
     for home in homes.values():
         home.control.require_aligned()
-    chosen = "; ".join(f"{part} {home.layout.strategy} on {home.layout.mesh}" for part, home in homes.items())
+    chosen = "; ".join(f"{part} {home.layout.strategy} on {home.layout.mesh}".lstrip() for part, home in homes.items())
     control.require_same("strategy", f"{chosen}{' registered' * register}")
     control.require_same("model", _digest(model, modules, precision))
     groups = {axis: group for home in homes.values() for axis, group in _groups_of(home).items()}

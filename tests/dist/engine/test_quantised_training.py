@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import zeromesh as zm
 from tests.dist.engine.reference import mesh_of
 from tests.dist.pool import Pool
-from zeromesh.engine import chain
+from zeromesh.schedule import transfer
 from zeromesh.wires import QuantFormat, blocks, coded
 
 VOCAB, WIDTH, TOKENS, STEPS = 128, 8, 128, 300
@@ -81,7 +81,7 @@ def without_block_scales() -> Iterator[None]:
         form = coded(wire)
         return replace(form, block=4096) if isinstance(form, QuantFormat) else form
 
-    with mock.patch.object(blocks, "LARGEST_BLOCK", 4096), mock.patch.object(chain, "coded", one_scale):
+    with mock.patch.object(blocks, "LARGEST_BLOCK", 4096), mock.patch.object(transfer, "coded", one_scale):
         yield
 
 

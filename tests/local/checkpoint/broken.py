@@ -462,7 +462,7 @@ def run_all(root: Path) -> dict[str, dict[str, Any]]:
     """What came of each kind: exit code, error, whether something was changed."""
     from zeromesh.train import loop
 
-    loop.build_language_model = lambda config, vocab_size: Tiny(vocab_size)  # type: ignore[assignment]
+    loop.build_language_model = lambda config, vocab_size, values: Tiny(vocab_size)  # type: ignore[assignment]
     prepare(root)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, resource.RLIM_INFINITY))
