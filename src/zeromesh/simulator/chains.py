@@ -72,8 +72,10 @@ class Chains:
                 return self._works(placed.from_kept, "unshard")
             case "refresh":
                 return self._refresh(placed.routes[lane])
-            case "unshard" | "reduce":
+            case "unshard":
                 return self._works(placed.routes[lane], lane)
+            case "reduce":
+                return self._accumulated(self._works(placed.routes[lane], lane), placed)
             case "boundary":
                 return self._boundary(placed.routes[lane])
 
@@ -91,6 +93,21 @@ class Chains:
             else:
                 works += [self._single(step, kind) for step in steps]
         return works
+
+    def _accumulated(self, works: list[Work], placed: Placed) -> list[Work]:
+        """Our backend's own reduce-scatter leaves the sum in place: a kernel adds it to the accumulator. Others of ours
+        add as they sum, and gloo's is counted with what sums cost it."""
+        steps = placed.routes["reduce"].steps
+        layout = placed.layout
+        native = layout.strategy.sum == "native" and self.model.cluster.backend != "gloo"
+        if not (works and steps and native and self.mechanics.workspace) or steps[-1].form is not None:
+            return works
+        last = steps[-1]
+        if last.operation != "reduce_scatter":
+            return works
+        moved = wire_bytes(last.chunk_numel, last.wire) + 2 * placed.persistent.grads
+        cost = replace(works[-1].cost, seconds=works[-1].cost.seconds + self.model.compute.memory(moved))
+        return [*works[:-1], replace(works[-1], cost=cost)]
 
     @property
     def _collective(self) -> Collective:
