@@ -93,7 +93,7 @@ def real_rank(store_file: Path | None, *, overrides: list[str]) -> list[dict[str
     config = load_config(DEMO, overrides)
     with join_ranks(config.mesh, store_file, device="cpu") as ranks:
         corpus = load_corpus(config.data)
-        trainer = make_trainer(config, ranks, corpus, _build(config, ranks, corpus.vocab_size))
+        trainer = make_trainer(config, ranks, corpus, _build(config, ranks, corpus))
         trainer.step(0)
         recompute = config.model.activation_checkpointing
         with traffic_report(trainer.model, micro_batches=trainer.sampler.micro_batches, recompute=recompute) as traffic:

@@ -144,6 +144,36 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
     return found
 
 
+@torch.no_grad()
+def require_apart(model: nn.Module, vocab_size: int) -> None:
+    """Raises ConfigError where a document computes otherwise beside another one in its row.
+
+    That is what positions that begin anew are for. Models of transformers take them all, and some look at nothing of
+    them: those that carry a state along, and those that count positions themselves.
+
+    Args:
+        model: with values, in host memory.
+        vocab_size: of tokens that it knows.
+    """
+    half = torch.arange(4)
+    row = torch.cat([half, half])
+    others = torch.cat([half + 4, half])  # the second document is the same
+    was_training = model.training
+    model.eval()
+    one, other = model(
+        input_ids=torch.stack([row, others]) % vocab_size, position_ids=row.expand(2, -1), use_cache=False
+    ).logits[:, 4:]
+    model.train(was_training)
+    # Matrices of experts hold other tokens too, which may round otherwise.
+    bound = 1e-4 if one.dtype.itemsize >= 4 else 3e-2
+    if (one - other).abs().max() > bound * one.abs().max():
+        raise ConfigError(
+            f"{type(model).__name__} lets documents that share a row look at each other, whatever their positions, so "
+            f'records with answers cannot be packed for it: set data.documents = "joined", for one stream in which '
+            f"each document comes after those before it"
+        )
+
+
 def _selective() -> Any:
     """Keeps the outputs of attention and of every second matrix product, the first, third and so on of each block:
     `Recomputation.SELECTIVE`, which plans reckon with."""

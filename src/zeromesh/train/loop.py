@@ -19,13 +19,13 @@ from zeromesh.engine.api import accumulate, clip_grad_norm_, engine_of, shard, z
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from zeromesh.files import write_whole
-from zeromesh.launch.ranks import Ranks, collective, first_at_work, from_first, on_any
+from zeromesh.launch.ranks import Ranks, collective, from_first, on_any
 from zeromesh.observe.replicas import check_replicas
 from zeromesh.observe.report import memory_report, traffic_report
 from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
 from zeromesh.train.config import AUTO, OptimizerConfig, TrainConfig
 from zeromesh.train.corpus import Corpus, load_corpus
-from zeromesh.train.language_model import build_language_model
+from zeromesh.train.language_model import build_language_model, require_apart
 from zeromesh.train.learning_rate import learning_rate
 from zeromesh.train.metrics import MetricsFile, StepMetrics
 from zeromesh.train.nonfinite import NonFinite, Remedy, describe
@@ -33,7 +33,7 @@ from zeromesh.train.planning import choose_strategy
 from zeromesh.train.preemption import end_at_once, was_asked
 from zeromesh.train.progress import Progress, show_progress
 from zeromesh.train.sampler import Sampler
-from zeromesh.train.sequences import NOT_LEARNED, Rows
+from zeromesh.train.sequences import NOT_LEARNED, Documents, Rows
 from zeromesh.train.summary import Row, fault_lines, gather_rows, header, table
 from zeromesh.train.written import SAMPLES, export, prepare, write_samples
 
@@ -76,7 +76,7 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
         path = config.run.export
         from_first(lambda: _require_writable(path, "run.export"), "waiting for rank 0 to look at run.export")
     corpus = load_corpus(config.data, config.model, config.samples.prompts)
-    model = _build(config, ranks, corpus.vocab_size)
+    model = _build(config, ranks, corpus)
     if config.strategy == AUTO:
         config = choose_strategy(config, model)
     trainer = make_trainer(config, ranks, corpus, model)
@@ -117,12 +117,25 @@ def _keep_text(path: Path, text: str) -> None:
         write_whole(path, text)
 
 
-def _build(config: TrainConfig, ranks: Ranks, vocab_size: int) -> nn.Module:
-    """The model in the first rank's host memory, without values on the others: `shard` takes them from the first."""
+def _build(config: TrainConfig, ranks: Ranks, corpus: Corpus) -> nn.Module:
+    """The model in the first rank's host memory, without values on the others: `shard` takes them from the first.
+
+    Raises:
+        ConfigError: on every rank, where the first cannot make it, or where it mixes documents that lie side by side.
+    """
     torch.manual_seed(config.run.seed)
-    first = ranks.rank == 0
-    with first_at_work("waiting for rank 0 to draw the model"), torch.device("cpu" if first else "meta"):
-        return build_language_model(config.model, vocab_size, values=first)
+    made: list[nn.Module] = []
+
+    def draw() -> None:
+        made.append(build_language_model(config.model, corpus.vocab_size, values=True))
+        if isinstance(corpus.training, Documents):
+            require_apart(made[0], corpus.vocab_size)
+
+    from_first(draw, "waiting for rank 0 to draw the model", at_work=True)
+    if ranks.rank != 0:
+        with torch.device("meta"):
+            made.append(build_language_model(config.model, corpus.vocab_size, values=False))
+    return made[0]
 
 
 def _seed_of(seed: int, rank: int, model: nn.Module) -> int:
@@ -293,14 +306,12 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config.optimizer, step, self.config.run.steps)
         self.model.train()
-        batch = self.counts.batch(step)
-        loss_sum = self._forward_backward(batch)
+        loss_sum, tokens = self._forward_backward(self.counts.batch(step))
         clip_norm = self.config.optimizer.clip_norm or float("inf")
         norm = clip_grad_norm_(self.model, clip_norm)
         totals = self._sum_over_ranks("adding up the loss", loss_sum, self._asked_to_stop())
         # Before the optimizer's step: all ranks must decide alike whether there is one.
         loss_total, stops, grad_norm = torch.stack([*totals, norm.to(totals)]).tolist()
-        tokens = self._targets_of(batch)
         outcome = StepOutcome(loss=loss_total / max(1, tokens), grad_norm=grad_norm, tokens=tokens, stop=stops > 0)
         if outcome.finite:
             self.optimizer.step()
@@ -361,23 +372,20 @@ class Trainer:
             for line in fault_lines(self.counts):
                 print(line, flush=True)
 
-    def _forward_backward(self, batch: int) -> Tensor:
-        """Gradient of the mean over the global batch's tokens; this rank's sum of losses."""
+    def _forward_backward(self, batch: int) -> tuple[Tensor, int]:
+        """Gradient of the mean over the global batch's tokens; this rank's sum of losses, and the batch's learned
+        tokens, which every rank can count."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         batches, training = list(self.sampler.rank_batches(batch, self.ranks.rank)), self.corpus.training
-        total = float(self._targets_of(batch))
+        tokens = training.targets(self.sampler.global_batch(batch))
         for position, indices in enumerate(batches):
             last, weight = position == len(batches) - 1, float(training.targets(indices))
-            with accumulate(self.model, last=last, weight=weight, total=total):
+            with accumulate(self.model, last=last, weight=weight, total=float(tokens)):
                 loss, targets = self._loss(training, indices)
                 loss.backward()  # type: ignore[no-untyped-call]
             if targets:  # as in `evaluate`
                 loss_sum += loss.detach().double() * targets
-        return loss_sum
-
-    def _targets_of(self, batch: int) -> int:
-        """Learned tokens of a global batch, which every rank can count."""
-        return self.corpus.training.targets(self.sampler.global_batch(batch))
+        return loss_sum, tokens
 
     def _loss(self, rows: Rows, indices: list[int]) -> tuple[Tensor, int]:
         """Mean loss of a micro-batch, and its targets.
