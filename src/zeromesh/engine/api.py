@@ -20,7 +20,7 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.norms import slice_norms
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.others import keep_others_out
-from zeromesh.engine.parts import Parts, beyond_of, require_inside, require_own_tokens
+from zeromesh.engine.parts import Parts, beyond_of, require_inside
 from zeromesh.engine.pipeline import joint_norm, require_joint
 from zeromesh.engine.spread import require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
@@ -34,6 +34,7 @@ from zeromesh.engine.units import (
     repeated_over,
     spreads_of,
 )
+from zeromesh.engine.weight import Weight
 from zeromesh.errors import MeshError, ModelError, NotationError
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Stage, Strategy, layouts_of, part_name
@@ -193,11 +194,13 @@ def engine_of(model: nn.Module) -> Engine:
 
 def accumulate(
     model: nn.Module, *, last: bool, weight: float | None = None, total: float | None = None
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[Weight]:
     """One micro-batch, forward and backward, of a step of several.
 
     Gradients are averaged over ranks and summed over micro-batches. With weights (the number of tokens, say) they are
-    the weighted mean over all ranks and micro-batches: give each micro-batch's own mean as its loss, undivided.
+    the weighted mean over all ranks and micro-batches: give each micro-batch's own mean as its loss, undivided. Where
+    experts get tokens of several ranks the loss must carry the weight, and elsewhere it may: the context is what
+    weighs it, as in ``with zm.accumulate(...) as weigh: weigh(loss).backward()``.
 
     Args:
         model: sharded.
@@ -207,12 +210,11 @@ def accumulate(
 
     Raises:
         ModelError: `model` is not sharded, the weight is negative or without a total, some micro-batches of the step
-            have weights and some none, or a backward raised in an earlier one (`zm.zero_grad` then begins anew).
+            have weights and some none, the loss does not carry one where it must, or a backward raised in an earlier
+            one (`zm.zero_grad` then begins anew).
     """
     engine = engine_of(model)
-    if weight is not None:
-        require_own_tokens(engine.homes)
-    return engine.accumulate(last, None if weight is None else _scale(weight, total, engine.control.size))
+    return engine.accumulate(last, Weight(None if weight is None else _scale(weight, total, engine.control.size)))
 
 
 def _scale(weight: float, total: float | None, ranks: int) -> float:

@@ -200,7 +200,7 @@ class DeviceBackend:
 
     Attributes:
         chains: of each unit; `record` puts observed ones in their place while it records.
-        scale: of the gradients of the running micro-batch; None is 1.
+        scale: of this rank's own gradients in the running backward; None is 1: [Note: Weights].
         stale: units whose running backward began with parameters of an older generation, and that.
         owned: buckets of whole tensors, as the schedule counts them.
     """
@@ -406,9 +406,10 @@ class DeviceBackend:
                 continue
             homes.append(home)
             grads.append(grad.detach() if grad.requires_grad else grad)  # backward(create_graph=True)
-        if self.scale == 0:  # not 0 * grad: a mean over no tokens is NaN
+        own = buffer.placed.layout.share == 1
+        if own and self.scale == 0:  # not 0 * grad: a mean over no tokens is NaN
             homes, missing, grads = [], [*missing, *homes], []
-        factor *= 1.0 if self.scale is None else self.scale
+        factor *= self.scale if own and self.scale is not None else 1.0
         if accumulate:
             if grads:
                 torch._foreach_add_(homes, grads, alpha=factor)

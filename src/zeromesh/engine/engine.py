@@ -28,9 +28,10 @@ from zeromesh.engine.hooks import OutputHook, as_python, put_first
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.lifetimes import Backward, Half, Step
 from zeromesh.engine.param import ShardedParameter
-from zeromesh.engine.parts import Home, require_one_of_a_name
+from zeromesh.engine.parts import Home, require_one_of_a_name, require_own_tokens
 from zeromesh.engine.pipeline import Pipeline
 from zeromesh.engine.units import Precision
+from zeromesh.engine.weight import Weight
 from zeromesh.errors import ModelError, OptimizerError
 from zeromesh.schedule import Bucket, Call, GradState, Interpreter, Schedule
 
@@ -67,6 +68,7 @@ class Engine:
         self.interpreter: Interpreter[Ticket] = Interpreter(schedule=schedule, backend=backend)
         if debug:
             self.interpreter.backend = SlotGuard(backend, self.interpreter)
+        self.weight = Weight(None)
         self._step = Step(shown=True)
         self._backward: Backward | None = None
         self._half: Half | None = None
@@ -248,7 +250,9 @@ class Engine:
         self._apply_changes()
         self._require_whole()
         if self._half is None:  # else nothing comes to the step yet
-            weighted = self.backend.scale is not None
+            weighted = self.weight.scale is not None
+            if weighted and not self.weight.in_loss:
+                require_own_tokens(self.homes)
             if self._step.shown:
                 self._begin_step()
             if self._step.weighted not in (None, weighted):
@@ -257,6 +261,7 @@ class Engine:
                     "zm.accumulate(model, weight=...); this step has some with and some without"
                 )
             self._step.weighted = weighted
+        self.backend.scale = self.weight.of_grads
         self._backward, self.backend.stale = backward, backward.stale
         return backward
 
@@ -367,16 +372,16 @@ class Engine:
     # ---- accumulation
 
     @contextmanager
-    def accumulate(self, last: bool, scale: float | None) -> Iterator[None]:
-        """The micro-batch inside is (not) the last before the step; its gradient is multiplied by `scale`."""
+    def accumulate(self, last: bool, weight: Weight) -> Iterator[Weight]:
+        """The micro-batch inside is (not) the last before the step, and counts by `weight`."""
         self.recover()
         self._require_whole()
-        before = self.interpreter.last, self.backend.scale
-        self.interpreter.last, self.backend.scale = last, scale
+        before = self.interpreter.last, self.weight
+        self.interpreter.last, self.weight = last, weight
         try:
-            yield
+            yield weight
         finally:
-            self.interpreter.last, self.backend.scale = before
+            self.interpreter.last, self.weight = before
 
     # ---- gradients
 

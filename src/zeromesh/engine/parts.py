@@ -177,12 +177,12 @@ def require_one_of_a_name(homes: Mapping[str, Home]) -> None:
 
 
 def require_own_tokens(homes: Mapping[str, Home]) -> None:
-    """Raises ModelError where gradients on a rank come of other ranks' tokens too, which have other weights."""
+    """Raises ModelError where gradients on a rank come of other ranks' tokens too: [Note: Weights] of
+    `zeromesh.engine.weight`."""
     for part, home in homes.items():
         if home.layout.share < 1:
             raise ModelError(
-                f"gradients of part {part} come of several ranks' tokens, and no weight of this rank is theirs: weigh "
-                f"the loss before the backward instead, as in (loss * weight * ranks / total).backward(), where ranks "
-                f"is the size of the model's mesh and total is zm.sum_over_ranks(model, own), own the sum of this "
-                f"rank's weights of the step"
+                f"gradients of part {part} come of several ranks' tokens, which have weights of their own: let each "
+                f"rank's loss carry its weight, as in: with zm.accumulate(model, last=..., weight=..., total=...) as "
+                f"weigh: weigh(loss).backward()"
             )

@@ -133,7 +133,7 @@ class _Backwards:
         engine = self._engine()
         assert engine is not None  # the stage holds the module
         last = last_backward and engine.interpreter.last
-        with engine.accumulate(last, engine.backend.scale):
+        with engine.accumulate(last, engine.weight):
             if backward_type == "input":
                 return _inputs(engine, **bwd_kwargs)
             if backward_type == "weight":

@@ -33,20 +33,22 @@ def expected(inputs, weights):
 @pytest.mark.parametrize("strategy", ["node=1,cluster=1", "node=3,cluster=1", "node=0,cluster=0"])
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_two_models_in_one_backward_keep_their_weights(strategy):
-    """Each has a total of its own, agreed on among the same ranks."""
+    """Each has a total of its own, agreed on among the same ranks; in gradients, then in the loss. One is NaN and counts
+    nothing."""
     rank = dist.get_rank()
     inputs = torch.arange(1.0, WIDTH + 1).double() * (rank + 1)
     first, second = linear(strategy), linear(strategy)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1.0)
-    weights = torch.tensor(1.0 + rank), torch.tensor(10.0 - 2 * rank)
-    for _ in range(2):
+    weights = torch.tensor(float(rank)), torch.tensor(10.0 - 2 * rank)
+    for in_loss in (False, True):
         before = [weight_of(model) for model in (first, second)]
         totals = [zm.sum_over_ranks(first, float(weight)) for weight in weights]
         with (
-            zm.accumulate(first, last=True, weight=float(weights[0]), total=totals[0]),
-            zm.accumulate(second, last=True, weight=float(weights[1]), total=totals[1]),
+            zm.accumulate(first, last=True, weight=float(weights[0]), total=totals[0]) as weigh_first,
+            zm.accumulate(second, last=True, weight=float(weights[1]), total=totals[1]) as weigh_second,
         ):
-            (first(inputs).sum() + second(inputs).sum()).backward()
+            losses = first(inputs).sum() * (1.0 if rank else torch.nan), second(inputs).sum()
+            (weigh_first(losses[0]) + weigh_second(losses[1]) if in_loss else sum(losses)).backward()
         optimizer.step()
         optimizer.zero_grad()
         for model, weight, was in zip((first, second), weights, before, strict=True):

@@ -38,9 +38,9 @@ def build(*, shared: bool, num: int = 4) -> Any:
     return example.LanguageModel(vocabulary=VOCABULARY, dim=6, hidden=5, layers=2, num=num, shared=shared).double()
 
 
-def tokens(step: int, micro: int, rank: int) -> Tensor:
+def tokens(step: int, micro: int, rank: int, length: int = 4) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    return torch.randint(0, VOCABULARY, (2, 5), generator=generator)
+    return torch.randint(0, VOCABULARY, (2, 1 + length), generator=generator)
 
 
 def keep_own(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -78,23 +78,24 @@ def check_experts(
         model: whose experts are divided over `mesh`, of one dimension.
         mesh: of experts.
         shared: as for `build`.
-        weighted: losses count by a weight, other ones on every rank.
+        weighted: micro-batches have other numbers of tokens on every rank, one of them none, and losses count by them.
         steps: of the optimizer.
         num: of experts, for `build`.
     """
     plain, world = build(shared=shared, num=num), dist.get_world_size()
     optimizer, reference = adamw(model.parameters()), adamw(plain.parameters())
-    weight = [[float(1 + (rank + micro) % 3) for rank in range(world)] for micro in range(MICRO_BATCHES)]
-    total = sum(map(sum, weight)) if weighted else float(MICRO_BATCHES * world)
+    lengths = [[(rank + micro) % 4 if weighted else 4 for rank in range(world)] for micro in range(MICRO_BATCHES)]
+    total = float(sum(map(sum, lengths)))
     for step in range(steps):
-        for micro in range(MICRO_BATCHES):
-            own = weight[micro][dist.get_rank()] if weighted else 1.0
-            with zm.accumulate(model, last=micro == MICRO_BATCHES - 1):
-                loss = example.next_token_loss(model, tokens(step, micro, dist.get_rank()))
-                (loss * own * world / total).backward()
-            for rank in range(world):
-                loss = example.next_token_loss(plain, tokens(step, micro, rank))
-                (loss * (weight[micro][rank] if weighted else 1.0) / total).backward()
+        for micro, counts in enumerate(lengths):
+            own = counts[dist.get_rank()]
+            weights = {"weight": own, "total": total} if weighted else {}
+            with zm.accumulate(model, last=micro == MICRO_BATCHES - 1, **weights) as weigh:
+                loss = example.next_token_loss(model, tokens(step, micro, dist.get_rank(), own))
+                (weigh(loss) if weighted else loss / MICRO_BATCHES).backward()
+            for rank, count in enumerate(counts):
+                loss = example.next_token_loss(plain, tokens(step, micro, rank, count))
+                (loss * count / total).backward()
         compare(model, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, mesh, "gradient")
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
         close(zm.clip_grad_norm_(model, 0.3), norm, "norm")
