@@ -139,8 +139,7 @@ def _require_divided_up(
     ranks, degree = set(model.mesh.flatten().tolist()), model.size() // own.size()
     for name, spread in spreads if _dtensors(spreads) else ():
         groups = [] if spread is None else [group for group, divided in spread.axes if divided]
-        inside = [group for group in groups if len(ranks.intersection(dist.get_process_group_ranks(group))) > 1]
-        over = prod(group.size() for group in inside)
+        over = prod(len(ranks.intersection(dist.get_process_group_ranks(group))) for group in groups)
         if over != degree:
             raise ModelError(
                 f"{name} is divided over {over} of the model's ranks, and the mesh of its part {part} has one in "

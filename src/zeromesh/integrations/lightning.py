@@ -142,7 +142,7 @@ def _directory(path: Any) -> Path:
 
 
 class _SyncControl(_BackwardSyncControl):  # type: ignore[misc]  # mypy does not follow lightning
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[object]:
         return accumulate(module, last=False) if enabled else nullcontext()
 
 

@@ -66,6 +66,6 @@ def give_method(model: nn.Module, name: str, function: Callable[..., Any]) -> No
     object.__setattr__(model, name, method)
 
 
-def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
+def _no_sync(model: nn.Module) -> AbstractContextManager[object]:
     """Which libraries know of DistributedDataParallel: a micro-batch that is not the step's last."""
     return accumulate(model, last=False)

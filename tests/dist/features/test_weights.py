@@ -33,8 +33,8 @@ def expected(inputs, weights):
 @pytest.mark.parametrize("strategy", ["node=1,cluster=1", "node=3,cluster=1", "node=0,cluster=0"])
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_two_models_in_one_backward_keep_their_weights(strategy):
-    """Each has a total of its own, agreed on among the same ranks; in gradients, then in the loss. One is NaN and counts
-    nothing."""
+    """Each has a total of its own, agreed on among the same ranks; in gradients, then in the loss. One that counts
+    nothing is NaN."""
     rank = dist.get_rank()
     inputs = torch.arange(1.0, WIDTH + 1).double() * (rank + 1)
     first, second = linear(strategy), linear(strategy)

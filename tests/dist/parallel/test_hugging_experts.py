@@ -1,0 +1,121 @@
+"""Mixtures of experts that others wrote, under transformers' own expert parallelism, as one process trains them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zeromesh as zm
+from tests.dist.parallel.tensor import FP64, MICRO_BATCHES, params_of, require_equal
+from tests.dist.pool import kept, on_ranks
+from zeromesh.engine.api import engine_of
+
+VOCABULARY = 23
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "intermediate_size": 10,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "attention_dropout": 0.0,
+    "num_experts_per_tok": 2,
+    "experts_implementation": "eager",
+}
+
+
+def build(kind: str) -> Any:
+    """The same on every rank."""
+    import transformers as hf  # several seconds, once per worker
+
+    torch.manual_seed(0)
+    if kind == "mixtral":
+        return hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4)).double()
+    sizes = SIZES | {
+        "moe_intermediate_size": 6,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 4,
+        "kv_lora_rank": 4,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+    }
+    model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**sizes)).double()
+    bias = model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
+    bias.copy_(torch.linspace(-0.01, 0.01, len(bias)))  # else ties
+    return model
+
+
+def divided(model: Any, experts: DeviceMesh, tp: DeviceMesh) -> Any:
+    """As `from_pretrained` with a DistributedConfig does it, without FSDP2."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    config = DistributedConfig(tp_size=tp.size(), fsdp_size=experts.size(), ep_size=experts.size())
+    by_tp, by_ep, _ = model._resolve_parallel_plans(config)
+    return apply_expert_parallelism(apply_tensor_parallelism(model, tp, by_tp), experts, tp, by_ep)
+
+
+def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    tokens = torch.randint(0, VOCABULARY, (2, 6), generator=generator)
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss / MICRO_BATCHES
+
+
+def check(model: nn.Module, kind: str, steps: int) -> None:
+    plain, control = build(kind), engine_of(model).control
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+    for step in range(steps):
+        for micro in range(MICRO_BATCHES):
+            for rank in range(control.size):
+                (loss_of(plain, step, micro, rank) / control.size).backward()
+            with zm.accumulate(model, last=micro == MICRO_BATCHES - 1):
+                loss_of(model, step, micro, control.rank).backward()
+        grads = {name: param.grad for name, param in plain.named_parameters()}
+        require_equal("gradient", ((p, p.grad.local, grads) for p in params_of(model)))
+        norms = nn.utils.clip_grad_norm_(plain.parameters(), 0.5), zm.clip_grad_norm_(model, 0.5)
+        assert abs(float(norms[0] - norms[1])) < 1e-10
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        values = {name: param.detach() for name, param in plain.named_parameters()}
+        require_equal("parameter", ((p, p.local, values) for p in params_of(model)))
+    named = dict(plain.named_parameters())
+    for key in ("exp_avg", "exp_avg_sq"):
+        states = {name: optimizers[0].state[param][key] for name, param in named.items()}
+        require_equal(key, ((p, optimizers[1].state[p][key], states) for p in params_of(model)))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek"])
+@on_ranks(4)
+def test_expert_parallel(kind):
+    """Experts over the node."""
+    mesh = kept(init_device_mesh, "cpu", (2, 2, 1), mesh_dim_names=("cluster", "node", "tp"))
+    model = divided(build(kind), mesh["node"], mesh["tp"])
+    part = zm.Part(mesh=mesh["cluster"], strategy="cluster=1")
+    model = zm.shard(model, mesh["cluster", "node"], "node=3,cluster=1", parts={"*.experts": part}, **FP64)
+    check(model, kind, 5)
+
+
+@pytest.mark.parametrize(("kind", "degree"), [("mixtral", 4), ("deepseek", 8), ("deepseek", 2)])
+@on_ranks(8)
+def test_expert_parallel_beside_tensor_parallel(kind, degree):
+    """Experts over ranks that have other tokens and those that have the same, as transformers lays its meshes; one
+    copy of all; and over those of the same tokens alone."""
+    dense = kept(init_device_mesh, "cpu", (4, 2), mesh_dim_names=("data", "tp"))
+    sparse = kept(init_device_mesh, "cpu", (8 // degree, degree), mesh_dim_names=("copies", "experts"))
+    model = divided(build(kind), sparse["experts"], dense["tp"])
+    part = zm.Part(mesh=sparse["copies"], strategy="copies=3")
+    model = zm.shard(model, dense["data"], "data=1", parts={"*.experts": part}, **FP64)
+    check(model, kind, 2)
