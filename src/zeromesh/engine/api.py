@@ -20,7 +20,7 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.norms import slice_norms
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.others import keep_others_out
-from zeromesh.engine.parts import Parts, beyond_of, require_inside
+from zeromesh.engine.parts import Parts, beyond_of, require_inside, require_known_buffers
 from zeromesh.engine.pipeline import joint_norm, require_joint
 from zeromesh.engine.spread import require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
@@ -84,6 +84,7 @@ def shard(
         precision = precision_of(given, strategy)
         layouts = resolve(mesh, strategy, parts or {})
         found = find_units(model, units, resident, precision, list(layouts)[1:])
+        require_known_buffers(model, layouts)
         if all(layout.degree(layout.param_axes) == 1 for layout in layouts.values()):
             found = join_modules(found, precision, bucket_bytes)
         beyond = beyond_of(spreads_of(found), mesh, meshes)

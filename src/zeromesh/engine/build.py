@@ -22,7 +22,7 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install
 from zeromesh.engine.materialise import Init, Materialiser
-from zeromesh.engine.parts import Home, require_divided
+from zeromesh.engine.parts import Home, buffers_apart, require_divided
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
@@ -245,7 +245,7 @@ def _fill_shards(
     message = next(filter(None, control.gather(materialiser.error)), "")
     if message:
         raise ModelError(message) from materialiser.cause
-    _sync_buffers(model, device, control)
+    _sync_buffers(model, device, homes)
     return shards
 
 
@@ -286,20 +286,23 @@ def _retire(buffer: FlatShards, unit: str) -> None:
                 local.data = torch.empty(0, dtype=local.dtype, device=local.device)
 
 
-def _sync_buffers(model: nn.Module, device: torch.device, control: Control) -> None:
-    """The first rank's buffers, and frozen parameters of dtypes that are not sharded, to all."""
+def _sync_buffers(model: nn.Module, device: torch.device, homes: Mapping[str, Home]) -> None:
+    """The first rank's buffers, and frozen parameters of dtypes that are not sharded, to all that share them."""
+    whole, apart = homes[""].control, buffers_apart(model, homes)
     for module in model.modules():
+        control = apart.get(module, whole)
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = buffer.to(device)
-    unsharded = [param for param in model.parameters() if not hasattr(param, "_zeromesh_retired")]
-    for param in unsharded:
-        param.data = param.data.to(device)
-    for tensor in (*model.buffers(), *(param.data for param in unsharded)):
-        held = local_of(tensor)
-        control.broadcast(held)
-        for group in control.beyond:
-            broadcast_bytes(held, group)
+        unsharded = [p for p in module.parameters(recurse=False) if not hasattr(p, "_zeromesh_retired")]
+        for param in unsharded:
+            param.data = param.data.to(device)
+        for tensor in (*module.buffers(recurse=False), *(param.data for param in unsharded)):
+            held = local_of(tensor)
+            control.broadcast(held)
+            for group in whole.beyond:
+                if group in control.beyond:  # else a line of ranks that divide the part
+                    broadcast_bytes(held, group)
 
 
 def _bind_slots(schedule: Schedule, shards: Sequence[UnitShards], device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -36,12 +36,16 @@ class Home:
     mesh: DeviceMesh | None
     control: Control
 
+    def ambiguous(self, model: Control) -> bool:
+        """Whether it has plain tensors that only some of the model's ranks share: on the others are others, under the
+        same names. DTensors would be divided over more than `model` knows of."""
+        return self.layout.share < 1 and set(self.control.beyond) <= set(model.beyond)
+
     def spans(self, model: Control) -> tuple[Span, ...]:
-        """What its flat buffers are divided over, beside what their DTensors say. Plain tensors that some ranks share
-        are others on the others, under one name: together they are divided over all the model's ranks."""
-        whole = self.layout.share == 1 or self.control.beyond
+        """What its flat buffers are divided over, beside what their DTensors say: all the model's ranks where that says
+        nothing."""
         copies = self.layout.degree(self.layout.replica_axes)
-        return (Span(group=self.control.group if whole else model.group, copies=copies),)
+        return (Span(group=model.group if self.ambiguous(model) else self.control.group, copies=copies),)
 
 
 def parts_by_module(model: nn.Module, parts: Iterable[str]) -> dict[str, set[str]]:
@@ -124,7 +128,19 @@ def beyond_of(
         assert mesh is not None  # `require_inside`
         _require_divided_up(part, spreads.get(part, ()), own, mesh)
         found[part] = groups_beyond(own, _dtensors(spreads.get(part, ())))
+    # What one divides is the same on these ranks for the others, unless they know them as lines of more ranks.
+    for part in meshes:
+        found[""] += tuple(group for group in found[part] if _crosses(group, mesh, found[""]))
+    for part, own in meshes.items():
+        found[part] += tuple(group for group in found[""] if _crosses(group, own, found[part]))
     return found
+
+
+def _crosses(group: dist.ProcessGroup, mesh: DeviceMesh | None, others: Iterable[dist.ProcessGroup]) -> bool:
+    """Whether it has this rank alone in common with a mesh, and with other groups."""
+    ranks = set(dist.get_process_group_ranks(group))
+    lines = [dist.get_process_group_ranks(other) for other in others]
+    return all(len(ranks.intersection(line)) == 1 for line in [mesh.mesh.flatten().tolist() if mesh else [], *lines])
 
 
 def _dtensors(spreads: Iterable[tuple[str, Spread | None]]) -> list[tuple[str, Spread]]:
@@ -166,13 +182,41 @@ def require_one_of_a_name(homes: Mapping[str, Home]) -> None:
     """Raises ModelError where other ranks have other parameters under the same names: none of them is whole, or a known
     part of a whole one, to be saved or loaded."""
     for part, home in homes.items():
-        if home.layout.share < 1 and not home.control.beyond:
+        if home.ambiguous(homes[""].control):
             raise ModelError(
                 f"parameters of part {part} are other tensors on other ranks, since its mesh has {home.layout.world} "
                 f"of the model's {home.layout.feeders} ranks and they are whole on each: what is saved and loaded by "
                 f"name must be one tensor. Make them DTensors over the axis that divides them, as with "
                 f"distribute_tensor(param, mesh, [Shard(0)])"
             )
+
+
+def _modules_apart(model: nn.Module, layouts: Mapping[str, Layout]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Name, module and part of those that only some of the model's ranks share."""
+    apart = [part for part, layout in layouts.items() if layout.share < 1]
+    found = parts_by_module(model, apart) if apart else {}
+    for name, module in model.named_modules() if apart else ():
+        if own := found[clean_name(name)]:
+            yield clean_name(name), module, min(own)
+
+
+def require_known_buffers(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
+    """Raises ModelError for a buffer that would be saved, in a part that other ranks have another of."""
+    for name, module, part in _modules_apart(model, layouts):
+        saved = [key for key in module._buffers if key not in module._non_persistent_buffers_set]
+        whole = [key for key, each in module._parameters.items() if each is not None and not each.is_floating_point()]
+        for key in (*saved, *whole):
+            raise ModelError(
+                f"{name}.{key} is in part {part}, which other ranks have others of, and would be saved under one "
+                f"name: keep it in a module outside of the part where it is the same on all ranks, or else register it "
+                f"with persistent=False"
+            )
+
+
+def buffers_apart(model: nn.Module, homes: Mapping[str, Home]) -> dict[nn.Module, Control]:
+    """The ranks that have the same buffers, by module; those of others are all the model's."""
+    layouts = {part: home.layout for part, home in homes.items()}
+    return {module: homes[part].control for _, module, part in _modules_apart(model, layouts)}
 
 
 def require_own_tokens(homes: Mapping[str, Home]) -> None:

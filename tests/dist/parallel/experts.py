@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zeromesh as zm
 from tests.dist.features.parity import adamw, close
+from tests.dist.parallel.tensor import own_part
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import ShardedParameter
 
@@ -56,9 +56,9 @@ def keep_own(model: nn.Module, mesh: DeviceMesh) -> None:
 def expected_of(param: ShardedParameter, whole: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's slice, of its experts where they are divided over `mesh`."""
     whole = whole.detach()
-    if ".experts." in param.full_name:
+    if whole.shape != param.region.shape:  # plain tensors
         whole = whole.chunk(mesh.size())[mesh.get_local_rank()]
-    return whole.flatten()[param.flat_start : param.flat_start + param.local.numel()]
+    return own_part(param, whole)
 
 
 def compare(model: nn.Module, wholes: Mapping[str, Tensor], mesh: DeviceMesh, what: str) -> None:
@@ -82,16 +82,17 @@ def check_experts(
         steps: of the optimizer.
         num: of experts, for `build`.
     """
-    plain, world = build(shared=shared, num=num), dist.get_world_size()
+    plain, control = build(shared=shared, num=num), engine_of(model).control
+    world, own_rank = control.size, control.rank
     optimizer, reference = adamw(model.parameters()), adamw(plain.parameters())
     lengths = [[(rank + micro) % 4 if weighted else 4 for rank in range(world)] for micro in range(MICRO_BATCHES)]
     total = float(sum(map(sum, lengths)))
     for step in range(steps):
         for micro, counts in enumerate(lengths):
-            own = counts[dist.get_rank()]
+            own = counts[own_rank]
             weights = {"weight": own, "total": total} if weighted else {}
             with zm.accumulate(model, last=micro == MICRO_BATCHES - 1, **weights) as weigh:
-                loss = example.next_token_loss(model, tokens(step, micro, dist.get_rank(), own))
+                loss = example.next_token_loss(model, tokens(step, micro, own_rank, own))
                 (weigh(loss) if weighted else loss / MICRO_BATCHES).backward()
             for rank, count in enumerate(counts):
                 loss = example.next_token_loss(plain, tokens(step, micro, rank, count))

@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zeromesh as zm
 from tests.dist.features.parity import adamw
-from tests.dist.parallel.experts import build, check_experts, example, keep_own, tokens
+from tests.dist.parallel.experts import build, check_experts, compare, example, keep_own, tokens
 from tests.dist.pool import kept, on_ranks
 from zeromesh.engine import parts
 from zeromesh.engine.api import engine_of
@@ -77,7 +79,26 @@ def test_on_eight_ranks():
     model.spread(mesh["node"])
     parts = {example.Experts: zm.Part(mesh=mesh["region", "cluster"])}
     zm.shard(model, mesh, "node=3,cluster=1,region=0 | <Experts>: cluster=3,region=1", parts=parts, **FP64)
-    check_experts(model, mesh["node"], shared=False, steps=2)
+    check_experts(model, mesh["node"], shared=False)
+
+
+@on_ranks(8)
+def test_beside_tensor_parallelism():
+    """Experts over the node, the same on both ranks of `tp`, as the first of them has them; the head over `tp`."""
+    mesh = kept(init_device_mesh, "cpu", (2, 2, 2), mesh_dim_names=("cluster", "node", "tp"))
+    for dtensors in (True, False):
+        model = build(shared=True)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(mesh.get_local_rank("tp"))
+        if dtensors:
+            model.spread(mesh["node"])
+        else:
+            keep_own(model, mesh["node"])
+        parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
+        parts = {"*.experts": zm.Part(mesh=mesh["cluster"], strategy="cluster=3")}
+        model = zm.shard(model, mesh["cluster", "node"], "node=3,cluster=1", parts=parts, **FP64)
+        check_experts(model, mesh["node"], shared=True, steps=2)
 
 
 @on_ranks(4)
@@ -95,29 +116,76 @@ def test_experts_that_are_plain_tensors_train_and_are_not_saved(tmp_path):
             save(model)
 
 
+def over_all_ranks(strategy: str):
+    """Experts over 4 ranks: one copy of all."""
+    sparse, model = kept(init_device_mesh, "cpu", (1, 4), mesh_dim_names=("copies", "experts")), build(shared=False)
+    model.spread(sparse["experts"])
+    parts = {"*.experts": zm.Part(mesh=sparse["copies"], strategy="copies=0")}
+    return zm.shard(model, mesh_of(), strategy, parts=parts, **FP64)
+
+
+def step(model, optimizer, number: int) -> None:
+    example.next_token_loss(model, tokens(number, 0, dist.get_rank())).backward()
+    zm.clip_grad_norm_(model, 0.3)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @on_ranks(4)
 def test_states_are_of_whole_tensors(tmp_path):
-    """Saved with experts over the node, loaded without parts, and the other way."""
+    """Saved with experts over the node, loaded without parts and with experts over all ranks, and back."""
     model, _ = sharded("node=3,cluster=1", "cluster=1", shared=False, dtensors=True)
-    example.next_token_loss(model, tokens(0, 0, dist.get_rank())).backward()
     optimizer = adamw(model.parameters())
-    optimizer.step()
+    step(model, optimizer, 0)
     full = zm.full_state_dict(model)
     checkpoints = zm.Checkpoints(tmp_path, model, optimizer)
     checkpoints.save(1)
     checkpoints.close()
-    other = zm.shard(build(shared=False), mesh_of(), "node=1,cluster=3", **FP64)
-    loaded = adamw(other.parameters())
-    zm.Checkpoints(tmp_path, other, loaded).load()
-    after = zm.full_state_dict(other)
-    assert full.keys() == after.keys() and all(torch.equal(full[name], after[name]) for name in full)
-    again, _ = sharded("node=0,cluster=0", "cluster=3", shared=False, dtensors=True)
-    zm.load_full_state_dict(again, after)
-    before = zm.full_state_dict(again)
-    assert all(torch.equal(full[name], before[name]) for name in full)
+    step(model, optimizer, 1)
+    next_full = zm.full_state_dict(model)
+    others = zm.shard(build(shared=False), mesh_of(), "node=1,cluster=3", **FP64), over_all_ranks("node=3,cluster=0")
+    for other in others:
+        loaded = adamw(other.parameters())
+        zm.Checkpoints(tmp_path, other, loaded).load()
+        after = zm.full_state_dict(other)
+        assert full.keys() == after.keys() and all(torch.equal(full[name], after[name]) for name in full)
+        step(other, loaded, 1)
+        for name, value in zm.full_state_dict(other).items():
+            torch.testing.assert_close(value, next_full[name], rtol=1e-10, atol=1e-10)
+        zm.check_replicas(other, loaded)
+        again, _ = sharded("node=0,cluster=0", "cluster=3", shared=False, dtensors=True)
+        zm.load_full_state_dict(again, after)
+        before = zm.full_state_dict(again)
+        assert all(torch.equal(full[name], before[name]) for name in full)
+        zm.check_replicas(again, ())
     assert dist.get_rank() or full["layers.0.mlp.experts.up"].shape == (4, 5, 6)
-    for model, own in ((other, loaded), (again, ())):
-        zm.check_replicas(model, own)
+
+
+@on_ranks(4)
+def test_from_the_meta_device_with_buffers_of_its_own():
+    """Each rank's experts are those of the whole that is initialised, and their buffers its own."""
+
+    def init(module: torch.nn.Module) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            generator = torch.Generator().manual_seed(param.numel() + len(name))
+            param.copy_(torch.randn(param.shape, generator=generator, dtype=param.dtype))
+        if hasattr(module, "first"):
+            module.first.fill_(mesh["node"].get_local_rank() + 10 * mesh["cluster"].get_local_rank())
+
+    mesh, plain = mesh_of(), build(shared=True)
+    with torch.no_grad():
+        for module in plain.modules():
+            init(module)
+    with torch.device("meta"):
+        model = build(shared=True)
+        for layer in model.layers[1:]:
+            layer.mlp.experts.register_buffer("first", torch.empty(2), persistent=False)
+    model.spread(mesh["node"])
+    parts = {"*.experts": zm.Part(mesh=mesh["cluster"], strategy="cluster=1")}
+    model = zm.shard(model, mesh, "node=3,cluster=1", parts=parts, init=init, **FP64)
+    values = dict(plain.named_parameters())
+    compare(model, values, mesh["node"], "parameter")
+    assert model.layers[1].mlp.experts.first.tolist() == [mesh["node"].get_local_rank()] * 2
 
 
 @on_ranks(4)
@@ -160,6 +228,15 @@ def _replicated_router():
     )
 
 
+def _saved_buffer():
+    mesh, model = mesh_of(), build(shared=False)
+    model.spread(mesh["node"])
+    model.layers[1].mlp.experts.register_buffer("counts", torch.zeros(2))
+    return zm.shard(
+        model, mesh, "node=3,cluster=1", parts={"*.experts": zm.Part(mesh=mesh["cluster"], strategy="cluster=1")}
+    )
+
+
 def _no_part():
     mesh, model = mesh_of(), build(shared=False)
     model.spread(mesh["node"])
@@ -197,6 +274,7 @@ def _does_not_divide():
             ModelError,
             r"mlp\.router\.weight is divided over 1 of the model's ranks, .* one in 2 of them",
         ),
+        (_saved_buffer, ModelError, r"experts\.counts is in part \*\.experts, which other ranks.*persistent=False"),
         (_no_part, MeshError, r"which are ranks of the mesh of zm\.shard too.* or name the modules in parts="),
         (
             _meshes_that_cross,
