@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
     from zeromesh.engine.api import accumulate, clip_grad_norm_, refresh, sum_over_ranks, zero_grad
     from zeromesh.engine.optim import elementwise
+    from zeromesh.integrations.loading import from_pretrained
     from zeromesh.integrations.pipelining import pipeline
     from zeromesh.observe.record import record_trace
     from zeromesh.observe.replicas import check_replicas
@@ -39,6 +40,7 @@ _HOMES = {
     "check_replicas": "zeromesh.observe.replicas",
     "clip_grad_norm_": "zeromesh.engine.api",
     "elementwise": "zeromesh.engine.optim",
+    "from_pretrained": "zeromesh.integrations.loading",
     "full_state_dict": "zeromesh.checkpoint.full_state",
     "load_full_state_dict": "zeromesh.checkpoint.full_state",
     "load_safetensors": "zeromesh.checkpoint.huggingface",
@@ -68,6 +70,7 @@ __all__ = [
     "check_replicas",
     "clip_grad_norm_",
     "elementwise",
+    "from_pretrained",
     "full_state_dict",
     "load_full_state_dict",
     "load_safetensors",

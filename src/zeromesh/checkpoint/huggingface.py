@@ -13,7 +13,7 @@ from zeromesh.checkpoint.collect import buffers_of, param_piece, replica_of
 from zeromesh.checkpoint.full_state import persistent_buffers
 from zeromesh.checkpoint.peers import make_peers
 from zeromesh.checkpoint.read import same_kind
-from zeromesh.checkpoint.safetensors import Spec, fill_from, read_headers, write_safetensors
+from zeromesh.checkpoint.safetensors import Spec, read_headers, write_safetensors
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import CheckpointError, ModelError, nearest
@@ -121,6 +121,8 @@ def _load(model: nn.Module, location: Path) -> None:
                 f"{stored[piece.name].dtype}, which is not converted: the file is of a quantised or of another model"
             )
     engine.interpreter.quiesce()
-    fill_from(stored, [piece for piece in pieces if piece.local.numel()])
+    for piece in pieces:
+        if piece.local.numel():
+            stored[piece.name].fill(piece.local, piece.start)
     for value, piece in copies:
         value.copy_(piece.local.view(value.shape))

@@ -183,6 +183,47 @@ class Stored:
     dtype: torch.dtype
     offset: int
 
+    def fill(self, target: torch.Tensor, start: int) -> None:
+        """Elements from `start` of the flattened tensor on, into 1-D `target`, in its dtype and on its device.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        direct = target.dtype == self.dtype and target.device.type == "cpu"
+        scratch = None if direct else torch.empty(min(_CHUNK, target.numel()), dtype=self.dtype, device="cpu")
+        try:
+            with open(self.path, "rb", buffering=0) as stream:
+                stream.seek(self.offset + start * self.dtype.itemsize)
+                if scratch is None:
+                    _read_all(stream, target, self.path)
+                    return
+                for part in target.split(_CHUNK):
+                    read = scratch[: part.numel()]
+                    _read_all(stream, read, self.path)
+                    part.copy_(read)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from error
+
+    def same_as(self, other: Stored) -> bool:
+        """Whether another tensor has the same values; a chunk of each is in memory at a time."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        count = prod(self.shape)
+        parts = [torch.empty(min(_CHUNK, count), dtype=self.dtype, device="cpu") for _ in range(2)]
+        for start in range(0, count, _CHUNK):
+            left, right = (part[: count - start] for part in parts)
+            self.fill(left, start)
+            other.fill(right, start)
+            if not torch.equal(left, right):
+                return False
+        return True
+
+    def whole(self) -> torch.Tensor:
+        """All of it, in host memory."""
+        values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        self.fill(values.view(-1), 0)
+        return values
+
 
 def read_headers(location: Path) -> dict[str, Stored]:
     """All tensors of a safetensors file, or of a directory of a Hugging Face model.
@@ -239,27 +280,6 @@ def _stored(path: Path, name: str, row: Mapping[str, Any], base: int, size: int)
             f"{path} is damaged: {name} of shape {shape} needs bytes {base + begin} to {base + end} of {size}"
         )
     return Stored(path=path, shape=shape, dtype=dtype, offset=base + begin)
-
-
-def fill_from(stored: Mapping[str, Stored], pieces: Sequence[Piece]) -> None:
-    """Fills each piece's memory with its range, converted to its dtype and device.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
-    for piece in pieces:
-        source = stored[piece.name]
-        scratch = torch.empty(min(_CHUNK, piece.local.numel()), dtype=source.dtype, device="cpu")
-        try:
-            with open(source.path, "rb", buffering=0) as stream:
-                for start in range(0, piece.local.numel(), _CHUNK):
-                    target = piece.local[start : start + _CHUNK]
-                    part = scratch[: target.numel()]
-                    stream.seek(source.offset + (piece.start + start) * source.dtype.itemsize)
-                    _read_all(stream, part, source.path)
-                    target.copy_(part)
-        except OSError as error:
-            raise CheckpointError(f"{source.path} cannot be read: {error.strerror or error}") from error
 
 
 def _read_all(stream: Any, part: torch.Tensor, path: Path) -> None:

@@ -22,6 +22,7 @@ from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.others import keep_others_out
 from zeromesh.engine.parts import Parts, beyond_of, require_inside, require_known_buffers
 from zeromesh.engine.pipeline import joint_norm, require_joint
+from zeromesh.engine.promised import Source, promised_of, read_promised
 from zeromesh.engine.spread import require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import (
@@ -45,6 +46,8 @@ from zeromesh.strategy.strategy import AxisStage
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 ENGINE = "_zeromesh_engine"
+
+Beyond = dict[str, tuple[ProcessGroup, ...]]
 
 
 def shard(
@@ -73,7 +76,7 @@ def shard(
 
     meshes = {part_name(key): part.mesh for key, part in (parts or {}).items() if part.mesh is not None}
 
-    def prepare() -> tuple[Precision, dict[str, Layout], list[ModuleUnit], dict[str, tuple[ProcessGroup, ...]]]:
+    def prepare() -> tuple[Precision, dict[str, Layout], list[ModuleUnit], Beyond, dict[str, Source]]:
         if any(hasattr(module, ENGINE) for module in model.modules()):
             raise ModelError(
                 "this model, or a part of it, is sharded already; zm.shard is called once, on the whole model: units= "
@@ -89,21 +92,26 @@ def shard(
             found = join_modules(found, precision, bucket_bytes)
         beyond = beyond_of(spreads_of(found), mesh, meshes)
         require_wires(layouts, [module.describe(precision) for module in found], repeated_over(found, beyond))
-        return precision, layouts, found, beyond
+        return precision, layouts, found, beyond, promised_of(model)
 
     debug, register = (
         os.environ.get(name, "0") not in ("", "0") if given is None else given
         for name, given in (("ZEROMESH_DEBUG", debug), ("ZEROMESH_REGISTER", register))
     )
     control = make_control(mesh)
-    precision, layouts, found, beyond = control.together(prepare)
+    precision, layouts, found, beyond, promised = control.together(prepare)
     homes = make_homes(layouts, mesh, meshes, beyond, control)
-    engine = build_engine(model, homes, found, precision, init, debug=debug, register=register)
+    engine = build_engine(
+        model, homes, found, precision, init, promised=promised.keys(), debug=debug, register=register
+    )
     watch_optimizers(engine)
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)
     object.__setattr__(model, "zero_grad", _zero_grad_of(weakref.ref(model)))
     keep_others_out(model)
+    if promised:
+        control.together(lambda: read_promised(model, engine, promised), left="The model has lost its parameters")
+        engine.changed()
     return model
 
 

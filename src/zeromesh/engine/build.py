@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import torch
@@ -114,6 +115,7 @@ def build_engine(
     precision: Precision,
     init: Init | None,
     *,
+    promised: AbstractSet[str] = frozenset(),
     debug: bool = False,
     register: bool = False,
 ) -> Engine:
@@ -124,7 +126,7 @@ def build_engine(
         home.control.require_aligned()
     chosen = "; ".join(f"{part} {home.layout.strategy} on {home.layout.mesh}".lstrip() for part, home in homes.items())
     control.require_same("strategy", f"{chosen}{' registered' * register}")
-    control.require_same("model", _digest(model, modules, precision))
+    control.require_same("model", _digest(model, modules, precision, promised))
     groups = {axis: group for home in homes.values() for axis, group in _groups_of(home).items()}
     _require_short_sums(groups.values(), control)
     schedule = Schedule.of(
@@ -134,7 +136,7 @@ def build_engine(
         backend=next((group.backend for group in groups.values()), None),
         triton=has_triton(device.type),
     )
-    shards = _fill_shards(model, modules, schedule, homes, device, init)
+    shards = _fill_shards(model, modules, schedule, homes, device, init, promised)
     inline, memory = schedule.layout.strategy.overlap == "none", schedule.memory
 
     def allocate() -> tuple[dict[LaneKind, Scratch], Registration | None]:
@@ -165,7 +167,7 @@ def _groups_of(home: Home) -> dict[str, AxisGroup]:
     return {} if home.mesh is None else make_groups(home.mesh, layout.axes, exact=layout.strategy.sum == "exact")
 
 
-def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precision) -> str:
+def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precision, promised: AbstractSet[str]) -> str:
     """All that decides what is exchanged, in which order: one line for each unit, parameter and buffer.
 
     Not here, since ranks may differ in it: values, devices, `init` (the first rank's counts) and `debug`.
@@ -185,6 +187,7 @@ def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precisio
     for name, tensor in (*whole.items(), *model.named_buffers()):
         kind = "unsharded" if name in whole else "buffer"
         lines.append(f"{kind} {clean_name(name)} {tuple(tensor.shape)} {tensor.dtype}")
+    lines += [f"promised {name}" for name in sorted(promised)]
     return "\n".join(lines)
 
 
@@ -218,12 +221,13 @@ def _fill_shards(
     homes: Mapping[str, Home],
     device: torch.device,
     init: Init | None,
+    promised: AbstractSet[str],
 ) -> list[UnitShards]:
     """Unit by unit, so that at most one unit is whole on any rank beside what the model already held."""
     control = homes[""].control
     coordinates = {part: home.layout.coordinates(home.control.rank) for part, home in homes.items()}
     first = any(home.control.rank == 0 for home in homes.values())
-    materialiser = Materialiser(model, modules, device, init, first)
+    materialiser = Materialiser(model, modules, device, init, first, promised)
     inside = modules_by_unit(model, modules)
     shards = list[UnitShards]()
     for module, unit, placed in zip(modules, schedule.units, schedule.placed, strict=True):
@@ -232,7 +236,8 @@ def _fill_shards(
         for each, infos in zip(placed, module.groups.values(), strict=True):
             part = each.buffer.part
             buffer = FlatShards.allocate(each, infos, coordinates[part], device)
-            buffer.fill(_values(buffer, homes[part].control))
+            if not all(local_of(place.original).is_meta for place in buffer.places):  # some values are not promised
+                buffer.fill(_values(buffer, homes[part].control))
             buffers.append(buffer)
             _retire(buffer, unit.name)
         if device.type != "cpu":
@@ -252,9 +257,9 @@ def _fill_shards(
 def _values(buffer: FlatShards, control: Control) -> Tensor:
     values = torch.zeros(buffer.padded, dtype=buffer.home[0].dtype, device=buffer.device)
     for place in buffer.places:
-        params, key = place.info.sites[0]
-        param = params[key]
-        assert param is not None
+        param = place.original
+        if local_of(param).is_meta:
+            continue  # promised
         # What was on the meta device has come from there whole.
         own = local_of(param) if isinstance(param, DTensor) else param[place.region.index]
         values[place.start : place.stop].copy_(own.detach().flatten())

@@ -54,6 +54,14 @@ class Place:
         """Of the whole parameter."""
         return torch.Size(self.region.shape)
 
+    @property
+    def original(self) -> nn.Parameter:
+        """The parameter as its modules hold it until it is sharded."""
+        params, key = self.info.sites[0]
+        found = params[key]
+        assert found is not None
+        return found
+
 
 @dataclass(kw_only=True)
 class FlatShards:

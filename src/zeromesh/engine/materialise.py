@@ -7,7 +7,7 @@ values meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,19 @@ class Materialiser:
         init: initialises one module's own parameters and buffers in place. Default: Hugging Face's `_init_weights` of
             the nearest model around the module, else the module's `reset_parameters`.
         first: whether this rank is the one whose values count.
+        promised: names of what will have its values later; what of it is sharded stays on the meta device.
     """
 
     def __init__(
-        self, model: nn.Module, units: Iterable[ModuleUnit], device: torch.device, init: Init | None, first: bool
+        self,
+        model: nn.Module,
+        units: Iterable[ModuleUnit],
+        device: torch.device,
+        init: Init | None,
+        first: bool,
+        promised: Container[str],
     ) -> None:
-        self.device, self.first = device, first
+        self.device, self.first, self.promised = device, first, promised
         self.error = ""
         self.cause: Exception | None = None
         self._init = init
@@ -77,16 +84,19 @@ class Materialiser:
 
     def _fresh(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, param in list(module._parameters.items()):
-            if param is not None and param.is_meta:
+            promised = self._label(module, key) in self.promised
+            if param is not None and param.is_meta and not (promised and id(param) in self._infos):
                 made = nn.Parameter(self._empty(param), requires_grad=param.requires_grad)
                 info = self._infos.get(id(param))
                 for params, name in info.sites if info else ((module._parameters, key),):
                     params[name] = made
-                yield key, made
+                if not promised:
+                    yield key, made
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 made_buffer = module._buffers[key] = self._empty(buffer)
-                yield key, made_buffer
+                if self._label(module, key) not in self.promised:
+                    yield key, made_buffer
 
     def _empty(self, meta: Tensor) -> Tensor:
         # Of a DTensor all: what initialises the whole parameter is right for any part of it.
@@ -104,7 +114,7 @@ class Materialiser:
                 continue
             if rule is None and not hasattr(module, "reset_parameters"):
                 return (
-                    f"{self._label(module, tensors)} is on the meta device and {type(module).__name__} has no "
+                    f"{self._label(module, tensors[0][0])} is on the meta device and {type(module).__name__} has no "
                     f"reset_parameters(); pass init=..., a function that initialises one module in place"
                 )
             try:
@@ -118,14 +128,14 @@ class Materialiser:
             for tensor in tensors:
                 if _is_fresh(tensor[1]):
                     return (
-                        f"{self._label(module, [tensor])} was on the meta device and its initialisation left it, or "
+                        f"{self._label(module, tensor[0])} was on the meta device and its initialisation left it, or "
                         f"part of it, without values: pass init=..., a function that initialises one module's own "
                         f"parameters and buffers"
                     )
         return ""
 
-    def _label(self, module: nn.Module, tensors: list[tuple[str, Tensor]]) -> str:
-        return ".".join(part for part in (self._names[module], tensors[0][0]) if part)
+    def _label(self, module: nn.Module, key: str) -> str:
+        return ".".join(part for part in (self._names[module], key) if part)
 
 
 def _is_fresh(tensor: Tensor) -> bool:

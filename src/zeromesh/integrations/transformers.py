@@ -105,7 +105,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Not the whole of it: its shards will be there."""
-        if self.sharding.mesh is None:
+        if self.sharding.mesh is None and not any(param.is_meta for param in model.parameters()):
             super()._move_model_to_device(model, device)
 
     # ---- wrong input

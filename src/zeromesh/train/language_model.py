@@ -39,7 +39,8 @@ def build_language_model(config: ModelConfig, vocab_size: int, *, values: bool =
     Args:
         config: names a Hugging Face configuration, or the directory of a model.
         vocab_size: of the tokenizer; the model's may be larger.
-        values: read those of `model.pretrained`; else leave what the default device has, the meta device say.
+        values: those of `model.pretrained` are to be read where it is sharded; else leave what the default device has,
+            the meta device say.
 
     Raises:
         ConfigError: transformers or PEFT is missing, the configuration is unknown or invalid, its vocabulary too small,
@@ -83,6 +84,8 @@ def _pretrained(directory: Path, vocab_size: int, *, values: bool) -> nn.Module:
     """In the dtype that its configuration names, else fp32, alike on all ranks."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from zeromesh.integrations.loading import from_pretrained
+
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(
             f"model.pretrained must be the directory of a Hugging Face model, with config.json and *.safetensors; "
@@ -93,9 +96,7 @@ def _pretrained(directory: Path, vocab_size: int, *, values: bool) -> nn.Module:
         dtype = hf_config.dtype or torch.float32
         model: nn.Module
         if values:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(directory), trust_remote_code=False, use_safetensors=True, local_files_only=True, dtype=dtype
-            )
+            model = from_pretrained(AutoModelForCausalLM, directory, dtype=dtype)
         else:
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
     except Exception as error:
@@ -145,17 +146,18 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 @torch.no_grad()
-def require_apart(model: nn.Module, vocab_size: int) -> None:
+def require_apart(model: nn.Module, vocab_size: int, device: torch.device) -> None:
     """Raises ConfigError where a document computes otherwise beside another one in its row.
 
     That is what positions that begin anew are for. Models of transformers take them all, and some look at nothing of
     them: those that carry a state along, and those that count positions themselves.
 
     Args:
-        model: with values, in host memory.
+        model: sharded; all ranks call it together, and find the same.
         vocab_size: of tokens that it knows.
+        device: that it computes on.
     """
-    half = torch.arange(4)
+    half = torch.arange(4, device=device)
     row = torch.cat([half, half])
     others = torch.cat([half + 4, half])  # the second document is the same
     was_training = model.training

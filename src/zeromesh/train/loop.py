@@ -68,7 +68,7 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     Collective: every rank of the mesh calls it.
 
     Raises:
-        InputError: something in the configuration is wrong.
+        InputError: something in the configuration is wrong, or the model mixes documents that lie side by side.
     """
     directory = config.run.directory
     from_first(lambda: _require_writable(directory), "waiting for rank 0 to look at run.directory")
@@ -80,6 +80,8 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     if config.strategy == AUTO:
         config = choose_strategy(config, model)
     trainer = make_trainer(config, ranks, corpus, model)
+    if isinstance(corpus.training, Documents):
+        require_apart(trainer.model, corpus.vocab_size, ranks.device)
     checkpointer = make_checkpointer(config, ranks, corpus, trainer.model, trainer.optimizer, trainer.counts)
     return trainer.run(checkpointer)
 
@@ -118,23 +120,23 @@ def _keep_text(path: Path, text: str) -> None:
 
 
 def _build(config: TrainConfig, ranks: Ranks, corpus: Corpus) -> nn.Module:
-    """The model in the first rank's host memory, without values on the others: `shard` takes them from the first.
+    """The model, with random values in the first rank's host memory alone, from which `shard` takes them; those of a
+    pretrained one are read then, by each rank its own.
 
     Raises:
-        ConfigError: on every rank, where the first cannot make it, or where it mixes documents that lie side by side.
+        ConfigError: on every rank, where the first cannot make it.
     """
     torch.manual_seed(config.run.seed)
     made: list[nn.Module] = []
 
     def draw() -> None:
         made.append(build_language_model(config.model, corpus.vocab_size, values=True))
-        if isinstance(corpus.training, Documents):
-            require_apart(made[0], corpus.vocab_size)
 
     from_first(draw, "waiting for rank 0 to draw the model", at_work=True)
     if ranks.rank != 0:
-        with torch.device("meta"):
-            made.append(build_language_model(config.model, corpus.vocab_size, values=False))
+        reads = config.model.pretrained is not None  # each rank its own slices
+        with nullcontext() if reads else torch.device("meta"):
+            made.append(build_language_model(config.model, corpus.vocab_size, values=reads))
     return made[0]
 
 

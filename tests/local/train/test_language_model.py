@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+import zeromesh as zm
 from zeromesh.errors import ConfigError
 from zeromesh.train.config import ModelConfig
 from zeromesh.train.language_model import build_language_model, require_apart
 
+CPU = torch.device("cpu")
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -77,18 +79,18 @@ def test_unreadable_file_is_one_message(tmp_path: Path) -> None:
         build_language_model(ModelConfig(config=path), 257)
 
 
-def test_a_pretrained_model_has_its_own_values_on_the_first_rank_and_the_same_shapes_elsewhere(tmp_path: Path) -> None:
+def test_a_pretrained_model_has_its_own_values_once_it_is_sharded(tmp_path: Path) -> None:
     saved: Any = build()
     saved.to(torch.bfloat16).save_pretrained(tmp_path)
     config = ModelConfig(pretrained=tmp_path)
     loaded = build_language_model(config, 257)
     with torch.device("meta"):
         elsewhere = build_language_model(config, 257, values=False)
-    for (name, one), (other_name, other), own in zip(
-        loaded.named_parameters(), elsewhere.named_parameters(), saved.parameters(), strict=True
-    ):
-        assert torch.equal(one, own) and other.is_meta
+    for (name, one), (other_name, other) in zip(loaded.named_parameters(), elsewhere.named_parameters(), strict=True):
+        assert one.is_meta and other.is_meta
         assert (name, one.shape, one.dtype) == (other_name, other.shape, other.dtype)
+    found = zm.full_state_dict(zm.shard(loaded, None, "node=3"))
+    assert all(torch.equal(found[name], value.float()) for name, value in saved.state_dict().items())
     with pytest.raises(ConfigError, match="must be at least the tokenizer's 258; got 257"):
         build_language_model(config, 258)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
@@ -114,8 +116,8 @@ def test_patterns_and_adapters_say_what_trains() -> None:
 
 def test_models_that_mix_documents_of_a_row_are_refused() -> None:
     """What they would learn from is not what was asked for, and no error would come."""
-    require_apart(build(), 257)
-    require_apart(build(model_type="mixtral", num_local_experts=4, num_key_value_heads=2).bfloat16(), 257)
+    require_apart(build(), 257, CPU)
+    require_apart(build(model_type="mixtral", num_local_experts=4, num_key_value_heads=2).bfloat16(), 257, CPU)
     opt = {
         "hidden_size": 16,
         "ffn_dim": 32,
@@ -128,7 +130,7 @@ def test_models_that_mix_documents_of_a_row_are_refused() -> None:
         {"model_type": "opt"} | opt,
     ):
         with pytest.raises(ConfigError, match=r"ForCausalLM lets documents that share a row look at each other"):
-            require_apart(build_language_model(ModelConfig(config=config), 257), 257)
+            require_apart(build_language_model(ModelConfig(config=config), 257), 257, CPU)
 
 
 def test_selective_checkpointing_keeps_attention_and_every_second_product() -> None:

@@ -1,0 +1,233 @@
+"""Models of transformers whose values are read where they are sharded, each rank its own slices::
+
+    model = zm.from_pretrained(AutoModelForCausalLM, directory)
+
+It is what `from_pretrained` of transformers gives, on the meta device: the same class, dtype and names, weights that are
+renamed and packed alike, the same generation settings.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import core_model_loading as library
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.initialization import meta_device_safe_creation_ops
+
+from zeromesh.checkpoint.safetensors import Stored, read_headers
+from zeromesh.checkpoint.sources import Computed, Last, Tiled, joined, stacked
+from zeromesh.engine.promised import Source, promise
+from zeromesh.errors import InputError, ModelError
+from zeromesh.integrations.versions import require_known
+
+require_known("transformers")
+
+
+def from_pretrained(
+    kind: Any, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **options: Any
+) -> Any:
+    """A model of transformers on the meta device, whose values each rank reads where it is sharded.
+
+    No rank ever has more than its shard and one unit. Add adapters to it and shard it as any other; until then it
+    cannot compute. What the files do not have (a new head) is initialised by the first rank, with a warning.
+    No code from the directory is run.
+
+    Args:
+        kind: `AutoModelForCausalLM`, `LlamaForCausalLM` or another class that has `from_pretrained`.
+        directory: with `config.json` and safetensors, where all ranks see it.
+        dtype: of the parameters. Default: as the configuration says, else the files.
+        options: of the model's configuration, and `config` or `attn_implementation`.
+
+    Raises:
+        InputError: it is no directory of a model, or of a quantised one.
+        CheckpointError: a file is damaged, or of a kind that is not read.
+        ModelError: the files do not fit the model.
+    """
+    location = Path(directory)
+    if not (location / "config.json").is_file() and "config" not in options:
+        raise InputError(
+            f"{location} must be the directory of a model of transformers, with config.json and safetensors files; "
+            f"for a model of the Hub: hf download NAME --local-dir DIRECTORY"
+        )
+    stored = read_headers(location)
+    model = _build(kind, location, dtype or _dtype_in(stored), explicit=dtype is not None, **options)
+    sources, missing, unexpected = _plan(model, stored)
+    promise(model, sources, str(location))
+    if missing or unexpected:
+        parts = [f"{what} {', '.join(names[:8])}" + " and others" * (len(names) > 8) for what, names in (
+            ("begins anew with", missing), ("leaves out of the files", unexpected)) if names]  # fmt: skip
+        warnings.warn(f"{type(model).__name__} from {location} {'; '.join(parts)}", stacklevel=2)
+    model.eval()
+    return model
+
+
+def _dtype_in(stored: Mapping[str, Stored]) -> torch.dtype:
+    return next((tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point), torch.float32)
+
+
+def _build(kind: Any, location: Path, dtype: torch.dtype, *, explicit: bool, **options: Any) -> Any:
+    config = copy.deepcopy(options.pop("config", None))
+    if config is None:
+        build = {
+            name: options.pop(name) for name in ("attn_implementation", "experts_implementation") if name in options
+        }
+        config, unused = transformers.AutoConfig.from_pretrained(
+            str(location), trust_remote_code=False, return_unused_kwargs=True, **options
+        )
+        options = build | unused
+    if getattr(config, "quantization_config", None) is not None:
+        method = getattr(config.quantization_config, "quant_method", None) or dict(config.quantization_config).get(
+            "quant_method", "a way that is not named"
+        )
+        raise InputError(
+            f"{location} is quantised ({method}), which cannot be sharded from its files: give the model before it was "
+            f"quantised"
+        )
+    dtype = dtype if explicit or config.dtype is None else config.dtype
+    auto = hasattr(kind, "_model_mapping")
+    make = kind.from_config if auto else kind._from_config
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        model = make(config, dtype=dtype, **options)
+    model.config.name_or_path = model.name_or_path = str(location)
+    plan = model._get_dtype_plan(dtype)
+    if plan:
+        pattern, by_group, _ = library.build_glob_alternation(list(plan))
+        for name, param in model.named_parameters():
+            found = pattern.search(name)
+            if found:
+                param.data = param.data.to(plan[by_group[found.lastgroup]])
+    if model.can_generate() and (location / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(str(location))
+    return model
+
+
+@dataclass(slots=True, kw_only=True)
+class _Target:
+    """What becomes one tensor of the model, or several that one operation makes."""
+
+    converter: Any
+    names: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+
+def _plan(model: Any, stored: Mapping[str, Stored]) -> tuple[dict[str, Source], list[str], list[str]]:
+    """(sources by name, names without one, names in the files for which the model has no place), as transformers loads
+    them."""
+    empty = dict(model.state_dict())
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, library.WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, library.WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    sources: dict[str, Source] = {}
+    targets: dict[str, _Target] = {}
+    unexpected = []
+    for name in sorted(stored, key=library.dot_natural_key):
+        found, pattern = library.rename_source_key(name, renamings, converters, model.base_model_prefix, empty)
+        if found not in empty and name in empty:
+            found, pattern = library.rename_source_key(
+                name, [], [], base_model_prefix=model.base_model_prefix, meta_state_dict=empty
+            )
+        if found not in empty:
+            unexpected.append(found)
+        elif pattern is None:
+            sources[found] = stored[name]
+        else:
+            target = targets.setdefault(found, _Target(converter=by_pattern[pattern]))
+            target.names[pattern].append(name)
+    last = Last()
+    for found, target in targets.items():
+        sources |= _converted(model, empty, found, target, stored, last)
+    _require_fit(sources, empty)
+    _require_one_value(model, sources)
+    info = SimpleNamespace(missing_keys=_without(model, sources), unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(info)
+    return sources, sorted(info.missing_keys), sorted(info.unexpected_keys)
+
+
+def _converted(
+    model: Any, empty: Mapping[str, Tensor], name: str, target: _Target, stored: Mapping[str, Stored], last: Last
+) -> dict[str, Source]:
+    def convert(values: Any) -> dict[str, Tensor]:
+        """By the library's own operations."""
+        converter = copy.deepcopy(target.converter)
+        for pattern, names in target.names.items():
+            for each in names:
+                converter.add_tensor(name, each, pattern, lambda each=each: values(stored[each]))
+        owner = SimpleNamespace(config=model.config, get_parameter=empty.__getitem__)
+        found = converter.convert(name, model=owner, config=model.config)
+        return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
+
+    try:
+        shapes = convert(lambda each: torch.empty(each.shape, dtype=each.dtype, device="meta"))
+    except Exception as error:  # of any of the library's operations
+        raise ModelError(f"{name} cannot be made of what the files have ({_listed(target)}): {error}") from error
+    operations = target.converter.operations
+    if len(shapes) == 1 and all(type(each) in (library.MergeModulelist, library.Concatenate) for each in operations):
+        return {next(iter(shapes)): _tiled(target, stored)}
+
+    def whole(key: str) -> Tensor:
+        return convert(lambda each: each.whole())[key]
+
+    return {
+        key: Computed(shape=tuple(shape.shape), compute=lambda key=key: whole(key), last=last)  # type: ignore[misc]
+        for key, shape in shapes.items()
+    }
+
+
+def _tiled(target: _Target, stored: Mapping[str, Stored]) -> Tiled:
+    """Packed experts and the like: no element changes, so each rank reads what it needs of each."""
+    patterns = [pattern for pattern in target.converter.source_patterns if pattern in target.names]
+    groups = [[Tiled.of(stored[name]) for name in target.names[pattern]] for pattern in patterns]
+    for operation in target.converter.operations:
+        if isinstance(operation, library.MergeModulelist):
+            groups = [[stacked(group, operation.dim)] for group in groups]
+        else:
+            groups = [[joined([part for group in groups for part in group], operation.dim)]]
+    ((found,),) = groups
+    return found
+
+
+def _listed(target: _Target) -> str:
+    return ", ".join(name for names in target.names.values() for name in names[:2])
+
+
+def _require_fit(sources: Mapping[str, Source], empty: Mapping[str, Tensor]) -> None:
+    for name, source in sources.items():
+        if name not in empty or source.shape != tuple(empty[name].shape):
+            wanted = f"shape {tuple(empty[name].shape)}" if name in empty else "no such tensor"
+            raise ModelError(f"the files have {name} of shape {source.shape}, and the model has {wanted}")
+
+
+def _same(model: Any) -> dict[int, list[str]]:
+    """Names by tensor, of all that a state dict has."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names[id(tensor)].append(name)
+    return names
+
+
+def _without(model: Any, sources: Mapping[str, Source]) -> set[str]:
+    return {name for names in _same(model).values() if not any(n in sources for n in names) for name in names}
+
+
+def _require_one_value(model: Any, sources: dict[str, Source]) -> None:
+    """Tied tensors that are both in the files must be equal there, and are read once."""
+    for names in _same(model).values():
+        held = [name for name in names if name in sources]
+        for other in held[1:]:
+            first, second = sources[held[0]], sources.pop(other)
+            if not (isinstance(first, Stored) and isinstance(second, Stored) and first.same_as(second)):
+                raise ModelError(
+                    f"{held[0]} and {other} are tied in the model and differ in the files: give "
+                    f"tie_word_embeddings=False, if they are not to be"
+                )

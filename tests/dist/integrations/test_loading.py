@@ -1,0 +1,164 @@
+"""Models that each rank reads its slices of, against the same models loaded whole."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeromesh as zm
+from tests.dist.integrations.hugging import (
+    SMALL,
+    arguments,
+    build,
+    curve,
+    launched,
+    samples,
+    sharding,
+)
+from tests.dist.pool import kept, on_ranks
+from zeromesh.engine.param import ShardedParameter
+from zeromesh.errors import CheckpointError, InputError, MismatchError, ModelError
+
+
+def saved(directory: Path, kind: str) -> Any:
+    """A model with values that no initialisation gives, in files of its own names as well as of the hub's."""
+    import transformers as hf
+
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
+        vision: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+        model: Any = {
+            "tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, tie_word_embeddings=True)),
+            "packed experts": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, **experts)),
+            "cut in three": lambda: hf.RadioModel(hf.RadioConfig(**vision, patch_size=4)),
+            "bf16": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)).bfloat16(),
+        }[kind]()
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.add_(torch.rand_like(tensor)) if tensor.is_floating_point() else None
+        model.save_pretrained(directory, max_shard_size="3KB")
+    dist.barrier()
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("kind", ["tied", "packed experts", "cut in three", "bf16"])
+@on_ranks(4, timeout_s=90)
+def test_values_are_those_of_the_library(kind, tmp_path):
+    import transformers as hf
+
+    saved(tmp_path, kind)
+    expected = hf.AutoModel.from_pretrained(tmp_path) if kind == "cut in three" else None
+    expected = expected or hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = zm.from_pretrained(type(expected), tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    mesh = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+    zm.shard(model, mesh, "node=3,cluster=1")
+    assert all(isinstance(parameter, ShardedParameter) for parameter in model.parameters())
+    assert {name: tensor.dtype for name, tensor in model.named_buffers()} == {
+        name: tensor.dtype for name, tensor in expected.named_buffers()
+    }
+    for (name, found), buffer in zip(model.named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(found, buffer), name
+    whole = zm.full_state_dict(model)
+    for name, value in expected.state_dict().items() if dist.get_rank() == 0 else ():
+        assert torch.equal(whole[name].to(value.dtype), value), name
+    if kind != "cut in three":
+        ids = torch.arange(3, 15)[None]
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+        assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
+def base(directory: Path, *, whole: bool) -> Any:
+    import transformers as hf
+
+    if whole:
+        return hf.AutoModelForCausalLM.from_pretrained(directory)
+    return zm.from_pretrained(hf.AutoModelForCausalLM, directory)
+
+
+def tuned(directory: Path, *, whole: bool) -> Any:
+    """A curve of LoRA with a trained head, which PEFT copies from the model's."""
+    import peft
+
+    from zeromesh.integrations.transformers import Trainer
+
+    with launched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.manual_seed(4)
+        adapters = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["lm_head"])
+        model = peft.get_peft_model(base(directory, whole=whole), adapters)
+        how = sharding("node=3", {"node": 2})
+        trainer = Trainer(model=model, args=arguments(directory, max_steps=4), train_dataset=samples(), sharding=how)
+        trainer.train()
+        return curve(trainer)
+
+
+@on_ranks(2, timeout_s=60)
+def test_adapters_and_trained_copies_of_modules(tmp_path):
+    if dist.get_rank() == 0:
+        build().save_pretrained(tmp_path)
+    dist.barrier()
+    assert tuned(tmp_path, whole=False) == tuned(tmp_path, whole=True)
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_new_head_begins_anew_and_is_named(tmp_path):
+    import transformers as hf
+
+    if dist.get_rank() == 0:
+        build().save_pretrained(tmp_path)
+    dist.barrier()
+    expected = load_file(tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"begins anew with score.weight; leaves out of the files lm_head.weight"):
+        model = zm.from_pretrained(hf.AutoModelForSequenceClassification, tmp_path, num_labels=3)
+    zm.shard(model, kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",)), "node=3")
+    whole = zm.full_state_dict(model)
+    if dist.get_rank() == 0:
+        assert whole["score.weight"].shape == (3, 8) and whole["score.weight"].std() > 0
+        assert torch.equal(whole["model.norm.weight"], expected["model.norm.weight"])
+
+
+@on_ranks(2, timeout_s=60)
+def test_refuses(tmp_path):
+    import transformers as hf
+
+    first = dist.get_rank() == 0
+    mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    with pytest.raises(InputError, match="must be the directory of a model of transformers"):
+        base(tmp_path / "none", whole=False)
+    if first:
+        build().save_pretrained(tmp_path / "plain")
+        quantised = build()
+        quantised.config.quantization_config = {"quant_method": "bitsandbytes"}
+        quantised.config.save_pretrained(tmp_path / "quantised")
+        build().save_pretrained(tmp_path / "quantised" / "there")
+        (tmp_path / "quantised" / "there" / "model.safetensors").rename(tmp_path / "quantised" / "model.safetensors")
+        build("tied").save_pretrained(tmp_path / "tied")
+        held = load_file(tmp_path / "tied" / "model.safetensors")
+        held["lm_head.weight"] = held["model.embed_tokens.weight"] + 1
+        save_file(held, tmp_path / "tied" / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+    with pytest.raises(InputError, match=r"quantised \(bitsandbytes\)"):
+        base(tmp_path / "quantised", whole=False)
+    with pytest.raises(ModelError, match="are tied in the model and differ in the files"):
+        base(tmp_path / "tied", whole=False)
+    with pytest.raises(ModelError, match=r"have lm_head.weight of shape \(23, 8\), and the model has shape \(40, 8\)"):
+        zm.from_pretrained(hf.AutoModelForCausalLM, tmp_path / "plain", vocab_size=40)
+    grown = base(tmp_path / "plain", whole=False)
+    grown.model.embed_tokens = torch.nn.Embedding(40, 8, device="meta")
+    with pytest.raises(ModelError, match=r"model.embed_tokens.weight is on the meta device and was not there"):
+        zm.shard(grown, mesh, "node=3")
+    gone = base(tmp_path / "plain", whole=False)
+    dist.barrier()
+    if first:
+        (tmp_path / "plain" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError if first else (CheckpointError, MismatchError), match="cannot be read"):
+        zm.shard(gone, mesh, "node=3")
