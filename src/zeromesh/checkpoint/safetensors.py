@@ -197,7 +197,7 @@ class Stored:
                 if scratch is None:
                     _read_all(stream, target, self.path)
                     return
-                for part in target.split(_CHUNK):
+                for part in torch.split(target, _CHUNK):
                     read = scratch[: part.numel()]
                     _read_all(stream, read, self.path)
                     part.copy_(read)

@@ -2,7 +2,7 @@
 
     model = zm.from_pretrained(AutoModelForCausalLM, directory)
 
-It is what `from_pretrained` of transformers gives, on the meta device: the same class, dtype and names, weights that are
+It is what `from_pretrained` of transformers gives, on the meta device: the same class, dtype and names, weights
 renamed and packed alike, the same generation settings.
 """
 

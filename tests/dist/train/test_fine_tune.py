@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -88,7 +89,10 @@ def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], t
     assert any(len(row) > 1 for row in rows._rows), "no row has two documents"
     sampler = Sampler(num_samples=len(rows), global_sequences=SEQUENCES, micro=SEQUENCES, world=1, seed=run.run.seed)
     torch.manual_seed(run.run.seed)
-    model = build_language_model(run.model, corpus.vocab_size).double()
+    with mock.patch(
+        "zeromesh.integrations.loading.from_pretrained", lambda kind, *a, **k: kind.from_pretrained(*a, **k)
+    ):
+        model = build_language_model(run.model, corpus.vocab_size).double()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2]},

@@ -1,0 +1,183 @@
+"""Loads a pretrained model on several ranks: memory beyond the shard, and time against reading its file.
+
+    python benchmarks/loading.py -o benchmarks/results/loading.json     # about two minutes, and 3 GB of disk
+
+A Llama in bf16 of a gigabyte (--layers for a smaller one) is written once. In each round every side is loaded once, in
+turn, by fresh buffers of the same ranks:
+
+read      each rank reads a quarter of the file into host memory, all at once
+ours      zm.from_pretrained, then zm.shard: node=3,cluster=1 with bf16 computation and fp32 masters
+without   the same without reading: what it takes to allocate and to bring together
+first     the library's from_pretrained on the first rank, the meta device on the others, then zm.shard
+
+Files come from the page cache unless --cold says to drop them before, which is up to the kernel. `beyond` is the
+most that a rank has resident while it loads, above what it keeps; `kept` is what it has more than before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeromesh as zm
+from zeromesh.checkpoint.safetensors import Stored
+from zeromesh.files import write_whole
+from zeromesh.measure.setting import read_setting
+
+SHAPE = {"node": 2, "cluster": 2}
+WIDTH = 2048
+
+
+def write_model(directory: Path, layers: int) -> int:
+    config = transformers.LlamaConfig(
+        vocab_size=16384, hidden_size=WIDTH, intermediate_size=5504, num_hidden_layers=layers, num_attention_heads=16
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)
+    model.save_pretrained(directory)
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def memory(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def read_quarter(directory: Path, rank: int, world: int) -> Any:
+    held = []
+    for path in sorted(directory.glob("*.safetensors")):
+        part = path.stat().st_size // world
+        buffer = torch.empty(part, dtype=torch.uint8)
+        with path.open("rb", buffering=0) as file:
+            file.seek(part * rank)
+            view = memoryview(buffer.numpy())
+            while view:
+                view = view[file.readinto(view) :]
+        held.append(buffer)
+    return held
+
+
+def shard(model: Any, mesh: Any) -> Any:
+    return zm.shard(model, mesh, "node=3,cluster=1", param_dtype=torch.bfloat16)
+
+
+def ours(directory: Path, mesh: Any) -> Any:
+    return shard(zm.from_pretrained(transformers.AutoModelForCausalLM, directory), mesh)
+
+
+def without(directory: Path, mesh: Any) -> Any:
+    with mock.patch.object(Stored, "fill", lambda *_: None):
+        return ours(directory, mesh)
+
+
+def first(directory: Path, mesh: Any) -> Any:
+    kind = transformers.AutoModelForCausalLM
+    if dist.get_rank() == 0:
+        model = kind.from_pretrained(directory)
+    else:
+        with torch.device("meta"):
+            model = kind.from_config(transformers.AutoConfig.from_pretrained(directory))
+    return shard(model, mesh)
+
+
+def timed(load: Callable[[], Any], files: list[Path]) -> tuple[float, int, int]:
+    """Seconds until the last rank is done, and of the greediest rank, bytes beyond what it keeps, and those."""
+    gc.collect()
+    for path in files if dist.get_rank() == 0 else ():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before, started = memory("VmRSS"), perf_counter()
+    held = load()
+    dist.barrier()
+    seconds = perf_counter() - started
+    found = torch.tensor([memory("VmHWM") - memory("VmRSS"), memory("VmRSS") - before])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    del held
+    return seconds, *found.tolist()
+
+
+def work(rank: int, store: str, directory: Path, rounds: int, cold: bool, results: Any) -> None:
+    world = SHAPE["node"] * SHAPE["cluster"]
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (SHAPE["cluster"], SHAPE["node"]), mesh_dim_names=("cluster", "node"))
+    sides: dict[str, Callable[[], Any]] = {
+        "read": lambda: read_quarter(directory, rank, world),
+        "ours": lambda: ours(directory, mesh),
+        "without": lambda: without(directory, mesh),
+        "first": lambda: first(directory, mesh),
+    }
+    files = sorted(directory.glob("*.safetensors")) if cold else []
+    for _ in range(rounds + 1):  # the first warms up
+        for side, load in sides.items():
+            measured = timed(load, files)
+            if rank == 0:
+                results.put((side, *measured))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--out", type=Path)
+    parser.add_argument("--layers", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold", action="store_true", help="from the disk and not from the page cache")
+    options = parser.parse_args()
+    context, world = get_context("spawn"), SHAPE["node"] * SHAPE["cluster"]
+    with tempfile.TemporaryDirectory() as base:
+        directory = Path(base) / "model"
+        size = write_model(directory, options.layers)
+        queue = context.Queue()
+        common = (f"{base}/store", directory, options.rounds, options.cold, queue)
+        ranks = [context.Process(target=work, args=(rank, *common)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        rows = [queue.get() for _ in range(4 * (options.rounds + 1))][4:]
+        for process in ranks:
+            process.join()
+    unit = 2 * max(4 * WIDTH * WIDTH + 3 * WIDTH * 5504, 16384 * WIDTH)
+    found: dict[str, Any] = {
+        "setting": read_setting(),
+        "ranks": world,
+        "file_bytes": size,
+        "unit_bytes": unit,
+        "cold": options.cold,
+    }
+    for side in ("read", "ours", "without", "first"):
+        seconds, beyond, kept = zip(*[row[1:] for row in rows if row[0] == side], strict=True)
+        found[side] = {"seconds": statistics.median(seconds), "all": seconds, "beyond_bytes": max(beyond)}
+        found[side]["kept_bytes"] = max(kept)
+    values = found["ours"]["seconds"] - found["without"]["seconds"]
+    found["all_over_reading"] = found["ours"]["seconds"] / found["read"]["seconds"]
+    found["values_over_reading"] = values / found["read"]["seconds"]
+    print(json.dumps(found, indent=2))
+    if options.out:
+        write_whole(options.out, json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
