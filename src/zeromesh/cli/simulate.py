@@ -51,7 +51,7 @@ def simulate(
     from zeromesh.planner.emit import EMITTERS
     from zeromesh.simulator import find_engine
     from zeromesh.simulator.division import Division
-    from zeromesh.strategy import Layout, Strategy
+    from zeromesh.strategy import Strategy, layouts_of
     from zeromesh.strategy.strategy import OVERLAPS
 
     shared.check_choice("--wire", wire, ("lossless", "any"))
@@ -85,7 +85,7 @@ def simulate(
             f"--wire lossless takes no strategy with quantised wires, got {parsed}: leave int8 and int4 out of it, or "
             "give --wire any"
         )
-    Layout.of(parsed, rest.axes)
+    layouts_of(parsed, rest.axes, {})
     choices = planner.simulate_choices(
         spec, hardware, work, parsed, engine=engine, memory_margin=memory_margin, top=top, trace=bool(report or trace)
     )

@@ -144,7 +144,10 @@ def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Par
     whole = with_given(whole, named, {name: [axis for axis, _ in own.get(name, axes)] for name in named})
     if mesh is None:  # one rank on every axis, whatever its name
         own = {name: tuple((axis, 1) for axis in each.names) for name, each in whole.parts}
-    return layouts_of(whole, axes, own)
+    layouts = layouts_of(whole, axes, own)
+    for layout in layouts.values():
+        layout.require_runnable()
+    return layouts
 
 
 def _on_axes(plan: Plan, axes: Sequence[tuple[str, int]]) -> Strategy:

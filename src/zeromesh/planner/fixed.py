@@ -81,11 +81,11 @@ def fastest(evaluator: Evaluator, strategy: Strategy, parallel: Parallel, top: i
 def choices(evaluator: Evaluator, strategy: Strategy, parallel: Parallel = WHOLE) -> list[tuple[Candidate, float]]:
     """Every micro-batch and recomputation of a strategy by rising bound, each with what it needs at least.
 
-    With several wires on one level, a prefetch other than 1 or another engine, what is called a bound is only near one:
-    still the order of the choices.
+    With several wires on one level, a prefetch other than 1, parts or another engine, what is called a bound is only
+    near one: still the order of the choices.
     """
     world, axes = evaluator.division(parallel).cluster.world, evaluator.division(parallel).cluster.axes
-    layout = Layout.of(strategy, axes)
+    layout = Layout.of(strategy.with_parts({}), axes)
     block, (bounds, of_memory) = _one_row(layout), evaluator.bounds(_wires(layout), strategy.collective, parallel)
     time, optimizer_s = bounds.time(block), bounds.optimizer_s(block)
     static, of_activations = evaluator.static_bytes(strategy, parallel), 1 + evaluator.constants.allocator_share

@@ -16,6 +16,7 @@ from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants, default_constants
 from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
+from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
 from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule
 from zeromesh.schedule.step import Phase, run_micro_batch
@@ -30,7 +31,7 @@ from zeromesh.simulator.owned import OwnedTensors, owned_tensors
 from zeromesh.simulator.result import AxisTraffic, PipelineRank, Simulation
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
-from zeromesh.strategy import Layout, Strategy
+from zeromesh.strategy import Strategy, layouts_of
 from zeromesh.trace import Trace
 
 T = TypeVar("T")
@@ -150,14 +151,16 @@ class _Setup:
     ) -> _Setup:
         mechanics, constants = find_engine(engine), constants or default_constants()
         model, cluster = part.model, division.cluster
-        asked = Layout.of(strategy, cluster.axes)
-        layout = Layout.of(mechanics.carried_out(asked.strategy), cluster.axes)
-        whole = layout.degree(layout.param_axes) == 1
-        units, specs = schedule_units(model, workload, mechanics.bucket_bytes if whole else 0)
+        asked = Strategy.parse(strategy, [name for name, _ in cluster.axes])
+        _require_parts(asked, workload, mechanics)
+        layouts = layouts_of(mechanics.carried_out(asked), cluster.axes, {})
+        whole = all(layout.degree(layout.param_axes) == 1 for layout in layouts.values())
+        layout = layouts.pop("")
+        units, specs = schedule_units(model, workload, mechanics.bucket_bytes if whole else 0, tuple(layouts))
         dtype = cluster.device.compute_dtype(workload.param_dtype)
         compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
         backend = cluster.backend if mechanics.workspace else None
-        schedule = Schedule.of(layout, units, parts=division.layouts(layout), backend=backend)
+        schedule = Schedule.of(layout, units, parts=layouts | division.layouts(layout), backend=backend)
         owned = owned_tensors(schedule, specs, compute, workload)
         for each in owned:
             schedule = schedule.with_owned(each.buckets)
@@ -166,7 +169,7 @@ class _Setup:
             part=part,
             workload=workload,
             mechanics=mechanics,
-            strategy=asked.strategy,
+            strategy=asked,
             constants=constants,
             compute=compute,
             transfers=TransferModel(cluster, constants, compute),
@@ -252,6 +255,21 @@ class _Setup:
         layout = self.schedule.layout
         owned = sum(each.numel for each in self.owned) / layout.degree(layout.significant)
         return self.compute.optimizer(sliced - owned)
+
+
+def _require_parts(strategy: Strategy, workload: FixedWorkload, mechanics: Mechanics) -> None:
+    """Raises InputError for parts with a layout of their own beside what knows one for all."""
+    others = {
+        f"engine {mechanics.name}": mechanics.name != "zeromesh",
+        f"a model that is cut by {workload.parallel}": workload.parallel.cuts,
+        "optimizers that step by owners": workload.optimizer == "muon" or workload.ownership == "owners",
+    }
+    named = [name for name, there in others.items() if there]
+    if strategy.parts and named:
+        raise InputError(
+            f"strategy {strategy} has strategies for parts of the model, which cannot be predicted beside "
+            f"{', '.join(named)}: leave {', '.join(part for part, _ in strategy.parts)} out, or that"
+        )
 
 
 class _Step:

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
+from zeromesh.errors import NotationError
 from zeromesh.model import ModelSpec, UnitKind, UnitSpec
 from zeromesh.schedule import FlatBuffer, Role, Unit, join_units
 from zeromesh.simulator.division import EXPERTS, NOTHING
 from zeromesh.simulator.workload import FixedWorkload
+from zeromesh.strategy.parts import modules_around, part_around, require_known
 
 
 def schedule_units(
-    model: ModelSpec, workload: FixedWorkload, bucket_bytes: int = 0
+    model: ModelSpec, workload: FixedWorkload, bucket_bytes: int = 0, parts: Sequence[str] = ()
 ) -> tuple[tuple[Unit, ...], tuple[tuple[UnitSpec, ...], ...]]:
     """The units that the engine would cut `model` into, root first, each with the description of what it holds: one
     unit of the model, or several neighbours, joined up to `bucket_bytes`. The root is there also where it holds
-    nothing: it is what is open for the whole of a step."""
-    pairs = sorted(_pairs(model, workload), key=lambda pair: pair[1].kind is not UnitKind.ROOT)
+    nothing: it is what is open for the whole of a step.
+
+    Args:
+        model: of which every tensor has the name that it has in the engine.
+        workload: its dtypes.
+        bucket_bytes: 0 joins nothing.
+        parts: names of those that have layouts of their own.
+
+    Raises:
+        NotationError: nothing belongs to a part, or it is a class, which a description of tensors does not know.
+        ModelError: a tensor would be in two.
+    """
+    _require_known(model, parts)
+    pairs = sorted(_pairs(model, workload, parts), key=lambda pair: pair[1].kind is not UnitKind.ROOT)
     if pairs[0][1].kind is not UnitKind.ROOT:
         pairs.insert(0, (Unit(name="", role=Role.RESIDENT, buffers=()), NOTHING))
     units, specs = [unit for unit, _ in pairs], [spec for _, spec in pairs]
@@ -25,30 +39,47 @@ def schedule_units(
     return tuple(joined), tuple(tuple(specs[index] for index in group) for group in groups)
 
 
-def _pairs(model: ModelSpec, workload: FixedWorkload) -> Iterator[tuple[Unit, UnitSpec]]:
+def _require_known(model: ModelSpec, parts: Sequence[str]) -> None:
+    for part in parts:
+        if part.startswith("<"):
+            raise NotationError(
+                f"part {part} is the modules of a class, and a simulation knows their names alone: give a pattern of "
+                f"those, as in *.embed_tokens"
+            )
+    tensors = (f"{name}.{tensor.name}" for spec in model.units for name in _names(spec) for tensor in spec.tensors)
+    if parts:
+        require_known(parts, {module: "" for name in tensors for module in modules_around(name.lstrip("."))})
+
+
+def _names(spec: UnitSpec) -> list[str]:
+    """Of the modules that it describes."""
+    return [f"{spec.name.removesuffix('.0')}.{index}" for index in range(spec.count)] if spec.count > 1 else [spec.name]
+
+
+def _pairs(model: ModelSpec, workload: FixedWorkload, parts: Sequence[str]) -> Iterator[tuple[Unit, UnitSpec]]:
     for spec in model.units:
         role = Role.BLOCK if spec.kind is UnitKind.BLOCK else Role.RESIDENT
-        buffers = _buffers(spec, workload)
-        for index in range(spec.count):
-            name = f"{spec.name.removesuffix('.0')}.{index}" if spec.count > 1 else spec.name
+        buffers = _buffers(spec, workload, {})
+        for name in _names(spec):
+            if parts:
+                homes = {t.name: part_around(f"{name}.{t.name}".lstrip("."), parts) for t in spec.tensors}
+                buffers = _buffers(spec, workload, homes)
             yield Unit(name=name, role=role, buffers=buffers), spec
 
 
-def _buffers(spec: UnitSpec, workload: FixedWorkload) -> tuple[FlatBuffer, ...]:
+def _buffers(spec: UnitSpec, workload: FixedWorkload, homes: Mapping[str, str]) -> tuple[FlatBuffer, ...]:
     reduce = workload.reduce_dtype or workload.param_dtype
     sizes: Counter[tuple[str, bool]] = Counter()
     for tensor in spec.tensors:
-        sizes[EXPERTS if tensor.ep > 1 else "", tensor.trainable] += tensor.num_elements
+        sizes[EXPERTS if tensor.ep > 1 else homes.get(tensor.name, ""), tensor.trainable] += tensor.num_elements
     return tuple(
         FlatBuffer(
-            numel=sizes[part, trainable],
+            numel=numel,
             param_dtype=workload.param_dtype,
             master_dtype=workload.master_dtype if trainable else None,
             grad_dtype=workload.grad_dtype,
             reduce_dtype=reduce,
             part=part,
         )
-        for part in ("", EXPERTS)
-        for trainable in (True, False)
-        if sizes[part, trainable]
+        for (part, trainable), numel in sizes.items()
     )

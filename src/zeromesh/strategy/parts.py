@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from zeromesh.errors import MeshError, NotationError, nearest
+from zeromesh.errors import MeshError, ModelError, NotationError, nearest
 from zeromesh.strategy.layout import Layout
 from zeromesh.strategy.strategy import Strategy
 
@@ -82,7 +83,6 @@ def layouts_of(strategy: Strategy, mesh: Sizes, meshes: Mapping[str, Sizes]) -> 
 
     Raises:
         MeshError: a part's strategy or mesh does not fit; names the part.
-        NotationError: one of them cannot be run.
     """
     layouts = {"": Layout.of(strategy.with_parts({}), mesh)}
     world = layouts[""].world
@@ -93,9 +93,29 @@ def layouts_of(strategy: Strategy, mesh: Sizes, meshes: Mapping[str, Sizes]) -> 
         except MeshError as error:
             hint = "" if name in meshes else "; for other axes give zm.Part(mesh=...)"
             raise MeshError(f"part {name}: {error}{hint}") from None
-    for layout in layouts.values():
-        layout.require_runnable()
     return layouts
+
+
+def part_around(parameter: str, parts: Iterable[str]) -> str:
+    """The part that a parameter of this qualified name is in, as far as names say; "" for none.
+
+    Raises:
+        ModelError: it would be in two.
+    """
+    modules = modules_around(parameter)
+    found = [part for part in parts if any(belongs(part, module, "") for module in modules)]
+    if len(found) > 1:
+        raise ModelError(
+            f"{parameter} belongs to the parts {' and '.join(found)}, and has one layout: let their patterns name "
+            f"other modules"
+        )
+    return found[0] if found else ""
+
+
+def modules_around(parameter: str) -> list[str]:
+    """Qualified names of the modules around a parameter, the root's "" first."""
+    steps = parameter.split(".")
+    return [".".join(steps[:depth]) for depth in range(len(steps))]
 
 
 def require_known(names: Iterable[str], modules: Mapping[str, str]) -> None:
@@ -107,5 +127,6 @@ def require_known(names: Iterable[str], modules: Mapping[str, str]) -> None:
     """
     for part in names:
         if not any(belongs(part, module, kind) for module, kind in modules.items()):
-            known = {f"<{kind}>" for kind in modules.values()} if part.startswith("<") else set(modules) - {""}
+            layers = {re.sub(r"\.\d+(?=\.|$)", ".*", module) for module in modules} - {""}
+            known = {f"<{kind}>" for kind in modules.values()} if part.startswith("<") else layers
             raise NotationError(f"no module of the model is {part}, which is to be a part: {nearest(part, known)}")

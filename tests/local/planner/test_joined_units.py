@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tests.pure.planner.setups import small_cluster
 from zeromesh.engine.units import Precision, find_units, join_modules
+from zeromesh.errors import ModelError
 from zeromesh.model import UnitKind
 from zeromesh.model.from_module import from_module
 from zeromesh.model.module_units import cut, recomputes
@@ -165,4 +166,10 @@ def test_the_planners_units_are_the_engines(name: str, bucket_bytes: int) -> Non
     precision = Precision(param=torch.bfloat16)
     engine = [unit.describe(precision) for unit in join_modules(find_units(module), precision, bucket_bytes)]
     workload = FixedWorkload(seq_len=128, global_batch_tokens=128)
-    assert list(schedule_units(from_module(module, seq_len=128), workload, bucket_bytes)[0]) == engine
+    spec = from_module(module, seq_len=128)
+    assert list(schedule_units(spec, workload, bucket_bytes)[0]) == engine
+    parts = ("*.mlp", "lm_head") if name == "llama" else ("transformer.h.[3-5].mlp", "*.wpe", "*.attn")
+    apart = join_modules(find_units(module, precision=precision, parts=parts), precision, bucket_bytes)
+    assert list(schedule_units(spec, workload, bucket_bytes, parts)[0]) == [unit.describe(precision) for unit in apart]
+    with pytest.raises(ModelError, match=r"\.1\.\S+ belongs to the parts \*\.1 and \*\.mlp, and has one layout"):
+        schedule_units(spec, workload, bucket_bytes, ("*.1", "*.mlp"))

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeromesh.cluster import Cluster, Device, Level, preset
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, InputError, MeshError, NotationError
 from zeromesh.model import Recomputation
 from zeromesh.model import preset as model_preset
 from zeromesh.schedule import Schedule
 from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.simulator import ENGINES, FixedWorkload, simulate
 from zeromesh.simulator.units import schedule_units
-from zeromesh.strategy import Layout
+from zeromesh.strategy import Layout, Strategy, layouts_of
 
 GPT2 = model_preset("gpt2")
 LLAMA = model_preset("llama-7b")
@@ -44,6 +44,41 @@ def test_bytes_on_every_axis_are_the_schedules(strategy, recomputation):
     schedule = Schedule.of(Layout.of(strategy, cluster.axes), schedule_units(GPT2, workload)[0])
     expected = sent_bytes_per_axis(schedule, micro_batches=3, recompute=recomputation is Recomputation.FULL)
     assert {a.axis: a.bytes_sent_per_device for a in simulated.axes} == pytest.approx(expected)
+
+
+PARTS = (
+    "node=3,cluster=1 | *.attn: node=0,cluster=3d | *.h.[0-3].mlp: node=3,cluster=3 | transformer.wte: node=1,cluster=0"
+)
+
+
+def test_bytes_of_parts_are_their_schedules():
+    cluster, workload = A800.take(16), work(3)
+    simulated, layouts = simulate(GPT2, cluster, PARTS, workload), layouts_of(Strategy.parse(PARTS), cluster.axes, {})
+    units, _ = schedule_units(GPT2, workload, parts=tuple(layouts)[1:])
+    schedule = Schedule.of(layouts.pop(""), units, parts=layouts, backend=cluster.backend)
+    sent = {axis.axis: axis.bytes_sent_per_device for axis in simulated.axes}
+    assert sent == pytest.approx(sent_bytes_per_axis(schedule, micro_batches=3))
+    assert all(sent[name] > 0 for name in ("*.attn:cluster", "*.h.[0-3].mlp:node", "transformer.wte:node"))
+    held = [simulate(GPT2, cluster, text, workload).memory for text in ("node=3,cluster=3", "node=0,cluster=0", PARTS)]
+    assert held[0].params < held[2].params < held[1].params and held[0].optimizer < held[2].optimizer
+    whole, same = (
+        simulate(GPT2, cluster, f"node=3,cluster=1{more}", workload) for more in ("", "|*.mlp:node=3,cluster=1")
+    )
+    assert same.memory.params == pytest.approx(whole.memory.params, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("parts", "options", "error", "message"),
+    [
+        ("*.mpl: node=0,cluster=0", {}, NotationError, r"no module of the model is \*\.mpl"),
+        ("<Linear>: node=0,cluster=0", {}, NotationError, r"part <Linear> is the modules of a class.*a pattern"),
+        ("*.mlp: node=0,cluster=0", {"engine": "fsdp"}, InputError, r"cannot be predicted beside engine fsdp"),
+        ("*.mlp: node=0", {}, MeshError, r"part \*\.mlp: .* gives no stage to mesh axis 'cluster'"),
+    ],
+)
+def test_parts_that_cannot_be_simulated(parts, options, error, message):
+    with pytest.raises(error, match=message):
+        simulate(GPT2, A800.take(16), f"node=3,cluster=1 | {parts}", work(), **options)
 
 
 def test_bytes_of_the_documented_example():

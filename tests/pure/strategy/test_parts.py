@@ -55,8 +55,6 @@ def test_a_part_that_does_not_fit_is_named() -> None:
     ):
         with pytest.raises(MeshError, match=message):
             layouts_of(Strategy.parse(text), MESH, {})
-    with pytest.raises(NotationError, match=r"collective=flat: the engine goes over one axis at a time"):
-        layouts_of(Strategy.parse("node=3,cluster=1 | a: node=1,cluster=1;collective=flat"), MESH, {})
 
 
 def test_one_layout_is_not_for_parts_too() -> None:
