@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zeromesh.api import require_plannable, shard
 from zeromesh.errors import InputError, MeshError
 from zeromesh.schedule import BUCKET_BYTES
-from zeromesh.strategy import Layout, Plan, Strategy
+from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
+from zeromesh.strategy.parts import with_given
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,7 @@ class Sharding:
     bucket_bytes: int = BUCKET_BYTES
     register: bool | None = None
     debug: bool | None = None
-    parts: Parts | None = None
+    parts: Parts | None = field(default=None, hash=False)
     cluster: Cluster | str | None = None
     workload: Workload | None = None
 
@@ -75,8 +76,8 @@ class Sharding:
         require_plannable(self.strategy, mesh=self.mesh, cluster=self.cluster, workload=self.workload)
         if isinstance(self.mesh, tuple) and isinstance(self.strategy, str | Strategy) and self.strategy != "auto":
             strategy = Strategy.parse(self.strategy, [name for name, _ in self.mesh[::-1]])
-            layout = Layout.of(strategy.with_parts({}), self.mesh[::-1])
-            layout.require_runnable()
+            for layout in _layouts_of(strategy, self.parts or {}, self.mesh[::-1]):
+                layout.require_runnable()
             object.__setattr__(self, "strategy", strategy)
 
     def on(self, device_type: str) -> Sharding:
@@ -119,6 +120,16 @@ class Sharding:
             return self.on(found.type if found else "cpu").shard(model)
         options: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         return shard(model, options.pop("mesh"), options.pop("strategy"), **options)
+
+
+def _layouts_of(strategy: Strategy, parts: Parts, mesh: Sizes) -> Iterable[Layout]:
+    """Of the model, and of parts that are on its mesh."""
+    named = {part_name(key): part for key, part in parts.items()}
+    elsewhere = {name for name, part in named.items() if part.mesh is not None}
+    here = {name: part for name, part in named.items() if name not in elsewhere}
+    whole = with_given(strategy, here, {name: [axis for axis, _ in mesh] for name in here})
+    known = whole.with_parts({name: own for name, own in whole.parts if name not in elsewhere})
+    return layouts_of(known, mesh, {}).values()
 
 
 def _require_sizes(mesh: Sizes) -> None:

@@ -28,6 +28,9 @@ def test_equal_meaning_is_equal() -> None:
     named = zm.Sharding(strategy="node[2]=3,node[2]=3,cluster=1", mesh=MESH, resident=["3"])
     assert named == zm.Sharding(strategy="node=3,cluster=1", mesh=tuple(MESH.items()), resident=("3",))
     assert hash(named) == hash(zm.Sharding(strategy="node=3,cluster=1", mesh=MESH, resident=["3"]))
+    parts = {"*.a": zm.Part(strategy="ddp"), "*.b": zm.Part()}
+    apart = zm.Sharding(strategy="zero3|*.b:node=0,cluster=1", mesh=MESH, parts=parts)
+    assert hash(apart) == hash(zm.Sharding(strategy=str(apart.strategy), mesh=MESH, parts=dict(parts)))
     assert zm.Sharding(strategy="zero3", mesh=MESH) == zm.Sharding(strategy="node=3,cluster=3", mesh=MESH)
 
 
@@ -39,6 +42,16 @@ def test_equal_meaning_is_equal() -> None:
         ({"strategy": "node=3", "workload": WORKLOAD}, InputError, 'are for the strategy "auto"; the strategy is'),
         ({"strategy": "nod=3,cluster=1", "mesh": MESH}, MeshError, "no axis 'nod'.*did you mean node"),
         ({"strategy": "node=9,cluster=1", "mesh": MESH}, NotationError, "9"),
+        (
+            {"strategy": "node=3,cluster=1|*.a: node=1", "mesh": MESH},
+            MeshError,
+            r"part \*\.a: .* gives no stage to mesh axis 'cluster'",
+        ),
+        (
+            {"strategy": "node=3,cluster=1", "mesh": MESH, "parts": {"*.a": zm.Part(strategy="rank=3")}},
+            MeshError,
+            r"part \*\.a: the mesh has no axis 'rank'",
+        ),
         ({"strategy": "node=3", "mesh": {"node": 0}}, InputError, "a mesh is sizes by name, .* got {'node': 0}"),
         ({"strategy": "node=3", "mesh": {}}, InputError, "a mesh is sizes by name"),
         ({"strategy": "node=3", "mesh": (("node", 2), ("node", 2))}, InputError, "a mesh is sizes by name"),

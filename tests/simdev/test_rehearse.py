@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zeromesh as zm
+from tests.dist.parallel.experts import load_example
 from tests.dist.pool import Pool, shared
 from tests.dist.train.harness import build_tiny, config, write_text
 from tests.simdev.ranks import alone
@@ -25,6 +27,7 @@ from zeromesh.observe.report import memory_report, traffic_report
 from zeromesh.rehearsal.compare import failures_of
 from zeromesh.rehearsal.show import rehearsal_page
 
+example = load_example()
 WIDTH = 256
 MESH = {"cluster": 128, "node": 8}
 FAKE_TRANSFORMERS = Path(__file__).parents[1] / "local" / "train" / "fake"
@@ -104,6 +107,60 @@ def test_seconds_are_those_of_kernels_and_links():
     assert slower.seconds(kind="communicate", axis="node") > 4 * few.seconds(kind="communicate", axis="node")
     assert slower.seconds(kind="wait") > few.seconds(kind="wait")
     assert few.sent_bytes(axis="cluster") == slower.sent_bytes(axis="cluster") > 0
+
+
+class Routed(nn.Module):
+    """Each rank of the node has two experts, and sends as many rows to every other."""
+
+    def __init__(self, mesh) -> None:
+        super().__init__()
+        self.mesh, self.experts = mesh, example.Experts(16, WIDTH, WIDTH)
+        self.experts.spread(mesh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        each = [len(x) // 8] * 8
+        arrived = example.Exchange.apply(x, each, each, self.mesh.get_group())
+        return x + example.Exchange.apply(self.experts(arrived, [len(x) // 2] * 2), each, each, self.mesh.get_group())
+
+
+def with_experts(mesh, copies=None):
+    with torch.device("meta"):
+        model = Model()
+        model.blocks.extend(Routed(mesh["node"]) for _ in range(2))
+    experts = zm.Part(mesh=mesh["cluster"] if copies is None else copies(mesh), strategy="zero3")
+    strategy = "node=3,cluster=1 | *.up: node=0,cluster=3"
+    model = zm.shard(
+        model,
+        mesh,
+        strategy,
+        param_dtype=torch.bfloat16,
+        units=[Block, Routed],
+        parts={"*.experts": experts},
+        init=lambda module: [param.fill_(0.5) for param in module.parameters(recurse=False)],
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+@alone(virtual=True)
+def test_parts_with_layouts_and_meshes_of_their_own():
+    found = zm.rehearse(step, with_experts, mesh=MESH, rank=1000, cluster="a800-8x-hdr")
+    assert not failures_of([found]) and found.step_s > 0, failures_of([found])
+    axes = {axis.axis: axis for axis in found.axes}
+    assert list(axes) == ["node", "cluster", "*.experts:cluster", "*.up:node", "*.up:cluster"]
+    assert all(axis.sent_bytes == axis.predicted_bytes for axis in axes.values())
+    # Gathered over 128 ranks and reduced in each of two micro-batches, but that each block is in its slot still.
+    whole = 2 * 3 * WIDTH * WIDTH * 2 * 127 / 128
+    assert axes["*.experts:cluster"].sent_bytes >= 2 * 2 * 2 * whole
+    assert found.memory.predicted_bytes == found.memory.allocated_bytes
+
+    def renamed(mesh):
+        ranks = mesh["cluster"].mesh
+        return DeviceMesh("simdev", ranks, mesh_dim_names=("copies",))
+
+    with pytest.raises(
+        InputError, match=r"axis \*\.experts:copies is none of the levels of a800-8x-hdr, node, cluster"
+    ):
+        zm.rehearse(step, lambda mesh: with_experts(mesh, renamed), mesh=MESH, cluster="a800-8x-hdr")
 
 
 @alone(virtual=True)
@@ -211,14 +268,18 @@ def rehearse_and_compare(run_config, rank, memory, workspace, calls):
         "buffers": memory["buffers"] - workspace,
     }
     assert found.memory.predicted_bytes == found.memory.allocated_bytes
-    sent = {axis: sum(bytes_ for name, _, bytes_ in calls if name == axis) for axis in run_config.mesh}
+    axes = [axis.axis for axis in found.axes]
+    assert set(run_config.mesh) <= set(axes)
+    sent = {axis: sum(bytes_ for name, _, bytes_ in calls if name == axis) for axis in axes}
     assert {axis.axis: axis.sent_bytes for axis in found.axes} == sent
     # Not what a backend launches for each, which differs: the engine's collectives.
-    count = {axis: sum(name == axis for name, _, _ in calls) for axis in run_config.mesh}
+    count = {axis: sum(name == axis for name, _, _ in calls) for axis in axes}
     assert {axis.axis: axis.collectives for axis in found.axes} == count
 
 
-@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=2,cluster=0", "node=3,cluster=3k"])
+@pytest.mark.parametrize(
+    "strategy", ["node=3,cluster=1", "node=2,cluster=0 | head: node=3,cluster=1", "node=3,cluster=3k"]
+)
 def test_a_rehearsal_counts_what_real_ranks_count(tmp_path: Path, strategy: str) -> None:
     run_config = config(write_text(tmp_path), (("cluster", 2), ("node", 2)), strategy, checkpoint={})
     pool: Pool = shared()

@@ -168,8 +168,8 @@ def require_divided(part: str, mesh: DeviceMesh, control: Control) -> None:
     """Raises MismatchError where the part's meshes of all ranks do not divide the model's ranks. Collective."""
     ranks = tuple(mesh.mesh.flatten().tolist())
     everyone = dict(control.gather((dist.get_rank(), ranks)))
-    for rank, shared in sorted(everyone.items()):
-        other = next((other for other in shared if everyone[other] != shared), None)
+    for rank, shared in sorted(everyone.items()):  # in a rehearsal this rank's alone
+        other = next((other for other in shared if everyone.get(other, shared) != shared), None)
         if other is not None:
             raise MismatchError(
                 f"part {part} is shared by ranks {list(shared)} as rank {rank} has it, and by {list(everyone[other])} "

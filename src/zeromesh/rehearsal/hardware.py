@@ -12,6 +12,7 @@ from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants, default_constants
 from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
+from zeromesh.errors import InputError
 from zeromesh.rehearsal.kernels import KernelModel
 from zeromesh.simulator.run import DEFAULT_MARGIN
 from zeromesh.strategy import Axis
@@ -58,6 +59,16 @@ class Hardware:
             self.constants, backend=self.cluster.backend, communicators=communicators, dynamic_bytes=0.0
         )
         return overhead.total_bytes
+
+    def require_levels(self, axes: Sequence[Axis]) -> None:
+        """Raises InputError for an axis, of the mesh of a part say, that is no level of the cluster."""
+        levels = [level.name for level in self.cluster.levels]
+        for axis in axes:
+            if axis.mesh_axis not in levels:
+                raise InputError(
+                    f"axis {axis.name} is none of the levels of {self.cluster.name}, {', '.join(levels)}, so that it "
+                    f"has no time: give the part a slice of the mesh, as mesh['{levels[-1]}'], or no cluster"
+                )
 
     def collective(self, axes: Sequence[Axis], operation: Operation, full_bytes: float) -> CollectiveCost:
         """One collective of a whole buffer of `full_bytes` on the wire, over the group of `axes`."""

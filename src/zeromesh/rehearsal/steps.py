@@ -109,8 +109,13 @@ class Stage:
             step: a whole one, the optimizer's included.
             model, optimizer: that it trains.
             rank: which this process is.
+
+        Raises:
+            InputError: the cluster has no level of the name of an axis.
         """
         engine, found = engine_of(model), _Found()
+        if self.hardware is not None:
+            self.hardware.require_levels(engine.schedule.axes)
         _forget_values(engine)
         with self.places.follow(engine):
             try:
@@ -157,6 +162,7 @@ class Stage:
             places=self.places,
             hardware=self.hardware,
             axes={axis.name: axis for axis in engine.schedule.axes},
+            whole=engine.schedule.layout.axes,
         )
         with simdev.Recorder(watch):
             for _ in range(2):

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from zeromesh import simdev
 from zeromesh.errors import InputError, MeshError
@@ -49,6 +50,8 @@ def virtual_rank(mesh: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
             yield init_device_mesh(device.torch.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     finally:
         dist.destroy_process_group()
+        # It holds meshes of these groups, equal to those of the next.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 def _said_by_the_first(object_list: list[Any], *_: Any, **__: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -57,7 +57,8 @@ class Watch:
     Args:
         places: where the step is.
         hardware: whose seconds count; None counts no seconds.
-        axes: of the layout, by name.
+        axes: of all layouts, by name.
+        whole: those of the model's own layout.
 
     Attributes:
         issued: everything, for `replay`.
@@ -70,6 +71,7 @@ class Watch:
     places: Places
     hardware: Hardware | None
     axes: Mapping[str, Axis]
+    whole: Sequence[Axis]
     issued: list[Issued] = field(default_factory=list)
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     calls: list[Call] = field(default_factory=list)
@@ -132,7 +134,7 @@ class Watch:
         self._launched()
         operation, cost = _OPERATIONS.get(sent.name, "all_to_all"), FREE
         if self.hardware is not None and sent.ranks > 1:
-            over = [self.axes[axis]] if axis in self.axes else list(self.axes.values())
+            over = [self.axes[axis]] if axis in self.axes else self.whole
             cost = self.hardware.collective(over, operation, whole_bytes(operation, sent.ranks, sent.sent_bytes))
         self.issued.append(
             Communication(

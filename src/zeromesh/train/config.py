@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.errors import ConfigError, MeshError
-from zeromesh.strategy import Layout, Plan
+from zeromesh.strategy import Layout, Plan, Strategy, layouts_of
 from zeromesh.train.document import nearest_key, read_document
 from zeromesh.train.resize import mesh_text, resize_mesh
 
@@ -353,13 +353,21 @@ class TrainConfig(Section):
         assert self.cluster is not None
         return find_cluster(self.cluster).sized(self.mesh)
 
-    def layout(self) -> Layout:
-        """The strategy resolved on the mesh.
+    def chosen(self) -> Strategy:
+        """The strategy, with its parts.
+
+        Raises:
+            NotationError: it does not parse.
+        """
+        return Strategy.parse(self.strategy, list(self.mesh)[::-1])
+
+    def layouts(self) -> dict[str, Layout]:
+        """The strategy resolved on the mesh, under "", and those of parts.
 
         Raises:
             NotationError, MeshError: the strategy does not parse, or does not fit the mesh.
         """
-        return Layout.of(self.strategy, tuple(reversed(self.mesh.items())))
+        return layouts_of(self.chosen(), tuple(reversed(self.mesh.items())), {})
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -384,7 +392,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     if config.strategy == AUTO:
         config.hardware()
     else:
-        config.layout().require_runnable()
+        for layout in config.layouts().values():
+            layout.require_runnable()
     return config
 
 

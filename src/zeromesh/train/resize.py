@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from zeromesh.errors import InputError, MeshError
-from zeromesh.strategy import Layout
+from zeromesh.strategy import Strategy, layouts_of
 
 
 def resize_mesh(mesh: Mapping[str, int], world: int, strategy: str | None) -> dict[str, int]:
@@ -34,7 +34,7 @@ def resize_mesh(mesh: Mapping[str, int], world: int, strategy: str | None) -> di
         resized = tuple(zip(names, candidate, strict=True))
         try:
             if strategy is not None:
-                Layout.of(strategy, resized)
+                layouts_of(Strategy.parse(strategy, names), resized, {})
         except InputError as error:
             reason = reason or error
         else:

@@ -52,8 +52,7 @@ def header(
     parameters = sum(parameter.shape.numel() for parameter in model.parameters())
     tokens = config.batch.global_sequences * config.data.seq_len
     lines = [
-        f"{type(model).__name__}, {parameters:,} parameters; mesh {mesh_text(config.mesh)},"
-        f" strategy {config.layout().strategy}",
+        f"{type(model).__name__}, {parameters:,} parameters; mesh {mesh_text(config.mesh)}, strategy {config.chosen()}",
         f"{corpus.num_documents:,} documents, {corpus.training.tokens.numel():,} tokens;"
         f" vocabulary {corpus.vocab_size:,}",
         f"{tokens:,} tokens a step: {sampler.micro_batches} micro-batches of up to {config.batch.micro} sequences"

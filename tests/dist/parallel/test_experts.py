@@ -78,7 +78,8 @@ def test_on_eight_ranks():
     model = build(shared=False)
     model.spread(mesh["node"])
     parts = {example.Experts: zm.Part(mesh=mesh["region", "cluster"])}
-    zm.shard(model, mesh, "node=3,cluster=1,region=0 | <Experts>: cluster=3,region=1", parts=parts, **FP64)
+    text = "node=3,cluster=1,region=0 | <Experts>: cluster=3,region=1"
+    zm.Sharding(strategy=text, mesh=mesh, parts=parts, **FP64).shard(model)
     check_experts(model, mesh["node"], shared=False)
 
 

@@ -119,7 +119,7 @@ def test_steps_are_ordinary_torch_training(plain: list[dict[str, float]], direct
     ("mesh", "strategy"),
     [
         (TWO_BY_TWO, "node=3,cluster=1"),
-        (TWO_BY_TWO, "node=0,cluster=2"),
+        (TWO_BY_TWO, "node=0,cluster=2 | *.mlp: node=3,cluster=1 | lm_head: node=1,cluster=0"),
         ((("cluster", 1), ("node", 3)), "node=3,cluster=0"),
     ],
 )
@@ -143,7 +143,11 @@ def test_loss_falls_clearly(pool: Pool, directory: Path, changes: dict[str, str]
     assert steps[-1]["loss"] < 0.6 * steps[0]["loss"]
 
 
-_RECOMPUTED = {"node=3,cluster=1": "full", "node=3,cluster=3k": "selective", "node=1,cluster=0": "none"}
+_RECOMPUTED = {
+    "node=3,cluster=1 | *.mlp: node=0,cluster=3": "full",
+    "node=3,cluster=3k": "selective",
+    "node=1,cluster=0": "none",
+}
 
 
 @pytest.mark.parametrize("strategy", _RECOMPUTED)

@@ -44,7 +44,7 @@ def test_minimal_file_has_defaults_and_absolute_paths(file: Path) -> None:
     assert config.run.directory == file.parent / "out"
     assert config.data.files == (str(file.parent / "text/*.py"),)
     assert (config.checkpoint.every, config.checkpoint.resume) == (0, "auto")
-    assert [axis.name for axis in config.layout().axes] == ["node", "cluster"]
+    assert [axis.name for axis in config.layouts()[""].axes] == ["node", "cluster"]
 
 
 def test_configuration_survives_json(file: Path) -> None:
