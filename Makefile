@@ -20,7 +20,7 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt tools/venv.sh
+$(STAMP): pyproject.toml constraints.txt tools/venv.sh tools/torchtitan.txt
 	@tools/venv.sh $(VENV)
 	@touch $@
 

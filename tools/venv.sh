@@ -47,3 +47,4 @@ if ! "$venv/bin/python" -c 'import importlib.metadata as m, sys; sys.exit(not m.
 fi
 echo "make venv: installing zeromesh and its other dependencies"
 "$venv/bin/pip" install "${pip_flags[@]}" -c constraints.txt -e '.[dev]'
+"$venv/bin/pip" install "${pip_flags[@]}" --no-deps -r tools/torchtitan.txt

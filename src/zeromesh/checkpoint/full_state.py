@@ -55,7 +55,7 @@ def full_state_dict(model: nn.Module, *, names: Container[str] | None = None) ->
     if engine.control.first:
         state.update({name: b.detach().to("cpu", copy=True) for name, b in persistent_buffers(model)})
         state |= extra_states(model)
-        state = {name: state[name] for name in model.state_dict() if name in state} | state  # hooks may hide some
+        state = {name: state[name] for name in _in_order(model) if name in state}
         state = state if names is None else {name: value for name, value in state.items() if name in names}
     return state
 
@@ -96,6 +96,13 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, held in (whole | kept).items():
             if held is not None:
                 yield clean_name(f"{prefix}.{key}" if prefix else key), local_of(held)
+
+
+def _in_order(model: nn.Module) -> Iterator[str]:
+    """The names of a state dict, which `state_dict()` would give with slices, to hooks that may want whole tensors."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key in (*module._parameters, *module._buffers, "_extra_state"):
+            yield clean_name(f"{prefix}.{key}" if prefix else key)
 
 
 def _buffers(engine: Engine) -> Iterator[FlatShards]:

@@ -29,8 +29,8 @@ class Materialiser:
         model: any of it may be on the meta device.
         units: its units; each module belongs to the innermost around it.
         device: where tensors are made.
-        init: initialises one module's own parameters and buffers in place. Default: Hugging Face's `_init_weights` of
-            the nearest model around the module, else the module's `reset_parameters`.
+        init: initialises one module's own parameters, in place, and buffers, also by assigning others. Default:
+            Hugging Face's `_init_weights` of the nearest model around the module, else its `reset_parameters`.
         first: whether this rank is the one whose values count.
         promised: names of what will have its values later; what of it is sharded stays on the meta device.
     """
@@ -124,6 +124,7 @@ class Materialiser:
                 self.cause = error
                 name = self._names[module] or "the model"
                 return f"the initialisation of {name} raised {type(error).__name__}: {error}"
+            _take_assigned(module, tensors)
         for module, tensors in fresh.items():
             for tensor in tensors:
                 if _is_fresh(tensor[1]):
@@ -136,6 +137,15 @@ class Materialiser:
 
     def _label(self, module: nn.Module, key: str) -> str:
         return ".".join(part for part in (self._names[module], key) if part)
+
+
+def _take_assigned(module: nn.Module, tensors: list[tuple[str, Tensor]]) -> None:
+    """A buffer that was given another tensor, as in ``self.cache = self.compute()``, has its values in its own memory,
+    which is the same on all ranks."""
+    for key, made in tensors:
+        found = module._buffers.get(key)
+        if found is not None and found is not made and found.shape == made.shape and not found.is_meta:
+            module._buffers[key] = made.copy_(found)
 
 
 def _is_fresh(tensor: Tensor) -> bool:

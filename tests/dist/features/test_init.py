@@ -137,7 +137,7 @@ class Scaled(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.scale, 2.0)
-        self.table.copy_(torch.arange(4.0))
+        self.table = torch.arange(4.0)  # as torchtitan's modules do; the first rank's memory is still all ranks'
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * self.scale + self.table
@@ -273,6 +273,15 @@ def test_whole_state_goes_in_and_out(strategy):
     same_state(pair.model, other)
     pair.plain.load_state_dict(other.state_dict())
     pair.train(steps=2)
+
+
+@on_ranks(4)
+def test_hooks_of_state_dicts_are_not_given_slices():
+    """torchtitan's split a fused weight, which needs the whole of it."""
+    model = net()
+    model.register_state_dict_post_hook(lambda *_: pytest.fail("called with slices"))
+    zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+    assert list(zm.full_state_dict(model)) == (list(net().state_dict()) if dist.get_rank() == 0 else [])
 
 
 @on_ranks(4)
