@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zeromesh.checkpoint import extra
 from zeromesh.checkpoint.collect import STATE, aliases_of, collect
+from zeromesh.checkpoint.frozen import checksums, left_out, require_same
 from zeromesh.checkpoint.groups import describe_groups, groups_for_torch, read_groups, restore_groups
 from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
 from zeromesh.checkpoint.manifest import DamagedError
@@ -59,6 +60,7 @@ class Checkpoints:
         optimizers: one or several, made from the model's parameters.
         keep: newest checkpoints to keep, at least 1.
         keep_every: checkpoints of steps that this divides are kept for good; 0 keeps none.
+        frozen: also save frozen parameters; else checksums of them, by which a load finds out whether they are there.
         lock_wait_s: how long to wait for another job that saves to the same directory.
 
     Raises:
@@ -79,6 +81,7 @@ class Checkpoints:
         *,
         keep: int = 2,
         keep_every: int = 0,
+        frozen: bool = True,
         lock_wait_s: float = LOCK_WAIT_S,
     ) -> None:
         if keep < 1 or keep_every < 0:
@@ -92,6 +95,7 @@ class Checkpoints:
         self._storage = open_storage(directory)
         self._peers = make_peers(self._engine.control)
         self._options = {"keep": keep, "keep_every": keep_every}
+        self._frozen = frozen
         self._lock_wait_s = lock_wait_s
         self._saver: Saver | None = None
 
@@ -132,10 +136,11 @@ class Checkpoints:
         assert self._saver is not None
         engine = self._engine
         engine.interpreter.quiesce()
-        collected = collect(self._model, engine, self._optimizers)
+        collected = collect(self._model, engine, self._optimizers, frozen=self._frozen)
         collected.pieces += random_pieces(engine.control.number)
         collected.pieces += extra.extra_pieces(self._model) if engine.control.first else []
         plain = {"user": to_plain(state or {}, "state"), "groups": describe_groups(self._optimizers)}
+        plain |= {} if self._frozen else {"frozen": checksums(engine)}
         snapshot = Snapshot(
             step=step,
             pieces=collected.pieces,
@@ -143,7 +148,7 @@ class Checkpoints:
             state=plain,
             about=_about(engine),
             objects={**groups_for_torch(self._optimizers), "step": step},
-            aliases=aliases_of(engine),
+            aliases=aliases_of(engine, frozen=self._frozen),
         )
         self._saver.save(snapshot)
 
@@ -213,6 +218,7 @@ class Checkpoints:
             raise
         if loaded is None:
             return None
+        require_same(self._engine, left_out(loaded.state, loaded.where), loaded.where)
         self._engine.changed()  # not before all ranks have loaded the same
         return Restored(where=loaded.where, step=loaded.step, state=user[-1], has_optimizer=found[-1])
 

@@ -57,25 +57,29 @@ def buffers_of(engine: Engine) -> Iterator[FlatShards]:
         yield from unit.buffers
 
 
+def _saved(engine: Engine, frozen: bool) -> Iterator[FlatShards]:
+    return (buffer for buffer in buffers_of(engine) if frozen or buffer.spec.trainable)
+
+
 def param_piece(param: ShardedParameter, prefix: str = MODEL) -> Piece:
     """A parameter's slice; shares its memory."""
     return param.piece(prefix + param.full_name, param.local)
 
 
-def aliases_of(engine: Engine) -> dict[str, str]:
+def aliases_of(engine: Engine, *, frozen: bool) -> dict[str, str]:
     """Further names of tied parameters, with the one that they are saved under."""
-    places = [place.info for buffer in buffers_of(engine) for place in buffer.places]
+    places = [place.info for buffer in _saved(engine, frozen) for place in buffer.places]
     return {MODEL + alias: MODEL + info.name for info in places for alias in info.names[1:]}
 
 
-def collect(model: nn.Module, engine: Engine, optimizers: Sequence[Optimizer]) -> Collected:
-    """This rank's share of parameters, buffers and optimizer states."""
+def collect(model: nn.Module, engine: Engine, optimizers: Sequence[Optimizer], *, frozen: bool) -> Collected:
+    """This rank's share of parameters, `frozen` ones only if asked for, of buffers and of optimizer states."""
     engine.require_own()
     collected = Collected()
     states = _states(optimizers)
     owned = {param for optimizer in optimizers for param in WHOLE.get(optimizer, ())}
     first = engine.control.first
-    for buffer in buffers_of(engine):
+    for buffer in _saved(engine, frozen):
         params = [param for param in buffer.optimizer_params if param.writes]
         pieces = [param_piece(param) for param in params]
         numbers: list[Piece] = []

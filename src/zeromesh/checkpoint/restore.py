@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.collect import MODEL, STATE, buffers_of
+from zeromesh.checkpoint.frozen import left_out
 from zeromesh.checkpoint.full_state import persistent_buffers
 from zeromesh.checkpoint.manifest import TensorEntry
 from zeromesh.checkpoint.read import Reader, require_match
@@ -31,9 +32,12 @@ def restore_model(model: nn.Module, engine: Engine, reader: Reader) -> None:
         CheckpointError: of another model; nothing is changed then.
     """
     entries = reader.manifest.tensors
+    elsewhere = left_out(reader.manifest.state, reader.where)
     pieces, targets = [], []
     for buffer in buffers_of(engine):
         for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
+            if place.info.name in elsewhere:
+                continue
             name = next((name for name in place.info.names if MODEL + name in entries), place.info.name)
             pieces.append(param.piece(MODEL + name, param.local))
     for name, held in persistent_buffers(model):

@@ -203,7 +203,9 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         optimizer = self.optimizer
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        return Checkpoints(os.path.join(directory, STATES), self.model, optimizer, keep=1)
+        return Checkpoints(
+            os.path.join(directory, STATES), self.model, optimizer, keep=1, frozen=not is_peft(self.model)
+        )
 
     def _has_states(self, checkpoint: str) -> bool:
         return engine_of(self.model).control.say(os.path.isdir(os.path.join(checkpoint, STATES)))

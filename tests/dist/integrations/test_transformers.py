@@ -150,7 +150,14 @@ def stopped(directory: str, kind: str, strategy: str, mesh: dict[str, int]) -> N
         trained(Path(directory), kind, sharding(strategy, mesh), save_strategy="steps", save_steps=10, max_steps=20)
 
 
-def resumed(directory: str, kind: str, strategy: str, mesh: dict[str, int], **options: Any) -> Any:
+def refused_on_another_base(directory: str, strategy: str, mesh: dict[str, int]) -> None:
+    with pytest.raises(CheckpointError, match=r"beside other values of 1 of \d+ frozen .*q_proj.base_layer.weight"):
+        resumed(directory, "lora", strategy, mesh, other_base=True)
+
+
+def resumed(
+    directory: str, kind: str, strategy: str, mesh: dict[str, int], *, other_base: bool = False, **options: Any
+) -> Any:
     from zeromesh.integrations.transformers import Trainer
 
     with launched():
@@ -159,6 +166,10 @@ def resumed(directory: str, kind: str, strategy: str, mesh: dict[str, int], **op
         with torch.no_grad():  # what is not loaded shows
             for parameter in trainer.model.parameters():
                 parameter.zero_() if parameter.requires_grad else None
+            if other_base:
+                trainer.model.get_parameter("base_model.model.model.layers.1.self_attn.q_proj.base_layer.weight")[
+                    7, 5
+                ] += 1
         trainer.train(resume_from_checkpoint=f"{directory}/checkpoint-10")
         return curve(trainer)
 
@@ -168,6 +179,11 @@ def resumed(directory: str, kind: str, strategy: str, mesh: dict[str, int], **op
 def test_resumes_on_another_world_and_strategy(pool: Pool, kind, strategy, tmp_path):
     pool.run(4, stopped, str(tmp_path), kind, STRATEGIES[0], {"cluster": 2, "node": 2}, timeout_s=190)
     (expected,) = pool.run(1, alone, str(tmp_path / "plain"), kind, timeout_s=190)
+    if kind == "lora":  # the base is where it came from
+        manifest = next((tmp_path / "checkpoint-10" / "zeromesh").rglob("manifest*")).read_text()
+        assert '"model.base_model.model.lm_head.modules_to_save.default.weight"' in manifest
+        assert '"model.base_model.model.model.embed_tokens.weight"' not in manifest
+        pool.run(2, refused_on_another_base, str(tmp_path), strategy, {"node": 2}, timeout_s=190)
     for found in pool.run(2, resumed, str(tmp_path), kind, strategy, {"node": 2}, timeout_s=190):
         assert_same_curve(found, expected)
 
