@@ -14,7 +14,7 @@ the forward's two, since it computes the scores again. `ModelSpec.model_flops_pe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from zeromesh.errors import ModelError
@@ -162,6 +162,16 @@ class ActivationSpec:
                 return self.saved_selective
             case Recomputation.FULL:
                 return self.saved_full
+
+    def keeping(self, per_token: float) -> ActivationSpec:
+        """With so much more saved, whatever is recomputed."""
+        more = PerToken(constant=per_token)
+        return replace(
+            self,
+            saved_none=self.saved_none + more,
+            saved_selective=self.saved_selective + more,
+            saved_full=self.saved_full + more,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,6 +202,9 @@ def emit_torchtitan(plan: Plan, model: ModelSpec) -> str:
         _refuse(engine, plan, "tp without sequence parallelism")
     if _computed_in(plan) == "fp16":
         _refuse(engine, plan, "parameters in fp16: bf16 or fp32")
+    stages = parallel.pp * parallel.pp_chunks
+    if model.num_layers % stages:
+        _refuse(engine, plan, f"{model.num_layers} layers over {stages} stages, which do not divide them")
     replicas = rest[0][1] if rest else 1
     return _render(
         "torchtitan.toml.j2",
@@ -209,7 +212,7 @@ def emit_torchtitan(plan: Plan, model: ModelSpec) -> str:
         model,
         parallel=parallel,
         schedule=_TITAN_SCHEDULES[parallel.pp_schedule],
-        layers_per_stage=model.num_layers // (parallel.pp * parallel.pp_chunks),
+        layers_per_stage=model.num_layers // stages,
         replicas=replicas,
         shards=shards // parallel.cp,
         ranks=replicas * shards // parallel.cp,

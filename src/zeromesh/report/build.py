@@ -27,14 +27,9 @@ from zeromesh.report.page import (
 from zeromesh.simulator import Simulation
 from zeromesh.trace import Event, Trace
 from zeromesh.units import format_bytes, format_seconds
+from zeromesh.validate.judged import judged_lines
 
 _KINDS = ("params", "grads", "optimizer", "buffers", "activations", "overhead")
-_CP_ERROR = (
-    "cp: against 1 rank torchtitan's 2, 4 and 8, measured in fp8, reach 101%, 73% and 68% of what is predicted in bf16"
-)
-"""Of the four rows with cp in torchtitan_published.csv: 3890, 2540, 1071 and 548 tokens/s and GPU for 1 to 8 ranks;
-predicted 4269, 2762, 1621 and 888 with fused kernels (docs/prediction.md)."""
-
 _FINEST = 2000
 """Spans of a row that a screen can show; closer ones of a kind are drawn as one."""
 
@@ -145,13 +140,7 @@ def divided_lines(simulation: Simulation) -> list[str]:
         for rank in simulation.ranks
     ]
     lines = [f"ranks of the pipeline: {'; '.join(ranks)}"] if ranks else []
-    parallel = simulation.parallel
-    unknown = [name for name in ("tp", "pp", "ep") if getattr(parallel, name) > 1]
-    if unknown:
-        lines.append(f"{', '.join(unknown)}: no measured step is at hand, so the error of these seconds is not known")
-    if parallel.cp > 1:
-        lines.append(_CP_ERROR)
-    return lines
+    return [*lines, *judged_lines(simulation.parallel)]
 
 
 def _subtitle(cluster: Cluster, seq_len: int, tokens: int) -> str:

@@ -17,7 +17,7 @@ from zeromesh.cost.group import INSIDE_A_NODE
 from zeromesh.errors import ClusterError, InputError
 from zeromesh.model import ModelSpec, UnitKind, UnitSpec, with_trainable
 from zeromesh.model.parallel import Parallel
-from zeromesh.model.spec import ActivationSpec, CollectiveSpec, PerToken
+from zeromesh.model.spec import DTYPE_BYTES, ActivationSpec, CollectiveSpec, PerToken
 from zeromesh.model.transformer import build
 from zeromesh.strategy import Axis, Layout, Stage, Wire
 
@@ -137,9 +137,6 @@ def _check(model: ModelSpec, parallel: Parallel, seq_len: int) -> None:
         wanted.append(("tp", spread, "sequence length (with sequence parallelism)", seq_len))
     if parallel.cp > 1:  # torch balances causal attention by giving each rank two pieces
         wanted.append(("2 * cp", 2 * parallel.cp, "sequence length", seq_len))
-    layers = sum(unit.count for unit in model.units if unit.kind is UnitKind.BLOCK)
-    stages = parallel.pp * parallel.pp_chunks
-    wanted.append(("pp" if parallel.pp_chunks == 1 else "pp * pp_chunks", stages, "layers", layers))
     for degree, size, what, number in wanted:
         if size > 1 and not number:
             raise InputError(f"{degree}={size} cuts {what}, of which {name} has none: leave {degree} at 1")
@@ -149,6 +146,13 @@ def _check(model: ModelSpec, parallel: Parallel, seq_len: int) -> None:
                 f"{degree} must divide the {what} of {name}, {number}; got {size}: take "
                 f"{' or '.join(map(str, nearest[-2:]))}"
             )
+    layers = sum(unit.count for unit in model.units if unit.kind is UnitKind.BLOCK)
+    stages = parallel.pp * parallel.pp_chunks
+    if stages > max(1, layers):
+        raise InputError(
+            f"a pipeline of {parallel.pp} ranks with {parallel.pp_chunks} stages each needs {stages} layers, and "
+            f"{name} has {layers}: take fewer"
+        )
     if parallel.pp > 1 and any(unit.kind is UnitKind.ROOT and unit.matmuls for unit in model.units):
         raise InputError(
             f"{name} ties its embedding to its head, which are on the first and the last rank of a pipeline: leave pp "
@@ -234,11 +238,12 @@ def _parts(model: ModelSpec, parallel: Parallel) -> Iterator[Part]:
 
 
 def _of_pipeline_rank(model: ModelSpec, parallel: Parallel, rank: int) -> ModelSpec:
-    """Its chunks of the blocks; the embedding is the first rank's, the last norm and the head are the last's."""
+    """Its chunks of the blocks, which stages share evenly, or as evenly as they divide, later ones more; the embedding
+    is the first rank's, the last norm and the head are the last's."""
     blocks = [replace(u, count=1) for u in model.units if u.kind is UnitKind.BLOCK for _ in range(u.count)]
     stages = parallel.pp * parallel.pp_chunks
-    each = len(blocks) // stages
-    own = [blocks[i] for stage in range(rank, stages, parallel.pp) for i in range(stage * each, (stage + 1) * each)]
+    ends = [len(blocks) * stage // stages for stage in range(stages + 1)]
+    own = [blocks[i] for stage in range(rank, stages, parallel.pp) for i in range(ends[stage], ends[stage + 1])]
     merged = [replace(block, count=len(list(same))) for block, same in groupby(own)]
     first, last = rank == 0, rank == parallel.pp - 1
     spread = parallel.tp if parallel.sequence_parallel else 1
@@ -246,6 +251,9 @@ def _of_pipeline_rank(model: ModelSpec, parallel: Parallel, rank: int) -> ModelS
     message = CollectiveSpec(axis="pp", operation="broadcast", elements=model.hidden / spread, times=parallel.pp_chunks)
     roots = [_root_of(unit, first, last) for unit in model.units if unit.kind is UnitKind.ROOT] or [NOTHING]
     roots[0] = replace(roots[0], collectives=(*roots[0].collectives, message, replace(message, backward=True)))
+    # What a stage has handed on it keeps for its backward (torch/distributed/pipelining/stage.py, fwd_cache).
+    kept = DTYPE_BYTES[model.dtype] * model.hidden / spread * (parallel.pp_chunks - last)
+    roots[0] = replace(roots[0], activations=roots[0].activations.keeping(kept))
     embedding = [unit for unit in model.units if unit.kind is UnitKind.EMBEDDING and first]
     head = [unit for unit in model.units if unit.kind is UnitKind.HEAD and last]
     return replace(model, units=(*roots, *embedding, *merged, *head))

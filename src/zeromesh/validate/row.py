@@ -55,5 +55,14 @@ def predicted_row(row: Row, predictions: Sequence[float], ours: float | None = N
 
 def published(name: str) -> list[dict[str, str]]:
     """The rows of a published table, as strings."""
-    text = (files("zeromesh.validate") / "data" / "published" / f"{name}.csv").read_text(encoding="utf-8")
+    return _rows("published", name)
+
+
+def calibration(name: str) -> list[dict[str, str]]:
+    """The rows of a table that constants were fitted on, in part at least."""
+    return _rows("calibration", name)
+
+
+def _rows(folder: str, name: str) -> list[dict[str, str]]:
+    text = (files("zeromesh.validate") / "data" / folder / f"{name}.csv").read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))

@@ -321,7 +321,7 @@ def test_plan_and_simulate_take_degrees(zeromesh: Any, tmp_path: Path) -> None:
     arguments = ["--strategy", "node=3,cluster=1", "--tp", "4", "--pp", "2", "--report", str(page)]
     code, out, _ = zeromesh("simulate", *base, *arguments)
     assert code == 0 and "tp=4,pp=2 (1f1b) node=3,cluster=1" in out and "ranks of the pipeline: 0: " in out
-    assert "no measured step is at hand" in " ".join(out.split()) and "tp=4,pp=2 (1f1b)" in page.read_text()
+    assert "tp, pp: no published step is at hand" in " ".join(out.split()) and "tp=4,pp=2 (1f1b)" in page.read_text()
     code, out, _ = zeromesh("plan", *base, "--space", "full", "--cp", "1", "--pp", "4", "--emit", "fsdp2")
     assert code == 2
     code, _, error = zeromesh("plan", *base, "--pp-schedule", "zero")

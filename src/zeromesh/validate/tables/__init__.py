@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from zeromesh.validate.row import Row
 from zeromesh.validate.tables.amsp import amsp_layout_rows, amsp_mfu_rows, amsp_rows
+from zeromesh.validate.tables.cut import collective_rows, context_rows, galvatron_cut_rows, internevo_cut_rows
 from zeromesh.validate.tables.fsdp import foundry_rows, torchtitan_rows
 from zeromesh.validate.tables.memory import galvatron_rows, internevo_rows
 from zeromesh.validate.tables.ratios import frontier_rows, paro_rows, zeropp_rows
@@ -21,4 +22,8 @@ SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "frontier": frontier_rows,
     "internevo": internevo_rows,
     "galvatron": galvatron_rows,
+    "torchtitan-cp": context_rows,
+    "cut-collectives": collective_rows,
+    "internevo-cut": internevo_cut_rows,
+    "galvatron-cut": galvatron_cut_rows,
 }

@@ -10,6 +10,7 @@ from itertools import product
 from zeromesh.cluster import preset as cluster_preset
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
+from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.model.shape import EAGER, FUSED, MEGATRON, Kernels
 from zeromesh.simulator import ENGINES, FixedWorkload, simulate
 from zeromesh.simulator.allocated import AllocatedPeak
@@ -23,38 +24,43 @@ _MEBIBYTE = 2**20
 
 
 def internevo_rows() -> Iterator[Row]:
-    """Peak memory of the pure FSDP rows."""
+    """Peak memory of the rows with FSDP alone; the others are a table of their own."""
     for entry in published("internevo_memory_a800"):
-        pure = entry["fsdp"] == "True" and entry["tp"] == "1" and entry["pp"] == "1"
+        if (entry["tp"], entry["pp"]) != ("1", "1"):
+            continue
         row = Row(
             table=INTERNEVO,
-            label=f"{entry['model']}, {entry['gpus']} GPUs, tp {entry['tp']}, pp {entry['pp']}, fsdp {entry['fsdp']}",
+            label=f"{entry['model']}, {entry['gpus']} GPUs, fsdp {entry['fsdp']}",
             group=entry["model"],
             unit="GB",
             measured=float(entry["gpu_memory_GB"]),
-            excluded="" if pure else "tensor or pipeline parallelism",
         )
-        if not row.in_scope:
-            yield row
-            continue
         choices = product(
             assumed("internevo", "step_bytes").choices,
             assumed("internevo", "kernels").choices,
             assumed("internevo", "seq_len").choices,
         )
-        yield predicted_row(row, [_internevo_gb(entry, *choice) for choice in choices])
+        yield predicted_row(row, [internevo_gb(entry, *choice) for choice in choices])
 
 
-def _internevo_gb(entry: dict[str, str], step_bytes: str, kernels: str, length: str) -> float:
+def internevo_gb(
+    entry: dict[str, str], step_bytes: str, kernels: str, length: str, *, parallel: Parallel = WHOLE
+) -> float:
+    """Peak of a row with one choice of what it leaves open."""
     seq_len = int(length)
     gpus = int(entry["gpus"])
     model = model_preset(f"internlm-{entry['model'].lower()}", kernels=_KERNELS[kernels])
     workload = FixedWorkload(
         seq_len=seq_len,
-        global_batch_tokens=seq_len * gpus * int(entry["micro_bsz"]) * int(entry["micro_num"]),
+        global_batch_tokens=seq_len
+        * gpus
+        // (parallel.tp * parallel.pp)
+        * int(entry["micro_bsz"])
+        * int(entry["micro_num"]),
         micro_batch=int(entry["micro_bsz"]),
         recomputation=Recomputation.FULL,
         grad_dtype="bf16",
+        parallel=parallel,
     )
     engine = replace(ENGINES["fsdp"], step_bytes=float(step_bytes))
     cluster = cluster_preset("a800-8x-hdr").take(gpus)
@@ -97,26 +103,27 @@ def _galvatron_mib(layers: int, what: str, recomputation: Recomputation) -> list
     if what == "act":
         return [
             seq_len * _layers(layers, kernels).saved_activation_bytes(seq_len, recomputation) / _MEBIBYTE
-            for seq_len, kernels in _galvatron_choices()
+            for seq_len, kernels in galvatron_choices()
         ]
     return [
         AllocatedPeak(
             model=_layers(layers, kernels), world=8, tokens=seq_len, seq_len=seq_len, recomputation=recomputation
         ).above_backward_end()
         / _MEBIBYTE
-        for seq_len, kernels in _galvatron_choices()
+        for seq_len, kernels in galvatron_choices()
     ]
 
 
 def _layer_mib(recomputation: Recomputation) -> list[float]:
     predictions = []
-    for seq_len, kernels in _galvatron_choices():
+    for seq_len, kernels in galvatron_choices():
         block = next(u for u in _layers(1, kernels).units if u.kind is UnitKind.BLOCK)
         predictions.append(seq_len * block.saved_bytes(seq_len, recomputation) / _MEBIBYTE)
     return predictions
 
 
-def _galvatron_choices() -> list[tuple[int, Kernels]]:
+def galvatron_choices() -> list[tuple[int, Kernels]]:
+    """Of what the profile leaves open."""
     choices = product(assumed("galvatron", "seq_len").choices, assumed("galvatron", "kernels").choices)
     return [(int(seq_len), _KERNELS[kernels]) for seq_len, kernels in choices]
 
