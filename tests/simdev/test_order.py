@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
 from tests.dist.engine.reference import Block, Case, backward, evaluate, mesh_of, sharded
+from tests.dist.engine.test_parts import PAIRS, in_parts
 from tests.pure.strategy.mixes import mixes, notation
 from tests.simdev.clean import SOURCES, require_clean, require_documented
 from tests.simdev.faults import FAULTS, without_keeping
 from tests.simdev.ranks import alone
+from tests.simdev.test_rehearse import step, with_experts
 from zeromesh import simdev
 from zeromesh.comm import Lane
 from zeromesh.engine.api import engine_of
@@ -81,6 +83,21 @@ def test_three_axes():
         "node=2,cluster=3k,region=1",
     ):
         require_ordered(strategy, CASE, 2, 2, 2)
+
+
+@alone()
+def test_parts():
+    """Of the model's axes, and experts on axes of their own."""
+    simdev.counting_group(0, 16)
+    for own, other in PAIRS[::4]:
+        require_ordered(in_parts(own, other), CASE, 8, 2)
+    with simdev.Checker() as checker:
+        model, optimizer = with_experts(mesh_of(8, 2, device="simdev"))
+        for _ in range(2):
+            step(model, optimizer)
+        engine_of(model).interpreter.quiesce()
+    require_clean(checker, "experts")
+    assert checker.checked > 500
 
 
 CASES = {
