@@ -8,7 +8,7 @@ from zeromesh.comm.collectives import (
     sums_natively,
     workspace_bytes,
 )
-from zeromesh.comm.groups import AxisGroup, Sent, group_of, make_groups, mesh_group
+from zeromesh.comm.groups import AxisGroup, Sent, axis_ranks, group_of, make_groups, mesh_group
 from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.comm.transport import Message, pass_on
 
@@ -21,6 +21,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_max",
+    "axis_ranks",
     "group_of",
     "make_groups",
     "mesh_group",

@@ -29,7 +29,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -93,6 +93,7 @@ class AxisGroup:
         timeout_s: after which a collective fails.
         exact: whether sums are ours, in fp32 in the order of the ranks, also where the backend has its own.
         record: is told of every collective; an observer for tests and byte counters.
+        lender: of the communicators, where they are another axis's.
     """
 
     name: str
@@ -105,10 +106,15 @@ class AxisGroup:
     timeout_s: float
     exact: bool = False
     record: Callable[[Sent], None] = _unobserved
+    lender: AxisGroup | None = None
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def lent(self, name: str, *, exact: bool) -> AxisGroup:
+        """For another axis along the same ranks, with the same communicators, which this one keeps meanwhile."""
+        return replace(self, name=name, exact=exact, lender=self)
 
 
 def make_groups(

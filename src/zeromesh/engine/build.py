@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zeromesh.comm import AxisGroup, Lane, make_groups, mesh_group
+from zeromesh.comm import AxisGroup, Lane, axis_ranks, make_groups, mesh_group
 from zeromesh.comm.registered import Registration, registered
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
@@ -28,9 +28,9 @@ from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.model.module_units import clean_name
-from zeromesh.schedule import ITEM_BYTES, LANES, Placed, Schedule
+from zeromesh.schedule import ITEM_BYTES, LANES, Placed, Schedule, lent_axes
 from zeromesh.schedule.transfer import LaneKind
-from zeromesh.strategy import Layout
+from zeromesh.strategy import Axis, Layout
 from zeromesh.wires.format import has_triton
 
 EXACT_RANKS = 64
@@ -127,7 +127,7 @@ def build_engine(
     chosen = "; ".join(f"{part} {home.layout.strategy} on {home.layout.mesh}".lstrip() for part, home in homes.items())
     control.require_same("strategy", f"{chosen}{' registered' * register}")
     control.require_same("model", _digest(model, modules, precision, promised))
-    groups = {axis: group for home in homes.values() for axis, group in _groups_of(home).items()}
+    groups = _groups_of(homes)
     _require_short_sums(groups.values(), control)
     schedule = Schedule.of(
         homes[""].layout,
@@ -162,9 +162,40 @@ def build_engine(
     return engine
 
 
-def _groups_of(home: Home) -> dict[str, AxisGroup]:
-    layout = home.layout
-    return {} if home.mesh is None else make_groups(home.mesh, layout.axes, exact=layout.strategy.sum == "exact")
+def _groups_of(homes: Mapping[str, Home]) -> dict[str, AxisGroup]:
+    """Of every axis of every layout; an axis of a part has another's communicators where all ranks can do so."""
+    meshes = {home.layout.part: home.mesh for home in homes.values()}
+
+    def line(layout: Layout, axis: Axis) -> tuple[int, ...]:
+        mesh = meshes[layout.part]
+        assert mesh is not None  # an axis has ranks
+        return axis_ranks(mesh, axis)
+
+    layouts = [home.layout for home in homes.values()]
+    lent = _agreed(lent_axes(layouts, line), layouts, homes[""].control)
+    found = dict[str, AxisGroup]()
+    for home in homes.values():
+        exact, own = home.layout.strategy.sum == "exact", [axis for axis in home.layout.axes if axis.name not in lent]
+        if home.mesh is not None:
+            found |= make_groups(home.mesh, own, exact=exact)
+        found |= {
+            axis.name: found[lent[axis.name]].lent(axis.name, exact=exact)
+            for axis in home.layout.axes
+            if axis.name in lent
+        }
+    return found
+
+
+def _agreed(lent: Mapping[str, str], layouts: Sequence[Layout], control: Control) -> dict[str, str]:
+    """Of what this rank can do, what all do alike: they make communicators together."""
+    names = [axis.name for layout in layouts for axis in layout.axes]
+    if len(layouts) == 1:
+        return {}
+    places = [names.index(lent.get(name, name)) for name in names]
+    words = torch.tensor([*places, *(-place for place in places)], device=control.device)
+    highest, lowest = control.reduce_all(words, dist.ReduceOp.MAX).view(2, -1).tolist()
+    same = (name for name, high, low in zip(names, highest, lowest, strict=True) if high == -low)
+    return {name: lent[name] for name in same if name in lent}
 
 
 def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precision, promised: AbstractSet[str]) -> str:

@@ -181,7 +181,8 @@ class Stage:
     ) -> Rehearsal:
         *kinds, _total = memory_report(model, optimizer)
         hardware, layout = self.hardware, engine.schedule.layout
-        communicators = _COMMUNICATORS * sum(axis.size > 1 for axis in engine.schedule.axes)
+        groups = engine.backend.groups.values()
+        communicators = _COMMUNICATORS * sum(group.lender is None for group in groups)
         watch = found.watch
         last = found.timed[-1] if found.timed else None
         return Rehearsal(

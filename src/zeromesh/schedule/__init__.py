@@ -12,7 +12,7 @@ from zeromesh.schedule.placed import Placed, Route, place
 from zeromesh.schedule.program import Op, PointKind, Schedule
 from zeromesh.schedule.state import GradState, Reducing, Reduction
 from zeromesh.schedule.step import sent_bytes_per_axis
-from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes
+from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes, lent_axes
 from zeromesh.schedule.unit import (
     BUCKET_BYTES,
     ITEM_BYTES,
@@ -49,6 +49,7 @@ __all__ = [
     "join_units",
     "joined_name",
     "lane_axes",
+    "lent_axes",
     "most_room",
     "neighbours",
     "place",

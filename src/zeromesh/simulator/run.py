@@ -18,7 +18,7 @@ from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
-from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule
+from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule, lent_axes
 from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
@@ -194,7 +194,8 @@ class _Setup:
 
     def memory(self, dynamic_bytes: float) -> MemoryBytes:
         """Of one device, where so much comes and goes at the most."""
-        axes = sum(axis.size > 1 for axis in self.schedule.axes) + len(self.division.groups)
+        lent = lent_axes(self.schedule.layouts, lambda _, axis: (axis.mesh_axis, axis.size, axis.stride))
+        axes = sum(axis.size > 1 for axis in self.schedule.axes) - len(lent) + len(self.division.groups)
         overhead = Overhead.of(
             self.constants,
             backend=self.cluster.backend,

@@ -14,6 +14,7 @@ from tests.dist.engine.reference import TIMEOUT_S, Case, Unequal, backward, chec
 from tests.dist.pool import on_ranks
 
 CASE = Case(steps=2, micro_batches=2, optimizer="both")
+PART = "node=3,cluster=1 | *.up: node=3@int8/int4,cluster=1@/int4+ef"
 STRATEGIES = [
     "node=0,cluster=0",
     "node=1,cluster=1",
@@ -27,6 +28,7 @@ STRATEGIES = [
     "node=3d,cluster=3",
     "node=2,cluster=3k",
     "node=3,cluster=3dk;prefetch=1",
+    "node=3,cluster=1 | *.up: node=3,cluster=3k | head: node=0,cluster=1",
 ]
 
 
@@ -53,7 +55,12 @@ def trained(strategy: str, case: Case) -> list[torch.Tensor]:
 def test_late_or_early_the_bits_are_the_same():
     """Of fp32 sums and of quantised wires, which round at random: their noise is drawn in the order of the jobs."""
     case = Case(precision="fp32", steps=2, micro_batches=2)
-    for strategy in ("node=3,cluster=1", "node=3@int8/int4,cluster=0@/int8", "node=3@int8/int8+ef,cluster=1@/int4+ef"):
+    for strategy in (
+        "node=3,cluster=1",
+        "node=3@int8/int4,cluster=0@/int8",
+        "node=3@int8/int8+ef,cluster=1@/int4+ef",
+        PART,
+    ):
         expected = trained(strategy, case)
         with delays(3):
             got = trained(strategy, case)

@@ -12,6 +12,7 @@ import zeromesh as zm
 from tests.dist.engine.reference import TIMEOUT_S, Case, backward, check, mesh_of, sharded
 from tests.dist.pool import on_ranks
 from tests.pure.strategy.mixes import mixes, notation
+from zeromesh.engine.api import engine_of
 from zeromesh.errors import MeshError, ModelError, NotationError, OptimizerError
 
 MIXES = [notation(mix) for mix in mixes(2, kept=True)]
@@ -65,6 +66,30 @@ def test_what_is_held_sent_and_saved(tmp_path):
             saved = zm.full_state_dict(model)
             checkpoints.save(step)
             checkpoints.close()
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_quantised_wires_of_a_part_are_its_alone():
+    """Where its gradients alone are rounded, the others' are to the bit what they are without."""
+    case, grads, mesh = Case(precision="fp32", micro_batches=1), list[dict[str, torch.Tensor]](), mesh_of(2, 2)
+    for wire in ("", "@/int8", "@/int4"):
+        with sharded(f"node=3,cluster=1 | *.up: node=3{wire},cluster=1{wire}", case, mesh) as (model, _):
+            backward(model, case, 0)
+            shown = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+            grads.append({name: grad.local.clone() for name, grad in shown.items()})
+            lenders = {name: group.lender for name, group in engine_of(model).backend.groups.items()}
+            assert {name: lender and lender.name for name, lender in lenders.items()} == {
+                "node": None,
+                "cluster": None,
+                "*.up:node": "node",
+                "*.up:cluster": "cluster",
+            }
+    off = {name: [float((grad[name] - value).norm()) for grad in grads] for name, value in grads[0].items()}
+    for name, (_, little, more) in off.items():
+        if ".up." in name and grads[0][name].numel():
+            assert 0 < little < more < 0.3 * float(grads[0][name].norm()), name
+        else:
+            assert little == more == 0, name
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 
 from tests.pure.schedule.test_transfers import buffer
 from tests.pure.strategy.mixes import mixes, notation
-from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit, join_units, sent_bytes_per_axis
-from zeromesh.strategy import Layout
+from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit, join_units, lent_axes, sent_bytes_per_axis
+from zeromesh.strategy import Layout, Strategy, layouts_of
 
 MESH = [("node", 2), ("cluster", 3)]
 EXPERTS = [("expert", 3)]
@@ -102,3 +102,19 @@ def test_the_step_overlaps_as_the_model_says() -> None:
         schedule = Schedule.of(Layout.of(f"{own};prefetch=2", MESH), units(DENSE, SPARSE), parts={"experts": plain})
         assert schedule.shards_params == ("3" in own + other)
         assert len(schedule.memory.gather.slot_bytes) == (1 + 3 if schedule.shards_params else 0)
+
+
+def test_communicators_are_lent_where_ranks_and_lanes_are_the_same():
+    text = "node=3,cluster=1 | a: node=3k,cluster=1 | b: node=0,cluster=3 | c: node=1,cluster=0 | d: node=1,cluster=2"
+    mesh = [("node", 2), ("cluster", 2)]
+    layouts = layouts_of(Strategy.parse(text), mesh, {}).values()
+    assert lent_axes(layouts, lambda _, axis: axis.mesh_axis) == {
+        "a:node": "node",
+        "a:cluster": "cluster",
+        # c:node: as b:node, which gathers nothing, reduces at the boundary. c:cluster: of a stage that gathers nothing.
+        "c:node": "b:node",
+        "c:cluster": "cluster",
+        "d:node": "b:node",
+    }
+    others = iter(range(99))
+    assert lent_axes(layouts, lambda *_: next(others)) == {}
