@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,6 +33,7 @@ from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerEr
 from zeromesh.integrations.methods import is_sharded, shard_model, with_mixed_precision
 from zeromesh.integrations.pretrained import is_peft
 from zeromesh.integrations.versions import require_known
+from zeromesh.model.module_units import find_blocks
 from zeromesh.sharding import Sharding
 
 require_known("transformers")
@@ -64,10 +66,17 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
     model: Any
     model_wrapped: Any
     optimizer: Any
+    _compiling: dict[str, Any] | None
 
     def __init__(self, *args: Any, sharding: Sharding, **kwargs: Any) -> None:
         self.sharding = sharding
         super().__init__(*args, **kwargs)
+        if is_peft(self.model) and "ref" in self.model.peft_config:
+            raise ModelError(
+                "the Trainer has given the model a second adapter, 'ref', and would change between them, which "
+                "changes what is trained and cannot be done once it is sharded: give it the model without adapters and "
+                "peft_config=..., or a ref_model"
+            )
 
     def shard_model(self) -> None:
         """Shards `self.model`, and a frozen reference beside it, where they are not yet; all ranks call it.
@@ -85,6 +94,9 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         return with_mixed_precision(self.sharding, self.args.mixed_precision).on(self.args.device.type)
 
     def _shard(self, model: Any) -> Any:
+        if self._compiling is not None:
+            for block in find_blocks(model):
+                block.compile(**self._compiling)
         shard_model(self._sharding, model)
         # Autocast, and the mark by which `prepare` then leaves it as it is, without DistributedDataParallel.
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -113,6 +125,9 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self._require_alone()
+        plugin = self.accelerator.state.dynamo_plugin
+        self._compiling = None if plugin.backend == DynamoBackend.NO else plugin.to_kwargs()
+        plugin.backend = DynamoBackend.NO  # not the whole model: between blocks parameters come and go
         if self.sharding.mesh is not None:
             self.accelerator.device_placement = False
 
@@ -126,7 +141,6 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
             "deepspeed": self.is_deepspeed_enabled,
             "fsdp": bool(args.fsdp) or self.is_fsdp_enabled,
             "parallelism_config": args.parallelism_config is not None,
-            "torch_compile": args.torch_compile,
             "bf16_full_eval": args.bf16_full_eval,
             "fp16_full_eval": args.fp16_full_eval,
             "save_on_each_node": args.save_on_each_node,
@@ -232,7 +246,6 @@ _INSTEAD = {
     "deepspeed": _ELSEWHERE,
     "fsdp": _ELSEWHERE,
     "parallelism_config": _ELSEWHERE,
-    "torch_compile": "compile the model's blocks before, with their compile()",
     "bf16_full_eval": _NO_CAST,
     "fp16_full_eval": _NO_CAST,
     "save_on_each_node": "all ranks write one checkpoint, to a directory that all of them see",

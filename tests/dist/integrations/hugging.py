@@ -53,15 +53,18 @@ def build(kind: str = "llama") -> Any:
 
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, tie_word_embeddings=kind == "tied"))
-    if kind != "lora":
+    if kind not in ("lora", "bf16 base"):
         return model
     import peft
 
+    if kind == "bf16 base":
+        model = model.bfloat16()  # PEFT then has adapters of fp32
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # what PEFT asks of transformers, which has new names for it
-        return peft.get_peft_model(
-            model, peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["lm_head"])
-        )
+        # A trained copy of bf16 would sum its gradients in that, in plain training.
+        trained = ["lm_head"] if kind == "lora" else None
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=trained))
 
 
 def samples(count: int = 48, *, seed: int = 1, uneven: bool = True) -> list[dict[str, torch.Tensor]]:

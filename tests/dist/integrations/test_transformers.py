@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError, InputError, MeshError, ModelError, OptimizerError
 
 
-def trained(directory: Path, kind: str = "llama", how: zm.Sharding | None = None, **options: Any) -> Any:
+def trained(
+    directory: Path, kind: str = "llama", how: zm.Sharding | None = None, *, scale: float = 0, **options: Any
+) -> Any:
     """A trainer that has run, and written its model."""
     import transformers as hf
 
@@ -39,10 +43,28 @@ def trained(directory: Path, kind: str = "llama", how: zm.Sharding | None = None
         "train_dataset": samples(),
         "eval_dataset": samples(16, seed=2, uneven=False),
     }
+    stop = [hf.EarlyStoppingCallback(early_stopping_patience=2)] if "load_best_model_at_end" in options else []
     model = build(kind)
-    trainer = hf.Trainer(model=model, **own) if how is None else Trainer(model=model, sharding=how, **own)
+    kind_of = scaled(Trainer, scale) if scale else Trainer
+    trainer = (
+        hf.Trainer(model=model, callbacks=stop, **own)
+        if how is None
+        else kind_of(model=model, callbacks=stop, sharding=how, **own)
+    )
     trainer.train()
     return trainer
+
+
+def scaled(kind: Any, scale: float) -> Any:
+    """With a scaler of gradients, which accelerate makes for devices alone."""
+
+    class Scaled(kind):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.native_amp = True
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=4)
+
+    return Scaled
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -117,7 +139,7 @@ EVERYTHING: dict[str, Any] = {
     "greater_is_better": True,  # so that the best is not the last
     "lr_scheduler_type": "constant",
     "learning_rate": 2e-2,
-    "max_steps": 12,
+    "max_steps": 20,
 }
 
 
@@ -223,6 +245,49 @@ def test_bf16_computes_and_sends_in_it_and_is_written_as_it_came(tmp_path):
 
 
 @on_ranks(2, timeout_s=60)
+def test_fp16_with_a_scaler_of_gradients(tmp_path):
+    expected = plain(lambda: curve(trained(tmp_path / "plain", max_steps=8)))
+    options: dict[str, Any] = {"fp16": True, "max_steps": 8}
+    with launched():
+        found = curve(trained(tmp_path, "llama", sharding("node=3", {"node": 2}), scale=2.0**8, **options))
+        overflows = trained(tmp_path, "llama", sharding("node=3", {"node": 2}), scale=2.0**20, **options)
+        zm.check_replicas(overflows.model, overflows.optimizer.optimizer)
+    for (_, loss, norm), (_, other, other_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(other, abs=1e-2) and norm == pytest.approx(other_norm, abs=2e-2)
+    assert {math.isfinite(norm) for _, _, norm in curve(overflows)} == {True, False}
+
+
+@on_ranks(2, timeout_s=60)
+def test_blocks_are_compiled_by_themselves(tmp_path):
+    expected = plain(lambda: curve(trained(tmp_path / "plain", max_steps=4)))
+    with launched(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's compiler looks there
+        how = sharding("node=3", {"node": 2})
+        trainer = trained(tmp_path, "llama", how, torch_compile_backend="aot_eager", max_steps=4)
+        assert all(block._compiled_call_impl is not None for block in trainer.model.model.layers)
+        assert trainer.model._compiled_call_impl is None
+    assert_same_curve(curve(trainer), expected)
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_frozen_base_of_low_precision_is_sharded_in_it(tmp_path):
+    from zeromesh.engine.api import engine_of
+
+    expected = plain(lambda: curve(trained(tmp_path / "plain", "bf16 base", max_steps=6)))
+    with launched():
+        trainer = trained(tmp_path, "bf16 base", sharding("node=3", {"node": 2}), max_steps=6)
+    assert_same_curve(curve(trainer), expected)
+    buffers = [buffer for unit in engine_of(trainer.model).units for buffer in unit.buffers]
+    kinds = {(buffer.spec.trainable, buffer.params.dtype, buffer.master is None) for buffer in buffers}
+    assert kinds == {(False, torch.bfloat16, True), (True, torch.float32, False)}
+    assert all(
+        buffer.grads is None and buffer.params.numel() * 2 == buffer.padded
+        for buffer in buffers
+        if not buffer.spec.trainable
+    )
+
+
+@on_ranks(2, timeout_s=60)
 def test_ranks_generate_unequal_lengths(tmp_path):
     from zeromesh.integrations.transformers import Trainer
 
@@ -264,8 +329,6 @@ def refuses(directory: str) -> None:
     with launched():
         with pytest.raises(InputError, match="fsdp cannot be used with sharding=: zeromesh shards the model itself"):
             make(fsdp=True)
-        with pytest.raises(InputError, match="torch_compile cannot be used with sharding=: compile the model's blocks"):
-            make(torch_compile=True)
         with pytest.raises(InputError, match="bf16_full_eval cannot be used with sharding=: a sharded model cannot be"):
             make(bf16_full_eval=True)
         with pytest.raises(InputError, match="even_batches=False cannot be used with sharding=: all ranks must run"):

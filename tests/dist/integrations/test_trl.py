@@ -22,6 +22,7 @@ from tests.dist.integrations.hugging import (
     sharding,
 )
 from tests.dist.pool import on_ranks
+from zeromesh.errors import ModelError
 from zeromesh.integrations.methods import is_sharded
 
 TOKENS = "abcdefghijklmnopqrst"
@@ -90,6 +91,28 @@ def quietly(run: Any, *args: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL and PEFT call what transformers and torch deprecate
         return run(*args)
+
+
+@on_ranks(2, timeout_s=60)
+def test_an_adapter_as_reference_is_refused_before_training(tmp_path):
+    import trl
+
+    from zeromesh.integrations.transformers import TrainerMixin
+
+    def make() -> None:
+        import datasets
+
+        class Sharded(TrainerMixin, trl.DPOTrainer):
+            pass
+
+        columns = {"prompt": words(8, 1), "chosen": words(8, 2), "rejected": words(8, 3)}
+        args = arguments(tmp_path, kind=trl.DPOConfig, max_steps=8, max_length=32, bf16=False)
+        data = datasets.Dataset.from_dict(columns)
+        how = sharding("node=3", {"node": 2})
+        Sharded(model=build("lora"), args=args, train_dataset=data, processing_class=tokenizer(), sharding=how)
+
+    with launched(), pytest.raises(ModelError, match="has given the model a second adapter, 'ref'"):
+        quietly(make)
 
 
 CASES = {
