@@ -132,6 +132,7 @@ def beyond_of(
     for part in meshes:
         found[""] += tuple(group for group in found[part] if _crosses(group, mesh, found[""]))
     for part, own in meshes.items():
+        _require_reached(part, found[part], mesh, found[""])
         found[part] += tuple(group for group in found[""] if _crosses(group, own, found[part]))
     return found
 
@@ -141,6 +142,22 @@ def _crosses(group: dist.ProcessGroup, mesh: DeviceMesh | None, others: Iterable
     ranks = set(dist.get_process_group_ranks(group))
     lines = [dist.get_process_group_ranks(other) for other in others]
     return all(len(ranks.intersection(line)) == 1 for line in [mesh.mesh.flatten().tolist() if mesh else [], *lines])
+
+
+def _require_reached(
+    part: str, groups: Iterable[dist.ProcessGroup], mesh: DeviceMesh | None, beyond: Sequence[dist.ProcessGroup]
+) -> None:
+    """What of the model is in no part would begin, and be stepped, apart on ranks that only a part knows."""
+    assert mesh is not None  # `require_inside`
+    lines = [mesh.mesh.flatten().tolist(), *(dist.get_process_group_ranks(group) for group in beyond)]
+    for group in groups:
+        ranks = dist.get_process_group_ranks(group)
+        if prod(len(set(ranks).intersection(line)) for line in lines) != len(ranks):
+            raise ModelError(
+                f"part {part} is divided over ranks {ranks}, some of which are neither in the model's mesh, "
+                f"{sorted(lines[0])}, nor on an axis that its other parameters are DTensors on: the rest of the model "
+                f"would drift apart there. Divide the rest over that axis too, or replicate it as DTensors"
+            )
 
 
 def _dtensors(spreads: Iterable[tuple[str, Spread | None]]) -> list[tuple[str, Spread]]:

@@ -117,12 +117,12 @@ def test_experts_that_are_plain_tensors_train_and_are_not_saved(tmp_path):
             save(model)
 
 
-def over_all_ranks(strategy: str):
+def over_all_ranks(strategy: str, own: DeviceMesh | None = None):
     """Experts over 4 ranks: one copy of all."""
     sparse, model = kept(init_device_mesh, "cpu", (1, 4), mesh_dim_names=("copies", "experts")), build(shared=False)
     model.spread(sparse["experts"])
     parts = {"*.experts": zm.Part(mesh=sparse["copies"], strategy="copies=0")}
-    return zm.shard(model, mesh_of(), strategy, parts=parts, **FP64)
+    return zm.shard(model, own or mesh_of(), strategy, parts=parts, **FP64)
 
 
 def step(model, optimizer, number: int) -> None:
@@ -238,6 +238,10 @@ def _saved_buffer():
     )
 
 
+def _ranks_that_a_part_knows_alone():
+    return over_all_ranks("cluster=1", mesh_of()["cluster"])
+
+
 def _no_part():
     mesh, model = mesh_of(), build(shared=False)
     model.spread(mesh["node"])
@@ -276,6 +280,11 @@ def _does_not_divide():
             r"mlp\.router\.weight is divided over 1 of the model's ranks, .* one in 2 of them",
         ),
         (_saved_buffer, ModelError, r"experts\.counts is in part \*\.experts, which other ranks.*persistent=False"),
+        (
+            _ranks_that_a_part_knows_alone,
+            ModelError,
+            r"part \*\.experts is divided over ranks \[0, 1, 2, 3\], some of .* mesh, \[\d, \d\], nor on an axis",
+        ),
         (_no_part, MeshError, r"which are ranks of the mesh of zm\.shard too.* or name the modules in parts="),
         (
             _meshes_that_cross,
