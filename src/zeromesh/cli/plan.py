@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zeromesh.cli import workload as shared
 from zeromesh.errors import InputError
+
+if TYPE_CHECKING:
+    from zeromesh.cluster import Cluster
+    from zeromesh.planner import Planned
 
 _OF_OUR_SPACE = (
     "grad_dtype",
@@ -26,6 +30,8 @@ _OF_OUR_SPACE = (
     "collective",
     "memory_margin",
     "engine",
+    "like",
+    "like_strategy",
     "splits",
     "robust",
     "exact",
@@ -73,6 +79,10 @@ def plan(
         bool, typer.Option(help="Choose by least regret over the constants that measurements leave open.")
     ] = False,
     exact: Annotated[bool, typer.Option(help="Simulate until the optimum is proven.")] = False,
+    like: shared.Like = "",
+    like_strategy: Annotated[
+        str, typer.Option(help="The layout that --like's run had; the plan's own where not given.")
+    ] = "",
     top: Annotated[int, typer.Option(help="Candidates to list.")] = 5,
     as_json: shared.Json = False,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
@@ -129,16 +139,29 @@ def plan(
         max_simulations=None if exact else planner.Options().max_simulations,
         memory_margin=memory_margin,
     )
-    planned = planner.plan(
-        spec,
-        hardware,
-        work,
-        options=options,
-        engine=engine,
-        top=top,
-        trace=report is not None,
-        choice="robust" if robust else "fastest",
-    )
+
+    def search(hardware: Cluster) -> Planned:
+        return planner.plan(
+            spec,
+            hardware,
+            work,
+            options=options,
+            engine=engine,
+            top=top,
+            trace=report is not None,
+            choice="robust" if robust else "fastest",
+        )
+
+    calibration = None
+    if like:
+        if space == "full":
+            raise InputError(
+                "--like knows of a run's strategy alone: give its --tp, --cp, --pp and --ep, without --space full"
+            )
+        had = like_strategy or str(search(hardware).best.candidate.strategy)
+        calibration = shared.calibrated(like, spec, hardware, work, had, engine=engine, memory_margin=memory_margin)
+        hardware = calibration.cluster
+    planned = search(hardware)
     if output is not None:
         shared.write(output, planned.plan.to_json())
     if report is not None:
@@ -148,10 +171,12 @@ def plan(
     if emit:
         print(EMITTERS[emit](planned.plan, spec))
     elif as_json:
-        print(json.dumps(planned.to_json(), indent=2))
+        print(json.dumps(planned.to_json() | ({"like": calibration.to_json()} if calibration else {}), indent=2))
     else:
         from zeromesh.report import print_plan
 
+        if calibration:
+            print(calibration.describe())
         print_plan(planned)
 
 

@@ -37,6 +37,8 @@ def simulate(
     memory_margin: shared.Margin = 0.08,
     engine: shared.Engine = "zeromesh",
     overlap: Annotated[str, typer.Option(help="Replaces the strategy's: none, gather or all.")] = "",
+    like: shared.Like = "",
+    like_strategy: shared.LikeStrategy = "",
     top: Annotated[int, typer.Option(help="Micro-batches and recomputations to list, of those left open.")] = 1,
     as_json: shared.Json = False,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
@@ -86,6 +88,12 @@ def simulate(
             "give --wire any"
         )
     layouts_of(parsed, rest.axes, {})
+    calibration = None
+    if like:
+        calibration = shared.calibrated(
+            like, spec, hardware, work, like_strategy or strategy, engine=engine, memory_margin=memory_margin
+        )
+        hardware = calibration.cluster
     choices = planner.simulate_choices(
         spec, hardware, work, parsed, engine=engine, memory_margin=memory_margin, top=top, trace=bool(report or trace)
     )
@@ -102,8 +110,11 @@ def simulate(
     if emit:
         print(EMITTERS[emit](plan, spec))
     elif as_json:
-        print(json.dumps(chosen.to_json() | {"candidates": [choice.to_json() for choice in choices]}, indent=2))
+        found = chosen.to_json() | {"candidates": [choice.to_json() for choice in choices]}
+        print(json.dumps(found | ({"like": calibration.to_json()} if calibration else {}), indent=2))
     else:
         from zeromesh.report import print_simulation
 
+        if calibration:
+            print(calibration.describe())
         print_simulation(choices, hardware)

@@ -13,7 +13,7 @@ from zeromesh.errors import InputError, nearest
 if TYPE_CHECKING:
     from zeromesh.cluster import Cluster
     from zeromesh.model import ModelSpec
-    from zeromesh.planner import Workload
+    from zeromesh.planner import Calibration, Workload
 
 Model = Annotated[
     str,
@@ -42,6 +42,14 @@ PpChunks = Annotated[int, typer.Option(help="Stages that one rank of a pipeline 
 SequenceParallel = Annotated[
     bool, typer.Option("--sequence-parallel/--no-sequence-parallel", help="With tp: norms and residuals too.")
 ]
+Like = Annotated[
+    str,
+    typer.Option(
+        help="A run of this model on these devices, whose measured step sets the device's rate: a metrics.jsonl, a "
+        "Trainer's trainer_state.json, a directory of either, or tokens a second."
+    ),
+]
+LikeStrategy = Annotated[str, typer.Option(help="The layout that --like's run had.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan, for train and shard.")]
 
@@ -110,6 +118,29 @@ def workload(
         pp_chunks=pp_chunks or (2 if pp_schedule == "interleaved" else 1),
         sequence_parallel=sequence_parallel,
     )
+
+
+def calibrated(
+    run: str,
+    spec: ModelSpec,
+    hardware: Cluster,
+    work: Workload,
+    strategy: str,
+    *,
+    engine: str,
+    memory_margin: float,
+) -> Calibration:
+    """What `--like RUN` says of the cluster's device, whose layout was `strategy`."""
+    from zeromesh import planner
+    from zeromesh.strategy import Strategy
+
+    parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
+
+    def predict(cluster: Cluster) -> float:
+        choices = planner.simulate_choices(spec, cluster, work, parsed, engine=engine, memory_margin=memory_margin)
+        return choices[0].simulation.step_s
+
+    return planner.calibrate(hardware, planner.read_run(run, work.global_batch_tokens), strategy, predict)
 
 
 def check_choice(option: str, value: str, known: tuple[str, ...]) -> None:

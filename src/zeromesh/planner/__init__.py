@@ -3,12 +3,14 @@
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate
 from zeromesh.planner.explain import Reason
 from zeromesh.planner.fixed import simulate_choices, simulate_strategy
+from zeromesh.planner.like import Calibration, calibrate, read_run
 from zeromesh.planner.memory import ModelState, model_state
 from zeromesh.planner.plan import Planned, as_plan, plan
 from zeromesh.planner.search import NothingFitsError, Options, collective_choices, search
 from zeromesh.planner.workload import Workload
 
 __all__ = [
+    "Calibration",
     "Candidate",
     "Choice",
     "Estimate",
@@ -19,9 +21,11 @@ __all__ = [
     "Reason",
     "Workload",
     "as_plan",
+    "calibrate",
     "collective_choices",
     "model_state",
     "plan",
+    "read_run",
     "search",
     "simulate_choices",
     "simulate_strategy",

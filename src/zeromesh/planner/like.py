@@ -1,0 +1,196 @@
+"""How fast a device has been seen to be: the rates at which a measured run's own layout takes what it took.
+
+The device's matrix rate and its memory's are multiplied by one factor, with which the simulated step is as long as the
+measured one. All else that a prediction gets wrong (the network, kernels that wait for the host) goes into that factor
+too, so what is planned for has to be alike: the same model and devices.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from zeromesh.cluster import Cluster, Device
+from zeromesh.cost import ComputeModel, default_constants
+from zeromesh.errors import InputError
+from zeromesh.files import parse_json, read_text
+
+SLOWEST, FASTEST = 1e-4, 1e3
+"""Factors beyond which a run is not of this model or these devices."""
+
+CLOSE = 1e-3
+"""Share of the measured step by which the calibrated one may be off."""
+
+NAMES = ("metrics.jsonl", "trainer_state.json", "train_results.json", "all_results.json")
+"""What a run's directory is searched for, in this order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """Seconds of a step, and whose they are."""
+
+    step_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What a measured step says of a device.
+
+    Args:
+        measured: the step.
+        predicted_s: what was predicted for it before.
+        factor: of the device's rates.
+        cluster: with these rates.
+        strategy: the layout that the run had, or is taken to have had.
+    """
+
+    measured: MeasuredStep
+    predicted_s: float
+    factor: float
+    cluster: Cluster
+    strategy: str
+
+    def describe(self) -> str:
+        """One line: what was measured, how far off the prediction was, and what is used now."""
+        off = self.predicted_s / self.measured.step_s - 1
+        return (
+            f"like {self.measured.source}: {self.strategy} took {self.measured.step_s:.4g} s a step where "
+            f"{self.predicted_s:.4g} s were predicted ({abs(off):.1%} too {'long' if off > 0 else 'short'}); the "
+            f"device counts as {self.factor:.3g} times as fast from here on"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "source": self.measured.source,
+            "strategy": self.strategy,
+            "measured_step_s": self.measured.step_s,
+            "predicted_step_s": self.predicted_s,
+            "off": self.predicted_s / self.measured.step_s - 1,
+            "factor": self.factor,
+        }
+
+
+def read_run(run: str, tokens: int) -> MeasuredStep:
+    """A step of a run.
+
+    Args:
+        run: tokens a second of all devices together; or a `metrics.jsonl` of `zeromesh train`, a `trainer_state.json`
+            or `train_results.json` of transformers' Trainer, or a directory that holds one.
+        tokens: of a step.
+
+    Raises:
+        InputError: it is none of these, or its steps are of other sizes.
+    """
+    rate = run.lower().replace("tokens/s", "").replace("_", "").replace(",", "").strip()
+    try:
+        per_second = float(rate)
+    except ValueError:
+        return _read_file(Path(run), tokens)
+    if not 0 < per_second < math.inf:
+        raise InputError(f"--like: tokens a second must be positive, got {run}")
+    return MeasuredStep(step_s=tokens / per_second, source=f"{per_second:,.6g} tokens/s")
+
+
+def calibrate(
+    cluster: Cluster, measured: MeasuredStep, strategy: str, predict: Callable[[Cluster], float]
+) -> Calibration:
+    """The factor with which `predict`, the step of the run's layout on a cluster, gives the measured seconds.
+
+    Raises:
+        InputError: no device, however fast or slow, gives them.
+    """
+    predicted = predict(cluster)
+    low, high = SLOWEST, FASTEST
+    if not predict(_scaled(cluster, high)) <= measured.step_s <= predict(_scaled(cluster, low)):
+        raise InputError(
+            f"--like: {strategy} took {measured.step_s:.4g} s a step in {measured.source}, where {predicted:.4g} s are "
+            f"predicted; no rate of the device explains that: check model, cluster, world, batch and --like-strategy, "
+            f"and the cluster's network (zeromesh probe)"
+        )
+    factor = 1.0
+    for _ in range(60):  # halves its range, so 40 are enough
+        found = predict(_scaled(cluster, factor))
+        if abs(found / measured.step_s - 1) <= CLOSE:
+            break
+        low, high = (factor, high) if found > measured.step_s else (low, factor)
+        factor = math.sqrt(low * high)
+    return Calibration(
+        measured=measured, predicted_s=predicted, factor=factor, cluster=_scaled(cluster, factor), strategy=strategy
+    )
+
+
+def _scaled(cluster: Cluster, factor: float) -> Cluster:
+    return replace(cluster, device=_faster(cluster.device, factor))
+
+
+def _faster(device: Device, factor: float) -> Device:
+    """The device with all rates times `factor`; its peak, by which utilisation is told, where it holds them."""
+    constants = default_constants()
+    peaks, achieved = dict(device.peak_flops), {}
+    for dtype in peaks:
+        model = ComputeModel(device=device, constants=constants, dtype=dtype)
+        achieved[dtype] = model.matrix_flops * factor
+    memory = ComputeModel(device=device, constants=constants).memory_bytes_per_s / constants.memory_share * factor
+    return replace(
+        device,
+        peak_flops={dtype: max(peak, achieved[dtype]) for dtype, peak in peaks.items()},
+        achievable_flops=achieved,
+        memory_bytes_per_s=memory,
+    )
+
+
+def _read_file(path: Path, tokens: int) -> MeasuredStep:
+    if path.is_dir():
+        found = next((path / name for name in NAMES if (path / name).exists()), None)
+        if found is None:
+            raise InputError(f"--like: {path} holds none of {', '.join(NAMES)}")
+        path = found
+    text = read_text(path, kind="a run's metrics, or tokens a second as a number,")
+    step_s = _of_metrics(text, tokens, path) if path.suffix == ".jsonl" else _of_trainer(text, path)
+    return MeasuredStep(step_s=step_s, source=str(path))
+
+
+def _of_metrics(text: str, tokens: int, path: Path) -> float:
+    """The median step of a file of ours, without the first tenth, which warms up."""
+    steps = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            found = json.loads(line)
+            steps.append((float(found["step_s"]), int(found["tokens"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"--like: {path}, line {number}, is no step of zeromesh train's: {error!r}") from error
+    if not steps:
+        raise InputError(f"--like: {path} holds no steps yet")
+    kept = steps[-(-len(steps) // 10) :] or steps
+    counted = median(count for _, count in kept)
+    if not tokens / 2 <= counted <= tokens * 1.01:  # where answers alone are learned, the rest is not counted
+        raise InputError(
+            f"--like: a step of {path} has {counted:,.0f} tokens and --global-batch-tokens says {tokens:,}: give the "
+            f"run's own, or its tokens a second as a number"
+        )
+    return _positive(median(seconds for seconds, _ in kept), path)
+
+
+def _of_trainer(text: str, path: Path) -> float:
+    """The mean step of a Trainer's run, which counts evaluation and saving in."""
+    found = parse_json(text, where=f"--like: {path}")
+    entries = found.get("log_history", [found]) if isinstance(found, dict) else []
+    rates = [entry["train_steps_per_second"] for entry in entries if "train_steps_per_second" in entry]
+    if not rates:
+        raise InputError(
+            f"--like: {path} has no train_steps_per_second, which the Trainer writes when a run ends: give the "
+            f"trainer_state.json or train_results.json of its output directory, or tokens a second as a number"
+        )
+    return 1 / _positive(float(rates[-1]), path)
+
+
+def _positive(value: float, path: Path) -> float:
+    if not 0 < value < math.inf:
+        raise InputError(f"--like: {path} tells of no time that a step takes")
+    return value
