@@ -163,6 +163,21 @@ def test_states_are_of_whole_tensors(tmp_path):
 
 
 @on_ranks(4)
+def test_a_scaler_skips_where_one_ranks_experts_are_infinite():
+    model = over_all_ranks("node=1,cluster=0")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, params = torch.amp.GradScaler("cpu", init_scale=8.0), list(engine_of(model).optimizer_params())
+    before = [param.local.clone() for param in params]
+    scaler.scale(example.next_token_loss(model, tokens(0, 0, dist.get_rank()))).backward()
+    if dist.get_rank() == 3:
+        next(p.grad.local for p in params if ".experts." in p.full_name)[0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert all(torch.equal(value, param.local) for value, param in zip(before, params, strict=True))
+
+
+@on_ranks(4)
 def test_from_the_meta_device_with_buffers_of_its_own():
     """Each rank's experts are those of the whole that is initialised, and their buffers its own."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -106,6 +107,25 @@ def test_expert_parallel(kind):
     part = zm.Part(mesh=mesh["cluster"], strategy="cluster=1")
     model = zm.shard(model, mesh["cluster", "node"], "node=3,cluster=1", parts={"*.experts": part}, **FP64)
     check(model, kind, 5)
+
+
+@on_ranks(4)
+def test_a_pretrained_model_is_read_where_its_experts_are(tmp_path):
+    """Whose files have a tensor for each expert; written by the first rank."""
+    import transformers as hf
+
+    paths, plain = [tmp_path], build("mixtral")
+    dist.broadcast_object_list(paths)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(paths[0])
+    dist.barrier()
+    mesh = kept(init_device_mesh, "cpu", (2, 2, 1), mesh_dim_names=("cluster", "node", "tp"))
+    model = zm.from_pretrained(hf.AutoModelForCausalLM, paths[0], dtype=torch.float64, experts_implementation="eager")
+    model = divided(model, mesh["node"], mesh["tp"])
+    part = zm.Part(mesh=mesh["cluster"], strategy="cluster=1")
+    model = zm.shard(model, mesh["cluster", "node"], "node=3,cluster=1", parts={"*.experts": part}, **FP64)
+    values = {name: param.detach() for name, param in plain.named_parameters()}
+    require_equal("parameter", ((p, p.local, values) for p in params_of(model)))
 
 
 @pytest.mark.parametrize(("kind", "degree"), [("mixtral", 4), ("deepseek", 8), ("deepseek", 2)])
