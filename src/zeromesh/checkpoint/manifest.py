@@ -24,7 +24,7 @@ from math import prod
 from typing import Any, Self
 
 from zeromesh.errors import CheckpointError, InternalError
-from zeromesh.pieces.region import Region, shared
+from zeromesh.pieces.region import Region
 
 FORMAT = "zeromesh-checkpoint"
 VERSION = 4
@@ -240,14 +240,20 @@ def _entry(files: list[str], dtype: str, shape: list[int], rows: list[list[Any]]
 
 
 def _region_row(chunk: Chunk) -> list[tuple[int, ...]]:
-    return [] if chunk.within is None else [chunk.within.offsets, chunk.within.sizes]
+    within = chunk.within
+    if within is None:
+        return []
+    return [within.offsets, within.sizes, *([within.fold] if within.fold[1] > 1 else [])]
 
 
-def _region(shape: list[int], offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Region | None:
+def _region(
+    shape: list[int], offsets: Sequence[int] = (), sizes: Sequence[int] = (), fold: Sequence[int] = (0, 1)
+) -> Region | None:
     if not sizes:
         return None
+    dim, parts = fold
     try:
-        return Region(shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes))
+        return Region(shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes), fold=(dim, parts))
     except InternalError as error:
         raise ValueError(str(error)) from error
 
@@ -270,9 +276,9 @@ def check_cover(name: str, entry: TensorEntry, where: str) -> None:
         raise DamagedError(f"{where}: {name} has {region.numel} elements{_at(region)}; the files hold the first {end}")
     if sum(ends.values()) != entry.numel:
         raise DamagedError(f"{where}: {name} has {entry.numel} elements; the files hold {sum(ends.values())}")
-    if len(ends) > _MAX_REGIONS or any(shared(*pair) for pair in combinations(ends, 2)):
+    if len(ends) > _MAX_REGIONS or any(one.meets(other) for one, other in combinations(ends, 2)):
         raise DamagedError(f"{where}: {name} must lie in boxes apart from each other, {_MAX_REGIONS} at most")
 
 
 def _at(region: Region) -> str:
-    return "" if region.is_whole else f" in the box of {region.sizes} at {region.offsets}"
+    return "" if region.is_whole else f" in the box of {region}"

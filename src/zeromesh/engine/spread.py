@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from zeromesh.engine.control import Span
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.pieces.region import Region
-from zeromesh.pieces.sliced import dtensor_region
+from zeromesh.pieces.sliced import dtensor_region, folding
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class Spread:
 
     Args:
         mesh: its own.
-        placements: by dimension of the mesh, `Shard` or `Replicate`.
+        placements: by dimension of the mesh, `Shard` or `Replicate`; one may be `_StridedShard`.
         shape: of the whole tensor.
         stride: of the whole tensor.
     """
@@ -60,7 +60,7 @@ class Spread:
         """The number of elements that a rank has at most: the same on all of them."""
         sizes = list(self.shape)
         for placement, count in zip(self.placements, self.mesh.shape, strict=True):
-            if isinstance(placement, Shard):
+            if isinstance(placement, Shard | _StridedShard):
                 sizes[placement.dim] = -(-sizes[placement.dim] // count)
         return prod(sizes)
 
@@ -68,7 +68,7 @@ class Spread:
     def axes(self) -> list[tuple[dist.ProcessGroup, bool]]:
         """The groups of its mesh's dimensions of more than one rank, and whether it is divided over each."""
         return [
-            (self.mesh.get_group(dim), isinstance(placement, Shard))
+            (self.mesh.get_group(dim), not placement.is_replicate())
             for dim, placement in enumerate(self.placements)
             if self.mesh.size(dim) > 1
         ]
@@ -111,10 +111,12 @@ def spread_of(param: Tensor, name: str) -> Spread | None:
         return None
     mesh, placements = param.device_mesh, param.placements
     spread = Spread(mesh=mesh, placements=placements, shape=param.shape, stride=_dense(param.shape))
-    if any(type(placement) not in (Shard, Replicate) for placement in placements):
+    folded = folding(param.shape, mesh, placements)
+    if any(type(each) not in (Shard, Replicate) and at != folded for at, each in enumerate(placements)):
         raise ModelError(
-            f"{name} is a DTensor that lies as {spread}; only Shard and Replicate can be sharded further: redistribute "
-            f"it before zm.shard"
+            f"{name} is a DTensor of {tuple(param.shape)} that lies as {spread}; only Shard, Replicate, and one "
+            f"_StridedShard that divides each of its parts evenly can be sharded further: redistribute it before "
+            f"zm.shard"
         )
     if mesh.get_coordinate() is None:
         raise MeshError(

@@ -299,7 +299,7 @@ def _require_undivided(params: Iterable[ShardedParameter]) -> None:
         if not param.region.is_whole:
             raise OptimizerError(
                 f"{param.full_name} is a DTensor of which this rank's data-parallel ranks have the box of "
-                f"{param.region.sizes} at {param.region.offsets} alone, so none of them can own the whole tensor of "
+                f"{param.region} alone, so none of them can own the whole tensor of "
                 f"{tuple(param.global_shape)}: step on it with an elementwise optimizer, give zm.by_owner the others"
             )
 

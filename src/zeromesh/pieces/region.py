@@ -1,4 +1,4 @@
-"""A box of a tensor that is held as a tensor of its own: what tensor parallelism leaves on a rank.
+"""A part of a tensor that is held as a tensor of its own: what tensor parallelism leaves on a rank.
 
 [Note: Regions] A parameter may be divided twice: into boxes, by whatever made it a DTensor, and each box, flattened row
 by row, into slices. A slice of a box is boxes of the whole tensor again, each of them a contiguous range of the box and
@@ -10,12 +10,19 @@ not of the tensor::
         . . | B B       B: rows 1..3, columns 2..4
         . . | B B
         . . | C .       C: row 3, column 2
+
+[Note: Folds] Where a dimension holds several matrices one after the other (packed projections), each of them may be
+divided: the region is a box of the tensor that has this dimension folded in two, which are as many boxes of the tensor
+itself. Its slices are boxes that are contiguous in it again::
+
+    shape (4, 2), fold (0, 2), offsets (1, 0), sizes (2, 2): rows 1 and 3, the second half of either half
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
 from math import prod
 
 from zeromesh.errors import InternalError
@@ -24,23 +31,32 @@ from zeromesh.pieces.boxes import Box, boxes_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A box of a tensor: [Note: Regions].
+    """A box of a tensor, [Note: Regions], or of one with a dimension folded, [Note: Folds].
 
     Args:
         shape: of the whole tensor.
-        offsets: of the box's first element, one for each dimension.
-        sizes: the box's shape.
+        offsets: of the first element, one for each dimension.
+        sizes: its shape as a tensor of its own.
+        fold: a dimension, and how many equal parts of it there are, of each of which the region has the same.
     """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    fold: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
         if not len(self.shape) == len(self.offsets) == len(self.sizes):
             raise InternalError(f"{self} must have as many offsets and sizes as the tensor has dimensions")
         if any(o < 0 or s < 0 or o + s > n for n, o, s in zip(self.shape, self.offsets, self.sizes, strict=True)):
             raise InternalError(f"{self} does not lie within the tensor")
+        dim, parts = self.fold
+        if parts == 1 or self.is_whole:
+            object.__setattr__(self, "fold", (0, 1))  # one spelling of what is a box
+        elif not 0 <= dim < len(self.shape) or parts < 1 or self.shape[dim] % parts or self.sizes[dim] % parts:
+            raise InternalError(f"{self} must have a dimension of {parts} equal parts")
+        elif self.offsets[dim] + self.sizes[dim] // parts > self.shape[dim] // parts:
+            raise InternalError(f"{self} must have the same of each part")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
@@ -57,9 +73,18 @@ class Region:
         return self.sizes == self.shape
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def index(self) -> tuple[slice | list[int], ...]:
         """What cuts it out of the whole tensor."""
-        return tuple(slice(o, o + size) for o, size in zip(self.offsets, self.sizes, strict=True))
+        ranges = [self.ranges(dim) for dim in range(len(self.shape))]
+        return tuple(
+            slice(own[0].start, own[0].stop) if len(own) == 1 else [*chain.from_iterable(own)] for own in ranges
+        )
+
+    def ranges(self, dim: int) -> list[range]:
+        """What it has of a dimension."""
+        parts = self.fold[1] if dim == self.fold[0] else 1
+        first, size, apart = self.offsets[dim], self.sizes[dim] // parts, self.shape[dim] // parts
+        return [range(first + part * apart, first + part * apart + size) for part in range(parts)]
 
     def boxes(self, start: int, stop: int) -> tuple[Box, ...]:
         """Elements `start` to `stop` of the flattened region, as boxes of the whole tensor; where each begins is told
@@ -69,17 +94,48 @@ class Region:
         >>> [(box.offsets, box.sizes, box.start) for box in region.boxes(1, 7)]
         [((0, 3), (1, 1), 1), ((1, 2), (2, 2), 2), ((3, 2), (1, 1), 6)]
         """
+        dim, parts = self.fold
         return tuple(
-            replace(box, offsets=tuple(a + b for a, b in zip(self.offsets, box.offsets, strict=True)))
-            for box in boxes_of(self.sizes, start, stop)
+            Box(
+                offsets=tuple(a + b for a, b in zip(self.offsets, box.offsets, strict=True)),
+                sizes=box.sizes,
+                start=box.start,
+            )
+            for box in (boxes_of(self.sizes, start, stop) if parts == 1 else self._unfolded(dim, parts, start, stop))
         )
 
+    def _unfolded(self, dim: int, parts: int, start: int, stop: int) -> Iterator[Box]:
+        """The boxes of the folded region, each in one part of the dimension, from the region's first element."""
+        apart, depth = self.shape[dim] // parts, self.sizes[dim] // parts
+        for box in boxes_of((*self.sizes[:dim], parts, depth, *self.sizes[dim + 1 :]), start, stop):
+            alone = box.sizes[dim] == 1
+            outer, inner = (box.sizes[:dim] if alone else (1,) * dim), box.sizes[dim + 1 :]
+            rows = [(0,) * (dim + 1)] if alone else product(*map(range, box.sizes[: dim + 1]))
+            for at, row in enumerate(rows):
+                *before, part = (a + b for a, b in zip(box.offsets, row, strict=False))
+                first = part * apart + box.offsets[dim + 1]
+                yield Box(
+                    offsets=(*before, first, *box.offsets[dim + 2 :]),
+                    sizes=(*outer, *inner),
+                    start=box.start + at * prod(inner),
+                )
 
-def shared(one: Box | Region, other: Box | Region) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def meets(self, other: Region) -> bool:
+        """Whether they have elements in common."""
+        pairs = (product(self.ranges(dim), other.ranges(dim)) for dim in range(len(self.shape)))
+        return all(any(max(a.start, b.start) < min(a.stop, b.stop) for a, b in each) for each in pairs)
+
+    def __str__(self) -> str:
+        dim, parts = self.fold
+        each = f", of each of {parts} parts of dimension {dim}" if parts > 1 else ""
+        return f"{self.sizes} at {self.offsets}{each}"
+
+
+def shared(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """(offsets, sizes) of what two boxes of a tensor have in common; None of boxes that lie apart.
 
-    >>> shared(Region.whole((4, 4)), Region(shape=(4, 4), offsets=(1, 2), sizes=(3, 2)))
-    ((1, 2), (3, 2))
+    >>> shared(*boxes_of((4, 4), 0, 16), *boxes_of((4, 4), 9, 12))
+    ((2, 1), (1, 3))
     """
     lows = tuple(map(max, one.offsets, other.offsets))
     ends = [(o + size for o, size in zip(box.offsets, box.sizes, strict=True)) for box in (one, other)]

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from zeromesh.errors import CheckpointError
 from zeromesh.pieces.boxes import Box
@@ -55,7 +55,7 @@ class SlicedTensor(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes tensor_contents
         piece = self.piece
-        within = "" if piece.region.is_whole else f" of {piece.region.sizes} at {piece.region.offsets}"
+        within = "" if piece.region.is_whole else f" of {piece.region}"
         return f"SlicedTensor({piece.name!r}, shape={piece.shape}, {piece.start}..{piece.stop}{within})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
@@ -114,9 +114,31 @@ class SlicedTensor(torch.Tensor):
 
 def dtensor_region(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Region:
     """What this rank has of a DTensor."""
-    sizes, offsets = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
+    index = folding(shape, mesh, placements)
+    boxes = [Replicate() if at == index else placement for at, placement in enumerate(placements)]
+    sizes, offsets = map(list, compute_local_shape_and_global_offset(tuple(shape), mesh, boxes))
     # Of a rank that has nothing, torch puts the box where the tensor ends, or beyond.
-    return Region(shape=tuple(shape), offsets=tuple(map(min, offsets, shape)), sizes=tuple(sizes))
+    offsets, fold = [*map(min, offsets, shape)], (0, 1)
+    if index is not None:
+        placement = placements[index]
+        assert isinstance(placement, _StridedShard)
+        dim, fold = placement.dim % len(shape), (placement.dim % len(shape), int(placement.split_factor))
+        sizes[dim] = shape[dim] // mesh.size(index)
+        offsets[dim] = sizes[dim] // fold[1] * mesh.get_local_rank(index)
+    return Region(shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes), fold=fold)
+
+
+def folding(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> int | None:
+    """The dimension of the mesh over which a DTensor is divided in equal parts, each of them evenly: [Note: Folds] of
+    `zeromesh.pieces.region`. None if there is none, or if what divides a dimension so has others beside it."""
+    divided = [placement.dim % len(shape) for placement in placements if isinstance(placement, Shard | _StridedShard)]
+    strided = [at for at, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
+    if len(strided) != 1:
+        return None
+    placement = placements[strided[0]]
+    assert isinstance(placement, _StridedShard)
+    dim, parts = placement.dim % len(shape), int(placement.split_factor) * mesh.size(strided[0])
+    return strided[0] if divided.count(dim) == 1 and shape[dim] % parts == 0 else None
 
 
 def part_of(value: Tensor, name: str, region: Region, start: int, numel: int) -> Tensor:
@@ -149,5 +171,5 @@ def _piece_of(value: Tensor, name: str) -> Piece:
 
 def _shown(piece: Piece) -> str:
     region = piece.region
-    within = "" if region.is_whole else f" of the box of {region.sizes} at {region.offsets}"
+    within = "" if region.is_whole else f" of the box of {region}"
     return f"{piece.start} to {piece.stop}{within}"

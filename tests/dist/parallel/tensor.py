@@ -258,8 +258,10 @@ def params_of(model: nn.Module) -> Iterator[Any]:
     return iter(engine_of(model).optimizer_params())
 
 
-def require_equal(what: str, rows: Iterator[tuple[Any, Tensor, dict[str, Tensor]]]) -> None:
+def require_equal(
+    what: str, rows: Iterator[tuple[Any, Tensor, dict[str, Tensor]]], *, tolerance: float = TOLERANCE
+) -> None:
     for param, got, wholes in rows:
         wanted = own_part(param, wholes[param.full_name])
         off = float((got - wanted).abs().max()) if got.numel() else 0.0
-        assert off < TOLERANCE, f"{what} of {param.full_name}: off by {off}"
+        assert off < tolerance, f"{what} of {param.full_name}: off by {off}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,15 +12,19 @@ from torch import Tensor, nn
 
 import zeromesh as zm
 from tests.dist.parallel.tensor import (
+    FP64,
     backward,
     build,
     make_optimizer,
     mesh_of,
+    own_part,
     params_of,
     plain,
     require_equal,
     sharded,
 )
+from tests.dist.parallel.test_models import build as mixture
+from tests.dist.parallel.test_models import by_its_plan, loss_of
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import take_slices
@@ -97,6 +102,54 @@ def test_checkpoints_of_torch(tmp_path):
         with zm.Checkpoints(path / "none", model) as checkpoints:
             checkpoints.load(path / "dcp")
         require_equal("parameter", ((p, p.local, wanted["param"]) for p in params_of(model)))
+
+
+def packed(tp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A mixture whose experts' projections are packed two in one, each of them divided over `tp`."""
+    mesh, model = mesh_of(4 // tp, tp=tp), mixture("mixtral")
+    model = zm.shard(by_its_plan(model, mesh["tp"]) if tp > 1 else model, mesh["node"], "node=3", **FP64)
+    return model, make_optimizer("adamw", model)
+
+
+@on_ranks(4)
+def test_packed_projections_under_other_degrees(tmp_path):
+    path, (model, optimizer) = shared_path(tmp_path), packed(2)
+    loss_of(model, 0, 0, engine_of(model).control.rank).backward()
+    optimizer.step()
+    wanted = zm.full_state_dict(model)
+    said = [wanted]
+    dist.broadcast_object_list(said)
+    wanted = said[0]
+    require_equal("parameter", ((p, p.local, wanted) for p in params_of(model)))
+    assert any(p.region.fold[1] == 2 for p in params_of(model))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path / "dcp")
+    moments, first = dict[str, Tensor](), (model, optimizer)
+    with zm.Checkpoints(path / "own", model, optimizer) as checkpoints:
+        checkpoints.save(1)
+        checkpoints.wait()
+    for tp in (1, 4, 2):
+        model, optimizer = packed(tp)
+        model.load_state_dict(wanted)
+        for param in params_of(model):
+            assert param.local.equal(own_part(param, wanted[param.full_name]))
+            param.local.zero_()
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=path / "dcp")
+        model.load_state_dict(state["model"])
+        require_equal("parameter", ((p, p.local, wanted) for p in params_of(model)))
+        for param in params_of(model):
+            param.local.zero_()
+        with zm.Checkpoints(path / "own", model, optimizer) as checkpoints:
+            assert checkpoints.load() is not None
+        require_equal("parameter", ((p, p.local, wanted) for p in params_of(model)))
+        if tp == 1:  # slices of whole tensors, which say nothing of how they were divided
+            for param in params_of(model):
+                parts: list[Any] = [None] * 4
+                dist.all_gather_object(parts, (param.flat_start, optimizer.state[param]["exp_avg"]))
+                flat = torch.cat([part for _, part in sorted(parts, key=lambda pair: (pair[0], pair[1].numel()))])
+                moments[param.full_name] = flat.view(param.global_shape)
+        for each, own in ((model, optimizer), first):
+            require_equal("exp_avg", ((p, own.state[p]["exp_avg"], moments) for p in params_of(each)))
 
 
 @on_ranks(4)

@@ -23,6 +23,12 @@ def pieces(draw: Any) -> Piece:
     offsets = tuple(draw(st.integers(0, size)) for size in SHAPE)
     sizes = tuple(draw(st.integers(0, size - offset)) for size, offset in zip(SHAPE, offsets, strict=True))
     region = Region(shape=SHAPE, offsets=offsets, sizes=sizes)
+    if draw(st.booleans()):  # some of each of two parts of the second dimension
+        first = draw(st.integers(0, 2))
+        size = draw(st.integers(0, 2 - first))
+        region = Region(
+            shape=SHAPE, offsets=(offsets[0], first, offsets[2]), sizes=(sizes[0], 2 * size, sizes[2]), fold=(1, 2)
+        )
     stop = draw(st.integers(0, region.numel))
     start = draw(st.integers(0, stop))
     local = whole()[region.index].reshape(-1)[start:stop].clone()
