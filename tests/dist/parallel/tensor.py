@@ -194,10 +194,18 @@ def mesh_of(*shape: int, tp: int = 2) -> DeviceMesh:
     return kept(init_device_mesh, "cpu", (*reversed(shape), tp), mesh_dim_names=(*reversed(names), "tp"))
 
 
-def sharded(strategy: str, plan: str, mesh: DeviceMesh, **options: Any) -> nn.Module:
+def sharded(
+    strategy: str,
+    plan: str,
+    mesh: DeviceMesh,
+    wrap: Callable[[nn.Module], None] = lambda layer: None,
+    **options: Any,
+) -> nn.Module:
     """The model, divided over `tp`, where that has ranks, and sharded over all other axes."""
     names = mesh.mesh_dim_names or ()
     net = divide(build(), mesh["tp"], plan) if mesh["tp"].size() > 1 else build()
+    for layer in net.layers:
+        wrap(layer)
     return zm.shard(net, mesh[names[:-1]], strategy, **(FP64 | options))
 
 
@@ -212,6 +220,7 @@ def check(
     *shape: int,
     optimizer: str = "adamw",
     spoil: Callable[[nn.Module], None] = lambda model: None,
+    wrap: Callable[[nn.Module], None] = lambda layer: None,
     **options: Any,
 ) -> None:
     """Trains and compares: see the module.
@@ -222,12 +231,13 @@ def check(
         shape: of the data-parallel mesh, innermost first.
         optimizer: `adamw` or `sgd`, with momentum.
         spoil: what is to be found.
+        wrap: is done to each block, before it is sharded.
         options: of `zm.shard`.
     """
     mesh = mesh_of(*shape)
     ranks = mesh.size() // mesh["tp"].size()
     expected = plain(ranks, optimizer)
-    model = sharded(strategy, plan, mesh, **options)
+    model = sharded(strategy, plan, mesh, wrap=wrap, **options)
     spoil(model)
     stepping, rank = make_optimizer(optimizer, model), engine_of(model).control.rank
     for step, record in enumerate(expected):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.dist.parallel.tensor import (
     check,
@@ -33,6 +35,15 @@ def test_one_axis(plan):
 def test_two_axes():
     for index, strategy in enumerate(MIXES[4::14]):
         check(strategy, PLANS[1 + index], 2, 2, optimizer=("adamw", "sgd")[index % 2])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(4)
+def test_activation_checkpointing(reentrant):
+    def wrap(layer: nn.Module) -> None:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=reentrant)
+
+    check("node=3", "sequence", 2, wrap=wrap)
 
 
 def counts_replicas(param: Any, beyond: tuple[dist.ProcessGroup, ...]) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import zeromesh as zm
 from tests.dist.parallel.tensor import (
@@ -150,6 +151,16 @@ def two_meshes() -> Any:
     return zm.shard(net, mesh_of(1, tp=4)["node"], "node=3")
 
 
+def packed_unevenly() -> Any:
+    """Each of two packed matrices of five rows, over two ranks."""
+    net, mesh = build(), mesh_of(2)
+    local = torch.zeros(6 - 2 * mesh["tp"].get_local_rank(), 6, dtype=torch.float64)
+    placements, shape = [_StridedShard(0, split_factor=2)], torch.Size((10, 6))
+    made = DTensor.from_local(local, mesh["tp"], placements, run_check=False, shape=shape, stride=(6, 1))
+    net.head.weight = nn.Parameter(made)
+    return zm.shard(net, mesh["node"], "node=3", **FP64)
+
+
 def divided_buffer() -> Any:
     net, mesh = divide(build(), mesh_of(2)["tp"], "blocks"), mesh_of(2)
     net.register_buffer("scale", distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)]))
@@ -181,6 +192,7 @@ def quantised() -> Any:
             InputError,
             r"axis node cannot quantise what it sends: .* is the same on ranks that",
         ),
+        (packed_unevenly, ModelError, r"head\.weight is a DTensor of \(10, 6\) .* divides each of its parts evenly"),
         (two_meshes, MeshError, r"two axes must have one rank in common"),
         (divided_buffer, ModelError, r"scale is a buffer that lies as .*: only parameters may be divided"),
     ],
