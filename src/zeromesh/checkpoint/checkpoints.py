@@ -16,18 +16,17 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint import extra
 from zeromesh.checkpoint.collect import STATE, aliases_of, collect
 from zeromesh.checkpoint.frozen import checksums, left_out, require_same
-from zeromesh.checkpoint.groups import describe_groups, groups_for_torch, read_groups, restore_groups
+from zeromesh.checkpoint.groups import describe_groups, read_groups, restore_groups
+from zeromesh.checkpoint.held import Held
 from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
 from zeromesh.checkpoint.manifest import DamagedError
 from zeromesh.checkpoint.peers import make_peers
 from zeromesh.checkpoint.plain import from_plain, to_plain
 from zeromesh.checkpoint.randomness import empty_pieces, random_pieces, restore_random
 from zeromesh.checkpoint.read import Reader
-from zeromesh.checkpoint.restore import restore_model, restore_optimizers
+from zeromesh.checkpoint.restore import restore_models, restore_optimizers
 from zeromesh.checkpoint.saver import LOCK_WAIT_S, Saver, Snapshot
 from zeromesh.checkpoint.storage import open_storage
-from zeromesh.engine.api import engine_of
-from zeromesh.engine.engine import Engine
 from zeromesh.errors import CheckpointError
 
 
@@ -49,15 +48,16 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run. All ranks of the mesh make it, and call its methods together.
+    """The checkpoints of one run. All ranks make it, those of all stages of a pipeline, and call its methods together.
 
-    A checkpoint loads under any strategy and on any number of ranks. It is complete or invisible: a kill at any moment
-    leaves the one before. Its directory can be read by torch.distributed.checkpoint.
+    A checkpoint loads under any strategy, on any number of ranks, and with the model cut into any stages or none. It is
+    complete or invisible: a kill at any moment leaves the one before. Its directory can be read by
+    torch.distributed.checkpoint.
 
     Args:
         directory: where they lie: a path that all ranks see, or a URL that fsspec knows.
-        model: sharded.
-        optimizers: one or several, made from the model's parameters.
+        model: sharded; or all of this rank's stages of a pipeline (`zm.pipeline`), under the names of the whole model.
+        optimizers: one or several, made from the model's parameters, or from those of all of this rank's stages.
         keep: newest checkpoints to keep, at least 1.
         keep_every: checkpoints of steps that this divides are kept for good; 0 keeps none.
         frozen: also save frozen parameters; else checksums of them, by which a load finds out whether they are there.
@@ -66,6 +66,8 @@ class Checkpoints:
     Raises:
         CheckpointError: `keep` or `keep_every` is too low.
         ModelError: the model is not sharded.
+        InputError: stages that are not all of this rank's, that are spread over different numbers of ranks, or have
+            parameters of the same name.
 
     Example:
         >>> checkpoints = Checkpoints("run/checkpoints", model, optimizer)  # doctest: +SKIP
@@ -76,7 +78,7 @@ class Checkpoints:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizers: Optimizer | Sequence[Optimizer] = (),
         *,
         keep: int = 2,
@@ -89,11 +91,10 @@ class Checkpoints:
                 f"keep must be 1 or more and keep_every 0 or more; got keep={keep}, keep_every={keep_every}: a "
                 f"checkpoint would be deleted as soon as it is complete"
             )
-        self._engine: Engine = engine_of(model)
-        self._model = model
+        self._held = Held.of(model, directory)
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._storage = open_storage(directory)
-        self._peers = make_peers(self._engine.control)
+        self._peers = make_peers(self._held.control)
         self._options = {"keep": keep, "keep_every": keep_every}
         self._frozen = frozen
         self._lock_wait_s = lock_wait_s
@@ -134,21 +135,24 @@ class Checkpoints:
         step = _require_step(step)
         self.open()
         assert self._saver is not None
-        engine = self._engine
-        engine.interpreter.quiesce()
-        collected = collect(self._model, engine, self._optimizers, frozen=self._frozen)
-        collected.pieces += random_pieces(engine.control.number)
-        collected.pieces += extra.extra_pieces(self._model) if engine.control.first else []
-        plain = {"user": to_plain(state or {}, "state"), "groups": describe_groups(self._optimizers)}
-        plain |= {} if self._frozen else {"frozen": checksums(engine)}
+        held = self._held
+        for engine in held.engines:
+            engine.interpreter.quiesce()
+        collected = collect(held.models, held.engines, self._optimizers, frozen=self._frozen)
+        collected.pieces += random_pieces(held.control.number)
+        firsts = [model for model, engine in zip(held.models, held.engines, strict=True) if engine.control.first]
+        collected.pieces += [piece for model in firsts for piece in extra.extra_pieces(model)]
+        groups = describe_groups(self._optimizers)
+        plain = {"user": to_plain(state or {}, "state")} | ({} if self._frozen else {"frozen": checksums(held)})
         snapshot = Snapshot(
             step=step,
             pieces=collected.pieces,
             empty=collected.empty,
             state=plain,
-            about=_about(engine),
-            objects={**groups_for_torch(self._optimizers), "step": step},
-            aliases=aliases_of(engine, frozen=self._frozen),
+            about=_about(held),
+            aliases={a: name for e in held.engines for a, name in aliases_of(e, frozen=self._frozen).items()},
+            groups=groups if firsts else (),
+            common=held.common,
         )
         self._saver.save(snapshot)
 
@@ -195,17 +199,18 @@ class Checkpoints:
         def restore(reader: Reader) -> None:
             options = read_groups(reader)
             user[:] = [_read_state(reader)]
-            restore_model(self._model, self._engine, reader)
+            restore_models(held, reader)
             if optimizers:
-                restore_optimizers(self._engine, self._optimizers, reader)
-            _restore_extra(self._model, reader)
+                restore_optimizers(held, self._optimizers, reader)
+            for model in held.models:
+                _restore_extra(model, reader)
             if optimizers and optimizer_options:
                 restore_groups(self._optimizers, options, reader.where)
-            if random_states and reader.manifest.about.get("world") == self._engine.control.world:
-                _restore_random(self._engine.control.number, reader)
+            if random_states and reader.manifest.about.get("world") == held.control.world:
+                _restore_random(held.control.number, reader)
             found.append(any(name.startswith(STATE) for name in reader.manifest.tensors))
 
-        found: list[bool] = []
+        held, found = self._held, list[bool]()
         user: list[dict[str, Any]] = []
         loaded: Loaded | None
         try:
@@ -214,13 +219,17 @@ class Checkpoints:
             else:
                 loaded = load_path(which, self._peers, restore)
         except CheckpointError:  # on all ranks; parameters may be the checkpoint's though its optimizer does not fit
-            self._engine.changed()
+            self._changed()
             raise
         if loaded is None:
             return None
-        require_same(self._engine, left_out(loaded.state, loaded.where), loaded.where)
-        self._engine.changed()  # not before all ranks have loaded the same
+        require_same(held, left_out(loaded.state, loaded.where), loaded.where)
+        self._changed()  # not before all ranks have loaded the same
         return Restored(where=loaded.where, step=loaded.step, state=user[-1], has_optimizer=found[-1])
+
+    def _changed(self) -> None:
+        for engine in self._held.engines:
+            engine.changed()
 
     def close(self) -> None:
         """Waits, unlocks the directory and frees the copies."""
@@ -250,14 +259,15 @@ def _require_step(step: int) -> int:
     return number
 
 
-def _about(engine: Engine) -> dict[str, Any]:
+def _about(held: Held) -> dict[str, Any]:
     from zeromesh import __version__
 
+    engine = held.engines[0]
     layout = engine.schedule.layout
     return {
         "strategy": str(engine.schedule.strategy),
         "mesh": {name: size for name, size in reversed(layout.mesh)},
-        "world": engine.control.world,
+        "world": held.control.world,
         "zeromesh": __version__,
         "torch": torch.__version__,
     }

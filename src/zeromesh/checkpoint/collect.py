@@ -72,11 +72,33 @@ def aliases_of(engine: Engine, *, frozen: bool) -> dict[str, str]:
     return {MODEL + alias: MODEL + info.name for info in places for alias in info.names[1:]}
 
 
-def collect(model: nn.Module, engine: Engine, optimizers: Sequence[Optimizer], *, frozen: bool) -> Collected:
+def collect(
+    models: Sequence[nn.Module], engines: Sequence[Engine], optimizers: Sequence[Optimizer], *, frozen: bool
+) -> Collected:
     """This rank's share of parameters, `frozen` ones only if asked for, of buffers and of optimizer states."""
-    engine.require_own()
-    collected = Collected()
-    states = _states(optimizers)
+    collected, states = Collected(), _states(optimizers)
+    for model, engine in zip(models, engines, strict=True):
+        engine.require_own()
+        _collect(collected, model, engine, optimizers, states, frozen=frozen)
+    if states:
+        kinds = sorted({type(param).__name__ for param in states})
+        raise CheckpointError(
+            f"an optimizer has states of others than the sharded model's parameters ({', '.join(kinds)}): make it "
+            f"from model.parameters() after zm.shard"
+        )
+    return collected
+
+
+def _collect(
+    collected: Collected,
+    model: nn.Module,
+    engine: Engine,
+    optimizers: Sequence[Optimizer],
+    states: dict[Tensor, dict[str, Tensor]],
+    *,
+    frozen: bool,
+) -> None:
+    """Adds what is of this model, and takes its parameters' states out of `states`."""
     owned = {param for optimizer in optimizers for param in WHOLE.get(optimizer, ())}
     first = engine.control.first
     for buffer in _saved(engine, frozen):
@@ -95,16 +117,8 @@ def collect(model: nn.Module, engine: Engine, optimizers: Sequence[Optimizer], *
         collected.add(pieces, replica_of(buffer))
         if first:
             collected.add(numbers, (0, 1))
-    if states:
-        kinds = sorted({type(param).__name__ for param in states})
-        raise CheckpointError(
-            f"an optimizer has states of others than the sharded model's parameters ({', '.join(kinds)}): make it "
-            f"from model.parameters() after zm.shard"
-        )
-    held = [whole(MODEL + name, tensor) for name, tensor in persistent_buffers(model)]
-    # Those without elements from all ranks: the manifest takes them from the rank that writes it.
-    collected.add(held if first else [piece for piece in held if not prod(piece.shape)], (0, 1))
-    return collected
+    if first:
+        collected.add([whole(MODEL + name, tensor) for name, tensor in persistent_buffers(model)], (0, 1))
 
 
 def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, Tensor]]:

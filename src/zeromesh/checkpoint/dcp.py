@@ -18,16 +18,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from zeromesh.checkpoint.manifest import TensorEntry
 from zeromesh.checkpoint.storage import Storage
 from zeromesh.checkpoint.write import Written
-from zeromesh.pieces.piece import DTYPE_NAMES, DTYPES, Piece
+from zeromesh.pieces.piece import DTYPES
 
 METADATA = ".metadata"
 OBJECTS = "objects.distcp"
 
 
 def write_metadata(
-    storage: Storage, directory: str, written: Iterable[Written], empty: Iterable[Piece], objects: Mapping[str, Any]
+    storage: Storage,
+    directory: str,
+    written: Iterable[Written],
+    empty: Mapping[str, TensorEntry],
+    objects: Mapping[str, Any],
 ) -> None:
     """Writes what torch's reader needs, for other tools. zeromesh itself never reads these two files.
 
@@ -45,8 +50,8 @@ def write_metadata(
         entry.chunks.append(ChunkStorageMetadata(offsets=torch.Size(row.offsets), sizes=torch.Size(row.sizes)))
         index = MetadataIndex(row.name, row.offsets, len(entry.chunks) - 1)
         places[index] = _StorageInfo(row.chunk.file, row.position, row.length)
-    for piece in empty:
-        entry = tensors.setdefault(piece.name, _tensor(DTYPE_NAMES[piece.local.dtype], piece.shape))
+    for name, described in empty.items():
+        tensors.setdefault(name, _tensor(described.dtype, described.shape))
     with storage.create(directory, OBJECTS) as stream:
         position = 0
         for name, value in objects.items():

@@ -22,6 +22,11 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     return {name: module.get_extra_state() for name, module in _stateful(model)}
 
 
+def extra_names(model: nn.Module) -> list[str]:
+    """Of the states."""
+    return [name for name, _ in _stateful(model)]
+
+
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     """Gives the modules those that `states` has."""
     for name, module in _stateful(model):

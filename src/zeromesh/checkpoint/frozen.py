@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.checkpoint.collect import buffers_of, param_piece, replica_of
+from zeromesh.checkpoint.held import Held
 from zeromesh.checkpoint.manifest import DamagedError
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
@@ -22,11 +23,17 @@ _SPREAD = -0x61C8864680B583EB
 _CHUNK = 1 << 20
 
 
-def checksums(engine: Engine) -> dict[str, int]:
-    """Of every frozen parameter, by name: the sum, modulo 2**64, of a number for each element's place and bits.
+def checksums(held: Held) -> dict[str, int]:
+    """Of every frozen parameter of all stages, by name: the sum, modulo 2**64, of a number for each element's place and
+    bits.
 
     Collective; a sum has no order, so it is the same on any number of ranks.
     """
+    sums = {name: total for engine in held.engines for name, total in _checksums(engine).items()}
+    return {name: total for stages in held.along(sums) for name, total in stages.items()}
+
+
+def _checksums(engine: Engine) -> dict[str, int]:
     buffers = [buffer for buffer in buffers_of(engine) if not buffer.spec.trainable]
     names = [place.info.name for buffer in buffers for place in buffer.places]
     order = {name: index for index, name in enumerate(names)}
@@ -69,12 +76,12 @@ def left_out(state: Mapping[str, Any], where: str) -> dict[str, int]:
     return found
 
 
-def require_same(engine: Engine, saved: Mapping[str, int], where: str) -> None:
+def require_same(held: Held, saved: Mapping[str, int], where: str) -> None:
     """Raises CheckpointError, on all ranks, unless the model's frozen parameters are those that a checkpoint was saved
     beside. Collective."""
     if not saved:
         return
-    own = checksums(engine)
+    own = checksums(held)
     differ = [name for name, value in saved.items() if own.get(name) != value]
     if differ:
         raise CheckpointError(

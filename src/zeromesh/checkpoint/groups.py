@@ -73,13 +73,23 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def groups_for_torch(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def join_groups(described: Sequence[Sequence[Any]]) -> list[Any]:
+    """What `describe_groups` has of all stages, by optimizer: groups of one place are one where their options are."""
+    joined: list[list[dict[str, Any]]] = []
+    for optimizers in described:
+        joined += ([] for _ in range(len(joined), len(optimizers)))
+        for own, groups in zip(joined, optimizers, strict=False):
+            for place, group in enumerate(groups):
+                if place < len(own) and own[place]["options"] == group["options"]:
+                    own[place] = {**group, "params": [*own[place]["params"], *group["params"]]}
+                else:
+                    own.append(group)
+    return joined
+
+
+def groups_for_torch(described: Sequence[Any]) -> dict[str, Any]:
     """The same under the names that torch's `get_optimizer_state_dict` gives them, of one optimizer."""
-    if len(optimizers) != 1:
+    if len(described) != 1:
         return {}
-    objects = {}
-    for index, group in enumerate(optimizers[0].param_groups):
-        for key, value in group.items():
-            named = [getattr(param, "full_name", "") for param in value] if key == "params" else value
-            objects[f"optim.param_groups.{index}.{key}"] = named
-    return objects
+    groups = [{**from_plain(group["options"]), "params": group["params"]} for group in described[0]]
+    return {f"optim.param_groups.{i}.{key}": value for i, group in enumerate(groups) for key, value in group.items()}

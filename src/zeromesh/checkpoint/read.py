@@ -159,12 +159,14 @@ def _meets(piece: Piece, boxes: Sequence[Box], region: Region, start: int, stop:
     return any(shared(own, other) for other in region.boxes(start, stop) for own in boxes)
 
 
-def require_match(where: str, entries: Mapping[str, TensorEntry], wanted: Sequence[Piece], prefix: str) -> None:
+def require_match(
+    where: str, entries: Mapping[str, TensorEntry], wanted: Mapping[str, TensorEntry], prefix: str
+) -> None:
     """Raises CheckpointError, naming what differs, unless the tensors under `prefix` are those that are wanted.
 
     Values of another precision are converted; numbers for what holds integers, and the reverse, are not.
     """
-    shapes = {piece.name: piece.shape for piece in wanted}
+    shapes = {name: entry.shape for name, entry in wanted.items()}
     found = {name: entry.shape for name, entry in entries.items() if name.startswith(prefix)}
     lines = [f"{n.removeprefix(prefix)}: in the model, not in the checkpoint" for n in shapes if n not in found]
     lines += [f"{n.removeprefix(prefix)}: in the checkpoint, not in the model" for n in found if n not in shapes]
@@ -174,9 +176,9 @@ def require_match(where: str, entries: Mapping[str, TensorEntry], wanted: Sequen
         if name in found and found[name] != shape
     ]
     lines += [
-        f"{p.name.removeprefix(prefix)}: {p.local.dtype} in the model, {entries[p.name].dtype} in the checkpoint"
-        for p in wanted
-        if p.name in found and not same_kind(p.local.dtype, DTYPES.get(entries[p.name].dtype))
+        f"{n.removeprefix(prefix)}: {DTYPES[w.dtype]} in the model, {entries[n].dtype} in the checkpoint"
+        for n, w in wanted.items()
+        if n in found and not same_kind(DTYPES[w.dtype], DTYPES.get(entries[n].dtype))
     ]
     if lines:
         more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""

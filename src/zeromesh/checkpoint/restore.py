@@ -3,58 +3,59 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.collect import MODEL, STATE, buffers_of
 from zeromesh.checkpoint.frozen import left_out
 from zeromesh.checkpoint.full_state import persistent_buffers
+from zeromesh.checkpoint.held import Held
 from zeromesh.checkpoint.manifest import TensorEntry
 from zeromesh.checkpoint.read import Reader, require_match
 from zeromesh.engine.engine import Engine
+from zeromesh.engine.flat import Place
 from zeromesh.engine.optim import NUMBERS, WHOLE
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError
 from zeromesh.pieces.piece import DTYPES, Piece, whole
 
 
-def restore_model(model: nn.Module, engine: Engine, reader: Reader) -> None:
+def restore_models(held: Held, reader: Reader) -> None:
     """Fills parameters and buffers in place.
 
-    The caller tells the engine that it has changed, on all ranks when all have come through: what follows are
+    The caller tells the engines that they have changed, on all ranks when all have come through: what follows are
     collectives, and one rank alone may find a file damaged.
 
     Raises:
-        CheckpointError: of another model; nothing is changed then.
+        CheckpointError: of another model, on all ranks alike; nothing is changed then.
     """
     entries = reader.manifest.tensors
     elsewhere = left_out(reader.manifest.state, reader.where)
-    pieces, targets = [], []
-    for buffer in buffers_of(engine):
-        for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
+    tensors = [tensor for tensor in held.tensors() if tensor.names[0].removeprefix(MODEL) not in elsewhere]
+    chosen = {next((name for name in t.names if name in entries), t.names[0]): t.entry for t in tensors}
+    known = {name for tensor in held.tensors() for name in tensor.names}
+    compared = {name: entry for name, entry in entries.items() if name not in known or name in chosen}
+    require_match(reader.where, compared, chosen, MODEL)
+    pieces, targets = list[Piece](), list[tuple[Tensor, Piece]]()
+    for model, engine in zip(held.models, held.engines, strict=True):
+        engine.interpreter.quiesce()
+        for param, place in _places(engine):
             if place.info.name in elsewhere:
                 continue
-            name = next((name for name in place.info.names if MODEL + name in entries), place.info.name)
-            pieces.append(param.piece(MODEL + name, param.local))
-    for name, held in persistent_buffers(model):
-        piece = whole(MODEL + name, torch.empty_like(held))
-        pieces.append(piece)
-        targets.append((held, piece))
-    known = {MODEL + name for b in buffers_of(engine) for place in b.places for name in place.info.names}
-    chosen = {piece.name for piece in pieces}
-    compared = {name: entry for name, entry in entries.items() if name not in known or name in chosen}
-    require_match(reader.where, compared, pieces, MODEL)
-    engine.interpreter.quiesce()
-    reader.fill(pieces)
-    for held, piece in targets:
-        held.copy_(piece.local.view(held.shape))
+            name = next(MODEL + name for name in place.info.names if MODEL + name in entries)
+            pieces.append(param.piece(name, param.local))
+        for name, buffer in persistent_buffers(model):
+            targets.append((buffer, whole(MODEL + name, torch.empty_like(buffer))))
+    reader.fill([*pieces, *(piece for _, piece in targets)])
+    for buffer, piece in targets:
+        buffer.copy_(piece.local.view(buffer.shape))
 
 
-def restore_optimizers(engine: Engine, optimizers: Sequence[Optimizer], reader: Reader) -> None:
+def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Reader) -> None:
     """Replaces the optimizers' states by those of the checkpoint, in the layout of this run.
 
     States that are there already are filled in place: no rank holds two copies.
@@ -65,7 +66,7 @@ def restore_optimizers(engine: Engine, optimizers: Sequence[Optimizer], reader: 
     saved = _saved_states(reader.manifest.tensors)
     fresh: dict[Optimizer, dict[Tensor, dict[str, Tensor]]] = {}
     pieces: list[Piece] = []
-    names = _names(engine)
+    names = {param: place.info.names for engine in held.engines for param, place in _places(engine)}
     for optimizer in optimizers:
         states = fresh[optimizer] = {}
         for group in optimizer.param_groups:
@@ -77,6 +78,9 @@ def restore_optimizers(engine: Engine, optimizers: Sequence[Optimizer], reader: 
                     targets = _state_targets(param, group, found, reader, present, whole_states=whole_states)
                     states[param] = {piece.name.rpartition(".")[2]: tensor for piece, tensor in targets}
                     pieces += [piece for piece, _ in targets]
+    own = {name for known in names.values() for name in known}
+    elsewhere = {name.removeprefix(MODEL) for tensor in held.tensors() for name in tensor.names} - own
+    saved = {name: states for name, states in saved.items() if name not in elsewhere}
     if saved:
         raise CheckpointError(
             f"{reader.where} has optimizer states of {len(saved)} parameters that the optimizer does not have, such as "
@@ -88,9 +92,9 @@ def restore_optimizers(engine: Engine, optimizers: Sequence[Optimizer], reader: 
         optimizer.state.update(states)
 
 
-def _names(engine: Engine) -> dict[Tensor, tuple[str, ...]]:
-    pairs = [(p, place) for b in buffers_of(engine) for p, place in zip(b.optimizer_params, b.places, strict=True)]
-    return {param: place.info.names for param, place in pairs}
+def _places(engine: Engine) -> Iterator[tuple[ShardedParameter, Place]]:
+    for buffer in buffers_of(engine):
+        yield from zip(buffer.optimizer_params, buffer.places, strict=True)
 
 
 def _saved_states(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:

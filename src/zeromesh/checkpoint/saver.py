@@ -28,7 +28,8 @@ from torch import Tensor
 
 from zeromesh.checkpoint.dcp import METADATA, write_metadata
 from zeromesh.checkpoint.directory import SAVING, clear_leftovers, free_name, list_checkpoints, superfluous
-from zeromesh.checkpoint.manifest import MANIFEST, Manifest
+from zeromesh.checkpoint.groups import groups_for_torch, join_groups
+from zeromesh.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
 from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.staging import Staging
 from zeromesh.checkpoint.storage import Storage, reason
@@ -47,11 +48,12 @@ class Snapshot:
     Args:
         step: optimizer steps done.
         pieces: what this rank writes; all ranks' together cover every tensor once.
-        empty: tensors without elements; the same on all ranks.
+        empty: tensors without elements, of which nothing is written.
         state: what is not a tensor, for `Manifest.state`; rank 0's is taken.
         about: for `Manifest.about`; rank 0's.
-        objects: for readers other than zeromesh; rank 0's.
         aliases: further names, for readers other than zeromesh, with the tensor's own.
+        groups: the optimizers' options, `describe_groups`; from one rank of each stage.
+        common: names that several ranks write, which must be alike; the same on all ranks.
     """
 
     step: int
@@ -59,8 +61,26 @@ class Snapshot:
     empty: Sequence[Piece] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-    objects: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    groups: Sequence[Any] = ()
+    common: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """What a rank tells rank 0 of its part.
+
+    Args:
+        written: what its file holds.
+        empty, aliases, groups: of its snapshot.
+        problem: why it could not write.
+    """
+
+    written: Sequence[Written] = ()
+    empty: Mapping[str, TensorEntry] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    groups: Sequence[Any] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +189,9 @@ class Saver:
         problem = begun.problem
         if not problem:
             manifest = None
-            written, problem = self._write_own(begun.directory, snapshot.pieces, copies)
-            gathered = peers.gather((written, problem), f"what each rank has written of {what}")
+            own = self._write_own(begun.directory, snapshot, copies)
+            problem = own.problem
+            gathered = peers.gather(own, f"what each rank has written of {what}")
             if gathered is not None:
                 manifest, problem = self._describe(snapshot, begun, gathered)
             unsettled = self._settle(begun.directory)  # in any case: nothing of it may be left for the next save
@@ -198,37 +219,38 @@ class Saver:
         except Exception as error:
             return _Begun(problem=_cannot(self.storage.where(), error))
 
-    def _write_own(
-        self, directory: str, pieces: Sequence[Piece], copies: Sequence[Tensor]
-    ) -> tuple[list[Written], str]:
+    def _write_own(self, directory: str, snapshot: Snapshot, copies: Sequence[Tensor]) -> _Share:
         file = f"__{self.peers.rank}_0.distcp"
-        if not pieces:
-            return [], ""
         try:
-            copied = [replace(piece, local=local) for piece, local in zip(pieces, copies, strict=True)]
-            return write_file(self.storage, directory, file, copied), ""
+            copied = [replace(piece, local=local) for piece, local in zip(snapshot.pieces, copies, strict=True)]
+            written = write_file(self.storage, directory, file, copied) if copied else []
         except Exception as error:
-            return [], _cannot(self.storage.where(directory, file), error)
+            return _Share(problem=_cannot(self.storage.where(directory, file), error))
+        empty = entries_of((), snapshot.empty)
+        return _Share(written=written, empty=empty, aliases=snapshot.aliases, groups=snapshot.groups)
 
-    def _describe(
-        self, snapshot: Snapshot, begun: _Begun, gathered: Sequence[tuple[Sequence[Written], str]]
-    ) -> tuple[Manifest | None, str]:
+    def _describe(self, snapshot: Snapshot, begun: _Begun, gathered: Sequence[_Share]) -> tuple[Manifest | None, str]:
         """Rank 0 writes what lies where; what went wrong, here or before."""
-        problem = next((problem for _, problem in gathered if problem), "")
+        problem = next((share.problem for share in gathered if share.problem), "")
         if problem:
             return None, problem
         try:
-            rows = [row for written, _ in gathered for row in written]
+            rows = _once([row for share in gathered for row in share.written], snapshot.common)
+            empty = {name: entry for share in gathered for name, entry in share.empty.items()}
+            groups = join_groups([share.groups for share in gathered])
+            aliases = {alias: name for share in gathered for alias, name in share.aliases.items()}
             manifest = Manifest(
                 step=snapshot.step,
                 serial=begun.serial,
-                tensors=entries_of(rows, snapshot.empty),
+                tensors=empty | entries_of(rows),
                 files=files_of(rows),
-                state=snapshot.state,
+                state={**snapshot.state, **({"groups": groups} if groups else {})},
                 about=snapshot.about,
             )
-            described = [*rows, *_aliased(rows, snapshot.aliases)]
-            write_metadata(self.storage, begun.directory, described, snapshot.empty, snapshot.objects)
+            objects = {**groups_for_torch(groups), "step": snapshot.step}
+            write_metadata(self.storage, begun.directory, [*rows, *_aliased(rows, aliases)], empty, objects)
+        except CheckpointError as error:
+            return None, str(error)
         except Exception as error:
             return None, _cannot(self.storage.where(begun.directory, METADATA), error)
         # Where nobody looks at this directory yet, the manifest need not wait for the data.
@@ -275,6 +297,27 @@ class Saver:
             old = superfluous(listing.complete, keep=self._keep, keep_every=self._keep_every)
             for name in (*(found.name for found in old), *listing.unfinished):
                 self.storage.remove(name)
+
+
+def _once(rows: Sequence[Written], common: frozenset[str]) -> list[Written]:
+    """What several ranks have written under a name of `common`, once.
+
+    Raises:
+        CheckpointError: they have not written the same.
+    """
+    first: dict[tuple[str, tuple[int, ...]], Written] = {}
+    kept = []
+    for row in rows:
+        other = first.setdefault((row.name, row.offsets), row) if row.name in common else row
+        if other is row:
+            kept.append(row)
+        elif (row.sizes, row.dtype, row.chunk.crcs) != (other.sizes, other.dtype, other.chunk.crcs):
+            name = row.name.removeprefix("model.")
+            raise CheckpointError(
+                f"{name} is in several stages of the pipeline, with other values in {row.chunk.file} than in "
+                f"{other.chunk.file}: what is saved under one name must be the same in all stages; name it otherwise"
+            )
+    return kept
 
 
 def _aliased(rows: Sequence[Written], aliases: Mapping[str, str]) -> list[Written]:

@@ -34,6 +34,7 @@ SHAPE = (2, 4)
 
 LOOPED = (0, 1, 0, 1)
 V = (0, 1, 1, 0)
+FOUR = (0, 1, 2, 3)
 """Which rank has each stage."""
 
 SCHEDULES: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -43,6 +44,7 @@ SCHEDULES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "zero-bubble": (ScheduleInterleavedZeroBubble, LOOPED),
     "zbv": (ScheduleZBVZeroBubble, V),
 }
+OF_FOUR = Schedule1F1B, FOUR
 
 
 class StageOf(nn.Module):
@@ -74,9 +76,9 @@ def batch(step: int, place: int, shape: Sequence[int] = SHAPE) -> Tensor:
     return torch.randint(0, 11, (MICROS * shape[0], shape[1]), generator=generator)
 
 
-def mesh_of(world: int, tp: int = 1) -> DeviceMesh:
-    names = ("pp", "cluster", "node", "tp")
-    return kept(init_device_mesh, "cpu", (2, world // tp // 4, 2, tp), mesh_dim_names=names)
+def mesh_of(world: int, tp: int = 1, pp: int = 2) -> DeviceMesh:
+    names, data = ("pp", "cluster", "node", "tp"), world // tp // pp
+    return kept(init_device_mesh, "cpu", (pp, max(data // 2, 1), min(data, 2), tp), mesh_dim_names=names)
 
 
 def divide(stage: StageOf, tp: DeviceMesh) -> None:
@@ -129,7 +131,7 @@ def staged(
     make: Callable[[Iterable[Any]], torch.optim.Optimizer] = adamw,
     **options: Any,
 ) -> Staged:
-    kind, homes = SCHEDULES[name]
+    kind, homes = SCHEDULES.get(name, OF_FOUR)
     group, data = mesh.get_group("pp"), mesh["cluster", "node"]
     models, stages = [], []
     for index, home in enumerate(homes):
@@ -141,7 +143,7 @@ def staged(
             models.append(model)
             stages.append(PipelineStage(model, index, len(homes), torch.device("cpu"), group=group))
     stages = zm.pipeline(stages)
-    schedule = kind(stages if len(homes) > 2 else stages[0], n_microbatches=MICROS, loss_fn=loss_of)
+    schedule = kind(stages if len(stages) > 1 else stages[0], n_microbatches=MICROS, loss_fn=loss_of)
     return Staged(models, schedule, make([p for m in models for p in m.parameters()]))
 
 

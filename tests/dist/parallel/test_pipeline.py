@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 import zeromesh as zm
-from tests.dist.features.parity import close, net, sgd
+from tests.dist.features.parity import Block, net, sgd
 from tests.dist.parallel.pipelines import (
     BLOCKS,
     MICROS,
@@ -25,6 +27,7 @@ from tests.dist.parallel.pipelines import (
     Staged,
     batch,
     compare_grads,
+    compare_params,
     loss_of,
     mesh_of,
     parity,
@@ -32,7 +35,7 @@ from tests.dist.parallel.pipelines import (
 )
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
-from zeromesh.errors import InputError, MismatchError, ModelError, OptimizerError
+from zeromesh.errors import CheckpointError, InputError, MismatchError, ModelError, OptimizerError
 
 SCARCE = "node=3,cluster=0;prefetch=0"
 """All blocks of a stage share one slot, so each is gathered anew for each forward and backward."""
@@ -139,36 +142,95 @@ def test_norms_and_skipped_steps_are_those_of_all_stages() -> None:
     assert scaler.get_scale() == 4.0
 
 
+def grouped(params: Iterable[Any], lr: float = 1e-2) -> torch.optim.Optimizer:
+    """Two groups, of which a rank's stages may have one alone."""
+    held = list(params)
+    groups = ([p for p in held if len(p.shape) > 1], [p for p in held if len(p.shape) == 1])
+    return torch.optim.AdamW([{"params": group, "lr": lr * (i + 1)} for i, group in enumerate(groups)])
+
+
 @on_ranks(4)
-def test_stages_resume_under_another_strategy(tmp_path: Path) -> None:
-    """Each from a directory of its own; as if nothing had been between."""
-    place, index = dist.get_rank() % 2, dist.get_rank() // 2
-    first, second, third = (
-        staged(net(num_blocks=BLOCKS), "1f1b", strategy, mesh_of(4))
-        for strategy in ("node=3,cluster=1", "node=3,cluster=1", "node=1,cluster=1")
-    )
-    train(first, range(3), place)
-    train(second, range(2), place)
-    for ours, call in ((second, "save"), (third, "load")):
-        checkpoints = zm.Checkpoints(tmp_path / f"stage-{index}", ours.models[0], ours.optimizer)
-        checkpoints.save(2) if call == "save" else checkpoints.load()
-        checkpoints.close()
-    train(third, range(2, 3), place)
-    whole = [zm.full_state_dict(ours.models[0]) for ours in (first, third)]
-    assert whole[0].keys() == whole[1].keys()
-    for name, expected in whole[0].items():
-        close(whole[1][name], expected, name)
-    everywhere: list[Any] = [None] * 4
-    dist.all_gather_object(everywhere, list(whole[0]))
-    assert sorted(name for names in everywhere for name in names) == sorted(net(num_blocks=BLOCKS).state_dict())
+def test_a_checkpoint_of_all_stages_loads_under_another_cut(tmp_path: Path) -> None:
+    """Each time training goes on as plain training does, with the learning rates that were saved."""
+    plain = net(num_blocks=BLOCKS)
+    fresh, optimizer = net(num_blocks=BLOCKS), grouped(plain.parameters())
+    cuts = [("zbv", "node=3,cluster=1", 2), ("1f1b", "node=1,cluster=3", 2), ("of four", "node=1,cluster=0", 4)]
+    for step, (name, strategy, pp) in enumerate(cuts):
+        mesh = mesh_of(4, pp=pp)
+        ours = staged(fresh, name, strategy, mesh, make=partial(grouped, lr=1e-2 if step == 0 else 7.0))
+        with zm.Checkpoints(tmp_path, ours.models, ours.optimizer) as checkpoints:
+            assert (checkpoints.load() is None) == (step == 0)
+            compare_params(ours, plain, optimizer)
+            ours.step(batch(step, mesh.get_local_rank("node")))
+            for place in range(4 // pp):
+                for micro in batch(step, place).chunk(MICROS):
+                    (loss_of(plain(micro), micro.roll(1, 1)) / (MICROS * (4 // pp))).backward()
+            for each in (ours.optimizer, optimizer):
+                each.step()
+                each.zero_grad()
+            compare_params(ours, plain, optimizer)
+            checkpoints.save(step + 1, {"rank": 0 if dist.get_rank() == 0 else None})
+    alone = zm.shard(fresh, mesh["cluster", "node"], "node=3,cluster=3", units=(Block,))  # each rank by itself
+    found = Staged([alone], None, grouped(alone.parameters(), lr=7.0))
+    with zm.Checkpoints(tmp_path, alone, found.optimizer) as checkpoints:
+        restored = checkpoints.load()
+        assert restored is not None
+        assert (restored.step, restored.state) == (3, {"rank": 0})
+        compare_params(found, plain, optimizer)
+        assert [group["lr"] for group in found.optimizer.param_groups] == [1e-2, 2e-2]
+        if dist.get_rank() == 0:
+            checkpoints.save(9)
+    dist.barrier()
+    ours = staged(net(num_blocks=BLOCKS), "zbv", "node=3,cluster=1", mesh_of(4), make=grouped)
+    restored = zm.Checkpoints(tmp_path, ours.models, ours.optimizer).load()
+    assert restored is not None
+    assert restored.step == 9
+    compare_params(ours, plain, optimizer)
 
 
-def train(ours: Staged, steps: range, place: int) -> None:
-    for step in steps:
-        ours.step(batch(step, place))
-        zm.clip_grad_norm_(ours.models, 0.5)
-        ours.optimizer.step()
-        ours.optimizer.zero_grad()
+class Part(nn.Linear):
+    """A stage whose names may be those of another, with a buffer."""
+
+    def __init__(self, width: int, value: float) -> None:
+        super().__init__(width, width)
+        self.register_buffer("scale", torch.tensor([value]))
+
+
+@on_ranks(4)
+def test_stages_that_are_no_parts_of_one_model_are_not_saved_as_one(tmp_path: Path) -> None:
+    mesh = mesh_of(4)
+    rank, data = mesh.get_local_rank("pp"), mesh["cluster", "node"]
+
+    def stage(key: str, module: nn.Module) -> nn.Module:
+        model = zm.shard(nn.ModuleDict({key: module}), data, "node=3,cluster=1")
+        zm.pipeline([stage_of(model, mesh)])
+        return model
+
+    same = stage("0", Part(4, 1.0))
+    with pytest.raises(InputError, match=r"stages 0 and 1 both have '0.weight', with shapes \(4, 4\) and \(4, 4\)"):
+        zm.Checkpoints(tmp_path, same)
+    own = stage(str(rank), nn.Linear(4, 4))
+    with pytest.raises(
+        InputError, match=r"one directory; its ranks name .*stage-0, .*stage-1: give all ranks the same"
+    ):
+        zm.Checkpoints(tmp_path / f"stage-{rank}", own)
+    with pytest.raises(InputError, match=r"call zm.pipeline\(stages\) first; got 2 models"):
+        zm.Checkpoints(tmp_path, [sharded_linear(data), sharded_linear(data)])
+    given = [own] if rank == 0 else [own, sharded_linear(data)]
+    with pytest.raises(InputError, match=r"this rank holds stages 1 of a pipeline.* got 2 model"):
+        zm.Checkpoints(tmp_path, given)
+    for value, saved in ((1.0, True), (float(rank), False)):
+        part = Part(4, value)
+        setattr(part, f"weight{rank}", part.weight)
+        setattr(part, f"bias{rank}", part.bias)
+        del part.weight, part.bias
+        checkpoints = zm.Checkpoints(tmp_path, stage("part", part))
+        checkpoints.save(1)
+        if saved:
+            checkpoints.close()
+        else:
+            with pytest.raises(CheckpointError, match=r"part.scale is in several stages of the pipeline, with other"):
+                checkpoints.close()
 
 
 def params_of(ours: Staged) -> list[Any]:

@@ -35,7 +35,7 @@ from zeromesh.checkpoint.read import Reader, require_match
 from zeromesh.checkpoint.saver import Saver, Snapshot
 from zeromesh.checkpoint.staging import Staging
 from zeromesh.checkpoint.storage import LocalStorage, open_storage
-from zeromesh.checkpoint.write import write_file
+from zeromesh.checkpoint.write import entries_of, write_file
 from zeromesh.errors import CheckpointError, CommunicationError
 from zeromesh.pieces.piece import DTYPES, Piece, share, whole
 
@@ -75,7 +75,7 @@ def load(root: Path | str) -> tuple[Loaded | None, dict[str, Tensor]]:
 def restore(reader: Reader) -> dict[str, Tensor]:
     targets = {name: torch.empty_like(tensor) for name, tensor in tensors(0).items()}
     pieces = [whole(name, target) for name, target in targets.items()]
-    require_match(reader.where, reader.manifest.tensors, pieces, "model.")
+    require_match(reader.where, reader.manifest.tensors, entries_of((), pieces), "model.")
     reader.fill(pieces)
     return targets
 
