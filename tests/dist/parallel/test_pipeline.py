@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 import zeromesh as zm
-from tests.dist.features.parity import Block, net, sgd
+from tests.dist.features.parity import Block, net, sgd, sharded_params
 from tests.dist.parallel.pipelines import (
     BLOCKS,
     MICROS,
@@ -33,6 +34,7 @@ from tests.dist.parallel.pipelines import (
     parity,
     staged,
 )
+from tests.dist.parallel.tensor import own_part
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import CheckpointError, InputError, MismatchError, ModelError, OptimizerError
@@ -45,19 +47,23 @@ SCARCE = "node=3,cluster=0;prefetch=0"
 @on_ranks(4)
 def test_trains_as_plain_training_does(name: str) -> None:
     parity(name, SCARCE, 4, debug=True)
-    parity(name, "node=1,cluster=0", 4, steps=2)
+    parity(name, "node=1,cluster=0", 4)
 
 
 @on_ranks(8, timeout_s=60)
 def test_on_two_levels() -> None:
     for name in ("1f1b", "zbv"):
-        parity(name, "node=3,cluster=1", 8, steps=2)
+        parity(name, "node=3,cluster=1", 8)
 
 
 @on_ranks(8, timeout_s=60)
 def test_of_stages_under_tensor_and_sequence_parallelism() -> None:
-    for name in ("1f1b", "zbv"):
-        parity(name, "node=3,cluster=0", 8, tp=2, steps=2)
+    for name, strategy in {
+        "1f1b": "node=3,cluster=0",
+        "zbv": "node=2,cluster=0",
+        "interleaved": "node=1,cluster=0",
+    }.items():
+        parity(name, strategy, 8, tp=2)
 
 
 def calls_of_a_step(ours: Staged, step: int) -> list[Counter[str]]:
@@ -186,6 +192,29 @@ def test_a_checkpoint_of_all_stages_loads_under_another_cut(tmp_path: Path) -> N
     assert restored is not None
     assert restored.step == 9
     compare_params(ours, plain, optimizer)
+
+
+@on_ranks(4)
+def test_frozen_parameters_of_all_stages_may_be_left_out(tmp_path: Path) -> None:
+    """By checksums of all of them, wherever they are in this cut and in that of the load."""
+    plain = net(num_blocks=BLOCKS)
+    for module in (plain.embed, plain.norm):
+        module.requires_grad_(False)
+    saved, other, wrong = copy.deepcopy(plain), copy.deepcopy(plain), copy.deepcopy(plain)
+    for param in other.blocks.parameters():
+        nn.init.zeros_(param)
+    nn.init.zeros_(wrong.norm.weight)
+    ours = staged(saved, "zbv", "node=3,cluster=1", mesh_of(4))
+    with zm.Checkpoints(tmp_path, ours.models, ours.optimizer, frozen=False) as checkpoints:
+        checkpoints.save(1)
+    found = staged(other, "1f1b", "node=1,cluster=1", mesh_of(4))
+    assert zm.Checkpoints(tmp_path, found.models, found.optimizer).load() is not None
+    for model in found.models:
+        for name, param in sharded_params(model).items():
+            assert torch.equal(param.local, own_part(param, dict(plain.named_parameters())[name]))
+    bad = staged(wrong, "1f1b", "node=1,cluster=1", mesh_of(4))
+    with pytest.raises(CheckpointError, match=r"other values of 1 of 3 frozen parameters .* such as norm.weight"):
+        zm.Checkpoints(tmp_path, bad.models, bad.optimizer).load()
 
 
 class Part(nn.Linear):
