@@ -275,9 +275,9 @@ class Bounds:
 
     def optimizer_s(self, block: Block) -> Floats:
         """Each rank has a part of the elements; of what owners divide, one has at least the mean."""
-        dense, experts = self._num_trainable
         by_state = _state_degree(block)
-        seconds = (dense / by_state + experts / self._of_experts(by_state)) * self.compute.optimizer(1.0)
+        elements = sum(np.asarray(trained / _state_degree(own)) for own, (_, trained) in self._layouts(block))
+        seconds = elements * self.compute.optimizer(1.0)
         if self.workload.optimizer == "muon":
             flops = sum(newton_schulz_flops(tensor.shape) for tensor in self._matrices)
             seconds += flops / (self.compute.matrix_flops * self.compute.constants.matmul_share) / by_state
@@ -294,20 +294,22 @@ class Bounds:
             for _ in range(unit.count)
         ]
 
-    def _of_experts(self, degree: Floats) -> Floats:
-        """Into how many shards experts are cut at the most, where all else is cut into so many."""
-        return np.minimum(degree, self.cluster.world / self._parallel.ep)
+    def _layouts(self, block: Block) -> Iterator[tuple[Block, tuple[int, int]]]:
+        """Layouts with the elements, all and trainable, that lie in them: `block` for all but the experts that ep cuts,
+        which have what its ranks leave of it."""
+        yield block, self._num_elements[False]
+        if self._num_elements[True][0]:
+            yield block.without(self._parallel.ep), self._num_elements[True]
 
     @cached_property
-    def _num_trainable(self) -> tuple[int, int]:
-        """Elements of all and of the experts that ep cuts, which have a layout of their own."""
-        experts = sum(unit.count * _num_experts(unit, trainable=True) for unit in self.model.units)
-        return self.model.num_trainable - experts, experts
-
-    @cached_property
-    def _num_params(self) -> tuple[int, int]:
-        experts = sum(unit.count * _num_experts(unit) for unit in self.model.units)
-        return self.model.num_params - experts, experts
+    def _num_elements(self) -> dict[bool, tuple[int, int]]:
+        """All and trainable, of what is no experts and of those."""
+        units = self.model.units
+        whole, trained = (sum(u.count * _num_experts(u, trainable=only) for u in units) for only in (False, True))
+        return {
+            False: (self.model.num_params - whole, self.model.num_trainable - trained),
+            True: (whole, trained),
+        }
 
     # Communication --------------------------------------------------------------------------------------------------
 
@@ -316,17 +318,19 @@ class Bounds:
         lanes = np.zeros((_BUSY_MICRO, len(block)))
         busy = np.zeros((len(block.sizes), 2, len(block)))
         lost = np.zeros((2, len(block)))
-        for level, stage, sizes, pieces in self._parts(block):
-            table = self._table(level, stage)
-            found = table[:, self._size_position[level][sizes], self._piece_position[pieces]]
-            if self.overlapping:
-                longest = np.maximum(lanes[_OVERLAPPING], found[_OVERLAPPING])
-                lanes += found[:_BUSY_MICRO]
-                lanes[_OVERLAPPING] = longest
-            else:
-                lanes += found[:_BUSY_MICRO]
-            busy[level] += found[_BUSY_MICRO:]
-            lost += self._taken[level] * (found[_MICRO_AND_STEP] + found[_MICRO_AND_STEP + 2])
+        # A unit's transfers of experts come after its others, on the same lane.
+        for experts, (own, _) in enumerate(self._layouts(block)):
+            of_part = np.zeros_like(lanes)
+            for level, stage, sizes, pieces in self._parts(own):
+                table = self._table(level, stage, bool(experts))
+                found = table[:, self._size_position[level][sizes], self._piece_position[pieces]]
+                longest = np.maximum(of_part[_OVERLAPPING], found[_OVERLAPPING])
+                of_part += found[:_BUSY_MICRO]
+                if self.overlapping:
+                    of_part[_OVERLAPPING] = longest
+                busy[level] += found[_BUSY_MICRO:]
+                lost += self._taken[level] * (found[_MICRO_AND_STEP] + found[_MICRO_AND_STEP + 2])
+            lanes += of_part
         # Beyond what a device has, less goes missing than is asked for.
         most = max(self._taken)
         real = min(1.0, MOST_TAKEN / max(len(LANES) * most, 1e-9))
@@ -374,37 +378,39 @@ class Bounds:
     def _size_position(self) -> list[Integers]:
         return [_positions(divisors(level.size)) for level in self.cluster.levels]
 
-    def _table(self, level: int, stage: Stage) -> Floats:
-        if (level, stage) not in self._tables:
-            self._tables[level, stage] = self._filled(level, stage)
-        return self._tables[level, stage]
+    def _table(self, level: int, stage: Stage, experts: bool) -> Floats:
+        key = level, stage, experts
+        if key not in self._tables:
+            self._tables[key] = self._filled(*key)
+        return self._tables[key]
 
     @cached_property
-    def _tables(self) -> dict[tuple[int, Stage], Floats]:
+    def _tables(self) -> dict[tuple[int, Stage, bool], Floats]:
         return {}
 
-    def _filled(self, level: int, stage: Stage) -> Floats:
+    def _filled(self, level: int, stage: Stage, experts: bool) -> Floats:
         sizes, pieces = divisors(self.cluster.levels[level].size), divisors(self.cluster.world)
         filled = np.zeros((_BUSY_STEP + 1, len(sizes), len(pieces)))
         for i, size in enumerate(sizes):
             for j, piece in enumerate(pieces):
                 if size > 1 and self.cluster.world % (size * piece) == 0:
-                    filled[:, i, j] = self._part(self._axis(level, stage, size), piece)
+                    filled[:, i, j] = self._part(self._axis(level, stage, size), piece, experts)
         return filled
 
-    def _part(self, axis: Axis, pieces: int) -> list[float]:
+    def _part(self, axis: Axis, pieces: int, experts: bool) -> list[float]:
         """One column of a table."""
         row = [0.0] * (_BUSY_STEP + 1)
         entered = self._entered
         for unit, gathers in self._gathers_by_unit(axis.stage):
+            numels = self._numels[experts][id(unit)]
             is_root = any(unit is root for root in self._roots)
             shared = self.joins or (self._with_root and (unit is entered or is_root))
             for operation, per_micro in _operations(axis.stage):
                 gather = operation == "all_gather"
-                alone, busy = self._cost(axis, operation, unit, pieces, frozen=gather and per_micro)
+                alone, busy = self._cost(axis, operation, numels, pieces, frozen=gather and per_micro)
                 seconds = alone
                 if shared and not axis.stage.shards_params:
-                    seconds, busy = self._share(axis, operation, unit, pieces)
+                    seconds, busy = self._share(axis, operation, numels[0], pieces, self._num_elements[experts][1])
                 times = gathers if gather and per_micro else unit.count
                 row[(_GATHER_MICRO if gather else _REDUCE_MICRO) + (not per_micro)] += times * seconds
                 row[_BUSY_MICRO + (not per_micro)] += times * busy
@@ -452,13 +458,13 @@ class Bounds:
         return first if first is not None and first.count == 1 else None
 
     @cached_property
-    def _numels(self) -> dict[int, tuple[int, int]]:
-        """Trainable and frozen elements of each unit, which are counted often; without experts that ep cuts, which go
-        over fewer ranks."""
-        found = {}
+    def _numels(self) -> dict[bool, dict[int, tuple[int, int]]]:
+        """Trainable and frozen elements of each unit, which are counted often: of what is no experts, and of those."""
+        found: dict[bool, dict[int, tuple[int, int]]] = {False: {}, True: {}}
         for unit in self.model.units:
             experts, trained = _num_experts(unit), _num_experts(unit, trainable=True)
-            found[id(unit)] = (unit.num_trainable - trained, unit.num_frozen - (experts - trained))
+            found[False][id(unit)] = (unit.num_trainable - trained, unit.num_frozen - (experts - trained))
+            found[True][id(unit)] = (trained, experts - trained)
         return found
 
     @property
@@ -472,11 +478,11 @@ class Bounds:
         return Axis(name=name, mesh_axis=name, size=size, stride=1, stage=stage, wire=wire)
 
     def _cost(
-        self, axis: Axis, operation: Operation, unit: UnitSpec, pieces: int, *, frozen: bool
+        self, axis: Axis, operation: Operation, numels: tuple[int, int], pieces: int, *, frozen: bool
     ) -> tuple[float, float]:
-        """Seconds of one transfer of a unit, and of its links."""
+        """Seconds of one transfer of a unit's trainable and frozen elements, and of its links."""
         seconds = busy = 0.0
-        trainable, rest = self._numels[id(unit)]
+        trainable, rest = numels
         for numel in (trainable, rest if frozen else 0):
             if numel:
                 one, links = self._transfer(axis, operation, numel, pieces)
@@ -484,14 +490,12 @@ class Bounds:
                 busy += links
         return seconds, busy
 
-    def _share(self, axis: Axis, operation: Operation, unit: UnitSpec, pieces: int) -> tuple[float, float]:
+    def _share(self, axis: Axis, operation: Operation, numel: int, pieces: int, trainable: int) -> tuple[float, float]:
         """Of a unit in one transfer of all that is trained: with whatever it is joined, it does not take less."""
-        trainable = self._num_trainable[0]
         if not trainable:
             return 0.0, 0.0
-        part = self._numels[id(unit)][0] / trainable
         seconds, busy = self._transfer(axis, operation, trainable, pieces)
-        return part * seconds, part * busy
+        return numel / trainable * seconds, numel / trainable * busy
 
     def _transfer(self, axis: Axis, operation: Operation, numel: int, pieces: int) -> tuple[float, float]:
         default = self.workload.param_dtype if operation == "all_gather" else self.workload.wire_dtype
@@ -514,30 +518,37 @@ class Bounds:
 
     def state_bytes(self, block: Block) -> Floats:
         """Parameters, gradients, optimizer states, kept copies and slots of each layout."""
-        model, work = self.model, self.workload
+        # A quantised refresh needs a master of its own: the bound leaves it out.
+        parts = [self._part_bytes(own, bool(experts)) for experts, (own, _) in enumerate(self._layouts(block))]
+        return np.asarray(self.model.whole_bytes + sum(parts) - self._fewer_moments / _state_degree(block))
+
+    def _part_bytes(self, block: Block, experts: bool) -> Floats:
+        work, numels = self.workload, self._numels[experts]
+        params, trainable = self._num_elements[experts]
         width = DTYPE_BYTES[work.param_dtype]
         by_param = block.degree(*_PARAM_STAGES).astype(np.float64)
         by_grad = block.degree(*_GRAD_STAGES).astype(np.float64)
-        by_state = _state_degree(block)
         dropped = block.degree(*_DROPPED_STAGES).astype(np.float64)
-        # A quantised refresh needs a master of its own: the bound leaves it out.
-        master = 0.0 if work.param_dtype == work.master_dtype else DTYPE_BYTES[work.master_dtype]
-        blocks = sum(u.count * sum(self._numels[id(u)]) for u in model.units if u.kind is UnitKind.BLOCK)
-        params, trainable = self._num_params, self._num_trainable
+        blocks = sum(u.count * sum(numels[id(u)]) for u in self.model.units if u.kind is UnitKind.BLOCK)
         kept_width = min(bytes_each(wire) for wire in self._param_wires)
         copied = (dropped > 1) & (dropped < by_param)  # others stay gathered
         kept = np.where(copied, kept_width * blocks / dropped, 0.0)
+        gather, reduce = self._gather_slots(experts), self._reduce_slots(experts)
         return np.asarray(
-            model.whole_bytes
-            + width * (params[0] / by_param + params[1] / self._of_experts(by_param))
-            + DTYPE_BYTES[work.grad_dtype] * (trainable[0] / by_grad + trainable[1] / self._of_experts(by_grad))
-            + (master + moment_bytes(work.master_dtype))
-            * (trainable[0] / by_state + trainable[1] / self._of_experts(by_state))
-            - self._fewer_moments / by_state
+            width * params / by_param
+            + DTYPE_BYTES[work.grad_dtype] * trainable / by_grad
+            + self._state_width * trainable / _state_degree(block)
             + kept
-            + np.where(by_param > 1, np.where(dropped > 1, self._gather_slots, width * params[0]), 0.0)
-            + np.where((by_grad > 1) & ((by_param > 1) | (not self.joins)), self._reduce_slots, 0.0)
+            + np.where(by_param > 1, np.where(dropped > 1, gather, width * params), 0.0)
+            + np.where((by_grad > 1) & ((by_param > 1) | (not self.joins)), reduce, 0.0)
         )
+
+    @property
+    def _state_width(self) -> float:
+        """Bytes of the optimizer's states for each element."""
+        work = self.workload
+        master = 0.0 if work.param_dtype == work.master_dtype else DTYPE_BYTES[work.master_dtype]
+        return master + moment_bytes(work.master_dtype)
 
     @property
     def _fewer_moments(self) -> float:
@@ -551,12 +562,9 @@ class Bounds:
     def least_bytes(self) -> float:
         """Parameters, gradients and optimizer states where everything is sharded over all ranks."""
         work, world = self.workload, float(self.cluster.world)
-        master = 0.0 if work.param_dtype == work.master_dtype else DTYPE_BYTES[work.master_dtype]
-        of_trained = DTYPE_BYTES[work.grad_dtype] + master + moment_bytes(work.master_dtype)
-        params, trained = (
-            dense / world + experts * self._parallel.ep / world
-            for dense, experts in (self._num_params, self._num_trainable)
-        )
+        of_trained = DTYPE_BYTES[work.grad_dtype] + self._state_width
+        shards = {False: world, True: world / self._parallel.ep}
+        params, trained = (sum(self._num_elements[part][i] / shards[part] for part in shards) for i in range(2))
         fewer = self._fewer_moments / world
         return self.model.whole_bytes - fewer + DTYPE_BYTES[work.param_dtype] * params + of_trained * trained
 
@@ -566,19 +574,14 @@ class Bounds:
         for text in self.wires or ("",):
             yield (Wire.parse(text).param if text else None) or self.workload.param_dtype
 
-    @cached_property
-    def _gather_slots(self) -> float:
-        return self._slots(
-            DTYPE_BYTES[self.workload.param_dtype],
-            [sum(self._numels[id(unit)]) for unit in self.model.units],
-            PREFETCH + 1,
-        )
+    def _gather_slots(self, experts: bool) -> float:
+        numels = [sum(self._numels[experts][id(unit)]) for unit in self.model.units]
+        return self._slots(DTYPE_BYTES[self.workload.param_dtype], numels, PREFETCH + 1)
 
-    @cached_property
-    def _reduce_slots(self) -> float:
+    def _reduce_slots(self, experts: bool) -> float:
         if not self.planned:
             return 0.0
-        numels = [self._numels[id(unit)][0] for unit in self.model.units]
+        numels = [self._numels[experts][id(unit)][0] for unit in self.model.units]
         return self._slots(DTYPE_BYTES[self.workload.wire_dtype], numels, REDUCE_SLOTS)
 
     def _slots(self, width: float, numels: Sequence[int], shared: int) -> float:

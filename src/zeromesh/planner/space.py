@@ -12,7 +12,7 @@ shards as once. So a level of n members has as many cuts as ways to write n as a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, permutations
 from typing import Literal
@@ -131,6 +131,19 @@ class Block:
             indices=tuple(column[rows] for column in self.indices),
             sizes=tuple(tuple(column[rows] for column in level) for level in self.sizes),
         )
+
+    def without(self, ranks: int) -> Block:
+        """What the innermost `ranks` leave of each part: parts of a level stand in the order of `STAGES`."""
+        left = np.full(len(self), ranks, dtype=np.int64)
+        sizes = []
+        for level in self.sizes:
+            rest = []
+            for part in level:
+                taken = np.gcd(left, part)
+                left = left // taken
+                rest.append(part // taken)
+            sizes.append(tuple(rest))
+        return replace(self, sizes=tuple(sizes))
 
     def degree(self, *stages: Stage) -> Integers:
         """Of each layout, the product of the axis sizes at the given stages."""
