@@ -22,10 +22,15 @@ most; with s what those two take,
 
     step >= max(A, C + L + E * (1 - s)),    E = E_g + E_r
 
-Nor does the first forward end before every unit is refreshed, a reduction start before the first backward has, or the
-boundary before the last one. With f the seconds of one micro-batch's forward and c of all its computation,
+Nor does the first forward end before every unit is refreshed and gathered, a reduction start before the first backward
+has, or the boundary before the last one. Gathers run ahead of a forward or backward by no more than the units that have
+a place to land, a. With f and b the seconds of one micro-batch's forward and backward, G_f = U - G_b,
 
-    step >= max(f, F) + max(M * c - f, M * R, (M - 1) * c + max(R, B)) + optimizer
+    f' = max(f, G_f - a),   b' = max(b, G_b - a)
+    step >= max(f, F, G_f, f_l) + max(M * R, (M - 1) * (f' + b') + max(b', R, B, b_l - a)) + optimizer
+
+where f_l is for how long the refresh and the gathers of the first forward keep the links of level l busy, and b_l those
+of the last backward with its reductions. In a pipeline a rank's idle seconds come between.
 
 Where a collective takes neighbouring levels at once (`collective=ho_ring`), a chain takes at least as long as its
 longest one: U, F, R, B and E are then taken over the longest part of each layout instead of over all; what may spill
@@ -39,7 +44,7 @@ adds. Where units are small enough to be joined, each takes its share of one tra
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 
@@ -93,15 +98,19 @@ _GRAD_STAGES = [stage for stage in Stage if stage.shards_grads]
     _REDUCE_FIRST,
     _BOUNDARY_FIRST,
     _GATHER_BACK,
+    _AHEAD,
     _BLOCK_GATHER,
     _BLOCK_REDUCE,
     _OTHER_REDUCE,
     _BUSY_MICRO,
     _BUSY_STEP,
-) = range(18)
+    _BUSY_FIRST,
+    _BUSY_LAST,
+) = range(21)
 """Rows of a table, in seconds: of a lane per micro-batch and per step; of the root in each lane, and of the unit that
-runs first if it is one; of all gathers of a backward, of one block's, of one block's reduction and of the other units';
-of the level's links."""
+runs first if it is one; of all gathers of a backward, of those that may be done before
+their phase, of one block's, of one block's reduction and of the other units'; of the level's links, per micro-batch and
+per step, in the first forward and in the last backward."""
 
 
 _MICRO_AND_STEP = np.array([_GATHER_MICRO, _GATHER_STEP])
@@ -117,7 +126,7 @@ class TimeBound:
 
     Args:
         lanes: rows as named above, by layout.
-        busy: by level, seconds of its links per micro-batch and per step, by layout.
+        busy: by level, seconds of its links per micro-batch, per step, in the first forward and in the last backward.
         lost: L, per micro-batch and per step, by layout.
         edge: s.
     """
@@ -142,7 +151,7 @@ class TimeBound:
         gather, refresh = micro_batches * self.lanes[_GATHER_MICRO], self.lanes[_GATHER_STEP]
         reduce, boundary = micro_batches * self.lanes[_REDUCE_MICRO], self.lanes[_REDUCE_STEP]
         active = np.maximum(np.maximum(gather, refresh) + edge_reduce, np.maximum(reduce, boundary) + edge_gather)
-        for micro, step in self.busy:
+        for micro, step in self.busy[:, :2]:
             active = np.maximum(active, micro_batches * micro + step)
         met = micro_batches * self.lanes[_GATHER_BACK] + (micro_batches - 1) * self._spilled(compute)
         active = np.maximum(active, gather + reduce - met)
@@ -150,9 +159,14 @@ class TimeBound:
         # While the device waits or is idle anyway, nothing slows it down, and the edges may hide.
         slowed = micro_batches * self.lost[0] + self.lost[1] + (edge_gather + edge_reduce) * (1 - self.edge)
         slowed = np.maximum(0.0, slowed - micro_batches * compute.waiting - compute.idle)
-        last = (micro_batches - 1) * compute.total + np.maximum(self.lanes[_REDUCE_MICRO], boundary)
-        rest = np.maximum(np.maximum(reduce, last), micro_batches * compute.total - compute.forward)
-        in_order = np.maximum(compute.forward, refresh) + rest + optimizer_s
+        gathered = lanes[_GATHER_MICRO] - lanes[_GATHER_BACK]  # in a forward
+        forward = np.maximum(compute.forward, gathered - lanes[_AHEAD])
+        backward = np.maximum(compute.backward, lanes[_GATHER_BACK] - lanes[_AHEAD])
+        last = (micro_batches - 1) * (forward + backward) + compute.idle
+        first_links, last_links = np.max(self.busy[:, 2:], axis=0)
+        last += np.maximum.reduce([backward, last_links - lanes[_AHEAD], lanes[_REDUCE_MICRO], boundary])
+        first = np.maximum.reduce([np.full_like(refresh, compute.forward), refresh, gathered, first_links])
+        in_order = first + np.maximum(reduce, last) + optimizer_s
         return np.asarray(np.maximum(np.maximum(active, in_order), compute_s + slowed))
 
     def _spilled(self, compute: ComputeSeconds) -> Floats:
@@ -179,6 +193,21 @@ class ComputeSeconds:
         return self.forward + self.backward
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What the bounds of one workload on parts of one cluster have in common, with one set of constants.
+
+    Args:
+        seconds: of all kinds of ranks, by degrees, micro-batch and recomputation.
+        transfers: by what is left of the cluster.
+        tables: by that, and by what is sent over it.
+    """
+
+    seconds: dict[tuple[object, ...], list[MicroBatchSeconds]] = field(default_factory=dict)
+    transfers: dict[Cluster, TransferModel] = field(default_factory=dict)
+    tables: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Bounds:
     """A model and its workload on a cluster.
@@ -190,6 +219,7 @@ class Bounds:
         planned: the engine allocates reduce slots once, as ours does.
         division: where the model is cut: it is then that of one kind of rank, and the cluster what is left of it.
         part: which kind.
+        known: what has been found for other bounds of one workload.
     """
 
     model: ModelSpec
@@ -201,6 +231,7 @@ class Bounds:
     planned: bool = True
     division: Division | None = None
     part: int = 0
+    known: Known = field(default_factory=lambda: Known(), compare=False)
 
     @property
     def _parallel(self) -> Parallel:
@@ -237,7 +268,9 @@ class Bounds:
 
     @cached_property
     def transfers(self) -> TransferModel:
-        return TransferModel(self.cluster, self.constants, self.compute)
+        if self.cluster not in self.known.transfers:
+            self.known.transfers[self.cluster] = TransferModel(self.cluster, self.constants, self.compute)
+        return self.known.transfers[self.cluster]
 
     def micro_batch_s(self, sequences: int, recomputation: Recomputation) -> ComputeSeconds:
         """Seconds of the forward and backward of one micro-batch."""
@@ -255,23 +288,25 @@ class Bounds:
         return ComputeSeconds(forward=forward, backward=backward, blocks=len(blocks), block_backward=least)
 
     def _divided_s(self, division: Division, work: FixedWorkload) -> ComputeSeconds:
-        ranks, blocks = [], [0.0]
-        for index, part in enumerate(division.parts):
-            units = [
-                (unit, Computation.of(unit, division, self.compute, self.transfers, work)) for unit in part.model.units
-            ]
-            ranks.append(MicroBatchSeconds.of((unit.count, one) for unit, one in units))
-            if index == self.part:
-                blocks = [one.seconds.backward + one.seconds.recompute for u, one in units if u.kind is UnitKind.BLOCK]
-        own = ranks[self.part]
+        key, known = (division.parallel, work.micro_batch, work.recomputation), self.known.seconds
+        if key not in known:
+            every = [[(unit, self._computation(unit, work)) for unit in part.model.units] for part in division.parts]
+            known[key] = [MicroBatchSeconds.of((unit.count, one) for unit, one in units) for units in every]
+        own = known[key][self.part]
+        blocks = [unit for unit in self.model.units if unit.kind is UnitKind.BLOCK]
+        seconds = [self._computation(unit, work).seconds for unit in blocks]
         return ComputeSeconds(
             forward=own.forward,
             backward=own.backward,
-            blocks=sum(unit.count for unit in self.model.units if unit.kind is UnitKind.BLOCK),
-            block_backward=min(blocks, default=0.0),
+            blocks=sum(unit.count for unit in blocks),
+            block_backward=min((one.backward + one.recompute for one in seconds), default=0.0),
             waiting=own.waiting,
-            idle=idle_seconds(division, ranks)[self.part],
+            idle=idle_seconds(division, known[key])[self.part],
         )
+
+    def _computation(self, unit: UnitSpec, work: FixedWorkload) -> Computation:
+        assert self.division is not None
+        return Computation.of(unit, self.division, self.compute, self.transfers, work)
 
     def optimizer_s(self, block: Block) -> Floats:
         """Each rank has a part of the elements; of what owners divide, one has at least the mean."""
@@ -316,7 +351,7 @@ class Bounds:
     def time(self, block: Block) -> TimeBound:
         """Bounds of the layouts of `block`, without their compute."""
         lanes = np.zeros((_BUSY_MICRO, len(block)))
-        busy = np.zeros((len(block.sizes), 2, len(block)))
+        busy = np.zeros((len(block.sizes), 4, len(block)))
         lost = np.zeros((2, len(block)))
         # A unit's transfers of experts come after its others, on the same lane.
         for experts, (own, _) in enumerate(self._layouts(block)):
@@ -379,18 +414,23 @@ class Bounds:
         return [_positions(divisors(level.size)) for level in self.cluster.levels]
 
     def _table(self, level: int, stage: Stage, experts: bool) -> Floats:
-        key = level, stage, experts
-        if key not in self._tables:
-            self._tables[key] = self._filled(*key)
-        return self._tables[key]
+        key = (*self._sent[experts], level, stage)
+        if key not in self.known.tables:
+            self.known.tables[key] = self._filled(level, stage, experts)
+        return self.known.tables[key]
 
     @cached_property
-    def _tables(self) -> dict[tuple[int, Stage, bool], Floats]:
-        return {}
+    def _sent(self) -> dict[bool, tuple[object, ...]]:
+        """What decides a table beside level and stage: of all but experts, and of those."""
+        place = self.cluster, self.wires, self.joins, self._with_root, self._entered is None
+        return {
+            part: (*place, self._num_elements[part], *((u.kind, u.count, *numels[id(u)]) for u in self.model.units))
+            for part, numels in self._numels.items()
+        }
 
     def _filled(self, level: int, stage: Stage, experts: bool) -> Floats:
         sizes, pieces = divisors(self.cluster.levels[level].size), divisors(self.cluster.world)
-        filled = np.zeros((_BUSY_STEP + 1, len(sizes), len(pieces)))
+        filled = np.zeros((_BUSY_LAST + 1, len(sizes), len(pieces)))
         for i, size in enumerate(sizes):
             for j, piece in enumerate(pieces):
                 if size > 1 and self.cluster.world % (size * piece) == 0:
@@ -399,7 +439,7 @@ class Bounds:
 
     def _part(self, axis: Axis, pieces: int, experts: bool) -> list[float]:
         """One column of a table."""
-        row = [0.0] * (_BUSY_STEP + 1)
+        row = [0.0] * (_BUSY_LAST + 1)
         entered = self._entered
         for unit, gathers in self._gathers_by_unit(axis.stage):
             numels = self._numels[experts][id(unit)]
@@ -414,6 +454,8 @@ class Bounds:
                 times = gathers if gather and per_micro else unit.count
                 row[(_GATHER_MICRO if gather else _REDUCE_MICRO) + (not per_micro)] += times * seconds
                 row[_BUSY_MICRO + (not per_micro)] += times * busy
+                row[_BUSY_FIRST] += unit.count * busy if gather else 0.0
+                row[_BUSY_LAST] += (times - unit.count if gather else unit.count) * busy
                 self._note_meeting(row, axis.stage, unit, operation, alone, gathers - unit.count)
                 edge = _UNSHARD_ROOT if gather else _REDUCE_ROOT
                 if is_root:
@@ -428,6 +470,7 @@ class Bounds:
         """Where the two lanes may meet; of blocks of several kinds, the largest."""
         if operation == "all_gather" and stage.shards_params:
             row[_GATHER_BACK] += again * seconds
+            row[_AHEAD] += (min(PREFETCH + 1, unit.count) if unit.kind is UnitKind.BLOCK else unit.count) * seconds
             row[_BLOCK_GATHER] = max(row[_BLOCK_GATHER], seconds if again else 0.0)
         elif operation != "all_gather" and stage.shards_grads and unit.kind is UnitKind.BLOCK:
             row[_BLOCK_REDUCE] = max(row[_BLOCK_REDUCE], seconds)

@@ -15,7 +15,7 @@ from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model.parallel import WHOLE, Parallel
-from zeromesh.planner.bounds import Bounds
+from zeromesh.planner.bounds import Bounds, Known
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics, Simulation, find_engine
 from zeromesh.simulator.division import Division
@@ -93,6 +93,7 @@ class Evaluator:
     _bounds: dict[tuple[tuple[str, ...], str, Parallel], tuple[Bounds, Bounds]] = field(
         default_factory=dict, init=False
     )
+    _known: Known = field(default_factory=Known, init=False)
     _estimates: dict[Candidate, Estimate] = field(default_factory=dict, init=False)
     _simulations: dict[Candidate, Simulation] = field(default_factory=dict, init=False)
 
@@ -138,10 +139,13 @@ class Evaluator:
                     self.mechanics.planned,
                     division if parallel.cuts else None,
                     index,
+                    self._known,
                 )
                 for index, part in enumerate(division.parts)
             ]
-            slowest = max(every, key=lambda bounds: bounds.micro_batch_s(1, Recomputation.NONE).total)
+            slowest = every[0]
+            if len(every) > 1:
+                slowest = max(every, key=lambda bounds: bounds.micro_batch_s(1, Recomputation.NONE).total)
             self._bounds[key] = slowest, every[0]
         return self._bounds[key]
 

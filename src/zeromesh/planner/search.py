@@ -210,7 +210,7 @@ def search(
         unsplit = replace(whole, splits="none") if len(cluster.levels) > 2 else whole
         for wires, collective in product(_wires(cluster, options), collectives):
             bounds = evaluator.bounds(wires, collective, parallel)
-            _fill(pool, *bounds, parallel, unsplit if any(wires) else whole, evaluator.limit_bytes)
+            _fill(pool, *bounds, parallel, unsplit if any(wires) else whole, evaluator.limit_bytes, best_s)
         best_s, left_s = _simulate_in_order(pool, evaluator, options, best_s)
         bound_s = min(bound_s, left_s)
     for candidate in _thinned(pool.front, options.front):
@@ -293,9 +293,18 @@ def _rank(estimate: Estimate) -> tuple[float, int, bool, float]:
     return float(f"{estimate.step_s:.9e}"), len(strategy.axes), options, estimate.memory_bytes
 
 
-def _fill(pool: _Pool, bounds: Bounds, of_memory: Bounds, parallel: Parallel, space: Space, limit_bytes: float) -> None:
-    settings = list(settings_of(bounds, of_memory, parallel))
-    least = min(settings, key=lambda setting: setting.extra_bytes)
+def _fill(
+    pool: _Pool,
+    bounds: Bounds,
+    of_memory: Bounds,
+    parallel: Parallel,
+    space: Space,
+    limit_bytes: float,
+    best_s: float,
+) -> None:
+    """Adds what may fit in memory and be faster than `best_s`."""
+    every = list(settings_of(bounds, of_memory, parallel))
+    least = min(every, key=lambda setting: setting.extra_bytes)
     for block in space.blocks():
         if bounds.overlapping:
             # Those that shard over one level do not differ; those that replicate over several sum by level.
@@ -304,15 +313,16 @@ def _fill(pool: _Pool, bounds: Bounds, of_memory: Bounds, parallel: Parallel, sp
                 continue
         state = of_memory.state_bytes(block)
         order = np.argsort(state, kind="stable")
-        pool.searched += len(order) * len(settings)
+        pool.searched += len(order) * len(every)
         _keep_smallest(pool, bounds, parallel, space, block.choose(order[:1]), float(state[order[0]]), least)
-        fitting = [int(np.searchsorted(state[order], limit_bytes - s.extra_bytes, side="right")) for s in settings]
-        pool.pruned += len(order) * len(settings) - sum(fitting)
+        fitting = [int(np.searchsorted(state[order], limit_bytes - s.extra_bytes, side="right")) for s in every]
+        pool.pruned += len(order) * len(every) - sum(fitting)
+        fitting = [count if s.least_s < best_s else 0 for s, count in zip(every, fitting, strict=True)]
         # Sorted by memory, what fits is a prefix: nothing else gets a bound of its time.
         chosen = order[: max(fitting)]
         smaller, memory = block.choose(chosen), state[chosen]
         time, optimizer_s, parts = bounds.time(smaller), bounds.optimizer_s(smaller), smaller.num_parts()
-        for setting, count in zip(settings, fitting, strict=True):
+        for setting, count in zip(every, fitting, strict=True):
             if count:
                 rows = _rows(
                     setting,

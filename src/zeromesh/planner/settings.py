@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zeromesh.cost.memory import Overhead
@@ -36,6 +36,29 @@ def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterat
         bounds, of_memory: as `Evaluator.bounds` gives them.
         parallel: the degrees.
     """
+    for sized in _sized(bounds, of_memory, parallel):
+        yield _setting(bounds, sized)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sized:
+    micro_batch: int
+    micro_batches: int
+    recomputation: Recomputation
+    extra_bytes: float
+
+
+def _setting(bounds: Bounds, sized: _Sized) -> Setting:
+    return Setting(
+        micro_batch=sized.micro_batch,
+        micro_batches=sized.micro_batches,
+        recomputation=sized.recomputation,
+        compute=bounds.micro_batch_s(sized.micro_batch, sized.recomputation),
+        extra_bytes=sized.extra_bytes,
+    )
+
+
+def _sized(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterator[_Sized]:
     workload = bounds.workload
     for recomputation in workload.recomputations():
         for micro_batch, micro_batches in workload.splits(bounds.cluster.world, parallel):
@@ -43,17 +66,29 @@ def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterat
             overhead = Overhead.of(
                 bounds.constants, backend=bounds.cluster.backend, communicators=0, dynamic_bytes=activations
             )
-            yield Setting(
+            yield _Sized(
                 micro_batch=micro_batch,
                 micro_batches=micro_batches,
                 recomputation=recomputation,
-                compute=bounds.micro_batch_s(micro_batch, recomputation),
                 extra_bytes=activations + overhead.total_bytes,
             )
 
 
+def _least_s(bounds: Bounds, fitted: Sequence[_Sized]) -> float:
+    """That none of the settings is shorter than, whatever communicates beside it, from few of them: a larger
+    micro-batch takes fewer seconds a token, and leaves a pipeline idle for longer; recomputation only adds."""
+    least, largest = float("inf"), 0
+    for recomputation in sorted({one.recomputation for one in fitted}, key=list(Recomputation).index):
+        sizes = [one for one in fitted if one.recomputation is recomputation]
+        small, large = (_setting(bounds, pick(sizes, key=lambda one: one.micro_batch)) for pick in (min, max))
+        if large.micro_batch > largest:  # else one that recomputes less is at least as fast
+            largest = large.micro_batch
+            least = min(least, large.micro_batches * large.compute.total + small.compute.idle)
+    return least
+
+
 def screened(evaluator: Evaluator) -> list[tuple[Parallel, float]]:
-    """Degrees to search, each with the seconds that none of its steps is shorter than, shortest first.
+    """Degrees to search, each with seconds that none of its steps is shorter than, shortest first.
 
     Where all degrees are given it is those. Else those that divide what they cut, without what cannot fit even if all
     state is sharded over all ranks; where none fits, the one that needs least, for the message.
@@ -71,7 +106,7 @@ def screened(evaluator: Evaluator) -> list[tuple[Parallel, float]]:
     for parallel in choices:
         try:
             bounds, of_memory = evaluator.bounds(parallel=parallel)
-            settings = list(settings_of(bounds, of_memory, parallel))
+            settings = list(_sized(bounds, of_memory, parallel))
         except InputError as error:
             refused = refused or error  # that of the smallest degrees, which names what was given
             continue
@@ -79,9 +114,9 @@ def screened(evaluator: Evaluator) -> list[tuple[Parallel, float]]:
         sizes = [state + setting.extra_bytes for setting in settings]
         if least is None or min(sizes) < least[0]:
             least = min(sizes), parallel
-        fits = [s.least_s for s, size in zip(settings, sizes, strict=True) if size <= evaluator.limit_bytes]
-        if fits:
-            fitting.append((parallel, min(fits)))
+        fitted = [one for one, size in zip(settings, sizes, strict=True) if size <= evaluator.limit_bytes]
+        if fitted:
+            fitting.append((parallel, _least_s(bounds, fitted)))
     if least is None:
         assert refused is not None  # there is a choice, and it was refused
         raise refused
