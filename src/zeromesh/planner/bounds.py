@@ -1,40 +1,4 @@
-"""Bounds from below of a layout's step time and memory, for many layouts at once.
-
-Each kind of transfer has a lane, and a lane is serial (see `zeromesh.simulator.mechanics`). With M micro-batches and C
-the seconds of all compute, let U and R be what a micro-batch gathers and reduces, F and B what the step's refresh and
-its boundary take, each in its lane, B_l what keeps the links of level l busy, E_g the gathers that the first
-computation waits for, E_r the reductions of the unit whose gradient comes last: nothing can hide these two.
-Communication is then under way for at least
-
-    A = max(M * U + E_r, F + E_r, M * R + E_g, B + E_g, max over levels of B_l)
-
-seconds. Nor do the lanes overlap at will. Gathers for a forward end before that forward does, and the reductions of a
-backward begin after it has begun, so U and R meet only in backwards, where gathers take G_b, and where reductions
-spill into the next micro-batch's forward. A lane never idles while it has work, so at most
-
-    S = r + g + (n - 1) * max(0, r + g - b) + the reductions of units that are no blocks
-
-spills, for n blocks whose backward computes for b seconds, whose reduction takes r and whose backward gather g, which
-may take links away. So also A >= M * (U + R - G_b) - (M - 1) * S. While a collective runs, computation loses a share of
-each second (`zeromesh.cost.contention`): over all collectives L, less what runs while computation waits. It waits for
-E_g, when nothing is reduced yet, and for E_r, when nothing is gathered any more, so that two lanes are at work at the
-most; with s what those two take,
-
-    step >= max(A, C + L + E * (1 - s)),    E = E_g + E_r
-
-Nor does the first forward end before every unit is refreshed and gathered, a reduction start before the first backward
-has, or the boundary before the last one. Gathers run ahead of a forward or backward by no more than the units that have
-a place to land, a. With f and b the seconds of one micro-batch's forward and backward, G_f = U - G_b,
-
-    f' = max(f, G_f - a),   b' = max(b, G_b - a)
-    step >= max(f, F, G_f, f_l) + max(M * R, (M - 1) * (f' + b') + max(b', R, B, b_l - a)) + optimizer
-
-where f_l is for how long the refresh and the gathers of the first forward keep the links of level l busy, and b_l those
-of the last backward with its reductions. In a pipeline a rank's idle seconds come between.
-
-Where a collective takes neighbouring levels at once (`collective=ho_ring`), a chain takes at least as long as its
-longest one: U, F, R, B and E are then taken over the longest part of each layout instead of over all; what may spill
-stays.
+"""Bounds from below of a layout's step time and memory, for many at once; `zeromesh.planner.time_bound` says how.
 
 The transfers are those of `zeromesh.schedule.transfer`, their seconds those of `zeromesh.cost`; here they are only
 tabulated, by (level, size of a part, pieces of its region), so that a layout is a few look-ups. Padding is left out: it
@@ -44,7 +8,7 @@ adds. Where units are small enough to be joined, each takes its share of one tra
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 
@@ -61,6 +25,16 @@ from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.pieces.owners import newton_schulz_flops
 from zeromesh.planner.memory import bytes_each, moment_bytes
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
+from zeromesh.planner.time_bound import (
+    MICRO_AND_STEP,
+    OVERLAPPING,
+    ComputeSeconds,
+    Floats,
+    Known,
+    Row,
+    TimeBound,
+    operations,
+)
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule import BUCKET_BYTES, LANES
 from zeromesh.schedule.memory import REDUCE_SLOTS
@@ -74,138 +48,12 @@ from zeromesh.strategy import Axis, Stage, Wire
 from zeromesh.strategy.collective import AUTO, find_collective
 from zeromesh.wires import coded
 
-Floats = npt.NDArray[np.float64]
-
 PREFETCH = 1
 """Units gathered ahead, the notation's default; the planner searches no other."""
 
 _PARAM_STAGES = [stage for stage in Stage if stage.shards_params]
 _DROPPED_STAGES = [stage for stage in _PARAM_STAGES if not stage.kept]
 _GRAD_STAGES = [stage for stage in Stage if stage.shards_grads]
-
-
-(
-    _GATHER_MICRO,
-    _GATHER_STEP,
-    _REDUCE_MICRO,
-    _REDUCE_STEP,
-    _UNSHARD_ROOT,
-    _REFRESH_ROOT,
-    _UNSHARD_FIRST,
-    _REFRESH_FIRST,
-    _REDUCE_ROOT,
-    _BOUNDARY_ROOT,
-    _REDUCE_FIRST,
-    _BOUNDARY_FIRST,
-    _GATHER_BACK,
-    _AHEAD,
-    _BLOCK_GATHER,
-    _BLOCK_REDUCE,
-    _OTHER_REDUCE,
-    _BUSY_MICRO,
-    _BUSY_STEP,
-    _BUSY_FIRST,
-    _BUSY_LAST,
-) = range(21)
-"""Rows of a table, in seconds: of a lane per micro-batch and per step; of the root in each lane, and of the unit that
-runs first if it is one; of all gathers of a backward, of those that may be done before
-their phase, of one block's, of one block's reduction and of the other units'; of the level's links, per micro-batch and
-per step, in the first forward and in the last backward."""
-
-
-_MICRO_AND_STEP = np.array([_GATHER_MICRO, _GATHER_STEP])
-"""Rows of the lanes of gathers; those of reductions lie two behind."""
-
-_OVERLAPPING = slice(_GATHER_MICRO, _BOUNDARY_FIRST + 1)
-"""Rows of which the longest part counts where levels overlap."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeBound:
-    """Seconds of the layouts of a block.
-
-    Args:
-        lanes: rows as named above, by layout.
-        busy: by level, seconds of its links per micro-batch, per step, in the first forward and in the last backward.
-        lost: L, per micro-batch and per step, by layout.
-        edge: s.
-    """
-
-    lanes: Floats
-    busy: Floats
-    lost: Floats
-    edge: float
-
-    def first(self, count: int) -> TimeBound:
-        """Of the first layouts alone."""
-        return replace(self, lanes=self.lanes[:, :count], busy=self.busy[:, :, :count], lost=self.lost[:, :count])
-
-    def at(self, micro_batches: int, compute: ComputeSeconds, optimizer_s: Floats) -> Floats:
-        """The bound for a number of micro-batches and the seconds of one's compute."""
-        lanes = self.lanes
-        # The root's second transfer goes beside the first one of the other unit: each kind has a lane.
-        edge_gather = lanes[_REFRESH_ROOT] + np.maximum(lanes[_UNSHARD_ROOT], lanes[_REFRESH_FIRST])
-        edge_gather += lanes[_UNSHARD_FIRST]
-        edge_reduce = lanes[_REDUCE_FIRST] + np.maximum(lanes[_REDUCE_ROOT], lanes[_BOUNDARY_FIRST])
-        edge_reduce += lanes[_BOUNDARY_ROOT]
-        gather, refresh = micro_batches * self.lanes[_GATHER_MICRO], self.lanes[_GATHER_STEP]
-        reduce, boundary = micro_batches * self.lanes[_REDUCE_MICRO], self.lanes[_REDUCE_STEP]
-        active = np.maximum(np.maximum(gather, refresh) + edge_reduce, np.maximum(reduce, boundary) + edge_gather)
-        for micro, step in self.busy[:, :2]:
-            active = np.maximum(active, micro_batches * micro + step)
-        met = micro_batches * self.lanes[_GATHER_BACK] + (micro_batches - 1) * self._spilled(compute)
-        active = np.maximum(active, gather + reduce - met)
-        compute_s = micro_batches * compute.total + compute.idle + optimizer_s
-        # While the device waits or is idle anyway, nothing slows it down, and the edges may hide.
-        slowed = micro_batches * self.lost[0] + self.lost[1] + (edge_gather + edge_reduce) * (1 - self.edge)
-        slowed = np.maximum(0.0, slowed - micro_batches * compute.waiting - compute.idle)
-        gathered = lanes[_GATHER_MICRO] - lanes[_GATHER_BACK]  # in a forward
-        forward = np.maximum(compute.forward, gathered - lanes[_AHEAD])
-        backward = np.maximum(compute.backward, lanes[_GATHER_BACK] - lanes[_AHEAD])
-        last = (micro_batches - 1) * (forward + backward) + compute.idle
-        first_links, last_links = np.max(self.busy[:, 2:], axis=0)
-        last += np.maximum.reduce([backward, last_links - lanes[_AHEAD], lanes[_REDUCE_MICRO], boundary])
-        first = np.maximum.reduce([np.full_like(refresh, compute.forward), refresh, gathered, first_links])
-        in_order = first + np.maximum(reduce, last) + optimizer_s
-        return np.asarray(np.maximum(np.maximum(active, in_order), compute_s + slowed))
-
-    def _spilled(self, compute: ComputeSeconds) -> Floats:
-        """S: reductions still to be done when a backward ends."""
-        one = self.lanes[_BLOCK_REDUCE] + self.lanes[_BLOCK_GATHER]
-        growing = max(0, compute.blocks - 1) * np.maximum(0.0, one - compute.block_backward)
-        return np.asarray(one + growing + self.lanes[_OTHER_REDUCE])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeSeconds:
-    """Of one micro-batch; its `blocks` blocks compute for at least `block_backward` each in the backward. `waiting`: of
-    both, for collectives inside of units; `idle`: of a step, in a pipeline."""
-
-    forward: float
-    backward: float
-    blocks: int = 0
-    block_backward: float = 0.0
-    waiting: float = 0.0
-    idle: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """What the bounds of one workload on parts of one cluster have in common, with one set of constants.
-
-    Args:
-        seconds: of all kinds of ranks, by degrees, micro-batch and recomputation.
-        transfers: by what is left of the cluster.
-        tables: by that, and by what is sent over it.
-    """
-
-    seconds: dict[tuple[object, ...], list[MicroBatchSeconds]] = field(default_factory=dict)
-    transfers: dict[Cluster, TransferModel] = field(default_factory=dict)
-    tables: dict[tuple[object, ...], Floats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -350,7 +198,7 @@ class Bounds:
 
     def time(self, block: Block) -> TimeBound:
         """Bounds of the layouts of `block`, without their compute."""
-        lanes = np.zeros((_BUSY_MICRO, len(block)))
+        lanes = np.zeros((Row.BUSY_MICRO, len(block)))
         busy = np.zeros((len(block.sizes), 4, len(block)))
         lost = np.zeros((2, len(block)))
         # A unit's transfers of experts come after its others, on the same lane.
@@ -359,12 +207,12 @@ class Bounds:
             for level, stage, sizes, pieces in self._parts(own):
                 table = self._table(level, stage, bool(experts))
                 found = table[:, self._size_position[level][sizes], self._piece_position[pieces]]
-                longest = np.maximum(of_part[_OVERLAPPING], found[_OVERLAPPING])
-                of_part += found[:_BUSY_MICRO]
+                longest = np.maximum(of_part[OVERLAPPING], found[OVERLAPPING])
+                of_part += found[: Row.BUSY_MICRO]
                 if self.overlapping:
-                    of_part[_OVERLAPPING] = longest
-                busy[level] += found[_BUSY_MICRO:]
-                lost += self._taken[level] * (found[_MICRO_AND_STEP] + found[_MICRO_AND_STEP + 2])
+                    of_part[OVERLAPPING] = longest
+                busy[level] += found[Row.BUSY_MICRO :]
+                lost += self._taken[level] * (found[MICRO_AND_STEP] + found[MICRO_AND_STEP + 2])
             lanes += of_part
         # Beyond what a device has, less goes missing than is asked for.
         most = max(self._taken)
@@ -430,7 +278,7 @@ class Bounds:
 
     def _filled(self, level: int, stage: Stage, experts: bool) -> Floats:
         sizes, pieces = divisors(self.cluster.levels[level].size), divisors(self.cluster.world)
-        filled = np.zeros((_BUSY_LAST + 1, len(sizes), len(pieces)))
+        filled = np.zeros((Row.BUSY_LAST + 1, len(sizes), len(pieces)))
         for i, size in enumerate(sizes):
             for j, piece in enumerate(pieces):
                 if size > 1 and self.cluster.world % (size * piece) == 0:
@@ -439,25 +287,25 @@ class Bounds:
 
     def _part(self, axis: Axis, pieces: int, experts: bool) -> list[float]:
         """One column of a table."""
-        row = [0.0] * (_BUSY_LAST + 1)
+        row = [0.0] * (Row.BUSY_LAST + 1)
         entered = self._entered
         for unit, gathers in self._gathers_by_unit(axis.stage):
             numels = self._numels[experts][id(unit)]
             is_root = any(unit is root for root in self._roots)
             shared = self.joins or (self._with_root and (unit is entered or is_root))
-            for operation, per_micro in _operations(axis.stage):
+            for operation, per_micro in operations(axis.stage):
                 gather = operation == "all_gather"
                 alone, busy = self._cost(axis, operation, numels, pieces, frozen=gather and per_micro)
                 seconds = alone
                 if shared and not axis.stage.shards_params:
                     seconds, busy = self._share(axis, operation, numels[0], pieces, self._num_elements[experts][1])
                 times = gathers if gather and per_micro else unit.count
-                row[(_GATHER_MICRO if gather else _REDUCE_MICRO) + (not per_micro)] += times * seconds
-                row[_BUSY_MICRO + (not per_micro)] += times * busy
-                row[_BUSY_FIRST] += unit.count * busy if gather else 0.0
-                row[_BUSY_LAST] += (times - unit.count if gather else unit.count) * busy
+                row[(Row.GATHER_MICRO if gather else Row.REDUCE_MICRO) + (not per_micro)] += times * seconds
+                row[Row.BUSY_MICRO + (not per_micro)] += times * busy
+                row[Row.BUSY_FIRST] += unit.count * busy if gather else 0.0
+                row[Row.BUSY_LAST] += (times - unit.count if gather else unit.count) * busy
                 self._note_meeting(row, axis.stage, unit, operation, alone, gathers - unit.count)
-                edge = _UNSHARD_ROOT if gather else _REDUCE_ROOT
+                edge = Row.UNSHARD_ROOT if gather else Row.REDUCE_ROOT
                 if is_root:
                     row[edge + (not per_micro)] += seconds
                 elif unit is entered:
@@ -469,13 +317,13 @@ class Bounds:
     ) -> None:
         """Where the two lanes may meet; of blocks of several kinds, the largest."""
         if operation == "all_gather" and stage.shards_params:
-            row[_GATHER_BACK] += again * seconds
-            row[_AHEAD] += (min(PREFETCH + 1, unit.count) if unit.kind is UnitKind.BLOCK else unit.count) * seconds
-            row[_BLOCK_GATHER] = max(row[_BLOCK_GATHER], seconds if again else 0.0)
+            row[Row.GATHER_BACK] += again * seconds
+            row[Row.AHEAD] += (min(PREFETCH + 1, unit.count) if unit.kind is UnitKind.BLOCK else unit.count) * seconds
+            row[Row.BLOCK_GATHER] = max(row[Row.BLOCK_GATHER], seconds if again else 0.0)
         elif operation != "all_gather" and stage.shards_grads and unit.kind is UnitKind.BLOCK:
-            row[_BLOCK_REDUCE] = max(row[_BLOCK_REDUCE], seconds)
+            row[Row.BLOCK_REDUCE] = max(row[Row.BLOCK_REDUCE], seconds)
         elif operation != "all_gather" and stage.shards_grads:
-            row[_OTHER_REDUCE] += unit.count * seconds
+            row[Row.OTHER_REDUCE] += unit.count * seconds
 
     def _gathers_by_unit(self, stage: Stage) -> Iterator[tuple[UnitSpec, int]]:
         """How often a micro-batch gathers each unit over an axis of `stage`.
@@ -647,18 +495,6 @@ class Bounds:
 def _num_experts(unit: UnitSpec, *, trainable: bool = False) -> int:
     """Elements of the experts that ep cuts."""
     return sum(t.num_elements for t in unit.tensors if t.ep > 1 and (t.trainable or not trainable))
-
-
-def _operations(stage: Stage) -> Iterator[tuple[Operation, bool]]:
-    """What an axis of `stage` sends, and whether every micro-batch: the README's table of stages."""
-    if stage.shards_params:
-        yield "all_gather", True
-    if stage.shards_states and not stage.shards_params:
-        yield "all_gather", False
-    if stage.shards_states:
-        yield "reduce_scatter", stage.shards_grads
-    else:
-        yield "all_reduce", False
 
 
 _TIERS = [tuple(stage for stage in Stage if stage.significance == tier) for tier in range(3)]

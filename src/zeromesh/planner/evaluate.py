@@ -15,7 +15,8 @@ from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model.parallel import WHOLE, Parallel
-from zeromesh.planner.bounds import Bounds, Known
+from zeromesh.planner.bounds import Bounds
+from zeromesh.planner.time_bound import Known
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics, Simulation, find_engine
 from zeromesh.simulator.division import Division

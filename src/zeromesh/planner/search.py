@@ -20,10 +20,11 @@ from zeromesh.cost import Constants, default_constants
 from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.model.parallel import Parallel
-from zeromesh.planner.bounds import Bounds, Floats
+from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.settings import Setting, screened, settings_of
 from zeromesh.planner.space import Block, Integers, Space, Splits
+from zeromesh.planner.time_bound import Floats
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
 from zeromesh.strategy.collective import AUTO, collectives, find_collective

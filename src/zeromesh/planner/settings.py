@@ -9,8 +9,9 @@ from zeromesh.cost.memory import Overhead
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation
 from zeromesh.model.parallel import Parallel
-from zeromesh.planner.bounds import Bounds, ComputeSeconds
+from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Evaluator
+from zeromesh.planner.time_bound import ComputeSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
