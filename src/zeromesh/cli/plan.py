@@ -76,8 +76,9 @@ def plan(
     ] = "zeromesh",
     splits: Annotated[str, typer.Option(help="How often a level may be split: none, once or all.")] = "once",
     robust: Annotated[
-        bool, typer.Option(help="Choose by least regret over the constants that measurements leave open.")
-    ] = False,
+        bool,
+        typer.Option(help="Where constants that measurements leave open decide, choose the layout of least regret."),
+    ] = True,
     exact: Annotated[bool, typer.Option(help="Simulate until the optimum is proven.")] = False,
     like: shared.Like = "",
     like_strategy: Annotated[

@@ -113,7 +113,7 @@ def plan(
     constants: Constants | None = None,
     top: int = 5,
     trace: bool = False,
-    choice: Literal["fastest", "robust"] = "fastest",
+    choice: Literal["fastest", "robust"] = "robust",
 ) -> Planned:
     """The fastest layout of `model` on `cluster` that fits, and why the others lose.
 
@@ -126,7 +126,8 @@ def plan(
         constants: of the cost model; None for the shipped ones.
         top: candidates to simulate whole and list.
         trace: also give the best one's timeline.
-        choice: the fastest layout with the constants as shipped, or that of least regret over their ranges.
+        choice: the fastest layout with the constants as shipped, or, where another one is the fastest within their
+            stated ranges, that of least regret over them.
 
     Raises:
         NothingFitsError: no candidate fits in memory.

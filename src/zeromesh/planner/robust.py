@@ -78,14 +78,16 @@ class Robust:
     """How far a choice is safe.
 
     Args:
-        candidate: the contender of least regret.
+        candidate: the contender of least regret; the fastest where nothing decides.
         regret: its own, as a share of the shortest step.
-        of_fastest: the regret of the contender that is fastest with the constants as shipped.
+        fastest: the contender that is fastest with the constants as shipped.
+        of_fastest: its regret.
         depends: constants that decide, the one that costs most if it is taken wrongly first.
     """
 
     candidate: Candidate
     regret: float
+    fastest: Candidate
     of_fastest: float
     depends: tuple[Dependence, ...]
 
@@ -93,6 +95,7 @@ class Robust:
         return {
             "strategy": self.candidate.named,
             "regret": self.regret,
+            "fastest": self.fastest.named,
             "regret_of_fastest": self.of_fastest,
             "depends": [each.to_json() for each in self.depends],
         }
@@ -108,7 +111,8 @@ def robust(evaluator: Evaluator, ranked: Sequence[Estimate]) -> Robust:
     contenders = _contenders(ranked)
     ends = [(constant, value) for constant in open_constants(evaluator.cluster) for value in _ends(constant)]
     if len(contenders) == 1 or not ends:
-        return Robust(candidate=contenders[0], regret=0.0, of_fastest=0.0, depends=())
+        only = contenders[0]
+        return Robust(candidate=only, regret=0.0, fastest=only, of_fastest=0.0, depends=())
     contenders.sort(key=replace(evaluator).step_s)
     others = [replace(evaluator, constants=evaluator.constants.at(constant.name, value)) for constant, value in ends]
     seconds = [[other.step_s(candidate) for candidate in contenders] for other in others]
@@ -121,7 +125,14 @@ def robust(evaluator: Evaluator, ranked: Sequence[Estimate]) -> Robust:
         if lost > _TIE and lost > wrong.get(constant.name, (0.0,))[0]:
             wrong[constant.name] = lost, _dependence(evaluator, constant, end, contenders[0], contenders[winner])
     depends = tuple(found for _, found in sorted(wrong.values(), key=lambda pair: -pair[0]))
-    return Robust(candidate=contenders[least], regret=regrets[least], of_fastest=regrets[0], depends=depends)
+    least = least if depends else 0
+    return Robust(
+        candidate=contenders[least],
+        regret=regrets[least],
+        fastest=contenders[0],
+        of_fastest=regrets[0],
+        depends=depends,
+    )
 
 
 def open_constants(cluster: Cluster) -> Iterator[Provenance]:

@@ -46,12 +46,10 @@ def robust_lines(planned: Planned) -> list[str]:
     if not found.depends:
         return []
     one = found.depends[0]
-    chosen = found.candidate.named
-    regret = f"at most {found.regret:.1%} from the fastest there"
-    if chosen == planned.best.simulation.named:
-        safest = f"the choice is the layout of least regret, {regret}"
-    else:
-        safest = f"least regret: {chosen}, {regret}, where the fastest is up to {found.of_fastest:.1%} (--robust)"
+    chosen, fastest = found.candidate.named, found.fastest.named
+    safest = f"the layout of least regret, {chosen}, is at most {found.regret:.1%} from the fastest there"
+    if chosen != fastest:
+        safest += f"; {fastest}, the fastest as measured elsewhere, {found.of_fastest:.1%} (--no-robust)"
     return [f"the choice depends on what is not known: {one}", f"  {safest}", f"  what would tell: {one.measure}"]
 
 
