@@ -94,6 +94,11 @@ class Sharding:
 
         world = dist.get_world_size() if dist.is_initialized() else 1
         if self.mesh is None:
+            if world > 1:
+                raise MeshError(
+                    f"the job has {world} ranks and Sharding(strategy={str(self.strategy)!r}) no mesh: give sizes by "
+                    f"name, outermost first, whose product is {world}, such as mesh={{'node': {world}}}"
+                )
             return self
         sizes = self.mesh if isinstance(self.mesh, tuple) else None
         size = prod(count for _, count in sizes) if sizes else self.mesh.size()  # type: ignore[union-attr]

@@ -341,5 +341,9 @@ def refuses(directory: str) -> None:
         model = zm.Sharding(strategy="node=3", mesh={"node": 2}).shard(build())
         with pytest.raises(ModelError, match="the model is sharded already: give the Trainer a plain one"):
             make(model)
+        with pytest.raises(
+            MeshError, match=r"the job has 2 ranks and Sharding\(strategy='node=3'\) no mesh: .*'node': 2"
+        ):
+            make(sharding=zm.Sharding(strategy="node=3")).shard_model()
         with pytest.raises(MeshError, match=r"the mesh \(node=4\) has 4 ranks and the job 2"):
             make(sharding=sharding("node=3", {"node": 4})).train()

@@ -1,0 +1,212 @@
+"""What Trainer, Accelerate and Fabric add to a step of our own loop, beside what they add to plain PyTorch's.
+
+    python benchmarks/integrations.py -o benchmarks/results/integrations.json     # about three minutes
+
+Two gloo ranks (torchrun is started by itself), a Llama of 3.7 M parameters in fp32, one batch of 4 x 64 tokens a rank,
+AdamW and clipping. Eight sides take turns, some steps each: a loop and three libraries, once in DistributedDataParallel
+and once sharded. A side's figure is the median of its steps. `adds` is a library's step over its loop's; `beyond` is
+how much more the sharded one adds than the plain one: the ratio of the two, of rounds in pairs, with quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import zeromesh as zm
+from zeromesh.files import write_whole
+from zeromesh.measure.setting import read_setting
+
+RANKS = 2
+BATCH, LENGTH = 4, 64
+LIBRARIES = ("trainer", "accelerate", "fabric")
+Side = Callable[[int], list[float]]
+"""Runs some steps and returns their seconds."""
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=2048, hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def samples(count: int) -> list[dict[str, torch.Tensor]]:
+    rows = torch.randint(0, 2048, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def loader(steps: int) -> Any:
+    return torch.utils.data.DataLoader(samples(steps * BATCH), batch_size=BATCH)  # type: ignore[arg-type]
+
+
+def optimizer_of(model: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def clocked(batches: Iterator[Any] | Any, step: Callable[[Any], None]) -> list[float]:
+    """Seconds between the beginnings of steps, so that getting a batch counts too."""
+    begun = []
+    for batch in batches:
+        begun.append(perf_counter())
+        step(batch)
+    begun.append(perf_counter())
+    return [later - earlier for earlier, later in itertools.pairwise(begun)]
+
+
+def loop(sharding: zm.Sharding | None) -> Side:
+    model: Any = DistributedDataParallel(build()) if sharding is None else sharding.on("cpu").shard(build())
+    optimizer = optimizer_of(model)
+
+    def step(batch: Any) -> None:
+        model(**batch).loss.backward()
+        if sharding is None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            zm.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return lambda steps: clocked(loader(steps), step)
+
+
+def trainer(sharding: zm.Sharding | None) -> Side:
+    from zeromesh.integrations.transformers import Trainer
+
+    begun: list[float] = []
+
+    class Clock(transformers.TrainerCallback):  # type: ignore[misc]  # not followed by mypy
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            begun.append(perf_counter())
+
+    def run(steps: int) -> list[float]:
+        begun.clear()
+        made.args.max_steps = steps + 1
+        made.train()
+        return [later - earlier for earlier, later in itertools.pairwise(begun)]
+
+    arguments = transformers.TrainingArguments(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=BATCH, learning_rate=1e-4, max_grad_norm=1.0,
+        report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
+        dataloader_pin_memory=False, lr_scheduler_type="constant", max_steps=1,
+    )  # fmt: skip
+    options: dict[str, Any] = {
+        "model": build(), "args": arguments, "train_dataset": samples(4096), "callbacks": [Clock()],
+    }  # fmt: skip
+    made = transformers.Trainer(**options) if sharding is None else Trainer(sharding=sharding, **options)
+    made.remove_callback(transformers.PrinterCallback)
+    return run
+
+
+def accelerate(sharding: zm.Sharding | None) -> Side:
+    import accelerate as library
+
+    from zeromesh.integrations.accelerate import Accelerator
+
+    made: Any = library.Accelerator(cpu=True) if sharding is None else Accelerator(sharding=sharding, cpu=True)
+    plain = build()
+    model, optimizer = made.prepare(plain, optimizer_of(plain))
+
+    def step(batch: Any) -> None:
+        with made.accumulate(model):
+            made.backward(model(**batch).loss)
+            made.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return lambda steps: clocked(made.prepare_data_loader(loader(steps * RANKS)), step)
+
+
+def fabric(sharding: zm.Sharding | None) -> Side:
+    import lightning
+
+    from zeromesh.integrations.lightning import FabricStrategy
+
+    strategy: Any = "ddp" if sharding is None else FabricStrategy(sharding=sharding)
+    made = lightning.Fabric(strategy=strategy, devices=RANKS, accelerator="cpu")
+    made.launch()
+    plain = build()
+    model, optimizer = made.setup(plain, optimizer_of(plain))
+
+    def step(batch: Any) -> None:
+        made.backward(model(**batch).loss)
+        made.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return lambda steps: clocked(made.setup_dataloaders(loader(steps * RANKS)), step)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    sharding = zm.Sharding(strategy=options.strategy, mesh={"node": RANKS})
+    makers = {"loop": loop, "trainer": trainer, "accelerate": accelerate, "fabric": fabric}
+    sides = {(name, kind): make(how) for kind, how in (("plain", None), ("sharded", sharding))
+             for name, make in makers.items()}  # fmt: skip
+    medians: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
+    for number in range(options.rounds + 1):
+        order = list(sides) if number % 2 else list(sides)[::-1]
+        for side in order:
+            dist.barrier()
+            seconds = sides[side](options.steps)[2:]
+            if number:  # the first warms up
+                medians[side].append(statistics.median(seconds))
+    found: dict[str, Any] = {"setting": read_setting(), "strategy": options.strategy, "ranks": RANKS}
+    found["ms"] = {f"{kind} {name}": 1e3 * statistics.median(medians[name, kind]) for name, kind in sides}
+    for name in LIBRARIES:
+        adds = {
+            kind: [a / b for a, b in zip(medians[name, kind], medians["loop", kind], strict=True)]
+            for kind in ("plain", "sharded")
+        }
+        beyond = [ours / theirs for ours, theirs in zip(adds["sharded"], adds["plain"], strict=True)]
+        found[name] = {
+            "adds_plain": statistics.median(adds["plain"]),
+            "adds_sharded": statistics.median(adds["sharded"]),
+            "beyond": statistics.median(beyond),
+            "beyond_quartiles": statistics.quantiles(beyond, n=4)[::2],
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--out", type=Path)
+    parser.add_argument("--strategy", default="node=3")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=16)
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", __file__, *sys.argv[1:]]
+        sys.exit(subprocess.call(command, env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}))
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    dist.init_process_group("gloo")
+    init_device_mesh("cpu", (RANKS,))
+    found = measure(options)
+    if dist.get_rank() == 0:
+        print(json.dumps(found, indent=2))
+        if options.out:
+            write_whole(options.out, json.dumps(found, indent=2) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
