@@ -46,6 +46,7 @@ class RunConfig(Section):
     Args:
         directory: receives metrics.jsonl, the tokenizer and the checkpoints.
         steps: optimizer steps in all.
+        trackers: where else metrics go: "tensorboard" and "wandb" (offline), under the directory.
         export: receives the model at the end as transformers' `from_pretrained` loads it, or the adapters alone as
             PEFT's does, with the tokenizer.
         seed: decides the initial weights, which sample is used at which step, and what each rank drops out.
@@ -57,6 +58,7 @@ class RunConfig(Section):
 
     directory: Path
     steps: Count
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     export: Path | None = None
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: str = Field(default="auto", pattern=r"^[a-z]+$")

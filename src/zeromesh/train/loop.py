@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -35,6 +35,7 @@ from zeromesh.train.progress import Progress, show_progress
 from zeromesh.train.sampler import Sampler
 from zeromesh.train.sequences import NOT_LEARNED, Documents, Rows
 from zeromesh.train.summary import Row, fault_lines, gather_rows, header, table
+from zeromesh.train.trackers import Tracker, make_tracker, require_trackers
 from zeromesh.train.written import SAMPLES, export, prepare, write_samples
 
 
@@ -75,6 +76,7 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     if config.run.export is not None:
         path = config.run.export
         from_first(lambda: _require_writable(path, "run.export"), "waiting for rank 0 to look at run.export")
+    from_first(lambda: require_trackers(config.run.trackers), "waiting for rank 0 to find run.trackers")
     corpus = load_corpus(config.data, config.model, config.samples.prompts)
     model = _build(config, ranks, corpus)
     if config.strategy == AUTO:
@@ -221,10 +223,10 @@ class Trainer:
             checkpointer.close()
             return False
         with (
-            _metrics_file(self.config, done, quiet=quiet) as metrics_file,
+            _trackers(self.config, done, quiet=quiet) as trackers,
             show_progress(steps, steps_done=done, quiet=quiet) as progress,
         ):
-            finished = self._run_steps(done, checkpointer, metrics_file, progress)
+            finished = self._run_steps(done, checkpointer, trackers, progress)
         if finished and done < steps:
             self._print_comparison(quiet=quiet)
         if finished and self.config.run.export is not None:
@@ -234,7 +236,7 @@ class Trainer:
         return finished
 
     def _run_steps(
-        self, done: int, checkpointer: Checkpointer | None, metrics_file: MetricsFile | None, progress: Progress
+        self, done: int, checkpointer: Checkpointer | None, trackers: Sequence[Tracker], progress: Progress
     ) -> bool:
         steps = self.config.run.steps
         try:
@@ -243,13 +245,13 @@ class Trainer:
                 back = self._after_nonfinite(done, outcome, checkpointer, progress)
                 if back is not None:
                     done = back
-                    if metrics_file:
-                        metrics_file.rewind(done)
+                    for tracker in trackers:
+                        tracker.rewind(done)
                     continue
                 done += 1
                 metrics = replace(metrics, skipped=self.counts.skipped or None, rollbacks=self.counts.rollbacks or None)
-                if metrics_file:
-                    metrics_file.append(metrics)
+                for tracker in trackers:
+                    tracker.append(metrics)
                 progress.show(metrics)
                 self._write_samples(done, progress)
                 stops = checkpointer is not None and outcome.stop and done < steps
@@ -438,9 +440,12 @@ class Trainer:
 
 
 @contextmanager
-def _metrics_file(config: TrainConfig, steps_done: int, *, quiet: bool) -> Iterator[MetricsFile | None]:
-    if quiet:
-        yield None
-        return
-    with MetricsFile(config.run.directory / "metrics.jsonl", steps_done=steps_done) as file:
-        yield file
+def _trackers(config: TrainConfig, steps_done: int, *, quiet: bool) -> Iterator[list[Tracker]]:
+    """What takes the steps' metrics: on the first rank alone there is any."""
+    with ExitStack() as stack:
+        found: list[Tracker] = []
+        if not quiet:
+            directory, settings = config.run.directory, config.model_dump(mode="json")
+            found.append(MetricsFile(directory / "metrics.jsonl", steps_done=steps_done))
+            found += [make_tracker(n, directory, settings, steps_done=steps_done) for n in config.run.trackers]
+        yield [stack.enter_context(tracker) for tracker in found]

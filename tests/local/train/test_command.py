@@ -62,7 +62,9 @@ def zeromesh_train(
 
 
 def test_run_of_two_local_processes(file: Path) -> None:
-    done = zeromesh_train(file)
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    done = zeromesh_train(file, "--set", 'run.trackers=["tensorboard", "wandb"]')
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (file.parent / "out/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -70,6 +72,16 @@ def test_run_of_two_local_processes(file: Path) -> None:
     assert [line["tokens"] for line in lines] == [80, 80, 80]
     assert "step 3/3" in done.stdout
     assert "predicted and measured agree on all 2 devices" in done.stdout
+    assert tensorboard_losses(file.parent / "out/tensorboard") == pytest.approx([line["loss"] for line in lines])
+    assert len(list(file.parent.glob("out/wandb/offline-run-*/*.wandb"))) == 1
+
+
+def tensorboard_losses(directory: Path) -> list[float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return [event.value for event in events.Scalars("loss")]
 
 
 @pytest.mark.timeout(240)  # 4 processes that import transformers: most of it on a busy machine
