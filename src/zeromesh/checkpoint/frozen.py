@@ -1,8 +1,8 @@
-"""What stands in a checkpoint for frozen parameters that it leaves out: a number for each, alike under every layout."""
+"""A number for each parameter, alike under every layout: in a checkpoint for frozen ones that are left out of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,26 +29,31 @@ def checksums(held: Held) -> dict[str, int]:
 
     Collective; a sum has no order, so it is the same on any number of ranks.
     """
-    sums = {name: total for engine in held.engines for name, total in _checksums(engine).items()}
+    sums = {name: total for engine in held.engines for name, total in checksums_of(engine, _frozen(engine)).items()}
     return {name: total for stages in held.along(sums) for name, total in stages.items()}
 
 
-def _checksums(engine: Engine) -> dict[str, int]:
+def _frozen(engine: Engine) -> list[str]:
     buffers = [buffer for buffer in buffers_of(engine) if not buffer.spec.trainable]
-    names = [place.info.name for buffer in buffers for place in buffer.places]
+    return [place.info.name for buffer in buffers for place in buffer.places]
+
+
+def checksums_of(engine: Engine, names: Sequence[str]) -> dict[str, int]:
+    """Of one model's parameters of these names; collective on its ranks, with the same names."""
     order = {name: index for index, name in enumerate(names)}
     sums = torch.zeros(len(names), dtype=torch.int64, device=engine.control.device)
-    for buffer in buffers:
-        for piece in _pieces(buffer):
+    for buffer in buffers_of(engine):
+        for piece in _pieces(buffer, order):
             for row in piece.rows():
                 sums[order[row.name]] += _checksum(row)
     engine.control.reduce_all(sums)
     return dict(zip(names, sums.tolist(), strict=True))
 
 
-def _pieces(buffer: FlatShards) -> Iterator[Piece]:
+def _pieces(buffer: FlatShards, names: Container[str]) -> Iterator[Piece]:
     """Every element on one rank of all that have it."""
-    held = [param_piece(param, prefix="") for param in buffer.optimizer_params if param.writes]
+    params = [param for param in buffer.optimizer_params if param.writes and param.full_name in names]
+    held = [param_piece(param, prefix="") for param in params]
     yield from share(held, *replica_of(buffer))
 
 

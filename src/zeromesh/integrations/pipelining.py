@@ -12,16 +12,18 @@ there while the gradients of its parameters are computed.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from zeromesh.checkpoint.frozen import checksums_of
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control
 from zeromesh.engine.engine import Engine
@@ -29,14 +31,16 @@ from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.lifetimes import Half
 from zeromesh.engine.pipeline import Pipeline
 from zeromesh.errors import InputError
+from zeromesh.model.module_units import clean_name
 
 StageT = TypeVar("StageT", bound=_PipelineStageBase)
+T = TypeVar("T")
 
 ParamGroups = list[dict[str, Any]]
 """As torch's halves of a backward hand them on: parameters, and nodes of autograd's with the gradients there."""
 
 
-def pipeline(stages: Sequence[StageT]) -> list[StageT]:
+def pipeline(stages: Sequence[StageT], *, untied: bool = False) -> list[StageT]:
     """Lets torch's pipeline schedules drive sharded stages. All ranks of the pipeline call it, after `zm.shard`.
 
     Gradients of a stage are then reduced over the axes that wait for a step's end in the last backward of each
@@ -45,6 +49,8 @@ def pipeline(stages: Sequence[StageT]) -> list[StageT]:
 
     Args:
         stages: all of this rank's, whose modules are sharded over the data-parallel ranks of their stage.
+        untied: weights of two stages that begin with the same values, as those of an embedding and of a head which
+            have been one tied parameter do, are meant to be trained as two.
 
     Returns:
         The same stages, for a schedule.
@@ -53,7 +59,7 @@ def pipeline(stages: Sequence[StageT]) -> list[StageT]:
         ModelError: a stage's module is not sharded.
         InputError: there are no stages, they have different groups, a stage computes its gradients itself
             (`dw_builder`), its module is sharded over ranks of other stages too, or says that it has parameters in
-            common with another stage.
+            common with another stage, or shows it: an embedding has the values of another stage's weight.
         MismatchError: one of these was raised on another rank of the pipeline.
 
     Example::
@@ -70,6 +76,8 @@ def pipeline(stages: Sequence[StageT]) -> list[StageT]:
     device = torch.device(stages[0].device if stages else "cpu")
     control = Control(group=group, size=size, rank=rank, source=source, device=device)
     engines = control.together(lambda: _engines(stages, group), call="zm.pipeline", left="Nothing was changed")
+    if not untied:
+        _require_untied(stages, engines, group)
     held = {stage.stage_index: weakref.ref(engine) for stage, engine in zip(stages, engines, strict=True)}
     shared = Pipeline(group=group, stages=held)
     for stage, engine in zip(stages, engines, strict=True):
@@ -108,7 +116,67 @@ def _engines(stages: Sequence[_PipelineStageBase], group: dist.ProcessGroup) -> 
     return engines
 
 
-def _says_tied(module: torch.nn.Module) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """A weight that another stage may have too.
+
+    Args:
+        stage: its index.
+        name: of the parameter.
+        shape: of the whole of it.
+        embeds: it is an embedding's.
+    """
+
+    stage: int
+    name: str
+    shape: tuple[int, ...]
+    embeds: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} of stage {self.stage}"
+
+
+def _require_untied(stages: Sequence[_PipelineStageBase], engines: Sequence[Engine], group: dist.ProcessGroup) -> None:
+    """Raises InputError, on all ranks, where an embedding has the values of a weight in another stage: copies of what
+    was one parameter, of which nothing else tells. Collective."""
+    own = [list(_tables(stage, engine)) for stage, engine in zip(stages, engines, strict=True)]
+    shapes = {table.shape for table in _along(own, group) if table.embeds}  # other weights are not looked at
+    sums: list[list[tuple[int, _Table]]] = []
+    for engine, tables in zip(engines, own, strict=True):
+        alike = {table.name: table for table in tables if table.shape in shapes}
+        sums.append([(total, alike[name]) for name, total in checksums_of(engine, list(alike)).items()])
+    by_value = defaultdict[tuple[int, tuple[int, ...]], list[_Table]](list)
+    for total, table in _along(sums, group):
+        by_value[total, table.shape].append(table)
+    for tables in by_value.values():
+        if len({table.stage for table in tables}) > 1 and any(table.embeds for table in tables):
+            raise InputError(
+                f"{' and '.join(sorted(map(str, tables)))} hold the same values, as copies of one tied parameter do, "
+                f"and each stage would train its own: keep them in one stage, or, if they are meant to be trained "
+                f"apart from now on, say zm.pipeline(stages, untied=True)"
+            )
+
+
+def _tables(stage: _PipelineStageBase, engine: Engine) -> Iterator[_Table]:
+    """The weights of embeddings and linear layers: what models tie."""
+    modules = {clean_name(name): module for name, module in stage.submod.named_modules()}
+    for unit in engine.units:
+        for buffer in unit.trained:
+            for param in buffer.optimizer_params:
+                module = modules.get(param.full_name.rpartition(".")[0])
+                if isinstance(module, nn.Embedding | nn.Linear) and param.dim() > 1:
+                    embeds = isinstance(module, nn.Embedding)
+                    yield _Table(stage=stage.stage_index, name=param.full_name, shape=tuple(param.shape), embeds=embeds)
+
+
+def _along(own: Sequence[Sequence[T]], group: dist.ProcessGroup) -> list[T]:
+    """What all stages have, by rank of the pipeline."""
+    everyone: list[Sequence[Sequence[T]]] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return [each for rank in everyone for stage in rank for each in stage]
+
+
+def _says_tied(module: nn.Module) -> bool:
     """As Hugging Face's models do, of which a stage has a part."""
     return bool(getattr(getattr(module, "config", None), "tie_word_embeddings", False))
 

@@ -293,6 +293,13 @@ def test_what_cannot_be_driven_is_named_on_all_ranks() -> None:
     tied.config = SimpleNamespace(tie_word_embeddings=True)
     with pytest.raises(InputError, match=r"stage \d ties the input embedding to the output head"):
         zm.pipeline([stage_of(tied, mesh)])
+    torch.manual_seed(0)
+    copies = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+    copies[1].weight = copies[0].weight
+    copy = zm.shard(nn.ModuleDict({"part": copies[mesh.get_local_rank("pp")]}), data, "node=3,cluster=1")
+    with pytest.raises(InputError, match=r"part.weight of stage 0 and part.weight of stage 1 hold the same values"):
+        zm.pipeline([stage_of(copy, mesh)])
+    zm.pipeline([stage_of(copy, mesh)], untied=True)
     one, two = nn.Linear(4, 4), nn.Linear(4, 4)
     two.weight = one.weight
     zm.shard(one, data, "node=3,cluster=1")
