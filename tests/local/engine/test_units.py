@@ -83,13 +83,14 @@ def test_what_would_be_lost_is_refused_and_nothing_is_touched(make, message):
     assert all(param.data_ptr() == place for param, place in held)
 
 
-@pytest.mark.parametrize("placement", [Partial(), _StridedShard(0, split_factor=2)])
+@pytest.mark.parametrize("placement", [Partial(), _StridedShard(0, split_factor=3)])
 def test_what_no_box_describes_cannot_be_sharded_further(placement):
     torch.distributed.init_process_group("fake", rank=0, world_size=2)
     try:
         model = dtensor(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), placement)
         with pytest.raises(
-            ModelError, match=r"0\.weight is a DTensor that lies as .* over tp; only Shard and Replicate"
+            ModelError,
+            match=r"0\.weight is a DTensor that of \(4, 4\) that lies as .* over tp; only Shard, Replicate, and one",
         ):
             zm.shard(model, init_device_mesh("cpu", (1,), mesh_dim_names=("node",)), "node=3")
     finally:
