@@ -1,0 +1,259 @@
+"""Optimizers that own whole tensors against AdamW on slices, and against gathering every matrix everywhere.
+
+    python benchmarks/owners.py --out benchmarks/results/owners.json
+
+Needs root: clusters are emulated (`zeromesh lab`); a tree without rates is loopback. All systems of a cell live in the
+same processes and take turns, two steps each of which the second is timed, in an order that changes from round to
+round; figures are medians, ratios the medians of those of single rounds. One thread per rank, fp32, one micro-batch
+of 2 x 64 tokens, strategy node=3,cluster=1.
+
+    AdamW on slices          what the others are held against
+    AdamW by owners          AMSP's own setting, in the engine
+    Muon by owners           on the blocks' matrices, AdamW on slices for the rest
+    ... less Newton-Schulz   the same with no iterations: what the step takes beside them, bytes and all
+    Muon, gathered           FSDP2 over all ranks: momenta on slices, each update gathered on every rank, which iterates
+
+The optimizer's part is `step` between two barriers, until masters are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peers import MODELS, batches, make_model
+from shaped_table import NAMES, shape_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+import zeromesh as zm
+from zeromesh.engine.api import engine_of
+from zeromesh.lab import Lab, Tree
+from zeromesh.measure.setting import read_setting
+from zeromesh.schedule import sent_bytes_per_axis
+
+CELLS = ("7M 2,2 5", "7M 2@200mbit,2 3", "7M 2@1gbit,4 3", "30M 2,2 3", "30M 2@1gbit,2 3")
+"""Model, tree and rounds of each."""
+
+SLICES, OWNERS, MUON, REST, GATHERED = (
+    "AdamW on slices",
+    "AdamW by owners",
+    "Muon by owners",
+    "Muon by owners less Newton-Schulz",
+    "Muon, gathered",
+)
+BUCKET_BYTES = 8 << 20
+LR = 1e-4
+
+
+@dataclass(slots=True, kw_only=True)
+class System:
+    """A model that is trained, and what its steps have taken."""
+
+    model: nn.Module
+    optimizers: list[Any]
+    data: torch.Tensor
+    step_s: list[float] = field(default_factory=list)
+    part_s: list[float] = field(default_factory=list)
+
+    def step(self) -> float:
+        """Returns what the optimizers took."""
+        self.model(input_ids=self.data, labels=self.data, use_cache=False).loss.backward()
+        dist.barrier()
+        start = time.perf_counter()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        dist.barrier()
+        part = time.perf_counter() - start
+        self.model.zero_grad()
+        return part
+
+    def timed(self) -> None:
+        self.step()
+        dist.barrier()
+        start = time.perf_counter()
+        part = self.step()
+        dist.barrier()
+        self.step_s.append(time.perf_counter() - start)
+        self.part_s.append(part)
+        if not isinstance(self.model, torch.distributed.fsdp.FSDPModule):
+            engine_of(self.model).interpreter.quiesce()
+        dist.barrier()
+
+    def sent(self) -> dict[str, int]:
+        """Bytes a rank on each axis in a step; of FSDP2 none are known."""
+        if isinstance(self.model, torch.distributed.fsdp.FSDPModule):
+            return {}
+        own = sent_bytes_per_axis(engine_of(self.model).schedule, micro_batches=1)
+        counts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, own)
+        return {axis: round(statistics.mean(each[axis] for each in counts)) for axis in own}
+
+
+def divided(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Matrices of blocks, and the rest."""
+    matrices = [p for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
+    own = {id(p) for p in matrices}
+    return matrices, [p for p in model.parameters() if id(p) not in own]
+
+
+def ours(size: str, mesh: Any, data: torch.Tensor, make: Callable[[nn.Module], list[Any]]) -> System:
+    model = zm.shard(make_model(size), mesh, "node=3,cluster=1", bucket_bytes=BUCKET_BYTES)
+    return System(model=model, optimizers=make(model), data=data)
+
+
+def slices(model: nn.Module) -> list[Any]:
+    return [torch.optim.AdamW(model.parameters(), lr=LR, fused=True)]
+
+
+def adamw_by_owners(model: nn.Module) -> list[Any]:
+    return [zm.by_owner(torch.optim.AdamW, model.parameters(), lr=LR, fused=True)]
+
+
+def muon_by_owners(model: nn.Module, **options: Any) -> list[Any]:
+    matrices, rest = divided(model)
+    muon = zm.by_owner(torch.optim.Muon, matrices, lr=LR, batched=True, **options)
+    return [muon, torch.optim.AdamW(rest, lr=LR, fused=True)]
+
+
+class GatheredMuon(torch.optim.Optimizer):
+    """Momenta on slices; every rank has every update whole."""
+
+    def __init__(self, params: list[Any]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state["momentum"] = torch.zeros_like(param)
+            state["momentum"].lerp_(param.grad, 0.05)
+            update = param.grad.lerp(state["momentum"], 0.95)
+            assert isinstance(update, DTensor)
+            whole = _zeropower_via_newtonschulz(update.full_tensor(), (3.4445, -4.775, 2.0315), 5, 1e-7)
+            own = distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
+            param.mul_(1 - LR * 0.1).sub_(own, alpha=LR)
+
+
+def gathered(size: str, mesh: Any, data: torch.Tensor) -> System:
+    model = make_model(size)
+    flat = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
+    for module in (*model.model.layers, model.model.embed_tokens, model.lm_head):
+        fully_shard(module, mesh=flat)
+    fully_shard(model, mesh=flat)
+    matrices, rest = divided(model)
+    return System(model=model, optimizers=[GatheredMuon(matrices), torch.optim.AdamW(rest, lr=LR)], data=data)
+
+
+def rank_program(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", tuple(args.shape), mesh_dim_names=NAMES[: len(args.shape)][::-1])
+    data = batches(1, 2, 64)[0]
+    systems = {
+        SLICES: ours(args.model, mesh, data, slices),
+        OWNERS: ours(args.model, mesh, data, adamw_by_owners),
+        MUON: ours(args.model, mesh, data, muon_by_owners),
+        REST: ours(args.model, mesh, data, partial(muon_by_owners, ns_steps=0)),
+        GATHERED: gathered(args.model, mesh, data),
+    }
+    for system in systems.values():
+        system.step()  # the first brings masters to their owners
+    for index in range(args.rounds):
+        for name in [*systems][:: -1 if index % 2 else 1]:
+            systems[name].timed()
+    rows = {
+        name: {
+            "step_s": round(statistics.median(system.step_s), 4),
+            "optimizer_s": round(statistics.median(system.part_s), 4),
+            "sent_bytes": system.sent(),
+        }
+        for name, system in systems.items()
+    }
+    if dist.get_rank() == 0:
+        print(json.dumps({"rows": rows, "ratios": ratios(systems)}), flush=True)
+    dist.barrier()
+    os._exit(0)  # gloo's threads outlive the groups
+
+
+def ratios(systems: dict[str, System]) -> dict[str, float]:
+    """What the goals are about."""
+
+    def ratio(one: list[float], other: list[float]) -> float:
+        return round(statistics.median(a / b for a, b in zip(one, other, strict=True)), 3)
+
+    return {
+        "Muon by owners less Newton-Schulz / AdamW on slices, step": ratio(
+            systems[REST].step_s, systems[SLICES].step_s
+        ),
+        "AdamW by owners / AdamW on slices, step": ratio(systems[OWNERS].step_s, systems[SLICES].step_s),
+        "Muon, gathered / Muon by owners, optimizer": ratio(systems[GATHERED].part_s, systems[MUON].part_s),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="+", default=CELLS, help="model, tree and rounds of each, in one word")
+    parser.add_argument("--out", default="")
+    parser.add_argument("--shape", type=int, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=MODELS, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.shape:
+        rank_program(args)
+        return
+    cells: list[dict[str, Any]] = []
+    for cell in args.cells:
+        model, tree, rounds = cell.split()
+        collect = partial(_collect, cells, model, tree, int(rounds))
+        command = [__file__, "--model", model, "--rounds", rounds, "--shape"]
+        if "@" in tree:
+            command += map(str, shape_of(tree))
+            with Lab(Tree.parse(tree)) as lab:
+                lab.run([sys.executable, *command], check=True, timeout_s=600, on_line=collect)
+        else:
+            sizes = tree.split(",")
+            start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            start += [f"--nproc-per-node={math.prod(map(int, sizes))}"]
+            found = subprocess.run(
+                [*start, *command, *sizes], check=True, timeout=600, stdout=subprocess.PIPE, text=True
+            )
+            for line in found.stdout.splitlines():
+                collect(0, "stdout", line)
+        if args.out:
+            Path(args.out).write_text(json.dumps({"setting": read_setting(), "cells": cells}, indent=1) + "\n")
+
+
+def _collect(
+    cells: list[dict[str, Any]], model: str, tree: str, rounds: int, rank: int, stream: str, line: str
+) -> None:
+    if rank != 0 or not line.startswith("{"):
+        return
+    found = json.loads(line)
+    cells.append({"model": model, "tree": tree, "rounds": rounds, **found})
+    print(f"{model} {tree}")
+    for name, row in found["rows"].items():
+        print(f"{row['step_s']:8.3f} s, optimizer {row['optimizer_s']:7.3f} s  {name}  {row['sent_bytes']}")
+    for name, value in found["ratios"].items():
+        print(f"{value:8.2f}  {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
