@@ -218,12 +218,13 @@ class Checkpoints:
                 loaded = load_newest(self._storage, self._peers, restore, since=since)
             else:
                 loaded = load_path(which, self._peers, restore)
-        except CheckpointError:  # on all ranks; parameters may be the checkpoint's though its optimizer does not fit
+            if loaded is not None:
+                require_same(held, left_out(loaded.state, loaded.where), loaded.where)
+        except CheckpointError:  # on all ranks; parameters may be the checkpoint's though others, or states, do not fit
             self._changed()
             raise
         if loaded is None:
             return None
-        require_same(held, left_out(loaded.state, loaded.where), loaded.where)
         self._changed()  # not before all ranks have loaded the same
         return Restored(where=loaded.where, step=loaded.step, state=user[-1], has_optimizer=found[-1])
 
