@@ -108,15 +108,13 @@ class Region:
         """The boxes of the folded region, each in one part of the dimension, from the region's first element."""
         apart, depth = self.shape[dim] // parts, self.sizes[dim] // parts
         for box in boxes_of((*self.sizes[:dim], parts, depth, *self.sizes[dim + 1 :]), start, stop):
-            alone = box.sizes[dim] == 1
-            outer, inner = (box.sizes[:dim] if alone else (1,) * dim), box.sizes[dim + 1 :]
-            rows = [(0,) * (dim + 1)] if alone else product(*map(range, box.sizes[: dim + 1]))
-            for at, row in enumerate(rows):
+            inner = box.sizes[dim + 1 :]
+            for at, row in enumerate(product(*map(range, box.sizes[: dim + 1]))):
                 *before, part = (a + b for a, b in zip(box.offsets, row, strict=False))
                 first = part * apart + box.offsets[dim + 1]
                 yield Box(
                     offsets=(*before, first, *box.offsets[dim + 2 :]),
-                    sizes=(*outer, *inner),
+                    sizes=(1,) * dim + inner,
                     start=box.start + at * prod(inner),
                 )
 
