@@ -15,6 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +35,6 @@ from zeromesh.errors import InputError
 from zeromesh.model.module_units import clean_name
 
 StageT = TypeVar("StageT", bound=_PipelineStageBase)
-T = TypeVar("T")
 
 ParamGroups = list[dict[str, Any]]
 """As torch's halves of a backward hand them on: parameters, and nodes of autograd's with the gradients there."""
@@ -77,7 +77,7 @@ def pipeline(stages: Sequence[StageT], *, untied: bool = False) -> list[StageT]:
     control = Control(group=group, size=size, rank=rank, source=source, device=device)
     engines = control.together(lambda: _engines(stages, group), call="zm.pipeline", left="Nothing was changed")
     if not untied:
-        _require_untied(stages, engines, group)
+        _require_untied(stages, engines, control)
     held = {stage.stage_index: weakref.ref(engine) for stage, engine in zip(stages, engines, strict=True)}
     shared = Pipeline(group=group, stages=held)
     for stage, engine in zip(stages, engines, strict=True):
@@ -136,17 +136,18 @@ class _Table:
         return f"{self.name} of stage {self.stage}"
 
 
-def _require_untied(stages: Sequence[_PipelineStageBase], engines: Sequence[Engine], group: dist.ProcessGroup) -> None:
+def _require_untied(stages: Sequence[_PipelineStageBase], engines: Sequence[Engine], control: Control) -> None:
     """Raises InputError, on all ranks, where an embedding has the values of a weight in another stage: copies of what
     was one parameter, of which nothing else tells. Collective."""
     own = [list(_tables(stage, engine)) for stage, engine in zip(stages, engines, strict=True)]
-    shapes = {table.shape for table in _along(own, group) if table.embeds}  # other weights are not looked at
-    sums: list[list[tuple[int, _Table]]] = []
+    everyone = chain.from_iterable(chain.from_iterable(control.gather(own)))
+    shapes = {table.shape for table in everyone if table.embeds}  # other weights are not looked at
+    sums: list[tuple[int, _Table]] = []
     for engine, tables in zip(engines, own, strict=True):
         alike = {table.name: table for table in tables if table.shape in shapes}
-        sums.append([(total, alike[name]) for name, total in checksums_of(engine, list(alike)).items()])
+        sums += [(total, alike[name]) for name, total in checksums_of(engine, list(alike)).items()]
     by_value = defaultdict[tuple[int, tuple[int, ...]], list[_Table]](list)
-    for total, table in _along(sums, group):
+    for total, table in chain.from_iterable(control.gather(sums)):
         by_value[total, table.shape].append(table)
     for tables in by_value.values():
         if len({table.stage for table in tables}) > 1 and any(table.embeds for table in tables):
@@ -167,13 +168,6 @@ def _tables(stage: _PipelineStageBase, engine: Engine) -> Iterator[_Table]:
                 if isinstance(module, nn.Embedding | nn.Linear) and param.dim() > 1:
                     embeds = isinstance(module, nn.Embedding)
                     yield _Table(stage=stage.stage_index, name=param.full_name, shape=tuple(param.shape), embeds=embeds)
-
-
-def _along(own: Sequence[Sequence[T]], group: dist.ProcessGroup) -> list[T]:
-    """What all stages have, by rank of the pipeline."""
-    everyone: list[Sequence[Sequence[T]]] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    return [each for rank in everyone for stage in rank for each in stage]
 
 
 def _says_tied(module: nn.Module) -> bool:
