@@ -9,18 +9,28 @@ or than the longest tensor has, gets no more for being near. A tensor is not div
 no choice is even: `Owners.bound` is what no choice can be below. Its proof is of bins: where tensors that cannot share
 a rank, and the volume of those that fit beside them, need more ranks than there are, some rank has more than the limit
 (Martello and Toth 1990, their bound L2).
+
+[Note: Lines] A tensor may be divided before it is sharded, over axes that have no stage (tensor parallelism): the ranks
+with one index on these axes are a line, and have a region of the tensor in slices. Whole is whole over the lines too:
+`across` makes a layout in which their axes divide everything, and tensors are owned among all of its ranks. What is not
+divided over one of these axes is there once for each of its indices: such copies are stepped alike, each by an owner
+among its own lines at the same place, so that nothing of them crosses the axis.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
-from math import ceil, prod
+from math import ceil, inf, prod
+from typing import NamedTuple
 
-from zeromesh.strategy import Layout
+from zeromesh.pieces.region import Region
+from zeromesh.strategy import Axis, Layout, Stage, Wire
 
 SLACK = 1.05
 """Of the mean load: what balance may be given up for less traffic. Half of what is asked for (10 %)."""
@@ -53,6 +63,23 @@ def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) 
     return float(prod(shape[:-2]) * steps * (4 * m * m * n + 2 * m**3))
 
 
+class Share(NamedTuple):
+    """What one rank holds of one tensor, or of one copy of it.
+
+    Args:
+        copy: which, if there are several: [Note: Lines].
+        rank: among those that hold the states together.
+        region: what `start` and `stop` count in, flattened; None for all of the tensor.
+        start, stop: range, not empty.
+    """
+
+    copy: int
+    rank: int
+    region: Region | None
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where one tensor lies among the ranks that hold one copy of the states.
@@ -62,24 +89,59 @@ class Placement:
         shape: of the whole tensor.
         start: where it starts in its flat buffer.
         padded: the buffer's length.
+        lines: by line, which copy of the tensor it has, and what of that: [Note: Lines]. None: there is one line, and
+            it has all.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     padded: int
+    lines: tuple[tuple[int, Region], ...] | None = None
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
-    def parts(self, ranks: int) -> list[tuple[int, int, int]]:
-        """(rank, start, stop) of each rank's part of the flattened tensor, none of them empty."""
-        length, stop = self.padded // ranks, self.start + self.numel
-        holders = range(self.start // length, -(-stop // length)) if self.numel else range(0)
-        return [
-            (h, max(h * length, self.start) - self.start, min((h + 1) * length, stop) - self.start) for h in holders
-        ]
+    @property
+    def copies(self) -> int:
+        return 1 if self.lines is None else len({copy for copy, _ in self.lines})
+
+    def mirrors(self, owner: int, ranks: int) -> tuple[int, ...]:
+        """The owners of all copies, where `owner` has the first."""
+        if self.copies == 1:
+            return (owner,)
+        by_copy = self._lines_by_copy()
+        line, place = divmod(owner, ranks // len(self.lines or ()))
+        index = by_copy[0].index(line)
+        return tuple(lines[index] * (ranks // len(self.lines or ())) + place for lines in by_copy)
+
+    def candidates(self, ranks: int) -> Sequence[int]:
+        """Those that may own the first copy."""
+        if self.copies == 1:
+            return range(ranks)
+        each = ranks // len(self.lines or ())
+        return [line * each + place for line in self._lines_by_copy()[0] for place in range(each)]
+
+    def _lines_by_copy(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.copies)]
+        for line, (copy, _) in enumerate(self.lines or ()):
+            found[copy].append(line)
+        return found
+
+    def shares(self, ranks: int) -> Iterator[Share]:
+        """Of each of the ranks that hold some of it, line by line."""
+        lines = self.lines or ((0, Region.whole(self.shape)),)
+        each = ranks // len(lines)
+        length = self.padded // each
+        for line, (copy, region) in enumerate(lines):
+            first, stop, at = self.start, self.start + region.numel, region.begins
+            for holder in range(first // length, -(-stop // length)) if region.numel else ():
+                start, end = max(holder * length, first) - first, min((holder + 1) * length, stop) - first
+                if at is not None:
+                    yield Share(copy, line * each + holder, None, at + start, at + end)
+                else:
+                    yield Share(copy, line * each + holder, region, start, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +149,8 @@ class Owners:
     """Which rank owns each tensor, and how even that is: [Note: Balance].
 
     Args:
-        rank_of: by tensor, among the ranks that hold one copy of the states, as `Layout.shard` numbers chunks.
+        rank_of: by tensor, among the ranks that hold one copy of the states, as `Layout.shard` numbers chunks; of
+            several copies of a tensor that of the first: `Placement.mirrors`.
         loads: by rank, the summed costs of what it owns.
         bound: no choice has a rank with less than this.
     """
@@ -103,6 +166,20 @@ class Owners:
         return max(self.loads) * len(self.loads) / total if total else 1.0
 
 
+def across(layout: Layout, lines: Sequence[tuple[str, int]]) -> Layout:
+    """The layout of all ranks that tensors are divided over, in lines along further axes too: [Note: Lines].
+
+    Args:
+        layout: that tensors, or what a line has of them, are sharded by.
+        lines: name and size of further axes, the first most significant in the number of a line. What moves along them
+            moves last on the way to an owner, and first on the way back.
+    """
+    axes = [
+        Axis(name=name, mesh_axis=name, size=size, stride=1, stage=Stage.THREE, wire=Wire()) for name, size in lines
+    ]
+    return replace(layout, mesh=(*lines, *layout.mesh), axes=(*axes, *layout.axes))
+
+
 def choose_owners(layout: Layout, tensors: Sequence[Placement], costs: Sequence[float]) -> Owners:
     """The owners of `tensors`: [Note: Balance]. The same on every rank, since it looks at nothing else.
 
@@ -113,35 +190,56 @@ def choose_owners(layout: Layout, tensors: Sequence[Placement], costs: Sequence[
     """
     ranks = layout.degree(layout.significant)
     order = sorted(range(len(tensors)), key=lambda index: -costs[index])
-    even = _longest_first(order, costs, ranks)
-    bound = _bound(costs, ranks, most := _loads(even, costs, ranks)[1])
-    if most > max(bound * (1 + 2 * PRECISION), SLACK * sum(costs) / ranks):
-        even = _packed_tightly(order, costs, ranks, bound, most) or even
-    limit = max(_loads(even, costs, ranks)[1], SLACK * sum(costs) / ranks)
+    all_costs = [cost for tensor, cost in zip(tensors, costs, strict=True) for _ in range(tensor.copies)]
+    mean = sum(all_costs) / ranks
+    even = _longest_first(tensors, order, costs, ranks)
+    bound = _bound(all_costs, ranks, most := max(_loads(tensors, even, costs, ranks)))
+    if most > max(bound * (1 + 2 * PRECISION), SLACK * mean):
+        even = _packed_tightly(tensors, order, costs, even, ranks, bound, most) or even
+    limit = max(*_loads(tensors, even, costs, ranks), SLACK * mean)
     near = _nearest(layout, tensors, order, costs, limit)
-    loads, largest = _loads(near, costs, ranks)
-    if largest > limit:
-        near, loads = even, _loads(even, costs, ranks)[0]
+    loads = _loads(tensors, near, costs, ranks)
+    if max(loads) > limit:
+        near, loads = even, _loads(tensors, even, costs, ranks)
     return Owners(rank_of=tuple(near), loads=tuple(loads), bound=bound)
 
 
-def _longest_first(order: Sequence[int], costs: Sequence[float], ranks: int) -> list[int]:
-    owners, heap = [0] * len(order), [(0.0, rank) for rank in range(ranks)]
-    for index in order:
+def _longest_first(tensors: Sequence[Placement], order: Sequence[int], costs: Sequence[float], ranks: int) -> list[int]:
+    """What is there in several copies before all else, since others can make up for it."""
+    owners, loads = [0] * len(order), [0.0] * ranks
+    for index in (index for index in order if tensors[index].copies > 1):
+        mirrors = partial(tensors[index].mirrors, ranks=ranks)
+        owner = min(tensors[index].candidates(ranks), key=lambda rank: max(loads[each] for each in mirrors(rank)))
+        owners[index] = owner
+        for rank in mirrors(owner):
+            loads[rank] += costs[index]
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for index in (index for index in order if tensors[index].copies == 1):
         load, owners[index] = heap[0]
         heapq.heapreplace(heap, (load + costs[index], owners[index]))
     return owners
 
 
 def _packed_tightly(
-    order: Sequence[int], costs: Sequence[float], ranks: int, low: float, high: float
+    tensors: Sequence[Placement],
+    order: Sequence[int],
+    costs: Sequence[float],
+    even: Sequence[int],
+    ranks: int,
+    low: float,
+    high: float,
 ) -> list[int] | None:
-    """Owners with less than `high` each, as little as packing finds; None if it finds none."""
+    """Owners with less than `high` each, as little as packing finds, beside what `even` has in several copies; None if
+    it finds none."""
     found: list[int] | None = None
+    alone = [index for index in order if tensors[index].copies == 1]
+    several = [cost if tensor.copies > 1 else 0.0 for tensor, cost in zip(tensors, costs, strict=True)]
+    fixed = _loads(tensors, even, several, ranks)
 
     def fails(limit: float) -> bool:
         nonlocal found
-        packed = _packed(order, costs, ranks, limit)
+        packed = _packed(alone, costs, even, sorted((limit - load, rank) for rank, load in enumerate(fixed)))
         found = packed or found
         return packed is None
 
@@ -149,9 +247,11 @@ def _packed_tightly(
     return found
 
 
-def _packed(order: Sequence[int], costs: Sequence[float], ranks: int, limit: float) -> list[int] | None:
-    """Owners with at most `limit` each: longest first, each tensor where the least room is left beside it."""
-    owners, rooms = [0] * len(order), [(limit, rank) for rank in range(ranks)]
+def _packed(
+    order: Sequence[int], costs: Sequence[float], even: Sequence[int], rooms: list[tuple[float, int]]
+) -> list[int] | None:
+    """Owners as in `even`, but those of `order` as there is room: longest first, each where the least is left."""
+    owners = [*even]
     for index in order:
         place = bisect_left(rooms, (costs[index], -1))
         if place == len(rooms):
@@ -172,36 +272,43 @@ def _threshold(fails: Callable[[float], bool], low: float, high: float) -> float
 def _nearest(
     layout: Layout, tensors: Sequence[Placement], order: Sequence[int], costs: Sequence[float], limit: float
 ) -> list[int]:
-    ranks = range(layout.degree(layout.significant))
-    owners, loads, held = [0] * len(order), [0.0] * len(ranks), [0] * len(ranks)
+    ranks = layout.degree(layout.significant)
+    owners, loads, held = [0] * len(order), [0.0] * ranks, [0] * ranks
     numels = [tensor.numel for tensor in tensors]
-    room = max([SLACK * sum(numels) / len(ranks), *numels])
+    room = max([SLACK * sum(tensor.numel * tensor.copies for tensor in tensors) / ranks, *numels])
     for index in order:
-        moved = _moved(layout, tensors[index])
-        near = [rank for rank in moved if loads[rank] + costs[index] <= limit and held[rank] + numels[index] <= room]
-        fitting = near or [rank for rank in ranks if loads[rank] + costs[index] <= limit]
+        cost, numel, mirrors = costs[index], numels[index], partial(tensors[index].mirrors, ranks=ranks)
+        candidates, moved = tensors[index].candidates(ranks), _moved(layout, tensors[index])
+
+        def fits(rank: int, room: float = inf) -> bool:
+            return all(loads[each] + cost <= limit and held[each] + numel <= room for each in mirrors(rank))  # noqa: B023  # called here
+
+        near = [rank for rank in moved if fits(rank, room)]
+        fitting = near or [rank for rank in candidates if fits(rank)]
         if fitting:
             owner = min(fitting, key=lambda rank: (moved.get(rank, ()), held[rank]))
         else:
-            owner = min(ranks, key=loads.__getitem__)
+            owner = min(candidates, key=lambda rank: max(loads[each] for each in mirrors(rank)))
         owners[index] = owner
-        loads[owner] += costs[index]
-        held[owner] += numels[index]
+        for rank in mirrors(owner):
+            loads[rank] += cost
+            held[rank] += numel
     return owners
 
 
 def _moved(layout: Layout, tensor: Placement) -> dict[int, tuple[int, ...]]:
-    """By rank that has a part of it: elements that cross each axis if it owns the tensor, outermost axis first."""
+    """By rank that has a part of its first copy: elements that cross each axis if it owns that, outermost axis
+    first."""
     strides = significant_strides(layout)
-    parts = tensor.parts(layout.degree(layout.significant))
+    shares = [share for share in tensor.shares(layout.degree(layout.significant)) if share.copy == 0]
     there = {name: dict[int, int]() for name in strides}
-    for holder, start, stop in parts:
+    for share in shares:
         for name, (stride, size) in strides.items():
-            here = holder // stride % size
-            there[name][here] = there[name].get(here, 0) + stop - start
+            here = share.rank // stride % size
+            there[name][here] = there[name].get(here, 0) + share.stop - share.start
     return {
-        holder: tuple(tensor.numel - there[name][holder // stride % size] for name, (stride, size) in strides.items())
-        for holder, _, _ in parts
+        rank: tuple(tensor.numel - there[name][rank // stride % size] for name, (stride, size) in strides.items())
+        for _, rank, *_ in shares
     }
 
 
@@ -214,11 +321,12 @@ def significant_strides(layout: Layout) -> dict[str, tuple[int, int]]:
     return {axis.name: strides[axis.name] for axis in reversed(layout.axes) if strides.get(axis.name, (0, 1))[1] > 1}
 
 
-def _loads(owners: Sequence[int], costs: Sequence[float], ranks: int) -> tuple[list[float], float]:
+def _loads(tensors: Sequence[Placement], owners: Sequence[int], costs: Sequence[float], ranks: int) -> list[float]:
     loads = [0.0] * ranks
-    for owner, cost in zip(owners, costs, strict=True):
-        loads[owner] += cost
-    return loads, max(loads)
+    for tensor, owner, cost in zip(tensors, owners, costs, strict=True):
+        for rank in tensor.mirrors(owner, ranks):
+            loads[rank] += cost
+    return loads
 
 
 def _bound(costs: Sequence[float], ranks: int, most: float) -> float:
@@ -263,10 +371,14 @@ def cut(
             largest load. Fewer and longer buckets are made until it is kept.
     """
     own: dict[int, list[int]] = {}
-    # Those of one shape beside each other, for who steps on them at once.
+    elements: Counter[int] = Counter()
+    # Those of one shape beside each other, for who steps on them at once. All copies of a tensor are in one bucket, for
+    # which the first one counts.
     for index in sorted(range(len(tensors)), key=lambda index: (-costs[index], tensors[index].shape, index)):
         own.setdefault(owners.rank_of[index], []).append(index)
-    held = max((sum(tensors[index].numel for index in indices) for indices in own.values()), default=0)
+        for rank in tensors[index].mirrors(owners.rank_of[index], len(owners.loads)):
+            elements[rank] += tensors[index].numel
+    held = max(elements.values(), default=0)
     count = min(-(-held // max(1, most_numel)), max(map(len, own.values()), default=1))
     while True:
         buckets, longest = _cut(own, owners, costs, max(1, count))

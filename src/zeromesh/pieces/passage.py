@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeromesh.pieces.owners import Placement, significant_strides
+from zeromesh.pieces.region import Region
 from zeromesh.schedule import ITEM_BYTES, Bucket, Shipment
 from zeromesh.strategy import Axis, Layout
 
@@ -42,13 +43,15 @@ class Part:
 
     Args:
         tensor: its index.
-        start, stop: range of the flattened tensor.
+        region: what `start` and `stop` count in, flattened; None for all of the tensor.
+        start, stop: range.
         home: the rank that holds it.
         owner: of the tensor.
         hops: from home to owner.
     """
 
     tensor: int
+    region: Region | None
     start: int
     stop: int
     home: int
@@ -59,15 +62,24 @@ class Part:
     def numel(self) -> int:
         return self.stop - self.start
 
+    @property
+    def passed_by(self) -> tuple[int, ...]:
+        """Ranks that have it in memory of its own for a while: those on its way, and its owner where it is no range of
+        the tensor."""
+        return tuple(hop.target for hop in (self.hops if self.region is not None else self.hops[:-1]))
+
 
 def passage(layout: Layout, tensors: Sequence[Placement], rank_of: Sequence[int]) -> tuple[Part, ...]:
     """The parts of all `tensors`, in an order that all ranks share."""
-    strides = significant_strides(layout)
+    strides, ranks = significant_strides(layout), layout.degree(layout.significant)
     found = []
     for index, (tensor, owner) in enumerate(zip(tensors, rank_of, strict=True)):
-        for home, start, stop in tensor.parts(layout.degree(layout.significant)):
-            hops = _hops(strides, home, owner)
-            found.append(Part(tensor=index, start=start, stop=stop, home=home, owner=owner, hops=hops))
+        owners = tensor.mirrors(owner, ranks)
+        for copy, home, region, start, stop in tensor.shares(ranks):
+            goal = owners[copy]
+            hops = _hops(strides, home, goal)
+            part = Part(tensor=index, region=region, start=start, stop=stop, home=home, owner=goal, hops=hops)
+            found.append(part)
     return tuple(found)
 
 
@@ -116,8 +128,8 @@ def rooms_of(tensors: Sequence[Placement], parts: Sequence[Part], dtypes: Sequen
         grad, values = (ITEM_BYTES[dtype] for dtype in dtypes[part.tensor])
         if part.hops or part.numel < tensors[part.tensor].numel:
             rooms[part.owner] += part.numel * grad
-        for hop in part.hops[:-1]:
-            rooms[hop.target] += part.numel * (grad + values)
+        for rank in part.passed_by:
+            rooms[rank] += part.numel * (grad + values)
     return rooms
 
 

@@ -46,6 +46,11 @@ def test_boxes_and_rows_hold_its_elements(piece):
         values.equal(whole()[Region(shape=SHAPE, offsets=b.offsets, sizes=b.sizes).index]) for b, values in boxes
     )
     assert [float(value) for _, values in boxes for value in values.flatten()] == piece.local.tolist()
+    begins, places = piece.region.begins, whole()[piece.region.index].flatten().tolist()
+    if begins is not None:
+        assert places == [*range(begins, begins + len(places))]
+    if begins is None and piece.region.fold[1] == 1 and places:
+        assert places != [*range(int(places[0]), int(places[0]) + len(places))]
     rows = list(piece.rows())
     assert torch.cat([piece.local[:0], *(row.local for row in rows)]).equal(piece.local)
     assert all(row.local.equal(whole().flatten()[row.start : row.stop]) for row in rows)

@@ -61,7 +61,7 @@ def test_bytes_are_what_lies_elsewhere_than_its_owner(strategy: str) -> None:
     ranks = layout.degree(layout.significant)
     expected: Counter[str] = Counter()
     for tensor, owner in zip(owned.tensors, owned.owners.rank_of, strict=True):
-        for home, start, stop in tensor.parts(ranks):
+        for _, home, _, start, stop in tensor.shares(ranks):
             at, goal = home, owner
             for axis in reversed(layout.significant):
                 (at, here), (goal, there) = divmod(at, axis.size), divmod(goal, axis.size)
@@ -95,7 +95,7 @@ def held_numel(owned: OwnedTensors, ranks: int) -> tuple[Counter[int], Counter[i
     all_of, apart = Counter[int](), Counter[int]()
     for tensor, rank in zip(owned.tensors, owned.owners.rank_of, strict=True):
         all_of[rank] += tensor.numel
-        apart[rank] += tensor.numel if [home for home, _, _ in tensor.parts(ranks)] != [rank] else 0
+        apart[rank] += tensor.numel if [share.rank for share in tensor.shares(ranks)] != [rank] else 0
     return all_of, apart
 
 
