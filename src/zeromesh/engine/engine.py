@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from zeromesh.comm import Ticket
 from zeromesh.engine.agreement import Agreement
 from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
+from zeromesh.engine.changes import Changes
 from zeromesh.engine.containers import tensors_of
 from zeromesh.engine.control import reduce_over
 from zeromesh.engine.guard import SlotGuard
@@ -74,7 +75,7 @@ class Engine:
         self._half: Half | None = None
         self.pipeline: Pipeline | None = None
         self._agreement = Agreement(self.interpreter, backend, self.control)
-        self._changed: set[ShardedParameter] = set()
+        self.changes = Changes(self.interpreter, backend.units)
         self._on_leaves: dict[tuple[int, int], RemovableHandle] = {}
         self._watched: set[int] = set()
 
@@ -125,7 +126,7 @@ class Engine:
             self.recover()
             if outermost:
                 self._end_interrupted(own=1)
-            self._apply_changes()
+            self.changes.apply()
         self.interpreter.pre_forward(unit)
 
     def post_forward(self, unit: int, outputs: Iterable[Tensor] | None) -> None:
@@ -247,7 +248,7 @@ class Engine:
         return backward
 
     def _begin_backward(self, backward: Backward) -> Backward:
-        self._apply_changes()
+        self.changes.apply()
         self._require_whole()
         if self._half is None:  # else nothing comes to the step yet
             weighted = self.weight.scale is not None
@@ -387,6 +388,7 @@ class Engine:
 
     def _show_grads(self) -> None:
         """Every rank agrees on which parameters had gradients, and shows those as `.grad`."""
+        self.changes.began()
         left = iter(self._agreement.used())
         for unit, state in zip(self.backend.units, self.interpreter.states, strict=True):
             unit.show_grads(left, reduced=state.grad is GradState.REDUCED)
@@ -441,7 +443,7 @@ class Engine:
 
     def changing(self, param: ShardedParameter) -> None:
         """A function is about to write to `param`, in an optimizer's step or without one."""
-        if not self._changed:  # else nothing has begun to read masters since
+        if not self.changes.by_hand:  # else nothing has begun to read masters since
             self._end_interrupted()
             if self.interpreter.forward is not None or self._backward is not None:
                 raise ModelError(
@@ -449,38 +451,16 @@ class Engine:
                     f"copy of it: change parameters between steps"
                 )
             self.interpreter.quiesce()
-        self._changed.add(param)
-
-    def _apply_changes(self) -> None:
-        """What users have written reaches the copies that units compute with."""
-        if self._changed:
-            params = list(self._changed)
-            for unit in {param.unit for param in params}:
-                self.backend.units[unit].forget_owed()
-            self.stepped(params)
-
-    def changed_by(self, param: ShardedParameter) -> object:
-        """The optimizer that made its values what they are; None if somebody else did."""
-        return None if param in self._changed or param.changed_by is None else param.changed_by()
-
-    def stepped(self, params: Sequence[ShardedParameter], by: Callable[[], object] | None = None) -> None:
-        """Somebody has changed `params`, an optimizer as a rule, to which `by` refers weakly."""
-        self._changed.difference_update(params)
-        self.interpreter.stepped({param.unit for param in params})
-        for unit in {param.unit for param in params}:
-            self.backend.units[unit].accepted = True
-        for param in params:
-            param.changed, param.changed_by = self.interpreter.states[param.unit].generation, by
+        self.changes.by_hand.add(param)
 
     def settle(self) -> None:
         """Ends what was interrupted, and waits for what is under way: every module then shows this rank's slices."""
         self._end_interrupted()
-        self._apply_changes()
+        self.changes.apply()
         self.interpreter.quiesce()
 
     def changed(self) -> None:
         """Masters were changed by hand or by a load."""
-        self.settle()
-        for unit in self.backend.units:
-            unit.forget_owed()
-        self.stepped(list(self.optimizer_params()))
+        self._end_interrupted()
+        self.interpreter.quiesce()
+        self.changes.loaded(list(self.optimizer_params()))

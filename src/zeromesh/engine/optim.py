@@ -186,7 +186,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for engine, params in _by_engine(optimizer).items():
         updated = [param for param in params if id(param) in graded or param.grad is not None]
         if updated:
-            engine.stepped(updated, by=weakref.ref(optimizer))
+            engine.changes.stepped(updated, by=weakref.ref(optimizer))
 
 
 def updates(optimizer: Optimizer, engine: object) -> bool:

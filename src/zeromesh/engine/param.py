@@ -148,11 +148,14 @@ class ShardedParameter(_Slice, nn.Parameter):
                     f"{local.device}; got {tuple(value.shape)} on {value.device}"
                 )
             value = _slice_like(self, value)
+        dropped = value is None and self._shown is not None
         self._shown = value
+        if dropped and (engine := self.engine()) is not None:
+            engine.changes.dropped(self)
 
     @grad.deleter
     def grad(self) -> None:
-        self._shown = None
+        self.grad = None
 
 
 class ShardedGrad(_Slice):

@@ -225,7 +225,7 @@ class OwnerOptimizer(Optimizer):
         """What anybody else has changed since the last step, on any rank, goes to its owner anew."""
         if not self._moving:
             return
-        changed = self._control.agree([engine.changed_by(param) is not self for param in self._moving])
+        changed = self._control.agree([engine.changes.made_by(param) is not self for param in self._moving])
         params = {param for param, by_others in zip(self._moving, changed, strict=True) if by_others}
         for bucket in self.buckets:
             bucket.forget(params)

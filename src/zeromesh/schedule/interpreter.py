@@ -174,14 +174,20 @@ class Interpreter(Generic[T]):
         """An optimizer is to step on whole tensors; when this returns, masters are up to date."""
         self._run(PointKind.OWNED, optimizer)
 
-    def stepped(self, units: Iterable[int]) -> None:
-        """An optimizer, a load or the user has changed the masters of `units`."""
+    def stepped(self, units: Iterable[int], *, refresh: Iterable[int] | None = None) -> None:
+        """An optimizer, a load or the user has changed the masters of `units`.
+
+        Args:
+            units: their indices.
+            refresh: those to bring up to date now, of these or of earlier calls; None for `units`.
+        """
         self.watch(PointKind.STEPPED, -1)
         changed = set(units)
         for unit in changed:
             self.invalidate(unit)
-        for op in self.schedule.ops(PointKind.STEPPED):
-            if op.unit in changed or op.action is Action.SYNC:
+        now = changed if refresh is None else set(refresh)
+        for op in self.schedule.ops(PointKind.STEPPED) if now else ():
+            if op.unit in now or op.action is Action.SYNC:
                 self._do(op)
 
     # ---- for the back end

@@ -77,6 +77,66 @@ def test_bytes_by_axis_are_predicted(strategy):
     assert sum(moved.values()) == 0 if strategy == "node=0,cluster=0" else sum(moved.values()) > 0
 
 
+def mixed(model: nn.Module) -> list[optim.Optimizer]:
+    """As users mix them: Muon on the blocks' matrices, AdamW on slices for the rest."""
+    params = [param for name, param in model.named_parameters() if param.requires_grad and "unused" not in name]
+    return [
+        zm.by_owner(optim.Muon, [p for p in params if p.ndim == 2], lr=0.02, bucket_bytes=400),
+        optim.AdamW([p for p in params if p.ndim != 2], lr=0.01),
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=1"])
+@on_ranks(4)
+def test_two_optimizers_in_one_unit_send_what_is_predicted(strategy):
+    """From the second step on, when both have stepped: in either order, and where either's gradients are dropped
+    between them."""
+    model = shard(net(), (2, 2), strategy)
+    optimizers = mixed(model)
+    for step in range(5):
+        if step > 2:
+            optimizers.reverse()
+        with zm.traffic_report(model, micro_batches=MICRO_BATCHES) as traffic:
+            backward(model, step)
+            for optimizer in optimizers:
+                optimizer.step()
+                if step % 2:
+                    optimizer.zero_grad()
+            assert not engine_of(model).changes.waiting
+            engine_of(model).settle()
+        model.zero_grad()
+        sent = {line.axis: (line.sent_bytes, line.predicted_bytes) for line in traffic.lines()}
+        assert step == 0 or all(found == predicted for found, predicted in sent.values()), f"step {step}: {sent}"
+
+
+@on_ranks(4)
+def test_an_optimizer_that_is_skipped_keeps_no_unit_waiting():
+    """As one's gradients are dropped instead (a scaler has skipped its step), parameters are sent: one rank may then
+    compute alone, where nothing is gathered. Kept gradients have the next forward do it, on all ranks."""
+    model, plain = shard(net(), (2, 2), "node=1,cluster=1"), net()
+    ours, theirs = mixed(model), [optim.Muon([p for p in plain.parameters() if p.requires_grad and p.ndim == 2], lr=0.02)]
+    theirs.append(optim.AdamW([p for p in plain.parameters() if p.ndim != 2], lr=0.01))
+    changes = engine_of(model).changes
+    for step, skipped in enumerate([None, 0, 1, None, 0]):
+        backward(model, step)
+        for micro in range(MICRO_BATCHES):
+            for rank in range(4):
+                (loss_of(plain, step, micro, rank) / MICRO_BATCHES / 4).backward()
+        for place in [place for place in (1, 0) if place != skipped]:
+            ours[place].step()
+            theirs[place].step()
+        assert bool(changes.waiting) == (skipped is not None)
+        if step < 4:
+            for optimizer in (*ours, *theirs):
+                optimizer.zero_grad()
+            assert not changes.waiting
+        if dist.get_rank() == 0 or step == 4:
+            with torch.no_grad():
+                close(model(torch.arange(4)), plain(torch.arange(4)), f"outputs after step {step}")
+        assert not changes.waiting
+    same_params(model, plain)
+
+
 @on_ranks(4)
 def test_memory_is_predicted():
     """Before any step, and what is there after one: states of what this rank owns, and values of what it owns and does
