@@ -114,7 +114,10 @@ def test_an_optimizer_that_is_skipped_keeps_no_unit_waiting():
     """As one's gradients are dropped instead (a scaler has skipped its step), parameters are sent: one rank may then
     compute alone, where nothing is gathered. Kept gradients have the next forward do it, on all ranks."""
     model, plain = shard(net(), (2, 2), "node=1,cluster=1"), net()
-    ours, theirs = mixed(model), [optim.Muon([p for p in plain.parameters() if p.requires_grad and p.ndim == 2], lr=0.02)]
+    ours, theirs = (
+        mixed(model),
+        [optim.Muon([p for p in plain.parameters() if p.requires_grad and p.ndim == 2], lr=0.02)],
+    )
     theirs.append(optim.AdamW([p for p in plain.parameters() if p.ndim != 2], lr=0.01))
     changes = engine_of(model).changes
     for step, skipped in enumerate([None, 0, 1, None, 0]):
