@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zeromesh.cost.constants import Constants
@@ -56,6 +56,15 @@ class CollectiveCost:
     def latency_s(self) -> float:
         """The others."""
         return self.seconds - self.transfer_s
+
+    def with_kernels(self, seconds: float, cores: float | None) -> CollectiveCost:
+        """With kernels of its own on the device: quantisers, sums, copies. Each reads and writes memory with all that a
+        device has, so computation beside it waits as long; of `cores` it needs one, as computation does."""
+        whole = self.seconds + seconds
+        if cores is None or not seconds:
+            taken = (self.taken * self.seconds + seconds) / whole if whole else 0.0
+            return replace(self, seconds=whole, taken=taken)
+        return replace(self, seconds=whole, busy=merge_busy(self.busy, ((HOST, seconds * min(1.0, cores) / cores),)))
 
 
 HOST = -1

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from zeromesh.cluster import Device
 from zeromesh.cost.constants import Constants
-from zeromesh.model.spec import AttentionSpec, MatmulSpec, Recomputation, UnitKind, UnitSpec
+from zeromesh.model.spec import AttentionSpec, MatmulSpec, Recomputation, UnitSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,8 @@ class ComputeModel:
         traffic = self._traffic(unit, tokens, seq_len)
         other = unit.other_forward_flops * tokens / self.matrix_flops
         forward = sum(products) + attention + traffic + other
+        if not unit.returned:
+            return UnitSeconds(forward=forward, backward=0.0, recompute=0.0)
         slower = self.constants.matmul_share / self.constants.matmul_backward_share
         weights = sum(s * m.trainable_share for s, m in zip(products, unit.matmuls, strict=True))
         backward = (
@@ -110,7 +112,7 @@ class ComputeModel:
     def _recompute(
         self, unit: UnitSpec, tokens: float, seq_len: int, recomputation: Recomputation, forward: float
     ) -> float:
-        if unit.kind is not UnitKind.BLOCK or recomputation is Recomputation.NONE:
+        if not unit.recomputes(recomputation):
             return 0.0
         if recomputation is Recomputation.FULL:
             return forward

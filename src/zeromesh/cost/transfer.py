@@ -73,13 +73,20 @@ class TransferModel:
                 self._costs[key] = one_after_another(*halves)
             else:
                 cost = self._as_measured(self._joint(axes, operation, numel, wire, algorithm), axes, operation)
-                cost = self._hosted(cost, axes, operation)
+                cost = replace(
+                    self._hosted(cost, axes, operation), taken=taken_share(self.cluster, axes, self.constants)
+                )
+                cost = self.with_kernels(cost, self._coding_bytes(axes, operation, numel, wire))
                 if any(level.busy_latency_s for level in self.cluster.levels):
                     # The same collective on links of the latency beside computation, less its own.
                     slower = self._beside_compute().joint(axes, operation, numel, wire, algorithm)
                     cost = replace(cost, busy_latency_s=max(0.0, slower.latency_s - cost.latency_s))
-                self._costs[key] = replace(cost, taken=taken_share(self.cluster, axes, self.constants))
+                self._costs[key] = cost
         return self._costs[key]
+
+    def with_kernels(self, cost: CollectiveCost, moved_bytes: float) -> CollectiveCost:
+        """With kernels that move so many bytes through the device's memory, on the collective's own lane."""
+        return cost.with_kernels(self.compute.memory(moved_bytes), self.cluster.device.cores) if moved_bytes else cost
 
     def _beside_compute(self) -> TransferModel:
         """The model of links whose latency is that beside computation."""
@@ -120,21 +127,27 @@ class TransferModel:
         full_bytes = ranks * wire_bytes(-(-numel // ranks), wire)
         if coded(wire) is None:
             return collective_cost(group, operation, full_bytes, self.constants, algorithm=algorithm)
-        return self._quantised(group, operation, numel, full_bytes, algorithm)
-
-    def _quantised(
-        self, group: Group, operation: Operation, numel: int, full_bytes: float, algorithm: str
-    ) -> CollectiveCost:
-        """A quantised reduction is an all-to-all with a local sum: a ring would quantise at every hop."""
-        if operation == "all_reduce":
-            scattered = self._quantised(group, "reduce_scatter", numel, full_bytes, algorithm)
-            gathered = self._quantised(group, "all_gather", numel, full_bytes, algorithm)
-            return one_after_another(scattered, gathered)
-        scatter = operation == "reduce_scatter"
-        wire = collective_cost(
-            group, "all_to_all" if scatter else operation, full_bytes, self.constants, algorithm=algorithm
+        return one_after_another(
+            *(
+                collective_cost(group, exchange, full_bytes, self.constants, algorithm=algorithm)
+                for exchange in _exchanges(operation)
+            )
         )
-        whole, part = numel * _COMPUTE_BYTES, numel * _COMPUTE_BYTES / max(1, group.size)
-        # Scatter: quantise all, sum into one part. Gather: quantise one part, restore all. The wire's bytes twice.
-        kernels = self.compute.memory(whole + part + 2 * full_bytes)
-        return CollectiveCost(seconds=wire.seconds + kernels, busy=wire.busy, sent_bytes=wire.sent_bytes)
+
+    def _coding_bytes(self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str) -> float:
+        """What quantisers read and write. Scatter: all is quantised, and summed into one part. Gather: one part is
+        quantised, and all restored. The wire's bytes twice."""
+        if coded(wire) is None or self.group(axes).size == 1:
+            return 0.0
+        ranks = prod(axis.size for axis in axes)
+        whole, part = numel * _COMPUTE_BYTES, numel * _COMPUTE_BYTES / ranks
+        once = whole + part + 2 * ranks * wire_bytes(-(-numel // ranks), wire)
+        return len(_exchanges(operation)) * once
+
+
+def _exchanges(operation: Operation) -> tuple[Operation, ...]:
+    """Of a quantised collective: a reduction is an all-to-all with a local sum, as a ring would quantise at every
+    hop."""
+    if operation == "all_reduce":
+        return ("all_to_all", "all_gather")
+    return ("all_to_all",) if operation == "reduce_scatter" else (operation,)

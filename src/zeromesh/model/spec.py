@@ -197,7 +197,10 @@ class CollectiveSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
-    """`count` equal units in a row, described once. `name` is the module path of the first."""
+    """`count` equal units in a row, described once. `name` is the module path of the first.
+
+    `returned`: a backward comes back to it; what comes before all that trains has none. Its `ModelSpec` says so.
+    """
 
     name: str
     kind: UnitKind
@@ -208,6 +211,7 @@ class UnitSpec:
     other_forward_flops: float = 0.0  # per token: what is neither, such as a convolution; backward twice that
     count: int = 1
     collectives: tuple[CollectiveSpec, ...] = ()  # where the model is cut inside of a data-parallel rank
+    returned: bool = True
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -236,23 +240,29 @@ class UnitSpec:
 
     def backward_flops(self, seq_len: int) -> float:
         """Per token, without recomputation."""
+        if not self.returned:
+            return 0.0
         attention = self.attention.backward_flops(seq_len) if self.attention else 0.0
         return sum(matmul.backward_flops for matmul in self.matmuls) + attention + 2.0 * self.other_forward_flops
 
+    def recomputes(self, recomputation: Recomputation) -> bool:
+        """Whether any of its forward is repeated in the backward."""
+        return self.kind is UnitKind.BLOCK and recomputation is not Recomputation.NONE and self.returned
+
     def recomputed_matmuls(self, recomputation: Recomputation) -> tuple[MatmulSpec, ...]:
         """The products that the backward pass computes again before its own."""
-        if self.kind is not UnitKind.BLOCK or recomputation is Recomputation.NONE:
+        if not self.recomputes(recomputation):
             return ()
         if recomputation is Recomputation.FULL:
             return self.matmuls
         return self.matmuls[1::2]  # the policy keeps the 1st, 3rd, 5th ... in order of execution
 
     def recomputes_attention(self, recomputation: Recomputation) -> bool:
-        return self.kind is UnitKind.BLOCK and recomputation is Recomputation.FULL
+        return self.recomputes(recomputation) and recomputation is Recomputation.FULL
 
     def recomputed_collectives(self, recomputation: Recomputation) -> tuple[CollectiveSpec, ...]:
         """Those of the forward that the backward repeats."""
-        if self.kind is not UnitKind.BLOCK or recomputation is Recomputation.NONE:
+        if not self.recomputes(recomputation):
             return ()
         selective = recomputation is Recomputation.SELECTIVE
         return tuple(one for one in self.collectives if not one.backward and not (selective and one.kept))
@@ -262,12 +272,14 @@ class UnitSpec:
         products = sum(matmul.forward_flops for matmul in self.recomputed_matmuls(recomputation))
         if self.attention and self.recomputes_attention(recomputation):
             products += self.attention.forward_flops(seq_len)
-        if self.kind is UnitKind.BLOCK and recomputation is Recomputation.FULL:
+        if self.recomputes(recomputation) and recomputation is Recomputation.FULL:
             products += self.other_forward_flops
         return products
 
     def saved_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
         """Per token, alive from the unit's forward to its backward."""
+        if not self.returned:
+            return 0.0
         return self.activations.saved(recomputation).at(seq_len)
 
     def backward_peak_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
@@ -310,6 +322,9 @@ class ModelSpec:
             raise ModelError(f"model {self.name}: at least one unit is required, got none")
         if self.dtype not in DTYPE_BYTES:
             raise ModelError(f"model {self.name}: dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        ahead = {id(unit) for unit in _before_what_trains(self.units)}
+        units = (replace(unit, returned=id(unit) not in ahead) for unit in self.units)
+        object.__setattr__(self, "units", tuple(units))
 
     @property
     def num_params(self) -> int:
@@ -335,7 +350,8 @@ class ModelSpec:
         )
 
     def model_flops_per_token(self, seq_len: int) -> float:
-        """What MFU credits: 6 per parameter that multiplies, 4 where it is frozen, and 12 * layers * hidden * seq_len.
+        """What MFU credits: 6 per parameter that multiplies, 4 where it is frozen, and 12 * layers * hidden * seq_len;
+        a third of that where no backward comes back.
 
         The input embedding does not multiply; a tied one does, as the head. Of experts, the active ones alone count.
         No credit for recomputation, no half for causality.
@@ -344,9 +360,10 @@ class ModelSpec:
         for unit in self.units:
             for tensor in unit.tensors:
                 if not tensor.lookup:
-                    cost = 6.0 if tensor.trainable else 4.0
+                    cost = 6.0 if tensor.trainable else 4.0 if unit.returned else 2.0
                     weights += unit.count * cost * tensor.num_elements * tensor.active_share
-        return weights + 12.0 * self.num_layers * self.hidden * seq_len
+        forward_only = sum(u.count for u in self.units if u.kind is UnitKind.BLOCK and not u.returned)
+        return weights + (12.0 * self.num_layers - 8.0 * forward_only) * self.hidden * seq_len
 
     def saved_activation_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
         """Per token, of all units together at the end of the forward pass."""
@@ -364,6 +381,16 @@ class ModelSpec:
             peak = max(peak, last + unit.backward_peak_bytes(seq_len, recomputation))
             alive_before += unit.count * unit.saved_bytes(seq_len, recomputation)
         return peak
+
+
+def _before_what_trains(units: tuple[UnitSpec, ...]) -> list[UnitSpec]:
+    """No gradient flows into these. What trains of the root beside vectors (a tied embedding, learned positions) is
+    used before all blocks."""
+    order = in_execution_order(units)
+    roots = (unit for unit in units if unit.kind is UnitKind.ROOT)
+    early = any(tensor.trainable and len(tensor.shape) > 1 for root in roots for tensor in root.tensors)
+    first = next((position for position, unit in enumerate(order) if unit.num_trainable), 0)
+    return [] if early else order[:first]
 
 
 def in_execution_order(units: tuple[UnitSpec, ...]) -> list[UnitSpec]:

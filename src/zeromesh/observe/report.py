@@ -192,7 +192,7 @@ class traffic_report:  # used as a function that is also a context
 
     def __init__(self, model: nn.Module, *, micro_batches: int, recompute: bool = False) -> None:
         self._engine = engine_of(model)
-        self._predicted = sent_bytes_per_axis(self._engine.schedule, micro_batches=micro_batches, recompute=recompute)
+        self._micro_batches, self._recompute = micro_batches, recompute
         self.calls: list[Sent] = []
 
     def __enter__(self) -> traffic_report:
@@ -213,6 +213,14 @@ class traffic_report:  # used as a function that is also a context
         Args:
             steps: that were taken while the context was open; what was sent is divided by them.
         """
+        # Whether frozen units have a backward depends on what they are given: the forward has shown it by now.
+        returned = self._engine.interpreter.returned
+        predicted = sent_bytes_per_axis(
+            self._engine.schedule,
+            micro_batches=self._micro_batches,
+            recompute=self._recompute,
+            returned=lambda unit: unit in returned or not returned,
+        )
         sent = Counter({axis.name: 0 for axis in self._engine.schedule.axes})
         for call in self.calls:
             sent[call.axis] += call.sent_bytes
@@ -221,7 +229,7 @@ class traffic_report:  # used as a function that is also a context
                 axis=axis.name,
                 size=axis.size,
                 stage=f"{axis.stage.value}{axis.wire}",
-                predicted_bytes=self._predicted[axis.name],
+                predicted_bytes=predicted[axis.name],
                 sent_bytes=sent[axis.name] // steps,
             )
             for axis in self._engine.schedule.axes

@@ -1,4 +1,4 @@
-"""Bounds from below of a layout's step time and memory, for many at once; `zeromesh.planner.time_bound` says how.
+"""Bounds from below of a layout's step time, for many at once; `zeromesh.planner.time_bound` says how.
 
 The transfers are those of `zeromesh.schedule.transfer`, their seconds those of `zeromesh.cost`; here they are only
 tabulated, by (level, size of a part, pieces of its region), so that a layout is a few look-ups. Padding is left out: it
@@ -19,11 +19,11 @@ from zeromesh.cluster import Cluster
 from zeromesh.cost import MOST_TAKEN, ComputeModel, Constants, taken_share
 from zeromesh.cost.collective import HOST
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.model import ModelSpec, Recomputation, TensorSpec, UnitKind, UnitSpec
+from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
 from zeromesh.model.parallel import WHOLE, Parallel
-from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.pieces.owners import newton_schulz_flops
-from zeromesh.planner.memory import bytes_each, moment_bytes
+from zeromesh.planner.elements import Elements, state_degree
+from zeromesh.planner.memory_bound import PREFETCH, MemoryBound
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.time_bound import (
     MICRO_AND_STEP,
@@ -37,23 +37,14 @@ from zeromesh.planner.time_bound import (
 )
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule import BUCKET_BYTES, LANES
-from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import Operation, Transfer
-from zeromesh.simulator.computation import Computation, MicroBatchSeconds, held_bytes, idle_seconds
+from zeromesh.simulator.computation import Computation, MicroBatchSeconds, idle_seconds
 from zeromesh.simulator.division import Division
-from zeromesh.simulator.owned import is_matrix
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Axis, Stage, Wire
 from zeromesh.strategy.collective import AUTO, find_collective
 from zeromesh.wires import coded
-
-PREFETCH = 1
-"""Units gathered ahead, the notation's default; the planner searches no other."""
-
-_PARAM_STAGES = [stage for stage in Stage if stage.shards_params]
-_DROPPED_STAGES = [stage for stage in _PARAM_STAGES if not stage.kept]
-_GRAD_STAGES = [stage for stage in Stage if stage.shards_grads]
 
 
 @dataclass(frozen=True)
@@ -84,6 +75,23 @@ class Bounds:
     @property
     def _parallel(self) -> Parallel:
         return WHOLE if self.division is None else self.division.parallel
+
+    @cached_property
+    def elements(self) -> Elements:
+        return Elements(self.model, self._parallel.ep)
+
+    @cached_property
+    def memory(self) -> MemoryBound:
+        return MemoryBound(
+            elements=self.elements,
+            workload=self.workload,
+            world=self.cluster.world,
+            wires=self.wires,
+            planned=self.planned,
+            joins=self.joins,
+            division=self.division,
+            part=self.part,
+        )
 
     @cached_property
     def overlapping(self) -> bool:
@@ -131,7 +139,7 @@ class Bounds:
             one = self.compute.unit(unit, tokens=sequences * seq_len, seq_len=seq_len, recomputation=recomputation)
             forward += unit.count * one.forward
             backward += unit.count * (one.backward + one.recompute)
-            blocks += [one.backward + one.recompute] * (unit.count if unit.kind is UnitKind.BLOCK else 0)
+            blocks += [one.backward + one.recompute] * (unit.count if _reduces_as_block(unit) else 0)
         least = min(blocks, default=0.0)
         return ComputeSeconds(forward=forward, backward=backward, blocks=len(blocks), block_backward=least)
 
@@ -141,7 +149,7 @@ class Bounds:
             every = [[(unit, self._computation(unit, work)) for unit in part.model.units] for part in division.parts]
             known[key] = [MicroBatchSeconds.of((unit.count, one) for unit, one in units) for units in every]
         own = known[key][self.part]
-        blocks = [unit for unit in self.model.units if unit.kind is UnitKind.BLOCK]
+        blocks = [unit for unit in self.model.units if _reduces_as_block(unit)]
         seconds = [self._computation(unit, work).seconds for unit in blocks]
         return ComputeSeconds(
             forward=own.forward,
@@ -158,41 +166,13 @@ class Bounds:
 
     def optimizer_s(self, block: Block) -> Floats:
         """Each rank has a part of the elements; of what owners divide, one has at least the mean."""
-        by_state = _state_degree(block)
-        elements = sum(np.asarray(trained / _state_degree(own)) for own, (_, trained) in self._layouts(block))
+        by_state = state_degree(block)
+        elements = sum(np.asarray(trained / state_degree(own)) for own, (_, trained) in self.elements.layouts(block))
         seconds = elements * self.compute.optimizer(1.0)
         if self.workload.optimizer == "muon":
-            flops = sum(newton_schulz_flops(tensor.shape) for tensor in self._matrices)
+            flops = sum(newton_schulz_flops(tensor.shape) for tensor in self.elements.matrices)
             seconds += flops / (self.compute.matrix_flops * self.compute.constants.matmul_share) / by_state
         return np.asarray(seconds)
-
-    @cached_property
-    def _matrices(self) -> list[TensorSpec]:
-        """What Muon steps on."""
-        return [
-            tensor
-            for unit in self.model.units
-            for tensor in unit.tensors
-            if is_matrix(unit, tensor)
-            for _ in range(unit.count)
-        ]
-
-    def _layouts(self, block: Block) -> Iterator[tuple[Block, tuple[int, int]]]:
-        """Layouts with the elements, all and trainable, that lie in them: `block` for all but the experts that ep cuts,
-        which have what its ranks leave of it."""
-        yield block, self._num_elements[False]
-        if self._num_elements[True][0]:
-            yield block.without(self._parallel.ep), self._num_elements[True]
-
-    @cached_property
-    def _num_elements(self) -> dict[bool, tuple[int, int]]:
-        """All and trainable, of what is no experts and of those."""
-        units = self.model.units
-        whole, trained = (sum(u.count * _num_experts(u, trainable=only) for u in units) for only in (False, True))
-        return {
-            False: (self.model.num_params - whole, self.model.num_trainable - trained),
-            True: (whole, trained),
-        }
 
     # Communication --------------------------------------------------------------------------------------------------
 
@@ -202,7 +182,7 @@ class Bounds:
         busy = np.zeros((len(block.sizes), 4, len(block)))
         lost = np.zeros((2, len(block)))
         # A unit's transfers of experts come after its others, on the same lane.
-        for experts, (own, _) in enumerate(self._layouts(block)):
+        for experts, (own, _) in enumerate(self.elements.layouts(block)):
             of_part = np.zeros_like(lanes)
             for level, stage, sizes, pieces in self._parts(own):
                 table = self._table(level, stage, bool(experts))
@@ -272,8 +252,8 @@ class Bounds:
         """What decides a table beside level and stage: of all but experts, and of those."""
         place = self.cluster, self.wires, self.joins, self._with_root, self._entered is None
         return {
-            part: (*place, self._num_elements[part], *((u.kind, u.count, *numels[id(u)]) for u in self.model.units))
-            for part, numels in self._numels.items()
+            part: (*place, self.elements.total[part], *((u.kind, u.count, *numels[id(u)]) for u in self.model.units))
+            for part, numels in self.elements.by_unit.items()
         }
 
     def _filled(self, level: int, stage: Stage, experts: bool) -> Floats:
@@ -290,7 +270,7 @@ class Bounds:
         row = [0.0] * (Row.BUSY_LAST + 1)
         entered = self._entered
         for unit, gathers in self._gathers_by_unit(axis.stage):
-            numels = self._numels[experts][id(unit)]
+            numels = self.elements.by_unit[experts][id(unit)]
             is_root = any(unit is root for root in self._roots)
             shared = self.joins or (self._with_root and (unit is entered or is_root))
             for operation, per_micro in operations(axis.stage):
@@ -298,7 +278,7 @@ class Bounds:
                 alone, busy = self._cost(axis, operation, numels, pieces, frozen=gather and per_micro)
                 seconds = alone
                 if shared and not axis.stage.shards_params:
-                    seconds, busy = self._share(axis, operation, numels[0], pieces, self._num_elements[experts][1])
+                    seconds, busy = self._share(axis, operation, numels[0], pieces, self.elements.total[experts][1])
                 times = gathers if gather and per_micro else unit.count
                 row[(Row.GATHER_MICRO if gather else Row.REDUCE_MICRO) + (not per_micro)] += times * seconds
                 row[Row.BUSY_MICRO + (not per_micro)] += times * busy
@@ -328,12 +308,12 @@ class Bounds:
     def _gathers_by_unit(self, stage: Stage) -> Iterator[tuple[UnitSpec, int]]:
         """How often a micro-batch gathers each unit over an axis of `stage`.
 
-        Blocks are gathered forward and backward, but the last ones of the forward are still in their slots when the
-        backward begins; over a kept axis, and for units that stay gathered, once.
+        Blocks are gathered forward and, where it comes back to them, backward, but the last ones of the forward are
+        still in their slots when the backward begins; over a kept axis, and for units that stay gathered, once.
         """
         spare = PREFETCH + 1
         for unit in reversed(self.model.units):
-            if unit.kind is UnitKind.BLOCK and not stage.kept:
+            if unit.kind is UnitKind.BLOCK and unit.returned and not stage.kept:
                 again = max(0, unit.count - spare)
                 spare -= unit.count - again
                 yield unit, unit.count + again
@@ -347,16 +327,6 @@ class Bounds:
         inner = (unit for unit in self.model.units if unit.kind is not UnitKind.ROOT)
         first = next(inner, None)
         return first if first is not None and first.count == 1 else None
-
-    @cached_property
-    def _numels(self) -> dict[bool, dict[int, tuple[int, int]]]:
-        """Trainable and frozen elements of each unit, which are counted often: of what is no experts, and of those."""
-        found: dict[bool, dict[int, tuple[int, int]]] = {False: {}, True: {}}
-        for unit in self.model.units:
-            experts, trained = _num_experts(unit), _num_experts(unit, trainable=True)
-            found[False][id(unit)] = (unit.num_trainable - trained, unit.num_frozen - (experts - trained))
-            found[True][id(unit)] = (trained, experts - trained)
-        return found
 
     @property
     def _roots(self) -> list[UnitSpec]:
@@ -405,103 +375,12 @@ class Bounds:
         cost = self.transfers.cost(transfer)
         return cost.seconds, sum(share for level, share in cost.busy if level != HOST)
 
-    # Memory ---------------------------------------------------------------------------------------------------------
 
-    def state_bytes(self, block: Block) -> Floats:
-        """Parameters, gradients, optimizer states, kept copies and slots of each layout."""
-        # A quantised refresh needs a master of its own: the bound leaves it out.
-        parts = [self._part_bytes(own, bool(experts)) for experts, (own, _) in enumerate(self._layouts(block))]
-        return np.asarray(self.model.whole_bytes + sum(parts) - self._fewer_moments / _state_degree(block))
-
-    def _part_bytes(self, block: Block, experts: bool) -> Floats:
-        work, numels = self.workload, self._numels[experts]
-        params, trainable = self._num_elements[experts]
-        width = DTYPE_BYTES[work.param_dtype]
-        by_param = block.degree(*_PARAM_STAGES).astype(np.float64)
-        by_grad = block.degree(*_GRAD_STAGES).astype(np.float64)
-        dropped = block.degree(*_DROPPED_STAGES).astype(np.float64)
-        blocks = sum(u.count * sum(numels[id(u)]) for u in self.model.units if u.kind is UnitKind.BLOCK)
-        kept_width = min(bytes_each(wire) for wire in self._param_wires)
-        copied = (dropped > 1) & (dropped < by_param)  # others stay gathered
-        kept = np.where(copied, kept_width * blocks / dropped, 0.0)
-        gather, reduce = self._gather_slots(experts), self._reduce_slots(experts)
-        return np.asarray(
-            width * params / by_param
-            + DTYPE_BYTES[work.grad_dtype] * trainable / by_grad
-            + self._state_width * trainable / _state_degree(block)
-            + kept
-            + np.where(by_param > 1, np.where(dropped > 1, gather, width * params), 0.0)
-            + np.where((by_grad > 1) & ((by_param > 1) | (not self.joins)), reduce, 0.0)
-        )
-
-    @property
-    def _state_width(self) -> float:
-        """Bytes of the optimizer's states for each element."""
-        work = self.workload
-        master = 0.0 if work.param_dtype == work.master_dtype else DTYPE_BYTES[work.master_dtype]
-        return master + moment_bytes(work.master_dtype)
-
-    @property
-    def _fewer_moments(self) -> float:
-        """Bytes by which Muon's one momentum is below AdamW's two; what owners keep beside it the bound leaves out."""
-        if self.workload.optimizer != "muon":
-            return 0.0
-        less = moment_bytes(self.workload.master_dtype) - DTYPE_BYTES[self.workload.grad_dtype]
-        return less * sum(tensor.num_elements for tensor in self._matrices)
-
-    @property
-    def least_bytes(self) -> float:
-        """Parameters, gradients and optimizer states where everything is sharded over all ranks."""
-        work, world = self.workload, float(self.cluster.world)
-        of_trained = DTYPE_BYTES[work.grad_dtype] + self._state_width
-        shards = {False: world, True: world / self._parallel.ep}
-        params, trained = (sum(self._num_elements[part][i] / shards[part] for part in shards) for i in range(2))
-        fewer = self._fewer_moments / world
-        return self.model.whole_bytes - fewer + DTYPE_BYTES[work.param_dtype] * params + of_trained * trained
-
-    @property
-    def _param_wires(self) -> Iterator[str]:
-        """Of each level: a kept copy is held as it came over one of them."""
-        for text in self.wires or ("",):
-            yield (Wire.parse(text).param if text else None) or self.workload.param_dtype
-
-    def _gather_slots(self, experts: bool) -> float:
-        numels = [sum(self._numels[experts][id(unit)]) for unit in self.model.units]
-        return self._slots(DTYPE_BYTES[self.workload.param_dtype], numels, PREFETCH + 1)
-
-    def _reduce_slots(self, experts: bool) -> float:
-        if not self.planned:
-            return 0.0
-        numels = [self._numels[experts][id(unit)][0] for unit in self.model.units]
-        return self._slots(DTYPE_BYTES[self.workload.wire_dtype], numels, REDUCE_SLOTS)
-
-    def _slots(self, width: float, numels: Sequence[int], shared: int) -> float:
-        units = list(zip(self.model.units, numels, strict=True))
-        blocks = [(unit, numel) for unit, numel in units if unit.kind is UnitKind.BLOCK and numel]
-        resident = sum(numel for unit, numel in units if unit.kind is not UnitKind.BLOCK)
-        count = min(shared, sum(unit.count for unit, _ in blocks))
-        return width * (resident + count * max((numel for _, numel in blocks), default=0))
-
-    def activation_bytes(self, sequences: int, recomputation: Recomputation) -> float:
-        """Alive at the end of the forward of one micro-batch."""
-        work = self.workload.fixed(sequences, recomputation, self._parallel)
-        found = work.micro_batch_tokens * self.model.peak_activation_bytes(work.seq_len, recomputation)
-        if self.division is None:
-            return found
-        count = work.global_batch_tokens // (work.micro_batch_tokens * self.cluster.world)
-        return found + held_bytes(self.division.parts[self.part], self._parallel, work, count)
-
-
-def _num_experts(unit: UnitSpec, *, trainable: bool = False) -> int:
-    """Elements of the experts that ep cuts."""
-    return sum(t.num_elements for t in unit.tensors if t.ep > 1 and (t.trainable or not trainable))
+def _reduces_as_block(unit: UnitSpec) -> bool:
+    return unit.kind is UnitKind.BLOCK and unit.returned
 
 
 _TIERS = [tuple(stage for stage in Stage if stage.significance == tier) for tier in range(3)]
-
-
-def _state_degree(block: Block) -> Floats:
-    return np.asarray(block.degree(*[stage for stage in STAGES if stage.shards_states]), dtype=np.float64)
 
 
 def _positions(values: Sequence[int]) -> Integers:

@@ -101,7 +101,7 @@ def choices(evaluator: Evaluator, strategy: Strategy, parallel: Parallel = WHOLE
                 parallel=parallel,
                 bound_s=float(time.at(micro_batches, compute, optimizer_s)[0]),
             )
-            activations = of_memory.activation_bytes(micro_batch, recomputation)
+            activations = of_memory.memory.activation_bytes(micro_batch, recomputation)
             choices.append((candidate, static + of_activations * activations))
     return sorted(choices, key=lambda pair: pair[0].bound_s)
 

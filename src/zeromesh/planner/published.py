@@ -143,7 +143,7 @@ class _Setup:
     def activation_bytes(self) -> float:
         """Per device."""
         if self.workload.recomputation is not None:
-            return self.bounds().activation_bytes(self.micro_batch, self.recomputation)
+            return self.bounds().memory.activation_bytes(self.micro_batch, self.recomputation)
         tokens = self.micro_batch * self.workload.seq_len
         return self.assumptions.activation_bytes * tokens * self.model.hidden * self.model.num_layers
 

@@ -312,7 +312,7 @@ def _fill(
             block = block.choose(np.flatnonzero((block.levels_sharded() > 1) & (block.levels_replicated() <= 1)))
             if not len(block):
                 continue
-        state = of_memory.state_bytes(block)
+        state = of_memory.memory.state_bytes(block)
         order = np.argsort(state, kind="stable")
         pool.searched += len(order) * len(every)
         _keep_smallest(pool, bounds, parallel, space, block.choose(order[:1]), float(state[order[0]]), least)

@@ -63,7 +63,7 @@ def _sized(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterator[_S
     workload = bounds.workload
     for recomputation in workload.recomputations():
         for micro_batch, micro_batches in workload.splits(bounds.cluster.world, parallel):
-            activations = of_memory.activation_bytes(micro_batch, recomputation)
+            activations = of_memory.memory.activation_bytes(micro_batch, recomputation)
             overhead = Overhead.of(
                 bounds.constants, backend=bounds.cluster.backend, communicators=0, dynamic_bytes=activations
             )
@@ -111,7 +111,7 @@ def screened(evaluator: Evaluator) -> list[tuple[Parallel, float]]:
         except InputError as error:
             refused = refused or error  # that of the smallest degrees, which names what was given
             continue
-        state = of_memory.least_bytes
+        state = of_memory.memory.least_bytes
         sizes = [state + setting.extra_bytes for setting in settings]
         if least is None or min(sizes) < least[0]:
             least = min(sizes), parallel

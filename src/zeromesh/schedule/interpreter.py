@@ -60,6 +60,7 @@ class Interpreter(Generic[T]):
         owned: of buckets of whole tensors, what is on its way.
         awaited: units whose forward no backward has followed.
         seen: units in the order of their first forward.
+        returned: units of which there was a forward that a backward comes back to.
         digest: of the gathers since the last step, to be compared between ranks.
     """
 
@@ -73,6 +74,7 @@ class Interpreter(Generic[T]):
     forward: Forward | None = None
     backward: Backward | None = None
     seen: list[int] = field(default_factory=list)
+    returned: set[int] = field(default_factory=set)
     digest: int = 0
     owned: dict[int, T | None] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
@@ -124,6 +126,7 @@ class Interpreter(Generic[T]):
         if end is None:
             return None
         self.awaited.add(unit)
+        self.returned.add(unit)
         self._graphs.add(forward)
         return Call(forward, unit, end, self.states[unit].generation)
 

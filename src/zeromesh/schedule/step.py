@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from zeromesh.schedule.bucket import Shipment
+from zeromesh.schedule.calls import Call
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.placed import Route
 from zeromesh.schedule.program import Op, Schedule
@@ -25,6 +26,7 @@ def run_step(
     micro_batches: int,
     compute: Callable[[Phase, int], None] = lambda phase, part: None,
     recompute: Callable[[int], bool] = lambda part: False,
+    returned: Callable[[int], bool] = lambda part: True,
     parts: Sequence[int] | None = None,
 ) -> None:
     """Drives `interpreter` through the micro-batches of one step, up to and without the optimizer.
@@ -34,11 +36,12 @@ def run_step(
         micro_batches: at least 1.
         compute: called between the points around a part's forward, recomputation or backward.
         recompute: whether a part's forward is repeated in the backward.
+        returned: whether a backward comes back to it: not where neither it nor anything before it trains.
         parts: the unit that each part is a call of, root first; None where each unit is one, under its own number.
     """
     for micro in range(micro_batches):
         last = micro == micro_batches - 1
-        run_micro_batch(interpreter, last=last, compute=compute, recompute=recompute, parts=parts)
+        run_micro_batch(interpreter, last=last, compute=compute, recompute=recompute, returned=returned, parts=parts)
 
 
 def run_micro_batch(
@@ -47,24 +50,27 @@ def run_micro_batch(
     last: bool,
     compute: Callable[[Phase, int], None],
     recompute: Callable[[int], bool] = lambda part: False,
+    returned: Callable[[int], bool] = lambda part: True,
     parts: Sequence[int] | None = None,
 ) -> None:
     """One forward and backward of `run_step`, for whoever need not run all of them."""
     order = interpreter.schedule.order
     called = zip(order, order, strict=True) if parts is None else enumerate(parts)
     interpreter.last = last
-    calls = []
+    calls: list[tuple[int, Call]] = []
     interpreter.pre_forward(ROOT)
     for part, unit in called:
         if part == ROOT:
             continue
         interpreter.pre_forward(unit)
         compute("forward", part)
-        calls.append((part, interpreter.post_forward(unit, backward=True)))
+        call = interpreter.post_forward(unit, backward=returned(part))
+        if call is not None:
+            calls.append((part, call))
     compute("forward", ROOT)
-    calls.append((ROOT, interpreter.post_forward(ROOT, backward=True)))
-    for part, call in reversed(calls):
-        assert call is not None  # its backward comes
+    enclosing = interpreter.post_forward(ROOT, backward=True)
+    assert enclosing is not None  # its backward comes
+    for part, call in reversed([*calls, (ROOT, enclosing)]):
         interpreter.pre_backward(call)
         if recompute(part):
             interpreter.pre_forward(call.unit)
@@ -121,20 +127,37 @@ class Counted:
         self.shipped.extend(self.schedule.bucket(bucket).back)
 
 
-def step_transfers(schedule: Schedule, *, micro_batches: int, recompute: bool = False) -> list[tuple[int, Transfer]]:
+def step_transfers(
+    schedule: Schedule,
+    *,
+    micro_batches: int,
+    recompute: bool = False,
+    returned: Callable[[int], bool] = lambda unit: True,
+) -> list[tuple[int, Transfer]]:
     """Every collective of one step in steady state, as (unit, transfer), in the order of issue."""
     counted = Counted(schedule)
     interpreter = Interpreter(schedule=schedule, backend=counted)
     interpreter.stepped(range(len(schedule.units)))
-    run_step(interpreter, micro_batches=micro_batches, recompute=lambda unit: recompute and not schedule.resident(unit))
+    run_step(
+        interpreter,
+        micro_batches=micro_batches,
+        recompute=lambda unit: recompute and not schedule.resident(unit),
+        returned=returned,
+    )
     return counted.sent
 
 
-def sent_bytes_per_axis(schedule: Schedule, *, micro_batches: int, recompute: bool = False) -> dict[str, int]:
+def sent_bytes_per_axis(
+    schedule: Schedule,
+    *,
+    micro_batches: int,
+    recompute: bool = False,
+    returned: Callable[[int], bool] = lambda unit: True,
+) -> dict[str, int]:
     """Bytes that one rank sends on each axis of the layouts in one step in steady state, in which each optimizer that
-    steps on whole tensors steps once, on all of them."""
+    steps on whole tensors steps once, on all of them; `recompute` of all blocks, and `returned` as in `run_step`."""
     total = Counter({axis.name: 0 for axis in schedule.axes})
-    for _, step in step_transfers(schedule, micro_batches=micro_batches, recompute=recompute):
+    for _, step in step_transfers(schedule, micro_batches=micro_batches, recompute=recompute, returned=returned):
         total[step.axis.name] += step.sent_bytes
     counted = Counted(schedule)
     for optimizer in range(len(schedule.buckets)):

@@ -106,8 +106,7 @@ class Chains:
         if last.operation != "reduce_scatter":
             return works
         moved = wire_bytes(last.chunk_numel, last.wire) + 2 * placed.persistent.grads
-        cost = replace(works[-1].cost, seconds=works[-1].cost.seconds + self.model.compute.memory(moved))
-        return [*works[:-1], replace(works[-1], cost=cost)]
+        return [*works[:-1], replace(works[-1], cost=self.model.with_kernels(works[-1].cost, moved))]
 
     @property
     def _collective(self) -> Collective:
@@ -139,10 +138,8 @@ class Chains:
             return self.model.cost(step)
         sent = self.model.joint((step.axis,), "all_to_all", step.numel, step.wire)
         # The kernel that adds up reads all terms and what they are added to, and writes that.
-        summing = self.model.compute.memory(
-            wire_bytes(step.numel, step.wire) + 2 * wire_bytes(step.chunk_numel, "fp32")
-        )
-        summed = replace(sent, seconds=sent.seconds + summing)
+        moved = wire_bytes(step.numel, step.wire) + 2 * wire_bytes(step.chunk_numel, "fp32")
+        summed = self.model.with_kernels(sent, moved)
         if step.operation == "reduce_scatter":
             return summed
         if step.wire in SUMMED_NATIVELY:
@@ -164,8 +161,7 @@ class Chains:
         return max(1, -(-numel // most)) if most and kind == "unshard" else 1
 
     def _with_copies(self, cost: CollectiveCost, numel: int, wire: str) -> CollectiveCost:
-        if not self.mechanics.copies:
-            return cost
+        """They take longer; what they take of the computation is in its rates, which were fitted beside such copies."""
         moved = 2 * self.mechanics.copies * wire_bytes(numel, wire)
         return replace(cost, seconds=cost.seconds + self.model.compute.memory(moved))
 

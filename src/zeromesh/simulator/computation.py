@@ -41,7 +41,7 @@ class Computation:
         phases: dict[Phase, Sequence[CollectiveSpec]] = {
             "forward": [one for one in spec.collectives if not one.backward],
             "recompute": spec.recomputed_collectives(work.recomputation),
-            "backward": [one for one in spec.collectives if one.backward],
+            "backward": [one for one in spec.collectives if one.backward and spec.returned],
         }
         within = {phase: tuple(_works(found, division, transfers, work)) for phase, found in phases.items()}
         return cls(seconds=seconds, within=within)

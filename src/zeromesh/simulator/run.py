@@ -17,7 +17,7 @@ from zeromesh.cost.constants import Constants, default_constants
 from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError
-from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
+from zeromesh.model import ModelSpec, UnitSpec
 from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule, lent_axes
 from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulator.chains import Chains
@@ -229,9 +229,12 @@ class _Setup:
 
     def recomputed(self) -> frozenset[int]:
         """The parts whose forward is repeated in the backward, whatever they are joined with."""
-        if self.workload.recomputation is Recomputation.NONE:
-            return frozenset()
-        return frozenset(index for index, spec in enumerate(self.parts()) if spec.kind is UnitKind.BLOCK)
+        recomputation = self.workload.recomputation
+        return frozenset(index for index, spec in enumerate(self.parts()) if spec.recomputes(recomputation))
+
+    def returned(self) -> frozenset[int]:
+        """The parts that a backward comes back to."""
+        return frozenset(index for index, spec in enumerate(self.parts()) if spec.returned)
 
     def computations(self) -> list[Computation]:
         """Of each part."""
@@ -299,7 +302,7 @@ class _Step:
         )
         self.computations = setup.computations()
         self.units = setup.by_part(range(len(setup.specs)))
-        self.recomputed = setup.recomputed()
+        self.recomputed, self.returned = setup.recomputed(), setup.returned()
         self.step_s = 0.0
         self._entered: dict[int, float] = {}
 
@@ -346,8 +349,14 @@ class _Step:
 
     def _micro_batch(self, index: int, *, last: bool) -> None:
         self.backend.micro_batch = index
-        recompute = self.recomputed.__contains__
-        run_micro_batch(self.interpreter, last=last, compute=self._compute, recompute=recompute, parts=self.units)
+        run_micro_batch(
+            self.interpreter,
+            last=last,
+            compute=self._compute,
+            recompute=self.recomputed.__contains__,
+            returned=self.returned.__contains__,
+            parts=self.units,
+        )
         self.backend.end_micro_batch()
         if last:
             self.backend.drain()

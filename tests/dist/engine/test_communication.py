@@ -103,3 +103,26 @@ def test_the_worked_example_on_the_wire(strategy):
         micro_batches()
     for line in traffic.lines():
         assert line.sent_bytes == line.predicted_bytes == WORKED[strategy][line.axis], line
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_frozen_blocks_before_all_that_trains_are_gathered_for_no_backward():
+    """Of four, two are frozen; the second is gathered ahead once more, the first is not."""
+    blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+    model = nn.Sequential(*blocks)
+    model[:3].requires_grad_(False)
+    model = zm.shard(model, mesh_of(2, 2), "node=3,cluster=1", units=["Linear"], bucket_bytes=0)
+
+    def micro_batches() -> None:
+        for micro in range(2):
+            with zm.accumulate(model, last=micro == 1):
+                model(torch.ones(3, 64) * dist.get_rank()).sum().backward()
+
+    micro_batches()
+    zm.zero_grad(model)
+    with zm.traffic_report(model, micro_batches=2) as traffic:
+        micro_batches()
+    gathers = [call for call in traffic.calls if call.axis == "node" and call.operation == "all_gather"]
+    assert len(gathers) == 2 * (6 + 1 + 1)  # again: the fourth, and ahead of it the third; the last two are still there
+    node = traffic.lines()[0]
+    assert node.sent_bytes == node.predicted_bytes

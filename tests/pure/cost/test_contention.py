@@ -6,7 +6,9 @@ import pytest
 
 from zeromesh.cluster import Cluster, preset
 from zeromesh.cost import CollectiveCost, ComputeModel, default_constants, one_after_another, slowdown, taken_share
+from zeromesh.cost.collective import HOST
 from zeromesh.cost.transfer import TransferModel
+from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.strategy import Layout
 
 CONSTANTS = default_constants()
@@ -59,3 +61,26 @@ def test_a_transfer_carries_it_and_a_chain_has_the_mean():
 
 def test_something_is_always_left_to_compute_with():
     assert slowdown(5.0) == pytest.approx(10.0)
+
+
+def test_kernels_of_a_collective_take_the_device_from_computation_for_as_long_as_they_run():
+    plain = CollectiveCost(seconds=3.0, busy=((0, 2.0),), taken=0.1)
+    own = plain.with_kernels(1.0, None)
+    assert own.seconds == 4.0 and own.transfer_s == 2.0
+    assert own.taken * own.seconds == pytest.approx(0.1 * 3.0 + 1.0)
+    for cores, share in ((0.5, 1.0), (1.0, 1.0), (4.0, 0.25)):  # a core, as computation has
+        hosted = plain.with_kernels(1.0, cores)
+        assert hosted.seconds == 4.0 and dict(hosted.busy)[HOST] == share
+
+
+def test_quantising_is_charged_for_what_it_reads_and_writes():
+    """int8 sends half of bf16; a gather quantises one part and restores all, a reduction the other way round."""
+    model = TransferModel(A800, CONSTANTS, ComputeModel(device=A800.device, constants=CONSTANTS))
+    (node, _), numel = Layout.of("node=3,cluster=3", A800.axes).axes, 2**28
+    sent = 8 * wire_bytes(numel // 8, "int8")  # with scales
+    for operation, times in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
+        cost = model.joint((node,), operation, numel, "int8")
+        kernels = times * model.compute.memory(2 * numel * (1 + 1 / 8) + 2 * sent)
+        assert cost.taken * cost.seconds == pytest.approx(
+            kernels + taken(A800, "node") * (cost.seconds - kernels), rel=1e-3
+        )

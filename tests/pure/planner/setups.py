@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeromesh.cluster import Cluster, Device, Level
-from zeromesh.model import ModelSpec, UnitKind
+from zeromesh.model import ModelSpec, UnitKind, UnitSpec
 from zeromesh.model.shape import TransformerShape
 from zeromesh.model.transformer import build
 
@@ -50,6 +50,27 @@ def model_of_root() -> ModelSpec:
             max_positions=32768,
         )
     )
+
+
+def frozen(unit: UnitSpec) -> UnitSpec:
+    """The same with nothing that trains."""
+    tensors = tuple(replace(tensor, trainable=False) for tensor in unit.tensors)
+    return replace(unit, tensors=tensors, matmuls=tuple(replace(m, trainable_share=0.0) for m in unit.matmuls))
+
+
+def frozen_first_model() -> ModelSpec:
+    """Of which the embedding and the first four of six blocks are frozen."""
+    model = small_model(6)
+    units = []
+    for unit in model.units:
+        if unit.kind is UnitKind.EMBEDDING:
+            units.append(frozen(unit))
+        elif unit.kind is UnitKind.BLOCK:
+            first, *_, index = unit.name.rpartition(".")
+            units += [replace(frozen(unit), count=4), replace(unit, name=f"{first}.{int(index) + 4}", count=2)]
+        else:
+            units.append(unit)
+    return replace(model, name="frozen first", units=tuple(units))
 
 
 def rootless_model() -> ModelSpec:

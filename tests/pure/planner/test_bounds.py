@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.planner.setups import mixed_model, model_of_root, rootless_model, small_cluster, small_model
+from tests.pure.planner.setups import (
+    frozen_first_model,
+    mixed_model,
+    model_of_root,
+    rootless_model,
+    small_cluster,
+    small_model,
+)
 from zeromesh.cluster import find_cluster
 from zeromesh.cost import default_constants
 from zeromesh.model import Recomputation, preset, with_trainable
@@ -31,6 +38,7 @@ MODELS = {
     "large root": model_of_root(),
     "large blocks": small_model(2, 2048),  # nothing is joined, and the embedding holds the root's parameters
     "no root": rootless_model(),
+    "frozen first": frozen_first_model(),
 }
 OURS = replace(find_engine("zeromesh"), workspace=False)
 """Bounds of memory leave the collectives' workspace out, which is larger here than what they could be off by."""
@@ -65,7 +73,7 @@ def test_bounds_lie_below_the_simulation(data: st.DataObject) -> None:
     compute = bounds.micro_batch_s(sequences, recomputation)
     bound_s = bounds.time(block).at(micro_batches, compute, bounds.optimizer_s(block))[row]
     assert bound_s <= simulation.step_s * (1 + 1e-9), str(strategy)
-    memory = bounds.state_bytes(block)[row] + bounds.activation_bytes(sequences, recomputation)
+    memory = bounds.memory.state_bytes(block)[row] + bounds.memory.activation_bytes(sequences, recomputation)
     found = simulation.memory.total - simulation.memory.overhead  # which is left out likewise
     assert memory <= found * (1 + 1e-9), str(strategy)
 
@@ -81,7 +89,7 @@ def test_bounds_are_in_the_dtypes_of_the_workload(dtypes: dict[str, str]) -> Non
     (block,) = space.blocks()
     compute = bounds.micro_batch_s(1, Recomputation.NONE)
     bound_s = bounds.time(block).at(1, compute, bounds.optimizer_s(block))
-    memory = bounds.state_bytes(block) + bounds.activation_bytes(1, Recomputation.NONE)
+    memory = bounds.memory.state_bytes(block) + bounds.memory.activation_bytes(1, Recomputation.NONE)
     for row in range(len(block)):
         strategy = space.strategy([int(column[row]) for column in block.indices])
         simulation = simulate(model, cluster, strategy, workload.fixed(1, Recomputation.NONE), engine=OURS)
@@ -122,7 +130,7 @@ def test_bounds_of_memory_hold_for_every_engine(engine: str) -> None:
     bounds = Evaluator(model, cluster, workload, engine, default_constants(), 0.08).bounds()[0]
     space = Space(cluster.axes, "none")
     (block,) = space.blocks()
-    memory = bounds.state_bytes(block) + bounds.activation_bytes(1, Recomputation.FULL)
+    memory = bounds.memory.state_bytes(block) + bounds.memory.activation_bytes(1, Recomputation.FULL)
     for row in range(len(block)):
         strategy = space.strategy([int(column[row]) for column in block.indices])
         found = simulate(model, cluster, strategy, workload.fixed(1, Recomputation.FULL), engine=engine).memory

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pure.planner.setups import frozen, frozen_first_model, small_model
 from zeromesh.cluster import Cluster, Device, Level, preset
 from zeromesh.errors import ConfigError, InputError, MeshError, NotationError
-from zeromesh.model import Recomputation
+from zeromesh.model import Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
 from zeromesh.schedule import Schedule
 from zeromesh.schedule.step import sent_bytes_per_axis
@@ -44,6 +45,35 @@ def test_bytes_on_every_axis_are_the_schedules(strategy, recomputation):
     schedule = Schedule.of(Layout.of(strategy, cluster.axes), schedule_units(GPT2, workload)[0])
     expected = sent_bytes_per_axis(schedule, micro_batches=3, recompute=recomputation is Recomputation.FULL)
     assert {a.axis: a.bytes_sent_per_device for a in simulated.axes} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("recomputation", list(Recomputation))
+def test_what_comes_before_all_that_trains_has_no_backward(recomputation):
+    """Its parameters are gathered once, but for the one that the first backward gathers ahead."""
+    model, cluster = frozen_first_model(), A800.take(16)
+    workload = work(2, recomputation=recomputation)
+    ahead = {unit.name for unit in model.units if not unit.returned}
+    assert ahead == {"model.embed_tokens", "model.layers.0"}
+    units, specs = schedule_units(model, workload)
+    schedule = Schedule.of(Layout.of("node=3,cluster=3", cluster.axes), units)
+    plain, less = (
+        sent_bytes_per_axis(schedule, micro_batches=2, recompute=recomputation is Recomputation.FULL, returned=returned)
+        for returned in (lambda unit: True, lambda unit: specs[unit][0].returned)
+    )
+    gathered = sum(t.sent_bytes for placed in schedule.placed[2] for t in placed.routes["unshard"].steps)
+    assert sum(plain.values()) - sum(less.values()) == 2 * 3 * gathered
+    found = simulate(model, cluster, "node=3,cluster=3", workload)
+    assert {axis.axis: axis.bytes_sent_per_device for axis in found.axes} == pytest.approx(less)
+    trained = simulate(small_model(6), cluster, "node=3,cluster=3", workload)
+    assert found.compute_s < 0.75 * trained.compute_s and found.memory.activations < trained.memory.activations
+
+
+def test_a_tied_embedding_that_trains_brings_the_backward_to_all_blocks():
+    tied = small_model(6, tied=True)
+    blocks_frozen = [frozen(unit) if unit.kind is UnitKind.BLOCK else unit for unit in tied.units]
+    assert all(unit.returned for unit in replace(tied, units=tuple(blocks_frozen)).units)
+    whole = replace(tied, units=tuple(frozen(unit) for unit in tied.units[:1]) + tied.units[1:])
+    assert all(unit.returned for unit in whole.units if unit.kind is UnitKind.BLOCK)
 
 
 PARTS = (

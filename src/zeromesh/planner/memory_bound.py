@@ -1,0 +1,145 @@
+"""Bounds from below of what layouts need of a device's memory, for many at once; padding is left out: it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zeromesh.model import ModelSpec, Recomputation, UnitKind
+from zeromesh.model.parallel import WHOLE, Parallel
+from zeromesh.model.spec import DTYPE_BYTES
+from zeromesh.planner.elements import Elements, state_degree
+from zeromesh.planner.memory import bytes_each, moment_bytes
+from zeromesh.planner.space import Block
+from zeromesh.planner.time_bound import Floats
+from zeromesh.planner.workload import Workload
+from zeromesh.schedule.memory import REDUCE_SLOTS
+from zeromesh.simulator.computation import held_bytes
+from zeromesh.simulator.division import Division
+from zeromesh.strategy import Stage, Wire
+
+PREFETCH = 1
+"""Units gathered ahead, the notation's default; the planner searches no other."""
+
+_PARAM_STAGES = [stage for stage in Stage if stage.shards_params]
+_DROPPED_STAGES = [stage for stage in _PARAM_STAGES if not stage.kept]
+_GRAD_STAGES = [stage for stage in Stage if stage.shards_grads]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBound:
+    """Of a model and its workload.
+
+    Args:
+        elements: of the model.
+        workload: dtypes, batch and optimizer.
+        world: ranks that may share its states.
+        wires: by level, as after `@`; "" for the default.
+        planned: the engine allocates reduce slots once, as ours does.
+        joins: it joins units where no parameters are sharded.
+        division: where the model is cut: it is then that of one kind of rank.
+        part: which kind.
+    """
+
+    elements: Elements
+    workload: Workload
+    world: int
+    wires: tuple[str, ...] = ()
+    planned: bool = True
+    joins: bool = False
+    division: Division | None = None
+    part: int = 0
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.elements.model
+
+    @property
+    def _parallel(self) -> Parallel:
+        return WHOLE if self.division is None else self.division.parallel
+
+    def state_bytes(self, block: Block) -> Floats:
+        """Parameters, gradients, optimizer states, kept copies and slots of each layout."""
+        # A quantised refresh needs a master of its own: the bound leaves it out.
+        parts = [self._part_bytes(own, bool(experts)) for experts, (own, _) in enumerate(self.elements.layouts(block))]
+        return np.asarray(self.model.whole_bytes + sum(parts) - self._fewer_moments / state_degree(block))
+
+    def _part_bytes(self, block: Block, experts: bool) -> Floats:
+        work, numels = self.workload, self.elements.by_unit[experts]
+        params, trainable = self.elements.total[experts]
+        width = DTYPE_BYTES[work.param_dtype]
+        by_param = block.degree(*_PARAM_STAGES).astype(np.float64)
+        by_grad = block.degree(*_GRAD_STAGES).astype(np.float64)
+        dropped = block.degree(*_DROPPED_STAGES).astype(np.float64)
+        blocks = sum(u.count * sum(numels[id(u)]) for u in self.model.units if u.kind is UnitKind.BLOCK)
+        kept_width = min(bytes_each(wire) for wire in self._param_wires)
+        copied = (dropped > 1) & (dropped < by_param)  # others stay gathered
+        kept = np.where(copied, kept_width * blocks / dropped, 0.0)
+        gather, reduce = self._gather_slots(experts), self._reduce_slots(experts)
+        return np.asarray(
+            width * params / by_param
+            + DTYPE_BYTES[work.grad_dtype] * trainable / by_grad
+            + self._state_width * trainable / state_degree(block)
+            + kept
+            + np.where(by_param > 1, np.where(dropped > 1, gather, width * params), 0.0)
+            + np.where((by_grad > 1) & ((by_param > 1) | (not self.joins)), reduce, 0.0)
+        )
+
+    @property
+    def _state_width(self) -> float:
+        """Bytes of the optimizer's states for each element."""
+        work = self.workload
+        master = 0.0 if work.param_dtype == work.master_dtype else DTYPE_BYTES[work.master_dtype]
+        return master + moment_bytes(work.master_dtype)
+
+    @property
+    def _fewer_moments(self) -> float:
+        """Bytes by which Muon's one momentum is below AdamW's two; what owners keep beside it the bound leaves out."""
+        if self.workload.optimizer != "muon":
+            return 0.0
+        less = moment_bytes(self.workload.master_dtype) - DTYPE_BYTES[self.workload.grad_dtype]
+        return less * sum(tensor.num_elements for tensor in self.elements.matrices)
+
+    @property
+    def least_bytes(self) -> float:
+        """Parameters, gradients and optimizer states where everything is sharded over all ranks."""
+        work, world = self.workload, float(self.world)
+        of_trained = DTYPE_BYTES[work.grad_dtype] + self._state_width
+        shards = {False: world, True: world / self._parallel.ep}
+        params, trained = (sum(self.elements.total[part][i] / shards[part] for part in shards) for i in range(2))
+        fewer = self._fewer_moments / world
+        return self.model.whole_bytes - fewer + DTYPE_BYTES[work.param_dtype] * params + of_trained * trained
+
+    @property
+    def _param_wires(self) -> Iterator[str]:
+        """Of each level: a kept copy is held as it came over one of them."""
+        for text in self.wires or ("",):
+            yield (Wire.parse(text).param if text else None) or self.workload.param_dtype
+
+    def _gather_slots(self, experts: bool) -> float:
+        numels = [sum(self.elements.by_unit[experts][id(unit)]) for unit in self.model.units]
+        return self._slots(DTYPE_BYTES[self.workload.param_dtype], numels, PREFETCH + 1)
+
+    def _reduce_slots(self, experts: bool) -> float:
+        if not self.planned:
+            return 0.0
+        numels = [self.elements.by_unit[experts][id(unit)][0] for unit in self.model.units]
+        return self._slots(DTYPE_BYTES[self.workload.wire_dtype], numels, REDUCE_SLOTS)
+
+    def _slots(self, width: float, numels: Sequence[int], shared: int) -> float:
+        units = list(zip(self.model.units, numels, strict=True))
+        blocks = [(unit, numel) for unit, numel in units if unit.kind is UnitKind.BLOCK and numel]
+        resident = sum(numel for unit, numel in units if unit.kind is not UnitKind.BLOCK)
+        count = min(shared, sum(unit.count for unit, _ in blocks))
+        return width * (resident + count * max((numel for _, numel in blocks), default=0))
+
+    def activation_bytes(self, sequences: int, recomputation: Recomputation) -> float:
+        """Alive at the end of the forward of one micro-batch."""
+        work = self.workload.fixed(sequences, recomputation, self._parallel)
+        found = work.micro_batch_tokens * self.model.peak_activation_bytes(work.seq_len, recomputation)
+        if self.division is None:
+            return found
+        count = work.global_batch_tokens // (work.micro_batch_tokens * self.world)
+        return found + held_bytes(self.division.parts[self.part], self._parallel, work, count)
