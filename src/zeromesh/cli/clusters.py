@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,6 +53,7 @@ def _as_dict(cluster: Cluster) -> dict[str, Any]:
                 "host_bytes_per_s": level.host_bytes_per_s,
                 "host_call_s": level.host_call_s,
                 "shares": dict(level.shares),
+                "curves": [asdict(curve) for curve in level.curves],
             }
             for level in cluster.levels
         ],

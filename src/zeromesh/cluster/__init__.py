@@ -2,6 +2,7 @@
 
 from zeromesh.cluster.catalogue import find_cluster, preset, preset_names
 from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.curve import Curve
 from zeromesh.cluster.device import MATRIX_DTYPES, Device
 from zeromesh.cluster.level import LINK_KINDS, Level
 from zeromesh.cluster.read import parse_cluster, read_cluster
@@ -10,6 +11,7 @@ __all__ = [
     "LINK_KINDS",
     "MATRIX_DTYPES",
     "Cluster",
+    "Curve",
     "Device",
     "Level",
     "find_cluster",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import log
+from typing import Self
 
+from zeromesh.cluster.curve import OPERATIONS, Curve
 from zeromesh.errors import ClusterError, nearest
 
 #: Kinds of link whose achieved share of nominal bandwidth and latency of a step the cost model knows apart.
 #: "auto" goes by the level's place: see `link_kind`.
 LINK_KINDS = ("auto", "nvlink", "xgmi", "pcie", "infiniband", "roce", "efa", "slingshot", "loopback", "other")
-
-OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -43,6 +44,8 @@ class Level:
         host_call_s: processor seconds that a collective takes besides, whatever it carries: calls, threads that wake.
         shares: what an operation ("all_gather", "reduce_scatter", "all_reduce") was measured to reach of both rates,
             where that differs. A mapping; stored as sorted pairs so that levels hash.
+        curves: what collectives were measured to take by size of message; where one is known it is believed, and rate,
+            latency and shares say how it divides, and what follows its end.
         inner, outer: members that axes inside and outside of the data-parallel ones take, beside `size`.
     """
 
@@ -56,6 +59,7 @@ class Level:
     host_bytes_per_s: float | None = None
     host_call_s: float = 0.0
     shares: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
+    curves: tuple[Curve, ...] = ()
     inner: int = 1
     outer: int = 1
 
@@ -100,3 +104,17 @@ class Level:
     def share(self, operation: str) -> float:
         """What `operation` reaches of the level's rates."""
         return dict(self.shares).get(operation, 1.0)
+
+    def beside_computation(self) -> Self:
+        """The level as it was measured while devices compute; itself where it was not."""
+        beside = tuple(replace(curve, beside_computation=False) for curve in self.curves if curve.beside_computation)
+        if not beside and self.busy_latency_s is None:
+            return self
+        latency_s = self.latency_s if self.busy_latency_s is None else self.busy_latency_s
+        return replace(self, latency_s=latency_s, busy_latency_s=None, curves=beside or self.curves)
+
+    def curve(self, operation: str, ranks: int) -> Curve | None:
+        """What `operation` was measured to take, over a group whose size is nearest to `ranks`, while nothing computes;
+        None: it was not."""
+        fitting = [c for c in self.curves if c.operation == operation and not c.beside_computation]
+        return min(fitting, key=lambda c: (abs(log(c.ranks / ranks)), c.ranks), default=None)

@@ -24,6 +24,11 @@
     host_rate = "1.2 GB/s"              # optional: on CPU, bytes that one core sends and receives
     host_call = "0.5 ms"                # optional: and what a collective takes of it, whatever it carries
     shares = { all_reduce = 1.3 }       # optional: what an operation was measured to reach of both rates
+    [[level.curve]]                     # optional: seconds of a whole collective as measured, as many as there are
+    operation = "all_gather"
+    ranks = 8                           # of the group; all groups of the level at once
+    beside = "computation"              # optional: devices computed meanwhile
+    seconds = { "16 KiB" = "80 us", "1 MiB" = "120 us", "64 MiB" = "3 ms" }   # by bytes out of ONE member
     [sources]                           # optional: where each value comes from
     "device.memory" = "data sheet"
 """
@@ -38,8 +43,9 @@ from typing import Any, TypeVar
 from zeromesh import units
 from zeromesh.cluster.chips import complete
 from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.curve import OPERATIONS, Curve
 from zeromesh.cluster.device import MATRIX_DTYPES, Device
-from zeromesh.cluster.level import OPERATIONS, Level
+from zeromesh.cluster.level import Level
 from zeromesh.errors import ClusterError, InputError, nearest
 from zeromesh.files import parse_toml, read_text
 
@@ -70,7 +76,7 @@ def parse_cluster(text: str, *, where: str = "cluster file") -> Cluster:
             name=root.get("name", _string),
             description=root.get("description", _string, ""),
             device=_device(root.table("device")),
-            levels=tuple(_level(level) for level in root.tables("level")),
+            levels=tuple(_level(level) for level in root.tables("level", _levels)),
             sources=tuple(sorted(root.get("sources", _strings, {}).items())),
         )
     except _Located:
@@ -113,8 +119,8 @@ class _Table:
     def table(self, name: str, default: Any = _REQUIRED) -> _Table:
         return _Table(self.get(name, _mapping, default), self.where, self.key(name))
 
-    def tables(self, name: str) -> list[_Table]:
-        tables = self.get(name, _sequence)
+    def tables(self, name: str, read: Callable[[Any], Any], default: Any = _REQUIRED) -> list[_Table]:
+        tables = self.get(name, read, default)
         return [_Table(_mapping(t), self.where, f"{self.key(name)}[{i}]") for i, t in enumerate(tables)]
 
 
@@ -146,10 +152,20 @@ def _shares(table: _Table) -> dict[str, float]:
 
 def _level(table: _Table) -> Level:
     table.only(
-        "name", "size", "bandwidth", "latency", "kind", "ports", "busy_latency", "host_rate", "host_call", "shares"
+        "name",
+        "size",
+        "bandwidth",
+        "latency",
+        "kind",
+        "ports",
+        "busy_latency",
+        "host_rate",
+        "host_call",
+        "shares",
+        "curve",
     )
     try:
-        return Level(
+        level = Level(
             name=table.get("name", _string),
             size=table.get("size", _count),
             bandwidth_bytes_per_s=table.get("bandwidth", _bandwidth),
@@ -160,11 +176,50 @@ def _level(table: _Table) -> Level:
             host_bytes_per_s=table.get("host_rate", _bandwidth, None),
             host_call_s=table.get("host_call", _latency, 0.0),
             shares=_shares(table.table("shares", {})),
+            curves=tuple(_curve(curve) for curve in table.tables("curve", _curves, [])),
+        )
+        _require_latency_below(level)
+        return level
+    except _Located:
+        raise
+    except ClusterError as error:
+        raise _Located(f"{table.where}: {table.path}: {error}") from error
+
+
+def _require_latency_below(level: Level) -> None:
+    for curve in level.curves:
+        _, longest_s = curve.pairs[-1]
+        if (least_s := curve.passes * (curve.ranks - 1) * level.latency_s) >= longest_s:
+            raise ClusterError(
+                f"level {level.name!r}: {curve.operation} of {curve.ranks} ranks waits for {least_s:g} s of latency, "
+                f"and its curve's longest message takes {longest_s:g} s: one of the two is wrong"
+            )
+
+
+def _curve(table: _Table) -> Curve:
+    table.only("operation", "ranks", "beside", "seconds")
+    beside = table.get("beside", _string, "")
+    if beside not in ("", "computation"):
+        raise table.fail("beside", f'expected "computation" or no such key, got {beside!r}')
+    points = table.table("seconds")
+    try:
+        return Curve(
+            operation=table.get("operation", _string),
+            ranks=table.get("ranks", _count),
+            points={_size(points, size): points.get(size, _latency) for size in points.values},
+            beside_computation=bool(beside),
         )
     except _Located:
         raise
     except ClusterError as error:
         raise _Located(f"{table.where}: {table.path}: {error}") from error
+
+
+def _size(table: _Table, text: str) -> float:
+    try:
+        return _memory(text)
+    except InputError as error:
+        raise table.fail(text, str(error)) from error
 
 
 def _string(value: Any) -> str:
@@ -195,11 +250,22 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _sequence(value: Any) -> Sequence[Any]:
+def _levels(value: Any) -> Sequence[Any]:
     """one [[level]] table per level, innermost first"""
-    if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
-        raise InputError(f"expected one [[level]] table per level, innermost first, got {value!r}")
-    return value
+    if not value or not _are_tables(value):
+        raise InputError(f"expected {_levels.__doc__}, got {value!r}")
+    return value  # type: ignore[no-any-return]  # a list, as was seen
+
+
+def _curves(value: Any) -> Sequence[Any]:
+    """one [[level.curve]] table per curve"""
+    if not _are_tables(value):
+        raise InputError(f"expected {_curves.__doc__}, got {value!r}")
+    return value  # type: ignore[no-any-return]  # a list, as was seen
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
 def _strings(value: Any) -> dict[str, str]:

@@ -9,6 +9,9 @@ every member (B the whole buffer), an all-reduce twice that in twice the steps. 
 The term in brackets is what a transfer loses to protocol and chunking while it is short; NCCL's measured curves need it
 inside a node only: between nodes the latency of the steps explains them. The sum is monotone in B since power <= 1.
 
+Of a level whose file has curves, the time is what was measured instead: `cluster.curve`. Where it has none and says
+what an operation reaches of the rate, that is the rate.
+
 An all-reduce may also be a double binary tree, whose latency grows with the logarithm: the smaller of the two is taken,
 as NCCL does. Other ways over several levels are in `zeromesh.collectives`.
 """
@@ -100,6 +103,8 @@ def collective_cost(
     ring = ring_cost(group, operation, full_bytes, constants)
     if operation != "all_reduce":
         return ring
+    if any(hop.links.curve(operation, hop.size) for hop in group.hops):
+        return ring  # what was measured is whatever the library has chosen
     tree = _tree(group, full_bytes, constants)
     return min(ring, tree, key=lambda cost: cost.seconds)
 
@@ -112,7 +117,7 @@ def ring_cost(group: Group, operation: Operation, full_bytes: float, constants: 
     sent = passes * share * full_bytes
     steps = zip(group.ring_steps(), group.hops, strict=True)
     latency = constants.launch_s + passes * sum(count * hop.step_s for count, hop in steps)
-    return _transfer(group.hops, sent, latency, constants)
+    return _transfer(group.hops, operation, sent, latency, constants)
 
 
 def _tree(group: Group, full_bytes: float, constants: Constants) -> CollectiveCost:
@@ -120,17 +125,24 @@ def _tree(group: Group, full_bytes: float, constants: Constants) -> CollectiveCo
     chain = sum((hop.size - 1) * hop.step_s * constants.tree_step_share for hop in inner)
     latency = constants.launch_s + 2 * (math.ceil(math.log2(outer.size)) * outer.step_s + chain)
     sent = 2 * (group.size - 1) / group.size * full_bytes
-    slower = _transfer(group.hops, sent / constants.tree_share, latency, constants)
+    slower = _transfer(group.hops, "all_reduce", sent / constants.tree_share, latency, constants)
     return CollectiveCost(seconds=slower.seconds, busy=slower.busy, sent_bytes=sent)
 
 
-def _transfer(hops: tuple[Hop, ...], sent: float, latency: float, constants: Constants) -> CollectiveCost:
-    busy = tuple((hop.level, _link_seconds(hop, sent, constants)) for hop in hops)
+def _transfer(
+    hops: tuple[Hop, ...], operation: Operation, sent: float, latency: float, constants: Constants
+) -> CollectiveCost:
+    busy = tuple((hop.level, _link_seconds(hop, operation, sent, constants)) for hop in hops)
     return CollectiveCost(seconds=latency + max(t for _, t in busy), busy=busy, sent_bytes=sent)
 
 
-def _link_seconds(hop: Hop, sent: float, constants: Constants) -> float:
-    full_rate = sent / hop.rate_bytes_per_s
+def _link_seconds(hop: Hop, operation: Operation, sent: float, constants: Constants) -> float:
+    rate = hop.rate_bytes_per_s * hop.links.share(operation)
+    curve = hop.links.curve(operation, hop.size)
+    if curve is not None:
+        latency = constants.launch_s + curve.passes * (curve.ranks - 1) * hop.step_s
+        return curve.busy_s(sent * hop.sharing, latency, rate * hop.sharing)
+    full_rate = sent / rate
     if hop.outer or full_rate == 0:
         return full_rate
     # t + scale**p * t**(1-p): what (1 + (scale/t)**p) * t is, without overflow for tiny t.
@@ -147,7 +159,7 @@ def _all_to_all(group: Group, full_bytes: float, constants: Constants) -> Collec
     for hop in group.hops:
         # `inside` ranks of this group leave the member together; each sends (n - inside)/n of its buffer over the hop.
         leaving = inside * (group.size - inside) / group.size * full_bytes
-        busy.append((hop.level, _link_seconds(hop, leaving, constants)))
+        busy.append((hop.level, _link_seconds(hop, "all_to_all", leaving, constants)))
         inside *= hop.size
     sent = (group.size - 1) / group.size * full_bytes
     return CollectiveCost(seconds=latency + max(t for _, t in busy), busy=tuple(busy), sent_bytes=sent)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from zeromesh.cluster import Cluster
+from zeromesh.cluster import Cluster, Level
 from zeromesh.cost.constants import Constants
 from zeromesh.errors import InternalError
 
@@ -31,6 +31,7 @@ class Hop:
         sharing: groups whose traffic leaves one member at once.
         step_s: latency of one step over this level.
         outer: whether the level joins nodes; inside one, message size matters more (see `collective`).
+        links: the level itself, which may say what was measured of it.
     """
 
     level: int
@@ -39,6 +40,7 @@ class Hop:
     sharing: int
     step_s: float
     outer: bool
+    links: Level = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +98,7 @@ class Group:
             return self
         hop = self.hops[-1]
         ranks = self.size // hop.size
-        alone = Hop(
-            level=hop.level,
-            size=hop.size,
-            rate_bytes_per_s=hop.rate_bytes_per_s / ranks,
-            sharing=hop.sharing * ranks,
-            step_s=hop.step_s,
-            outer=hop.outer,
-        )
+        alone = replace(hop, rate_bytes_per_s=hop.rate_bytes_per_s / ranks, sharing=hop.sharing * ranks)
         return Group(hops=(alone,))
 
 
@@ -123,6 +118,7 @@ def _hop(cluster: Cluster, index: int, size: int, inside: int, constants: Consta
         sharing=sharing,
         step_s=level.latency_s,
         outer=kind not in INSIDE_A_NODE,
+        links=level,
     )
 
 

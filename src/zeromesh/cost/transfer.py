@@ -72,15 +72,17 @@ class TransferModel:
                 halves = [self.joint(axes, half, numel, wire, algorithm) for half in ("reduce_scatter", "all_gather")]
                 self._costs[key] = one_after_another(*halves)
             else:
-                cost = self._as_measured(self._joint(axes, operation, numel, wire, algorithm), axes, operation)
-                cost = replace(
-                    self._hosted(cost, axes, operation), taken=taken_share(self.cluster, axes, self.constants)
-                )
+                cost = self._hosted(self._joint(axes, operation, numel, wire, algorithm), axes, operation)
+                cost = replace(cost, taken=taken_share(self.cluster, axes, self.constants))
                 cost = self.with_kernels(cost, self._coding_bytes(axes, operation, numel, wire))
-                if any(level.busy_latency_s for level in self.cluster.levels):
-                    # The same collective on links of the latency beside computation, less its own.
-                    slower = self._beside_compute().joint(axes, operation, numel, wire, algorithm)
-                    cost = replace(cost, busy_latency_s=max(0.0, slower.latency_s - cost.latency_s))
+                if beside := self._beside_compute():
+                    # The same collective on links as they are beside computation, less its own. Cores that compute and
+                    # move bytes are shared out by the network: there only latencies are compared.
+                    slower = beside.joint(axes, operation, numel, wire, algorithm)
+                    longer = slower.seconds - cost.seconds
+                    if self.cluster.device.cores is not None:
+                        longer = slower.latency_s - cost.latency_s
+                    cost = replace(cost, busy_latency_s=max(0.0, longer))
                 self._costs[key] = cost
         return self._costs[key]
 
@@ -88,22 +90,14 @@ class TransferModel:
         """With kernels that move so many bytes through the device's memory, on the collective's own lane."""
         return cost.with_kernels(self.compute.memory(moved_bytes), self.cluster.device.cores) if moved_bytes else cost
 
-    def _beside_compute(self) -> TransferModel:
-        """The model of links whose latency is that beside computation."""
+    def _beside_compute(self) -> TransferModel | None:
+        """The model of links as they were measured beside computation; None where they were not."""
+        levels = tuple(level.beside_computation() for level in self.cluster.levels)
+        if levels == self.cluster.levels:
+            return None
         if not self._busy:
-            levels = [
-                replace(level, latency_s=level.busy_latency_s or level.latency_s, busy_latency_s=None)
-                for level in self.cluster.levels
-            ]
-            self._busy.append(replace(self, cluster=replace(self.cluster, levels=tuple(levels))))
+            self._busy.append(replace(self, cluster=replace(self.cluster, levels=levels)))
         return self._busy[0]
-
-    def _as_measured(self, cost: CollectiveCost, axes: Sequence[Axis], operation: Operation) -> CollectiveCost:
-        """At what the operation was measured to reach of each level's rate."""
-        levels = self.cluster.levels
-        busy = tuple((level, seconds / levels[level].share(operation)) for level, seconds in cost.busy)
-        longer = replace(cost, busy=busy)
-        return replace(longer, seconds=cost.latency_s + longer.transfer_s)
 
     def _hosted(self, cost: CollectiveCost, axes: Sequence[Axis], operation: Operation) -> CollectiveCost:
         """With the time that the device's own cores need for it, where they move the bytes; over several axes at the

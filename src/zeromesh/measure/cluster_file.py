@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from zeromesh.cluster import Cluster, Level
+from zeromesh.cluster import Cluster, Curve, Level
 from zeromesh.units import format_bytes, format_bytes_per_s, format_flop_per_s, format_seconds
 
 _DIGITS = 5
@@ -61,6 +61,21 @@ def _level(level: Level) -> Iterator[str]:
     if level.shares:
         shares = ", ".join(f"{operation} = {share:.4g}" for operation, share in dict(level.shares).items())
         yield f"shares = {{ {shares} }}"
+    for curve in level.curves:
+        yield from ("", *_curve(curve))
+
+
+def _curve(curve: Curve) -> Iterator[str]:
+    yield "[[level.curve]]"
+    yield f"operation = {_text(curve.operation)}"
+    yield f"ranks = {curve.ranks}"
+    if curve.beside_computation:
+        yield 'beside = "computation"'
+    points = (
+        f"{_text(format_bytes(sent, _DIGITS))} = {_text(format_seconds(seconds, _DIGITS))}"
+        for sent, seconds in curve.pairs
+    )
+    yield f"seconds = {{ {', '.join(points)} }}"
 
 
 def _text(value: str) -> str:

@@ -1,8 +1,8 @@
 """Times this project's own collectives over each level of a mesh, on all groups of the level at once, as training does.
 
 Rounds go over operations and sizes in turn, so that a busy moment of the machine does not hit one size alone. A timing
-is the slowest rank's. On CPU the processor time that the transfer costs each rank is measured too: it is taken from the
-computation that the transfer runs beside.
+is the slowest rank's. The same is done again while every rank computes. On CPU the processor time that the transfer
+costs each rank is measured too: it is taken from the computation that the transfer runs beside.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ GROWTH = 4
 SHORTEST_SAMPLE_S = 2e-3
 """Shorter calls are repeated within a sample: a barrier lets ranks go up to some 100 us apart."""
 
-LEAST_BUSY = 6
-"""Calls beside computation at least: each of its messages may wait for as long as a busy process may run."""
+LEAST_BESIDE = 6
+"""Rounds beside computation at least: each of its messages may wait for as long as a busy process may run."""
 
 HOST_CALLS = 6
 """Calls of which the processor's time is taken."""
@@ -73,7 +73,8 @@ def measure_links(ranks: Ranks, *, rounds: int, seconds: float, patience: float 
         MeasurementError: on all ranks; it would take longer.
 
     Returns:
-        By level, innermost first: timings in seconds by operation and bytes sent, and processor seconds per byte.
+        By level, innermost first: timings in seconds by operation and bytes sent, alone and beside computation, and
+        processor seconds per byte.
     """
     layout = Layout.of(",".join(f"{name}=3" for name, _ in mesh_axes(ranks.mesh, ())), mesh_axes(ranks.mesh, ()))
     groups = make_groups(ranks.mesh, layout.axes)
@@ -82,49 +83,48 @@ def measure_links(ranks: Ranks, *, rounds: int, seconds: float, patience: float 
 
 def _measure_level(group: AxisGroup, ranks: Ranks, rounds: int, seconds: float, patience: float) -> dict[str, Any]:
     samples = list(_samples(group, ranks, seconds / rounds, patience))
+    timings = _timings(samples, ranks, rounds)
+    with _computing(ranks):
+        # Of `rounds` too, or of fewer where a scheduler lets messages wait for long.
+        once = [replace(sample, repeats=1) for sample in samples]
+        start = time.perf_counter()
+        _timings(once, ranks, 1)
+        fitting = int(seconds / 2 / _agreed(time.perf_counter() - start))
+        beside = _timings(once, ranks, max(LEAST_BESIDE, min(rounds, fitting)))
+    return {
+        "backend": group.backend,
+        "timings": timings,
+        "beside": beside,
+        **(_host_seconds(samples, ranks) if ranks.on_cpu else {"host_s_per_byte": None, "host_call_s": 0.0}),
+    }
+
+
+def _timings(samples: list[_Sample], ranks: Ranks, rounds: int) -> dict[str, dict[int, list[float]]]:
+    """Seconds of each round by operation and bytes sent, of the slowest rank."""
     times = torch.zeros(len(samples), rounds, dtype=torch.float64)
     for index in range(rounds):
         for row, sample in enumerate(samples):
             times[row, index] = _timed(sample.call, sample.repeats, ranks)
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    timings: dict[str, dict[int, list[float]]] = {}
+    found: dict[str, dict[int, list[float]]] = {}
     for sample, row in zip(samples, times.tolist(), strict=True):
-        timings.setdefault(sample.operation, {})[sample.sent_bytes] = row
-    return {
-        "backend": group.backend,
-        "timings": timings,
-        **(_host_seconds(samples, ranks) if ranks.on_cpu else {"host_s_per_byte": None, "host_call_s": 0.0}),
-        "busy_latency_s": _beside_computation(samples, ranks, 4 * rounds, seconds / 4) if ranks.on_cpu else None,
-    }
-
-
-def _beside_computation(samples: list[_Sample], ranks: Ranks, most: int, budget_s: float) -> float:
-    """Seconds of the shortest transfers while every rank computes in another thread, as it does in training; the mean
-    over the operations of their medians. Of `most` calls, or of fewer where a scheduler lets them wait for long."""
-    shortest = min(sample.sent_bytes for sample in samples if sample.operation != "all_reduce")
-    calls = [sample.call for sample in samples if sample.sent_bytes == shortest and sample.operation != "all_reduce"]
-    with _computing():
-        start = time.perf_counter()
-        for call in calls:
-            _timed(call, 1, ranks)
-        once = _agreed(time.perf_counter() - start)
-        times = torch.zeros(len(calls), min(most, max(LEAST_BUSY, int(budget_s / once))), dtype=torch.float64)
-        for index in range(times.shape[1]):
-            for row, call in enumerate(calls):
-                times[row, index] = _timed(call, 1, ranks)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return float(times.median(dim=1).values.mean())
+        found.setdefault(sample.operation, {})[sample.sent_bytes] = row
+    return found
 
 
 @contextmanager
-def _computing() -> Iterator[None]:
-    """Multiplies matrices in a thread for as long as the context is open."""
+def _computing(ranks: Ranks) -> Iterator[None]:
+    """Multiplies matrices in a thread, on a device in a stream of its own, for as long as the context is open."""
     ended = threading.Event()
-    matrix = torch.randn(256, 256)
+    matrix = torch.randn(256, 256) if ranks.on_cpu else torch.randn(2048, 2048, device=ranks.device)
+    stream = None if ranks.on_cpu else torch.Stream(ranks.device)
 
     def compute() -> None:
-        while not ended.is_set():
-            matrix @ matrix
+        with stream or nullcontext():
+            while not ended.is_set():
+                matrix @ matrix
+                if stream is not None:
+                    stream.synchronize()
 
     thread = threading.Thread(target=compute)
     thread.start()

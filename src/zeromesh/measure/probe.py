@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from math import prod
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.cluster import Cluster, Device, Level
+from zeromesh.cluster import Cluster, Curve, Device, Level
 from zeromesh.cost.constants import default_constants
 from zeromesh.errors import MeasurementError
 from zeromesh.measure.fit import Fit, fit
@@ -36,6 +37,7 @@ class LevelProbe:
         host_s_per_byte: processor seconds for each byte sent; None where the device has no part in it.
         host_call_s: processor seconds of a collective besides.
         busy_latency_s: of a whole short collective while the ranks compute; None likewise.
+        curves: medians of what was timed, alone and beside computation, by bytes sent by one rank.
     """
 
     name: str
@@ -44,6 +46,7 @@ class LevelProbe:
     host_s_per_byte: float | None
     host_call_s: float
     busy_latency_s: float | None
+    curves: tuple[Curve, ...] = ()
 
     @property
     def bytes_per_s(self) -> float:
@@ -131,18 +134,27 @@ def from_raw(raw: Mapping[str, Any], mesh: Mesh, name: str) -> Probe:
 
 
 def _level_probe(name: str, size: int, found: Mapping[str, Any]) -> LevelProbe:
-    fits = {
-        operation: fit({int(sent): times for sent, times in by_size.items()})
-        for operation, by_size in found["timings"].items()
-    }
+    timings, beside = (_by_size(found[kind]) for kind in ("timings", "beside"))
+    short = [times[min(times)] for operation, times in beside.items() if operation in SCATTERING]
     return LevelProbe(
         name=name,
         size=size,
-        fits=fits,
+        fits={operation: fit(by_size) for operation, by_size in timings.items()},
         host_s_per_byte=found["host_s_per_byte"],
-        host_call_s=found.get("host_call_s", 0.0),  # older probes do not say
-        busy_latency_s=found["busy_latency_s"],
+        host_call_s=found["host_call_s"],
+        busy_latency_s=None if found["host_s_per_byte"] is None else mean(map(median, short)),
+        curves=(*_curves(timings, size, beside=False), *_curves(beside, size, beside=True)),
     )
+
+
+def _by_size(timings: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[int, Sequence[float]]]:
+    return {operation: {int(sent): s for sent, s in by_size.items()} for operation, by_size in timings.items()}
+
+
+def _curves(timings: Mapping[str, Mapping[int, Sequence[float]]], size: int, *, beside: bool) -> Iterator[Curve]:
+    for operation, by_size in timings.items():
+        points = {float(sent): median(seconds) for sent, seconds in by_size.items()}
+        yield Curve(operation=operation, ranks=size, points=points, beside_computation=beside)
 
 
 def _cluster(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any], mesh: Mesh, name: str) -> Cluster:
@@ -187,6 +199,9 @@ def _level(name: str, size: int, found: LevelProbe | None, below: int, inside: l
         host_bytes_per_s=1 / host if host else None,
         host_call_s=found.host_call_s if host else 0.0,
         shares=found.shares,
+        curves=tuple(
+            replace(curve, points={sent * below: seconds for sent, seconds in curve.pairs}) for curve in found.curves
+        ),
     )
 
 

@@ -30,7 +30,7 @@ SHARED = (
 )  # fmt: skip
 """What all measurements of a directory have in common."""
 
-LAYOUT = 3
+LAYOUT = 4
 """Of the directory's files, and of what strategies mean; another one cannot be read."""
 
 Found = Mapping[str, Any]

@@ -47,8 +47,9 @@ def raw(latency: float = 1e-4, *, loaded: float = 1.0, spread: float = 1.0) -> d
                 "reduce_scatter": times(rate),
                 "all_reduce": times(1.5 * rate),
             },
+            "beside": {name: {"10000": [2e-3] * 6} for name in ("all_gather", "reduce_scatter", "all_reduce")},
             "host_s_per_byte": 1e-9,
-            "busy_latency_s": 2e-3,
+            "host_call_s": 0.0,
         }
         for name, rate in (("node", 5e8), ("cluster", 12.5e6))
     }

@@ -2,7 +2,7 @@ from dataclasses import asdict, is_dataclass, replace
 
 import pytest
 
-from zeromesh.cluster import parse_cluster, preset, preset_names
+from zeromesh.cluster import Curve, parse_cluster, preset, preset_names
 from zeromesh.measure.cluster_file import cluster_toml
 
 
@@ -21,6 +21,10 @@ def test_optional_keys_and_odd_text_are_read_back():
         ports=2,
         busy_latency_s=2e-3,
         shares={"all_reduce": 1.25},
+        curves=(
+            Curve(operation="all_gather", ranks=4, points={65536: 1e-4, 1e6: 4e-3}),
+            Curve(operation="all_reduce", ranks=4, points={65536: 2e-2}, beside_computation=True),
+        ),
     )
     odd = replace(
         cluster,
