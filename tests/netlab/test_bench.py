@@ -1,12 +1,16 @@
 """A bench on an emulated cluster: the kernel's own counters beside the formulas."""
 
 import functools
+import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.pure.measure.test_bench import raw
 from zeromesh.errors import MeasurementError
+from zeromesh.lab import Lab
 from zeromesh.measure.bench import Bench
 from zeromesh.measure.matrix import Topology, make_cells
 from zeromesh.measure.steps import Batch
@@ -46,6 +50,16 @@ TREES = {
 
 
 PROBED = "2@1gbit,2"
+
+
+def test_ranks_find_the_levels_of_an_emulated_cluster():
+    """All are on one machine, whose hosts, devices and switches say nothing: links are told apart by their rates."""
+    program = Path(__file__).parent / "programs" / "find_levels.py"
+    with Lab("2@100mbit,2") as lab:
+        results = lab.run([sys.executable, str(program)], timeout_s=50, check=True)
+    mesh, sources = json.loads(results[0].stdout.splitlines()[-1])
+    assert mesh == {"cluster": 2, "node": 2}
+    assert sources["node"].startswith("measured")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +34,8 @@ def probe(
 ) -> None:
     """Measure each level's latency and rate, and the devices, and write the cluster file that plan and simulate read.
 
-    Alone it starts processes on this machine; under torchrun it measures all of its ranks.
+    Alone it starts processes on this machine; under torchrun it measures all of its ranks. Without --mesh it finds the
+    levels itself, and says who each comes from and what it could not find.
     """
     from zeromesh.cli.measuring import emulated, mesh_of
     from zeromesh.cli.workload import write
@@ -44,7 +46,15 @@ def probe(
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"the cluster file cannot be written: {output.absolute().parent} is no folder")
     with emulated(lab) as cluster:
-        found = measure(mesh_of(mesh, ranks, cluster), name=name, rounds=rounds, seconds=seconds, lab=cluster)
+        started = mesh_of(mesh, ranks, cluster)
+        found = measure(
+            started if mesh else None,
+            ranks=prod(started.values()),
+            name=name,
+            rounds=rounds,
+            seconds=seconds,
+            lab=cluster,
+        )
     if found is None:
         return
     if as_json:
@@ -53,7 +63,7 @@ def probe(
         _print(found)
     if not accept_noise:
         found.require_trust()
-    text = cluster_toml(found.cluster)
+    text = cluster_toml(found.cluster, remarks=tuple(f"not found: {each}" for each in found.missing))
     if output is not None:
         write(output, text)
     elif not as_json:
@@ -74,3 +84,8 @@ def _print(found: Probe) -> None:
                 level.name, str(level.size), operation, rate, latency, f"{one.spread:.0%}", f"{one.disagreement:.0%}"
             )
     Console().print(table)
+    for key, source in found.cluster.sources:
+        if key.endswith(".size"):
+            print(f"{key.removeprefix('level.').removesuffix('.size')}: {source}")
+    for each in found.missing:
+        print(f"not found: {each}")

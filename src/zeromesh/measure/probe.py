@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from math import prod
 from statistics import mean, median
@@ -73,6 +73,11 @@ class Probe:
     levels: tuple[LevelProbe, ...]
     raw: Mapping[str, Any]
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What could not be found of the levels, a sentence each."""
+        return tuple(self.raw.get("found", {}).get("missing", ()))
+
     def require_trust(self) -> None:
         """Raises MeasurementError if a level's timings are too noisy."""
         for level in self.levels:
@@ -81,8 +86,9 @@ class Probe:
 
 
 def probe(
-    mesh: Mesh,
+    mesh: Mesh | None,
     *,
+    ranks: int = 0,
     name: str = "measured",
     rounds: int = ROUNDS,
     seconds: float = SECONDS_PER_LEVEL,
@@ -91,7 +97,8 @@ def probe(
     """Measures the ranks of `mesh`.
 
     Args:
-        mesh: sizes by level, outermost first.
+        mesh: sizes by level, outermost first; None: the levels that the ranks find (`levels.find`).
+        ranks: how many there are, where there is no mesh.
         name: of the cluster.
         rounds: timings of each size; at least 4.
         seconds: for each level, about.
@@ -103,10 +110,12 @@ def probe(
     Raises:
         MeasurementError: a single rank, too few rounds, or no time.
     """
-    require_several(mesh)
+    started = mesh or {"node": ranks}
+    require_several(started)
     require_patience(rounds, seconds)
-    raw = on_all_ranks("probe:measure", {"rounds": rounds, "seconds": seconds}, mesh, lab=lab)
-    return None if raw is None else from_raw(raw, mesh, name)
+    options = {"rounds": rounds, "seconds": seconds, "find": mesh is None}
+    raw = on_all_ranks("probe:measure", options, started, lab=lab)
+    return None if raw is None else from_raw(raw, started, name)
 
 
 def require_patience(rounds: int, seconds: float) -> None:
@@ -117,18 +126,28 @@ def require_patience(rounds: int, seconds: float) -> None:
         raise MeasurementError(f"a probe needs more than 0 seconds for each level, got {seconds:g}")
 
 
-def measure(ranks: Ranks, *, rounds: int, seconds: float, patience: float | None = None) -> dict[str, Any]:
-    """The task of every rank; `patience` as `measure_links` has it."""
+def measure(
+    ranks: Ranks, *, rounds: int, seconds: float, patience: float | None = None, find: bool = False
+) -> dict[str, Any]:
+    """The task of every rank; `patience` as `measure_links` has it, `find`: levels rather than take the mesh's."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from zeromesh.measure.levels.find import find_levels
     from zeromesh.measure.links import PATIENCE, measure_links
     from zeromesh.measure.machine import measure_machine
 
+    found = find_levels(ranks) if find else None
+    if found is not None:
+        made = init_device_mesh(ranks.device.type, tuple(found.mesh.values()), mesh_dim_names=tuple(found.mesh))
+        ranks = replace(ranks, mesh=made)
     machine = measure_machine(ranks)
     levels = measure_links(ranks, rounds=rounds, seconds=seconds, patience=patience or PATIENCE)
-    return {"machine": machine, "levels": levels}
+    return {"machine": machine, "levels": levels, **({} if found is None else {"found": asdict(found)})}
 
 
 def from_raw(raw: Mapping[str, Any], mesh: Mesh, name: str) -> Probe:
-    """The probe of what the ranks have measured."""
+    """The probe of what the ranks have measured, over `mesh` or the levels that they have found."""
+    mesh = raw["found"]["mesh"] if "found" in raw else mesh
     levels = tuple(_level_probe(level, mesh[level], found) for level, found in raw["levels"].items())
     return Probe(cluster=_cluster(levels, raw, mesh, name), levels=levels, raw=raw)
 
@@ -211,6 +230,7 @@ def _sources(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any]) -> dict[str
         "device.memory_bandwidth": "measured: a copy, read and write counted, on all ranks at once",
         "device.peak": "measured: the fastest of a few square products, on all ranks at once; not a data sheet's",
     }
+    sources |= {f"level.{name}.size": said for name, said in raw.get("found", {}).get("sources", {}).items()}
     for level in levels:
         rates = ", ".join(f"{name} {format_bytes_per_s(one.line.bytes_per_s)}" for name, one in level.fits.items())
         spread = max(one.spread for one in level.fits.values())

@@ -15,9 +15,11 @@ from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import on_ranks
 from tests.pure.measure.test_bench import raw
 from zeromesh.engine.api import engine_of
+from zeromesh.errors import MeshError
 from zeromesh.launch.ranks import Ranks
 from zeromesh.measure import parity, selftest
 from zeromesh.measure.bench import run_cells
+from zeromesh.measure.levels import find as find_places
 from zeromesh.measure.links import measure_links
 from zeromesh.measure.matrix import make_cells
 from zeromesh.measure.probe import from_raw, measure
@@ -54,11 +56,39 @@ def test_every_level_is_timed_on_all_its_groups():
     assert len(set(all_ranks)) == 1  # the slowest rank's times, on every rank
 
 
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_levels_are_found_alike_on_all_ranks():
+    """One machine whose ranks are taken to be on others: two hosts at two switches, then hosts that are no blocks."""
+    ranks = ranks_of(4)
+
+    def find(machines: str, **more):
+        with pytest.MonkeyPatch.context() as patch:
+            place = find_places._place_of(ranks)
+            name = machines[ranks.rank]
+            patch.setattr(find_places, "_place_of", lambda _: replace(place, machine=name, host=name, **more))
+            return find_places.find_levels(ranks)
+
+    found = find("aabb")
+    assert found.mesh == {"cluster": 2, "node": 2} and list(found.mesh) == ["cluster", "node"]
+    assert found.sources["node"] == "hosts of the ranks"
+    assert "SLURM names no switches above the hosts" in found.missing
+    switched = find("abcd", switches=("core", f"leaf{ranks.rank // 2}"))
+    assert switched.mesh == {"cluster": 2, "switch": 2} and switched.sources["switch"] == "SLURM_TOPOLOGY_ADDR"
+    measured = find("abcd")  # all pairs are of one machine, whatever it has to do: no level, or one that divides them
+    assert list(measured.mesh.items()) in ([("cluster", 4)], [("cluster", 2), ("switch", 2)])
+    told = [None] * 4
+    dist.all_gather_object(told, measured)
+    assert told.count(measured) == 4
+    with pytest.raises(MeshError, match="4 ranks on 2 hosts are no equal blocks"):
+        find("abab")
+
+
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_a_probe_is_a_cluster_that_predicts():
     ranks = ranks_of(2)
-    probed = json.loads(json.dumps(measure(ranks, rounds=4, seconds=0.5)))
+    probed = json.loads(json.dumps(measure(ranks, rounds=4, seconds=0.5, find=True)))
     cluster = from_raw(probed, {"node": 2}, "here").cluster
+    assert cluster.axes == (("node", 2),) and dict(cluster.sources)["level.node.size"] == "all ranks"
     assert cluster.device.cores is not None and cluster.device.memory_bytes > 1e6
     assert 1e6 < cluster.levels[0].bandwidth_bytes_per_s < 1e12
     found = measure_compute(ranks, BATCH, steps=2)

@@ -12,6 +12,7 @@ import pytest
 from tests.pure.measure.test_bench import raw
 from zeromesh.cli.app import main
 from zeromesh.cli.measuring import mesh_of
+from zeromesh.cluster import parse_cluster
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +115,32 @@ def test_a_probe_that_cannot_be_trusted_is_shown_and_refused(monkeypatch, capsys
     assert (tmp_path / "here.toml").exists()
     assert run(monkeypatch, *arguments[:-1], "nowhere/here.toml", "--accept-noise") == 2
     assert "nowhere is no folder" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_levels_that_ranks_find_are_written_with_their_sources(monkeypatch, capsys, tmp_path):
+    from zeromesh.measure import probe
+
+    found = {
+        "mesh": {"cluster": 2, "node": 2},
+        "sources": {"node": "hosts of the ranks", "cluster": "all ranks"},
+        "missing": ["SLURM names no switches above the hosts"],
+    }
+    asked = []
+
+    def measured(task, options, mesh, *, lab):
+        asked.append((task, options["find"], mesh, lab))
+        return raw() | {"found": found}
+
+    monkeypatch.setattr(probe, "on_all_ranks", measured)
+    assert run(monkeypatch, "probe", "--ranks", "4", "-o", "here.toml") == 0
+    assert asked == [("probe:measure", True, {"node": 4}, None)]
+    printed = capsys.readouterr().out
+    assert "node: hosts of the ranks" in printed and "not found: SLURM names no switches" in printed
+    text = (tmp_path / "here.toml").read_text()
+    assert text.startswith("# not found: SLURM names no switches")
+    cluster = parse_cluster(text)
+    assert cluster.axes == (("node", 2), ("cluster", 2))
+    assert dict(cluster.sources)["level.node.size"] == "hosts of the ranks"
 
 
 @pytest.mark.parametrize(
