@@ -42,9 +42,8 @@ def test_every_level_is_timed_on_all_its_groups():
     assert list(found) == ["node", "cluster"]
     for level in found.values():
         assert set(level["timings"]) == {"all_gather", "reduce_scatter", "all_reduce"}
-        assert {op: list(by_size) for op, by_size in level["beside"].items()} == {
-            op: list(by_size) for op, by_size in level["timings"].items()
-        }
+        shortest = {op: [min(level["timings"][op])] for op in ("all_gather", "reduce_scatter")}
+        assert {op: list(by_size) for op, by_size in level["beside"].items()} == shortest  # on processor cores
         for by_size in level["timings"].values():
             assert len(by_size) >= 3 and all(len(times) == 4 for times in by_size.values())
             assert all(seconds > 0 for times in by_size.values() for seconds in times)
