@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from zeromesh.measure.probe import Probe
+    from zeromesh.measure.work import Work
 
 Ranks = Annotated[int, typer.Option(help="Processes to start here; under torchrun: its ranks.")]
 MeshText = Annotated[
@@ -23,6 +24,12 @@ def probe(
     ranks: Ranks = 0,
     mesh: MeshText = "",
     lab: TreeText = "",
+    model: Annotated[
+        str, typer.Option(help="Measure devices at the shapes of this model: a preset or a config.json.")
+    ] = "",
+    dtype: Annotated[list[str] | None, typer.Option(help="Of the model's computation; default: fp32 and bf16.")] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a sequence of the model's.")] = 2048,
+    micro_batch: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1,
     rounds: Annotated[int, typer.Option(help="Timings of each size.")] = 16,
     seconds: Annotated[float, typer.Option(help="For each level, about.")] = 12.0,
     accept_noise: Annotated[bool, typer.Option("--accept-noise", help="Write what cannot be trusted, too.")] = False,
@@ -45,6 +52,7 @@ def probe(
 
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"the cluster file cannot be written: {output.absolute().parent} is no folder")
+    work = _work(model, dtype, seq_len, micro_batch)
     with emulated(lab) as cluster:
         started = mesh_of(mesh, ranks, cluster)
         found = measure(
@@ -54,6 +62,7 @@ def probe(
             rounds=rounds,
             seconds=seconds,
             lab=cluster,
+            work=work,
         )
     if found is None:
         return
@@ -68,6 +77,16 @@ def probe(
         write(output, text)
     elif not as_json:
         print(f"\n{text}", end="")
+
+
+def _work(model: str, dtypes: list[str] | None, seq_len: int, micro_batch: int) -> Work | None:
+    if not model:
+        return None
+    from zeromesh.measure.work import DTYPES, Work
+    from zeromesh.model import load_model
+
+    spec = load_model(model, seq_len=seq_len, trainable="all", dtype="fp32")
+    return Work.of(spec, dtypes=dtypes or DTYPES, sequences=micro_batch, tokens=seq_len)
 
 
 def _print(found: Probe) -> None:

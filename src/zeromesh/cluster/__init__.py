@@ -4,6 +4,7 @@ from zeromesh.cluster.catalogue import find_cluster, preset, preset_names
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.cluster.curve import Curve
 from zeromesh.cluster.device import MATRIX_DTYPES, Device
+from zeromesh.cluster.kernel import Kernel
 from zeromesh.cluster.level import LINK_KINDS, Level
 from zeromesh.cluster.read import parse_cluster, read_cluster
 
@@ -13,6 +14,7 @@ __all__ = [
     "Cluster",
     "Curve",
     "Device",
+    "Kernel",
     "Level",
     "find_cluster",
     "parse_cluster",

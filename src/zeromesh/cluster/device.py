@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zeromesh.cluster.kernel import Kernel
 from zeromesh.errors import ClusterError, nearest
 
 #: Matrix dtypes a device may state a peak for, in the order in which a training run would choose one.
@@ -24,6 +25,7 @@ class Device:
         multiprocessors: that the device computes with, and its collectives' kernels take some of; None if unknown.
         cores: processor cores for each device, where the same cores compute and move the bytes of collectives, as on
             CPU; one computes at a time. None: communication takes no processor from the computation.
+        kernels: what it was measured to reach, by kind of work and shape; believed before the rates above.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Device:
     memory_bytes_per_s: float | None = None
     multiprocessors: int | None = None
     cores: float | None = None
+    kernels: tuple[Kernel, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flops", _pairs(self.peak_flops))
@@ -83,6 +86,11 @@ class Device:
     def achievable(self, dtype: str | None = None) -> float | None:
         """The best measured matrix rate in FLOP/s for `dtype`, or None where no measurement is known."""
         return dict(self.achievable_flops).get(dtype or self.matrix_dtype)
+
+    def kernel(self, kind: str, dtype: str, shape: Sequence[float] = ()) -> Kernel | None:
+        """Of this kind and dtype the kernel whose shape is nearest; None: none was measured."""
+        fitting = [kernel for kernel in self.kernels if (kernel.kind, kernel.dtype) == (kind, dtype)]
+        return min(fitting, key=lambda kernel: kernel.distance(shape), default=None)
 
 
 def _pairs(rates: Mapping[str, float] | tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:

@@ -13,6 +13,12 @@
     bf16 = "312 TFLOP/s"
     [device.achievable]                 # optional: best measured matrix rate
     bf16 = "271.2 TFLOP/s"
+    [[device.kernel]]                   # optional: what was measured, as many as there are; see `kernel`
+    kind = "product"                    # product, attention, elementwise or optimizer
+    dtype = "bf16"
+    shape = [4096, 4096, 11008]         # rows, inner, outer; attention: context, head_dim; others: none
+    forward = "250 TFLOP/s"             # elementwise, optimizer: a rate of bytes
+    backward = "240 TFLOP/s"            # an optimizer has none
     [[level]]                           # innermost first
     name = "node"
     size = 8
@@ -36,7 +42,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +52,7 @@ from zeromesh.cluster.chips import complete
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.cluster.curve import OPERATIONS, Curve
 from zeromesh.cluster.device import MATRIX_DTYPES, Device
+from zeromesh.cluster.kernel import Kernel
 from zeromesh.cluster.level import Level
 from zeromesh.errors import ClusterError, InputError, nearest
 from zeromesh.files import parse_toml, read_text
@@ -124,8 +132,19 @@ class _Table:
         return [_Table(_mapping(t), self.where, f"{self.key(name)}[{i}]") for i, t in enumerate(tables)]
 
 
+@contextmanager
+def _located(table: _Table) -> Iterator[None]:
+    """Names the table where what is made of it complains."""
+    try:
+        yield
+    except _Located:
+        raise
+    except ClusterError as error:
+        raise _Located(f"{table.where}: {table.path}: {error}") from error
+
+
 def _device(table: _Table) -> Device:
-    table.only("name", "memory", "memory_bandwidth", "peak", "achievable", "multiprocessors", "cores")
+    table.only("name", "memory", "memory_bandwidth", "peak", "achievable", "multiprocessors", "cores", "kernel")
     return Device(
         name=table.get("name", _string),
         memory_bytes=table.get("memory", _memory),
@@ -134,7 +153,23 @@ def _device(table: _Table) -> Device:
         achievable_flops=_rates(table.table("achievable", {})),
         multiprocessors=table.get("multiprocessors", _count, None),
         cores=table.get("cores", _number, None),
+        kernels=tuple(_kernel(kernel) for kernel in table.tables("kernel", _kernels, [])),
     )
+
+
+def _kernel(table: _Table) -> Kernel:
+    table.only("kind", "dtype", "shape", "forward", "backward")
+    kind = table.get("kind", _string)
+    rate = _rate if kind in ("product", "attention") else _bandwidth
+    forward = table.get("forward", rate)
+    with _located(table):
+        return Kernel(
+            kind=kind,
+            dtype=table.get("dtype", _string),
+            shape=table.get("shape", _counts, ()),
+            forward=forward,
+            backward=table.get("backward", rate, forward if kind == "optimizer" else _REQUIRED),
+        )
 
 
 def _rates(table: _Table) -> dict[str, float]:
@@ -164,7 +199,7 @@ def _level(table: _Table) -> Level:
         "shares",
         "curve",
     )
-    try:
+    with _located(table):
         level = Level(
             name=table.get("name", _string),
             size=table.get("size", _count),
@@ -179,11 +214,7 @@ def _level(table: _Table) -> Level:
             curves=tuple(_curve(curve) for curve in table.tables("curve", _curves, [])),
         )
         _require_latency_below(level)
-        return level
-    except _Located:
-        raise
-    except ClusterError as error:
-        raise _Located(f"{table.where}: {table.path}: {error}") from error
+    return level
 
 
 def _require_latency_below(level: Level) -> None:
@@ -202,17 +233,13 @@ def _curve(table: _Table) -> Curve:
     if beside not in ("", "computation"):
         raise table.fail("beside", f'expected "computation" or no such key, got {beside!r}')
     points = table.table("seconds")
-    try:
+    with _located(table):
         return Curve(
             operation=table.get("operation", _string),
             ranks=table.get("ranks", _count),
             points={_size(points, size): points.get(size, _latency) for size in points.values},
             beside_computation=bool(beside),
         )
-    except _Located:
-        raise
-    except ClusterError as error:
-        raise _Located(f"{table.where}: {table.path}: {error}") from error
 
 
 def _size(table: _Table, text: str) -> float:
@@ -234,6 +261,13 @@ def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"expected a whole number of at least 1, got {value!r}")
     return value
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    """whole numbers of at least 1"""
+    if not isinstance(value, list):
+        raise InputError(f"expected a list of whole numbers of at least 1, got {value!r}")
+    return tuple(_count(item) for item in value)
 
 
 def _number(value: Any) -> float:
@@ -261,6 +295,13 @@ def _curves(value: Any) -> Sequence[Any]:
     """one [[level.curve]] table per curve"""
     if not _are_tables(value):
         raise InputError(f"expected {_curves.__doc__}, got {value!r}")
+    return value  # type: ignore[no-any-return]  # a list, as was seen
+
+
+def _kernels(value: Any) -> Sequence[Any]:
+    """one [[device.kernel]] table per kernel"""
+    if not _are_tables(value):
+        raise InputError(f"expected {_kernels.__doc__}, got {value!r}")
     return value  # type: ignore[no-any-return]  # a list, as was seen
 
 

@@ -8,6 +8,10 @@
   would have with `context` tokens, the sequence or the window, the share 1 - context / (2 * seq_len).
 - everything else: bytes over the device's memory bandwidth * share.
 
+Of a device whose file has kernels, the rate is that of the measured one of the same dtype whose shape is nearest, and
+of products the term in brackets is that of the asked shape over that of the measured one. The bytes of "everything
+else" are counted as those of the measurement are, `ActivationSpec.elementwise`.
+
 Backward: a product computes the input's gradient and, where the weight is trainable, the weight's: the same three
 dimensions in another order. An elementwise kernel reads what it saved and the gradient, and writes one: twice the
 forward's traffic.
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeromesh.cluster import Device
+from zeromesh.cluster import Device, Kernel
 from zeromesh.cost.constants import Constants
 from zeromesh.model.spec import AttentionSpec, MatmulSpec, Recomputation, UnitSpec
 
@@ -62,48 +66,68 @@ class ComputeModel:
 
     def unit(self, unit: UnitSpec, *, tokens: float, seq_len: int, recomputation: Recomputation) -> UnitSeconds:
         """Seconds of one of `unit`'s copies for `tokens` tokens in sequences of `seq_len`."""
-        products = [self.matmul(m, tokens) for m in unit.matmuls]
+        products = sum(self.matmul(m, tokens) for m in unit.matmuls)
         attention = self._attention_forward(unit.attention, tokens, seq_len)
-        traffic = self._traffic(unit, tokens, seq_len)
         other = unit.other_forward_flops * tokens / self.matrix_flops
-        forward = sum(products) + attention + traffic + other
+        forward = products + attention + self._traffic(unit, tokens, seq_len) + other
         if not unit.returned:
             return UnitSeconds(forward=forward, backward=0.0, recompute=0.0)
-        slower = self.constants.matmul_share / self.constants.matmul_backward_share
-        weights = sum(s * m.trainable_share for s, m in zip(products, unit.matmuls, strict=True))
+        gradients = [(self.matmul(m, tokens, backward=True), m.trainable_share) for m in unit.matmuls]
+        weights = sum(seconds * share for seconds, share in gradients)
         backward = (
-            slower * sum(s * (1 + m.trainable_share) for s, m in zip(products, unit.matmuls, strict=True))
+            sum(seconds for seconds, _ in gradients)
+            + weights
             + self._attention_backward(unit.attention, tokens, seq_len)
-            + 2 * (traffic + other)
+            + 2 * (self._traffic(unit, tokens, seq_len, backward=True) + other)
         )
         return UnitSeconds(
             forward=forward,
             backward=backward,
             recompute=self._recompute(unit, tokens, seq_len, recomputation, forward),
-            weights=slower * weights,
+            weights=weights,
         )
 
-    def matmul(self, matmul: MatmulSpec, tokens: float) -> float:
-        """Forward seconds of one `MatmulSpec`, all of its count."""
+    def matmul(self, matmul: MatmulSpec, tokens: float, *, backward: bool = False) -> float:
+        """Forward seconds of one `MatmulSpec`, all of its count; or those of one gradient."""
         rows = max(1.0, tokens * matmul.rows_per_token)
-        return self.product(rows, matmul.inner, matmul.outer, flops=matmul.forward_flops * tokens)
+        return self.product(rows, matmul.inner, matmul.outer, flops=matmul.forward_flops * tokens, backward=backward)
 
     def product(self, rows: float, inner: float, outer: float, *, flops: float, backward: bool = False) -> float:
         """Seconds of matrix products of these dimensions, which have so many FLOPs together: [Note: Shape classes]."""
         constants = self.constants
-        waste = 1 + constants.matmul_scale * (1 / rows + 1 / inner + 1 / outer) / 3
+        measured = self._kernel("product", rows, inner, outer)
+        waste = self._waste(rows, inner, outer)
+        if measured is not None:
+            return flops / measured.rate(backward=backward) * waste / self._waste(*measured.shape)
         share = constants.matmul_backward_share if backward else constants.matmul_share
         return flops * waste / (self.matrix_flops * share)
 
-    def attention(self, flops: float, *, backward: bool = False) -> float:
-        """Seconds of fused attention that computes so many FLOPs; what it skips is none of them."""
+    def _waste(self, rows: float, inner: float, outer: float) -> float:
+        return 1 + self.constants.matmul_scale * (1 / rows + 1 / inner + 1 / outer) / 3
+
+    def attention(self, flops: float, *, backward: bool = False, shape: tuple[float, float] | None = None) -> float:
+        """Seconds of fused attention that computes so many FLOPs; what it skips is none of them.
+
+        Args:
+            flops: of all heads and queries together.
+            backward: which pass.
+            shape: tokens that a query sees, and elements of a head, where they are known.
+        """
         constants = self.constants
+        measured = self._kernel("attention", *shape) if shape else None
+        if measured is not None:
+            return flops / measured.rate(backward=backward)
         share = constants.attention_backward_share if backward else constants.attention_forward_share
         return flops / (self.matrix_flops * share)
 
     def optimizer(self, elements: float) -> float:
         """Seconds of an AdamW step on `elements` of the state shard."""
-        return elements * self.constants.optimizer_bytes / self.memory_bytes_per_s
+        moved = elements * self.constants.optimizer_bytes
+        measured = self.device.kernel("optimizer", "fp32")
+        return moved / measured.forward if measured else self.memory(moved)
+
+    def _kernel(self, kind: str, *shape: float) -> Kernel | None:
+        return self.device.kernel(kind, self.dtype or self.device.matrix_dtype, shape)
 
     def memory(self, moved_bytes: float) -> float:
         """Seconds of a kernel that reads and writes `moved_bytes`: copies, casts, quantisation."""
@@ -124,19 +148,22 @@ class ComputeModel:
     def _attention_forward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
         if attention is None:
             return 0.0
-        return self.attention(attention.forward_flops(seq_len) * _causal_share(attention, seq_len) * tokens)
+        flops = attention.forward_flops(seq_len) * causal_share(attention, seq_len) * tokens
+        return self.attention(flops, shape=(attention.context(seq_len), attention.head_dim))
 
     def _attention_backward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
         if attention is None:
             return 0.0
-        flops = attention.backward_flops(seq_len) * _causal_share(attention, seq_len) * tokens
-        return self.attention(flops, backward=True)
+        flops = attention.backward_flops(seq_len) * causal_share(attention, seq_len) * tokens
+        return self.attention(flops, backward=True, shape=(attention.context(seq_len), attention.head_dim))
 
-    def _traffic(self, unit: UnitSpec, tokens: float, seq_len: int) -> float:
-        return self.memory(unit.activations.elementwise.at(seq_len) * self.constants.traffic * tokens)
+    def _traffic(self, unit: UnitSpec, tokens: float, seq_len: int, *, backward: bool = False) -> float:
+        moved = unit.activations.elementwise.at(seq_len) * tokens
+        measured = self._kernel("elementwise")
+        return moved / measured.rate(backward=backward) if measured else self.memory(moved * self.constants.traffic)
 
 
-def _causal_share(attention: AttentionSpec, seq_len: int) -> float:
+def causal_share(attention: AttentionSpec, seq_len: int) -> float:
     # A fused causal kernel skips what is masked; an unfused one computes all of it. The first tokens of a sequence see
     # 1, 2, 3 ... tokens, half a context on average; those behind them the whole context.
     return 1 - attention.context(seq_len) / (2 * seq_len) if attention.fused else 1.0

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,8 +181,14 @@ class Bench:
     def _task(self, topology: Topology, cells: Sequence[Cell], lab: Lab | None) -> dict[str, Any]:
         """What the ranks are told; counted here, since there one of them writes while others might still read."""
         held = self.records.probe(topology.text)
+        works = [batch.work.to_json() for batch in dict.fromkeys(replace(c.batch, micro_batches=1) for c in cells)]
         probed = held is not None and (self.accept_noise or trusted(held, topology))
-        probe = None if probed else {"seconds": self.probe_s, "rounds": self.probe_rounds}
+        known = held.get("works", ()) if held is not None else ()
+        if probed and all(work in known for work in works):
+            probe = None
+        else:  # at once, so that one probe knows all of them
+            works = [*known, *(work for work in works if work not in known)]
+            probe = {"seconds": self.probe_s, "rounds": self.probe_rounds, "works": works}
         return {
             "directory": str(self.directory.resolve()),
             "topology": topology.text,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from zeromesh.cluster import Cluster, Curve, Level
+from zeromesh.cluster import Cluster, Curve, Kernel, Level
 from zeromesh.units import format_bytes, format_bytes_per_s, format_flop_per_s, format_seconds
 
 _DIGITS = 5
@@ -40,6 +40,20 @@ def _device(cluster: Cluster) -> Iterator[str]:
             yield from ("", f"[device.{title}]")
         for dtype, rate in dict(rates).items():
             yield f"{dtype} = {_text(format_flop_per_s(rate, _DIGITS))}"
+    for kernel in device.kernels:
+        yield from ("", *_kernel(kernel))
+
+
+def _kernel(kernel: Kernel) -> Iterator[str]:
+    rate = format_flop_per_s if kernel.kind in ("product", "attention") else format_bytes_per_s
+    yield "[[device.kernel]]"
+    yield f"kind = {_text(kernel.kind)}"
+    yield f"dtype = {_text(kernel.dtype)}"
+    if kernel.shape:
+        yield f"shape = {list(kernel.shape)}"
+    yield f"forward = {_text(rate(kernel.forward, _DIGITS))}"
+    if kernel.kind != "optimizer":
+        yield f"backward = {_text(rate(kernel.backward, _DIGITS))}"
 
 
 def _level(level: Level) -> Iterator[str]:

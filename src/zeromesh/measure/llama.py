@@ -16,6 +16,11 @@ def make_llama(size: str) -> Llama:
         return Llama(SHAPES[size])
 
 
+def make_block(shape: LlamaShape) -> nn.Module:
+    """One block of these sizes: activations [batch, sequence, hidden] to the same."""
+    return _Block(shape)
+
+
 class Llama(nn.Module):
     """Token ids [batch, sequence] to logits [batch, sequence, vocabulary]."""
 

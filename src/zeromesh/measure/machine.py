@@ -34,8 +34,8 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
         "name": _name(ranks.device),
         "memory_bytes": memory,
         "memory_bytes_per_s": figure(copies),
-        "peak_flops": {name: figure(rates) for name, rates in products.items()},
-        "by_rank": {"copies": copies, **{f"{name} products": rates for name, rates in products.items()}},
+        "peak_flops": {name: figure(each) for name, each in products.items()},
+        "by_rank": {"copies": copies, **{f"{name} products": each for name, each in products.items()}},
         "cores": usable_cores() / here if ranks.on_cpu else None,
         "ranks_per_machine": here,
     }
@@ -67,7 +67,7 @@ def _copy_rates(ranks: Ranks) -> list[float]:
     numel = (16 << 20) if ranks.on_cpu else (256 << 20)
     source = torch.ones(numel, device=ranks.device)
     target = torch.empty_like(source)
-    return _rates(lambda: target.copy_(source), 2 * source.nbytes, ranks)
+    return rates(lambda: target.copy_(source), 2 * source.nbytes, ranks)
 
 
 def _product_rates(ranks: Ranks, dtype: torch.dtype) -> list[float]:
@@ -79,10 +79,10 @@ def _product_rates(ranks: Ranks, dtype: torch.dtype) -> list[float]:
 def _products(ranks: Ranks, dtype: torch.dtype, dim: int) -> list[float]:
     one, other = (torch.randn(dim, dim, device=ranks.device).to(dtype) for _ in range(2))
     out = torch.empty_like(one)
-    return _rates(lambda: torch.matmul(one, other, out=out), 2 * dim**3, ranks)
+    return rates(lambda: torch.matmul(one, other, out=out), 2 * dim**3, ranks)
 
 
-def _rates(call: Callable[[], object], amount: float, ranks: Ranks) -> list[float]:
+def rates(call: Callable[[], object], amount: float, ranks: Ranks) -> list[float]:
     """`amount` per second on each rank, all calling at once."""
     call()
     ranks.settle()
@@ -92,7 +92,7 @@ def _rates(call: Callable[[], object], amount: float, ranks: Ranks) -> list[floa
         call()
         ranks.settle()
         count += 1
-    rates = torch.zeros(ranks.world, dtype=torch.float64)
-    rates[ranks.rank] = amount * count / (time.perf_counter() - start)
-    dist.all_reduce(rates)
-    return rates.tolist()
+    found = torch.zeros(ranks.world, dtype=torch.float64)
+    found[ranks.rank] = amount * count / (time.perf_counter() - start)
+    dist.all_reduce(found)
+    return found.tolist()

@@ -9,11 +9,12 @@ from math import prod
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.cluster import Cluster, Curve, Device, Level
+from zeromesh.cluster import Cluster, Curve, Device, Kernel, Level
 from zeromesh.cost.constants import default_constants
 from zeromesh.errors import MeasurementError
 from zeromesh.measure.fit import Fit, fit
 from zeromesh.measure.launch import Mesh, on_all_ranks, require_several
+from zeromesh.measure.work import Work
 from zeromesh.units import format_bytes_per_s
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def probe(
     rounds: int = ROUNDS,
     seconds: float = SECONDS_PER_LEVEL,
     lab: Lab | None = None,
+    work: Work | None = None,
 ) -> Probe | None:
     """Measures the ranks of `mesh`.
 
@@ -103,6 +105,7 @@ def probe(
         rounds: timings of each size; at least 4.
         seconds: for each level, about.
         lab: an emulated cluster to measure.
+        work: of a model, at whose shapes the devices are measured.
 
     Returns:
         The probe; None on ranks of a torchrun other than the first.
@@ -113,7 +116,8 @@ def probe(
     started = mesh or {"node": ranks}
     require_several(started)
     require_patience(rounds, seconds)
-    options = {"rounds": rounds, "seconds": seconds, "find": mesh is None}
+    works = [] if work is None else [work.to_json()]
+    options = {"rounds": rounds, "seconds": seconds, "find": mesh is None, "works": works}
     raw = on_all_ranks("probe:measure", options, started, lab=lab)
     return None if raw is None else from_raw(raw, started, name)
 
@@ -127,11 +131,25 @@ def require_patience(rounds: int, seconds: float) -> None:
 
 
 def measure(
-    ranks: Ranks, *, rounds: int, seconds: float, patience: float | None = None, find: bool = False
+    ranks: Ranks,
+    *,
+    rounds: int,
+    seconds: float,
+    patience: float | None = None,
+    find: bool = False,
+    works: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The task of every rank; `patience` as `measure_links` has it, `find`: levels rather than take the mesh's."""
+    """The task of every rank.
+
+    Args:
+        ranks: all of them.
+        rounds, seconds, patience: as `measure_links` has them.
+        find: levels, rather than take the mesh's.
+        works: of models, at whose shapes devices are measured.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
+    from zeromesh.measure.kernels import measure_kernels
     from zeromesh.measure.levels.find import find_levels
     from zeromesh.measure.links import PATIENCE, measure_links
     from zeromesh.measure.machine import measure_machine
@@ -141,8 +159,10 @@ def measure(
         made = init_device_mesh(ranks.device.type, tuple(found.mesh.values()), mesh_dim_names=tuple(found.mesh))
         ranks = replace(ranks, mesh=made)
     machine = measure_machine(ranks)
+    kernels = [kernel for work in works for kernel in measure_kernels(ranks, Work.from_json(work))]
     levels = measure_links(ranks, rounds=rounds, seconds=seconds, patience=patience or PATIENCE)
-    return {"machine": machine, "levels": levels, **({} if found is None else {"found": asdict(found)})}
+    measured = {"machine": machine, "kernels": kernels, "works": list(works), "levels": levels}
+    return {**measured, **({} if found is None else {"found": asdict(found)})}
 
 
 def from_raw(raw: Mapping[str, Any], mesh: Mesh, name: str) -> Probe:
@@ -185,6 +205,7 @@ def _cluster(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any], mesh: Mesh,
         peak_flops=machine["peak_flops"],
         achievable_flops=machine["peak_flops"],
         cores=machine["cores"],
+        kernels=tuple(Kernel(**kernel) for kernel in raw.get("kernels", ())),
     )
     by_name = {level.name: level for level in levels}
     inner = list(mesh.items())[::-1]
@@ -230,6 +251,11 @@ def _sources(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any]) -> dict[str
         "device.memory_bandwidth": "measured: a copy, read and write counted, on all ranks at once",
         "device.peak": "measured: the fastest of a few square products, on all ranks at once; not a data sheet's",
     }
+    for work in raw.get("works", ()):
+        sources["device.kernel"] = (
+            f"measured: products, attention and the rest of a block of {work['name']}, {work['sequences']} sequences "
+            f"of {work['tokens']} tokens, on all ranks at once"
+        )
     sources |= {f"level.{name}.size": said for name, said in raw.get("found", {}).get("sources", {}).items()}
     for level in levels:
         rates = ", ".join(f"{name} {format_bytes_per_s(one.line.bytes_per_s)}" for name, one in level.fits.items())

@@ -27,6 +27,8 @@ from zeromesh.cluster import Cluster
 from zeromesh.errors import InputError, nearest
 from zeromesh.measure.replay import Compute, Replayed, read_schedule, replay, schedule_json
 from zeromesh.measure.shapes import SHAPES
+from zeromesh.measure.work import Work
+from zeromesh.model import ModelSpec
 from zeromesh.model.transformer import build
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.simulator import FixedWorkload, simulate
@@ -63,6 +65,16 @@ class Batch:
         for name in ("sequences", "tokens", "micro_batches"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model as the planner has it."""
+        return build(SHAPES[self.model].transformer, dtype=self.dtype)
+
+    @property
+    def work(self) -> Work:
+        """What a probe measures of it."""
+        return Work.of(self.spec, dtypes=(self.dtype,), sequences=self.sequences, tokens=self.tokens)
 
 
 # Measuring, on every rank ---------------------------------------------------------------------------------------------
@@ -306,15 +318,14 @@ def predict(schedule: Mapping[str, Any], cluster: Cluster, batch: Batch, compute
 
 
 def planned_s(strategy: str, cluster: Cluster, batch: Batch) -> float:
-    """Seconds of the same step as the planner has it: from the probed cluster alone, at its rate of large products."""
+    """Seconds of the same step as the planner has it: from the probed cluster alone."""
     workload = FixedWorkload(
         seq_len=batch.tokens,
         global_batch_tokens=batch.sequences * batch.tokens * batch.micro_batches * cluster.world,
         micro_batch=batch.sequences,
         param_dtype=batch.dtype,
     )
-    model = build(SHAPES[batch.model].transformer, dtype=batch.dtype)
-    return simulate(model, cluster, strategy, workload).step_s
+    return simulate(batch.spec, cluster, strategy, workload).step_s
 
 
 def median_step(traces: Sequence[Trace]) -> Trace:

@@ -142,6 +142,10 @@ def _faster(device: Device, factor: float) -> Device:
         peak_flops={dtype: max(peak, achieved[dtype]) for dtype, peak in peaks.items()},
         achievable_flops=achieved,
         memory_bytes_per_s=memory,
+        kernels=tuple(
+            replace(kernel, forward=kernel.forward * factor, backward=kernel.backward * factor)
+            for kernel in device.kernels
+        ),
     )
 
 

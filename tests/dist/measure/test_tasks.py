@@ -26,7 +26,7 @@ from zeromesh.measure.probe import from_raw, measure
 from zeromesh.measure.records import Records
 from zeromesh.measure.replay import schedule_json
 from zeromesh.measure.shapes import SHAPES
-from zeromesh.measure.steps import Batch, Training, from_json, measure_compute, measure_steps, predict
+from zeromesh.measure.steps import Batch, Training, from_json, measure_compute, measure_steps, planned_s, predict
 from zeromesh.trace import compare
 
 BATCH = Batch(model="tiny", sequences=1, tokens=16, micro_batches=2)
@@ -85,11 +85,22 @@ def test_levels_are_found_alike_on_all_ranks():
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_a_probe_is_a_cluster_that_predicts():
     ranks = ranks_of(2)
-    probed = json.loads(json.dumps(measure(ranks, rounds=4, seconds=0.5, find=True)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zeromesh.measure.machine.SAMPLE_S", 0.02)
+        probed = measure(ranks, rounds=4, seconds=0.5, find=True, works=[BATCH.work.to_json()])
+    probed = json.loads(json.dumps(probed))
     cluster = from_raw(probed, {"node": 2}, "here").cluster
     assert cluster.axes == (("node", 2),) and dict(cluster.sources)["level.node.size"] == "all ranks"
     assert cluster.device.cores is not None and cluster.device.memory_bytes > 1e6
     assert 1e6 < cluster.levels[0].bandwidth_bytes_per_s < 1e12
+    kinds = [kernel.kind for kernel in cluster.device.kernels]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "product": 4,
+        "attention": 1,
+        "elementwise": 1,
+        "optimizer": 1,
+    }
+    assert 0 < planned_s("node=1", cluster, BATCH) < 5
     found = measure_compute(ranks, BATCH, steps=2)
     written = schedule_json(engine_of(Training(ranks, BATCH, "node=3").model).schedule)
     simulated = predict(written, cluster, BATCH, found)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.cluster import LINK_KINDS, preset
+from zeromesh.cluster import LINK_KINDS, Device, Kernel, preset
 from zeromesh.cost import ComputeModel, default_constants, provenance
 from zeromesh.cost.memory import Overhead
 from zeromesh.errors import InternalError
@@ -120,3 +120,25 @@ def test_constants_out_of_range_are_refused():
         replace(CONSTANTS, launch_s=-1.0)
     with pytest.raises(InternalError, match="no link_share for"):
         replace(CONSTANTS, link_share={})
+
+
+def test_what_was_measured_at_the_models_shapes_is_believed():
+    """A block's products at measured shapes take what was measured, forward and backward, in the dtype measured."""
+    device = Device(
+        name="cpu",
+        memory_bytes=1e12,
+        peak_flops={"fp32": 1e11, "bf16": 1e11},
+        kernels=(
+            Kernel(kind="product", dtype="bf16", shape=(128, 256, 512), forward=1e9, backward=5e8),
+            Kernel(kind="product", dtype="bf16", shape=(128, 4096, 4096), forward=1e13, backward=1e13),
+            Kernel(kind="attention", dtype="bf16", shape=(64, 32), forward=2e9, backward=1e9),
+            Kernel(kind="optimizer", dtype="fp32", forward=3e9, backward=3e9),
+        ),
+    )
+    model = ComputeModel(device=device, constants=default_constants(), dtype="bf16")
+    assert model.product(128, 256, 512, flops=1e9) == pytest.approx(1.0)
+    assert model.product(128, 256, 512, flops=1e9, backward=True) == pytest.approx(2.0)
+    assert model.attention(2e9, shape=(64, 32)) == pytest.approx(1.0)
+    assert model.optimizer(1e8) == pytest.approx(1e8 * default_constants().optimizer_bytes / 3e9)
+    other = ComputeModel(device=device, constants=default_constants(), dtype="fp32")
+    assert other.product(128, 256, 512, flops=1e9) < 1.0  # nothing measured in it

@@ -234,15 +234,16 @@ def test_a_noisy_probe_is_taken_again_unless_noise_is_accepted(bench, monkeypatc
     monkeypatch.setattr("zeromesh.measure.bench.on_all_ranks", lambda task, options, *_, **__: told.append(options))
     empty_directory(bench)
     bench.run(cells)
-    assert told.pop()["probe"] == {"seconds": bench.probe_s, "rounds": bench.probe_rounds}
-    bench.records.keep_probe(TREE, raw(loaded=3.0))
+    works = [BATCH.work.to_json()]
+    assert told.pop()["probe"] == {"seconds": bench.probe_s, "rounds": bench.probe_rounds, "works": works}
+    bench.records.keep_probe(TREE, raw(loaded=3.0) | {"works": works})
     assert not trusted(raw(loaded=3.0), Topology(text=TREE))
     bench.run(cells)
     assert told.pop()["probe"] is not None
     bench.accept_noise = True
     bench.run(cells)
     assert told.pop()["probe"] is None
-    bench.records.keep_probe(TREE, raw())
+    bench.records.keep_probe(TREE, raw() | {"works": works})
     bench.accept_noise = False
     bench.run(cells)
     assert told[0]["probe"] is None

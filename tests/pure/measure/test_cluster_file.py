@@ -2,7 +2,7 @@ from dataclasses import asdict, is_dataclass, replace
 
 import pytest
 
-from zeromesh.cluster import Curve, parse_cluster, preset, preset_names
+from zeromesh.cluster import Curve, Kernel, parse_cluster, preset, preset_names
 from zeromesh.measure.cluster_file import cluster_toml
 
 
@@ -29,7 +29,16 @@ def test_optional_keys_and_odd_text_are_read_back():
     odd = replace(
         cluster,
         description='say "hi"\\ in 2 lines\n',
-        device=replace(cluster.device, cores=0.5),
+        device=replace(
+            cluster.device,
+            cores=0.5,
+            kernels=(
+                Kernel(kind="product", dtype="bf16", shape=(128, 256, 512), forward=1e11, backward=9e10),
+                Kernel(kind="attention", dtype="fp32", shape=(64, 32), forward=1e10, backward=8e9),
+                Kernel(kind="elementwise", dtype="bf16", forward=2e9, backward=3e9),
+                Kernel(kind="optimizer", dtype="fp32", forward=2e10, backward=2e10),
+            ),
+        ),
         levels=(level,),
         sources=(("device.memory", "measured: µs"),),
     )

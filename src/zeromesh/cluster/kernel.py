@@ -1,0 +1,57 @@
+"""What a device was measured to reach in one kind of work, at one shape, in one dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, log
+
+from zeromesh.errors import ClusterError, nearest
+
+#: Kinds of work, and the numbers that a shape of each has. Rates of the first two are FLOP/s, of the others bytes/s.
+KERNELS = {
+    "product": ("rows", "inner", "outer"),
+    "attention": ("context", "head_dim"),
+    "elementwise": (),
+    "optimizer": (),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """Rates of one device while all others of its machine do the same.
+
+    Args:
+        kind: one of `KERNELS`.
+        dtype: computed in; of an optimizer that of its states.
+        shape: as `KERNELS` lists them.
+        forward: rate.
+        backward: rate of the backward pass; of a product that of both gradients. An optimizer has none: its `forward`.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    forward: float
+    backward: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if self.kind not in KERNELS:
+            raise ClusterError(f"unknown kind of kernel {self.kind!r}; {nearest(self.kind, tuple(KERNELS))}")
+        names = KERNELS[self.kind]
+        if len(self.shape) != len(names) or not all(size >= 1 for size in self.shape):
+            raise ClusterError(
+                f"the shape of a kernel of kind {self.kind} is {', '.join(names) or 'empty'}; got {self.shape}"
+            )
+        for rate in (self.forward, self.backward):
+            if not 0 < rate < inf:
+                raise ClusterError(f"a kernel's rates must be finite and above 0, got {rate}")
+
+    def rate(self, *, backward: bool) -> float:
+        """Of one direction."""
+        return self.backward if backward else self.forward
+
+    def distance(self, shape: Sequence[float]) -> float:
+        """From another shape of its kind: the sum of the logarithms of how often one size goes into the other."""
+        return sum(abs(log(size / own)) for size, own in zip(shape, self.shape, strict=True))

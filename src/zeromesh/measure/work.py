@@ -1,0 +1,96 @@
+"""What a model's micro-batch consists of, for those who measure a device at it. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from zeromesh.errors import InputError, nearest
+from zeromesh.measure.shapes import LlamaShape
+from zeromesh.model.spec import ModelSpec, UnitKind
+
+DTYPES = ("fp32", "bf16")
+"""That kernels can be measured in."""
+
+MOST_ELEMENTS = 1 << 25
+"""That an optimizer is measured on: more takes as long for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Shapes of one micro-batch.
+
+    Args:
+        name: of the model.
+        dtypes: to measure.
+        sequences, tokens: of a micro-batch, and of a sequence.
+        hidden, ffn, heads, head_dim: of a block; what is elementwise is measured on a Llama's with these.
+        products: (rows of a token, inner, outer) of all products.
+        elements: of all parameters.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    sequences: int
+    tokens: int
+    hidden: int
+    ffn: int
+    heads: int
+    head_dim: int
+    products: tuple[tuple[float, int, int], ...]
+    elements: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, dtypes: Sequence[str], sequences: int, tokens: int) -> Self:
+        """The work of `spec`.
+
+        Raises:
+            InputError: a dtype that cannot be measured, no block with attention, or no tokens.
+        """
+        for dtype in dtypes:
+            if dtype not in DTYPES:
+                raise InputError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; {nearest(dtype, DTYPES)}")
+        if min(sequences, tokens) < 1:
+            raise InputError(f"a micro-batch has at least 1 sequence of 1 token, got {sequences} of {tokens}")
+        block = next((unit for unit in spec.units if unit.kind is UnitKind.BLOCK), None)
+        if block is None or block.attention is None or not block.matmuls:
+            raise InputError(f"kernels are measured at the shapes of a transformer's blocks; {spec.name} has none")
+        products = {(m.rows_per_token, m.inner, m.outer) for unit in spec.units for m in unit.matmuls}
+        return cls(
+            name=spec.name,
+            dtypes=tuple(dtypes),
+            sequences=sequences,
+            tokens=tokens,
+            hidden=spec.hidden,
+            ffn=max(matmul.outer for matmul in block.matmuls),
+            heads=block.attention.heads,
+            head_dim=block.attention.head_dim,
+            products=tuple(sorted(products)),
+            elements=min(MOST_ELEMENTS, sum(unit.count * unit.num_params for unit in spec.units)),
+        )
+
+    @property
+    def llama(self) -> LlamaShape:
+        """One block of these sizes."""
+        return LlamaShape(
+            hidden=self.heads * self.head_dim, intermediate=self.ffn, layers=1, heads=self.heads, vocab=self.head_dim
+        )
+
+    def capped(self, most_flops: float) -> Self:
+        """The same with fewer tokens, so that the forward of a block takes no more FLOPs than that."""
+        a_token = 2 * (4 * self.hidden**2 + 3 * self.hidden * self.ffn)
+        total = max(1, min(self.sequences * self.tokens, int(most_flops / a_token)))
+        tokens = min(self.tokens, total)
+        return type(self).from_json(self.to_json() | {"tokens": tokens, "sequences": max(1, total // tokens)})
+
+    def to_json(self) -> dict[str, Any]:
+        """As it comes back from a file."""
+        text: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return text
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        lists = {"dtypes": tuple(data["dtypes"]), "products": tuple(tuple(one) for one in data["products"])}
+        return cls(**(dict(data) | lists))
