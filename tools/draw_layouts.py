@@ -49,6 +49,7 @@ def draw(strategy: str) -> str:
             parts.append(
                 f'<rect x="{x + first:g}" y="{y}" width="{last - first:g}" height="{HEIGHT}" fill="{COLOURS[kind]}"/>'
             )
+    parts += _text(4, 18, strategy)
     for cluster in range(AXES[1][1]):
         x = LABEL + cluster * (AXES[0][1] * (WIDTH + GAP) + GAP)
         parts += _text(x + AXES[0][1] * (WIDTH + GAP) / 2, 18, f"node {cluster}", anchor="middle")

@@ -143,7 +143,7 @@ def shard(
         MismatchError: the ranks have different strategies, meshes or models, or one of the errors above was raised on
             another rank.
 
-    Example:
+    Examples:
         >>> import torch, zeromesh as zm
         >>> model = zm.shard(torch.nn.Linear(4, 4), None, "node=3")
         >>> optimizer = torch.optim.AdamW(model.parameters())

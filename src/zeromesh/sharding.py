@@ -45,7 +45,7 @@ class Sharding:
         InputError: "auto" without mesh, cluster or workload, or either of the last two without "auto".
         NotationError, MeshError: the strategy does not parse, or does not fit the sizes.
 
-    Example:
+    Examples:
         >>> import zeromesh as zm
         >>> zm.Sharding(strategy="node=3,cluster=1", mesh={"cluster": 2, "node": 8}).mesh
         (('cluster', 2), ('node', 8))

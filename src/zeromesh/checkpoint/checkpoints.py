@@ -69,7 +69,7 @@ class Checkpoints:
         InputError: stages that are not all of this rank's, that are spread over different numbers of ranks, or have
             parameters of the same name.
 
-    Example:
+    Examples:
         >>> checkpoints = Checkpoints("run/checkpoints", model, optimizer)  # doctest: +SKIP
         >>> found = checkpoints.load("auto")  # doctest: +SKIP
         >>> checkpoints.save(step, {"scheduler": scheduler.state_dict()})  # doctest: +SKIP

@@ -69,7 +69,7 @@ def shard(
 ) -> ModelT:
     """`zeromesh.shard` of a given strategy; that says what the options are, and what is raised.
 
-    Example:
+    Examples:
         >>> model = shard(nn.Linear(4, 4), None, "node=3")
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """

@@ -63,9 +63,7 @@ def promise(model: nn.Module, sources: Mapping[str, Source], origin: str) -> Non
         for key, param in module._parameters.items():
             if param is not None and f"{prefix}.{key}".lstrip(".") in sources:
                 made[param] = Promised(param.data, param.requires_grad)
-                vars(made[param]).update(
-                    vars(param) | {"_is_hf_initialized": True}
-                )  # transformers then leaves it alone
+                vars(made[param]).update(vars(param))
     for prefix, module in model.named_modules(remove_duplicate=False):
         module._parameters.update({k: made[p] for k, p in module._parameters.items() if p in made})
         names = {key: f"{prefix}.{key}".lstrip(".") for key in (*module._parameters, *module._buffers)}

@@ -63,6 +63,9 @@ def from_pretrained(
     stored = read_headers(location)
     model = _build(kind, location, dtype or _dtype_in(stored), explicit=dtype is not None, **options)
     sources, missing, unexpected = _plan(model, stored)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in sources:
+            param._is_hf_initialized = True  # transformers then leaves it alone
     promise(model, sources, str(location))
     if missing or unexpected:
         parts = [f"{what} {', '.join(names[:8])}" + " and others" * (len(names) > 8) for what, names in (

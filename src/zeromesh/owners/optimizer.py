@@ -75,7 +75,7 @@ def by_owner(
             torch.vmap does not run it and is to.
         MismatchError: on all ranks, if they give different tensors.
 
-    Example:
+    Examples:
         >>> optimizer = by_owner(torch.optim.Muon, model.blocks.parameters(), lr=0.02)  # doctest: +SKIP
     """
     groups = [dict(entry) if isinstance(entry, Mapping) else entry for entry in params]

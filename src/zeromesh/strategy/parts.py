@@ -28,7 +28,7 @@ class Part:
             others hold others (experts beside an axis of expert parallelism). None: the model's mesh.
         strategy: on the axes of that mesh; None where the notation of the model's strategy has the part's.
 
-    Example:
+    Examples:
         >>> import zeromesh as zm
         >>> parts = {"*.embed_tokens": zm.Part(strategy="node=0,cluster=0")}
     """
