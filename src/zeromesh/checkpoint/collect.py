@@ -117,8 +117,9 @@ def _collect(
         collected.add(pieces, replica_of(buffer))
         if first:
             collected.add(numbers, (0, 1))
+    unsharded = [whole(MODEL + name, tensor) for name, tensor in persistent_buffers(model)]  # which raises on all ranks
     if first:
-        collected.add([whole(MODEL + name, tensor) for name, tensor in persistent_buffers(model)], (0, 1))
+        collected.add(unsharded, (0, 1))
 
 
 def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, Tensor]]:

@@ -17,7 +17,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch._utils import _rebuild_tensor_v2
+from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
 ALIGNMENT = 64
 """Of a tensor's bytes in a file: what `torch.save` does."""
@@ -37,6 +37,7 @@ _STORAGES = {
     torch.uint8: torch.ByteStorage,
     torch.bool: torch.BoolStorage,
 }
+"""Later dtypes have none of their own: torch describes their tensors in its third form, over bytes."""
 
 # "FB" is the id of the padding field that torch writes; 1980-01-01 is the zip format's day zero.
 _FLAGS = 0x0808
@@ -134,7 +135,8 @@ class _Storage:
     """Stands for the storage that `torch.load` will make of entry data/0."""
 
     def __init__(self, dtype: torch.dtype, numel: int) -> None:
-        self.reference = ("storage", _STORAGES[dtype], "0", "cpu", numel)
+        kind = _STORAGES.get(dtype, torch.UntypedStorage)
+        self.reference = ("storage", kind, "0", "cpu", numel if dtype in _STORAGES else numel * dtype.itemsize)
 
 
 class _Tensor:
@@ -145,9 +147,12 @@ class _Tensor:
         numel = torch.Size(sizes).numel()
         hooks: OrderedDict[str, Any] = OrderedDict()
         self.arguments = (_Storage(dtype, numel), 0, tuple(sizes), tuple(strides), False, hooks)
+        self.dtype = dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_tensor_v2, self.arguments
+        if self.dtype in _STORAGES:
+            return _rebuild_tensor_v2, self.arguments
+        return _rebuild_tensor_v3, (*self.arguments, self.dtype)
 
 
 class _Pickler(pickle.Pickler):

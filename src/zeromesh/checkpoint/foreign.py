@@ -205,11 +205,11 @@ class _Layout(_Bounded):
     """Of the one tensor in a zip of torch's: (offset, sizes, strides)."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
             return lambda storage, offset, sizes, strides, *_: (offset, tuple(sizes), tuple(strides))
         if (module, name) == ("collections", "OrderedDict"):
             return dict
-        if module == "torch" and name.endswith("Storage"):
+        if module in ("torch", "torch.storage") and (name.endswith("Storage") or name in DTYPES):
             return name
         raise CheckpointError(f"a tensor's description names {module}.{name}, which no plain tensor needs: not read")
 

@@ -51,9 +51,10 @@ def save_safetensors(
         held = [param_piece(param, prefix="") for param in buffer.optimizer_params if param.writes]
         pieces += [row for piece in share(held, *replica_of(buffer)) for row in piece.rows()]
     for name, value in persistent_buffers(model):
-        kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        kind = dtype if dtype is not None and value.dtype in DTYPES.values() else value.dtype  # fp8 are no numbers yet
         specs.append(Spec(name=name, shape=tuple(value.shape), dtype=kind))
-        pieces += [whole(name, value)] if peers.rank == 0 else []
+        unsharded = whole(name, value)  # which raises on all ranks
+        pieces += [unsharded] if peers.rank == 0 else []
     _prepare(model, location, peers.rank)
     write_safetensors(location, specs, pieces, peers, max_file_bytes=max_file_bytes)
 

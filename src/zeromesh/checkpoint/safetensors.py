@@ -37,6 +37,8 @@ _NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _CHUNK = 1 << 22

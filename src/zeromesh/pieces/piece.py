@@ -26,6 +26,8 @@ DTYPES = {
         torch.int8,
         torch.uint8,
         torch.bool,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
     )
 }
 """Those that a piece can have, by name."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 
 import zeromesh as zm
@@ -225,3 +226,48 @@ def test_float_inputs_of_a_vision_transformer_are_cast(strategy):
     close(output.logits.float(), plain(pixel_values=pixels).logits, "logits", 0.05)
     output.loss.backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+class Quantised(nn.Module):
+    """A frozen weight of few bits with its scales, beneath adapters, as QLoRA has it."""
+
+    def __init__(self, dtype: torch.dtype, width: int = 12) -> None:
+        super().__init__()
+        weight = torch.randn(width, width)
+        scale = weight.abs().amax(1, keepdim=True) / 100
+        self.weight = nn.Parameter((weight / scale).to(dtype), requires_grad=False)
+        self.register_buffer("scale", scale)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(nn.functional.linear(x, self.weight.to(x.dtype) * self.scale) + self.up(self.down(x)))
+
+
+@on_ranks(4)
+def test_frozen_weights_of_few_bits_are_computed_with_saved_and_loaded(tmp_path):
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(Quantised(dtype) for _ in range(3)))
+        torch.manual_seed(dist.get_rank())  # values are the first rank's
+        models = [nn.Sequential(*(Quantised(dtype) for _ in range(3))) for _ in range(2)]
+        model, other = (zm.shard(m, mesh_2x2(), "node=3,cluster=1") for m in models)
+        ours, theirs = (optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain))
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+        for _ in range(3):
+            model(x[dist.get_rank() :: 4]).square().mean().backward()
+            plain(x).square().mean().backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        for part in other:
+            part.weight.data.zero_()
+        with zm.Checkpoints(tmp_path / str(dtype), model, ours, keep=1) as checkpoints:
+            checkpoints.save(3)
+        zm.Checkpoints(tmp_path / str(dtype), other).load(optimizers=False)
+        zm.save_safetensors(model, tmp_path / f"{dtype} files", dtype=torch.bfloat16)
+        with torch.no_grad():
+            for trained in (model, other):
+                torch.testing.assert_close(trained(x), plain(x), rtol=0, atol=1e-6)
+        stored = load_file(tmp_path / f"{dtype} files" / "model.safetensors")
+        assert stored["2.weight"].dtype == dtype and stored["2.up.weight"].dtype == torch.bfloat16
+        assert torch.equal(stored["2.weight"].float(), plain[2].weight.float())
