@@ -15,6 +15,19 @@ from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
 from zeromesh.model.module_units import is_sharded
 
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def require_unwrapped(model: nn.Module) -> None:
+    """Raises ModelError where torch reduces or shards already: what it has taken hold of would be gone."""
+    for name, part in model.named_modules():
+        for kind in type(part).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+                raise ModelError(
+                    f"{name or 'the model'} is in torch's {kind.__name__} already, which would go on with parameters "
+                    f"that are gone: give zm.shard the plain model, before any other wrapper or fully_shard"
+                )
+
 
 def can_shard(owner: nn.Module, param: nn.Parameter, name: str) -> bool:
     """Whether the parameter is sharded; frozen ones of other dtypes (quantised weights, say) stay as they are.
@@ -32,6 +45,12 @@ def can_shard(owner: nn.Module, param: nn.Parameter, name: str) -> bool:
         raise ModelError(
             f"{name} has hooks for its gradient, which would never be called: a sharded parameter's gradient comes in "
             f"parts, reduced later. Remove them and change `.grad` after the last backward, before the step"
+        )
+    if any(kind.__module__.partition(".")[0] == "bitsandbytes" for kind in type(param).__mro__):
+        raise ModelError(
+            f"{name} is a {type(param).__name__} of bitsandbytes, which keeps scales and layout beside its values, "
+            f"where neither sharding nor a checkpoint finds them. Load the base without quantization_config, in bf16, "
+            f"and freeze it: it is sharded so; or hold quantised values and scales in plain tensors, which stay whole"
         )
     if param.requires_grad and not is_sharded(param):
         raise ModelError(

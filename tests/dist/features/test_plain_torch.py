@@ -960,6 +960,10 @@ def test_wrappers_and_parts_are_refused():
         fully_shard(nn.Sequential(model), mesh=mesh())
     with pytest.raises(ModelError, match="this model, or a part of it, is sharded already"):
         zm.shard(nn.Sequential(model), mesh(), "node=1")
+    with pytest.raises(ModelError, match=r"0 is in torch's FSDPModule already, .*give zm.shard the plain model"):
+        inner = nn.Linear(2, 2)
+        fully_shard(inner, mesh=mesh())
+        zm.shard(nn.Sequential(inner), mesh(), "node=1")
 
 
 def in_ddp(model: nn.Module) -> nn.Module:

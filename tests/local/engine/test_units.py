@@ -43,6 +43,19 @@ def subclass(*, frozen: bool) -> nn.Sequential:
     return with_first(nn.Parameter(torch.eye(4).as_subclass(Doubling), requires_grad=not frozen))
 
 
+class Params4bit(nn.Parameter):
+    """Stands for bitsandbytes' class of this name (0.49): codes, whose scales are in an attribute."""
+
+    __module__ = "bitsandbytes.nn.modules"
+    quant_state: object = None
+
+
+def of_bitsandbytes() -> nn.Sequential:
+    weight = Params4bit(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    weight.quant_state = object()
+    return with_first(weight)
+
+
 def dtensor(mesh, placement) -> nn.Sequential:
     return with_first(nn.Parameter(DTensor.from_local(torch.eye(4), mesh, [placement])))
 
@@ -67,6 +80,8 @@ def tied_by_data(device: str, columns: int = 4) -> nn.Sequential:
         (lambda: subclass(frozen=False), r"0\.weight is a Doubling, a subclass of Tensor that computes in its own way"),
         (lambda: subclass(frozen=True), r"0\.weight is a Doubling"),
         (lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), r"0\.weight has no shape yet .*run the model once"),
+        (of_bitsandbytes, r"0\.weight is a Params4bit of bitsandbytes, which keeps scales .*in bf16, and freeze it"),
+        (lambda: nn.DataParallel(pair()), "the model is in torch's DataParallel already, which would go on with"),
         (accumulating_in_fp32, r"0\.weight has grad_dtype=torch\.float32, which would be lost.*give zm\.shard these"),
         (lambda: tied_by_data("cpu"), r"0\.weight and 1\.weight share memory and are not one parameter.*Tie them"),
         (lambda: tied_by_data("meta"), r"0\.weight and 1\.weight share memory"),
