@@ -92,14 +92,23 @@ class Sharding:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
-        world = dist.get_world_size() if dist.is_initialized() else 1
+        self.require_ranks(dist.get_world_size() if dist.is_initialized() else 1)
+        if not isinstance(self.mesh, tuple):
+            return self
+        if not dist.is_initialized():  # one process; the strategy then names the axes
+            return replace(self, mesh=None)
+        names, counts = zip(*self.mesh, strict=True)
+        return replace(self, mesh=init_device_mesh(device_type, counts, mesh_dim_names=names))
+
+    def require_ranks(self, world: int) -> None:
+        """Raises MeshError unless the mesh has all of `world` ranks."""
         if self.mesh is None:
             if world > 1:
                 raise MeshError(
                     f"the job has {world} ranks and Sharding(strategy={str(self.strategy)!r}) no mesh: give sizes by "
                     f"name, outermost first, whose product is {world}, such as mesh={{'node': {world}}}"
                 )
-            return self
+            return
         sizes = self.mesh if isinstance(self.mesh, tuple) else None
         size = prod(count for _, count in sizes) if sizes else self.mesh.size()  # type: ignore[union-attr]
         if size != world:
@@ -108,12 +117,6 @@ class Sharding:
                 f"the mesh ({shown}) has {size} ranks and the job {world}: give sizes whose product is the number of "
                 f"processes, such as {{'cluster': nodes, 'node': processes on each}}, and start as many with torchrun"
             )
-        if sizes is None:
-            return self
-        if not dist.is_initialized():  # one process; the strategy then names the axes
-            return replace(self, mesh=None)
-        names, counts = zip(*sizes, strict=True)
-        return replace(self, mesh=init_device_mesh(device_type, counts, mesh_dim_names=names))
 
     def shard(self, model: ModelT) -> ModelT:
         """`zm.shard` of `model` with all of this; all ranks call it together. A mesh of sizes is made on the machine's

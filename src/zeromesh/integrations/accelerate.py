@@ -27,10 +27,16 @@ from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.full_state import full_state_dict
 from zeromesh.checkpoint.huggingface import save_safetensors
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.optim import updates
-from zeromesh.errors import InputError, ModelError
-from zeromesh.integrations.methods import is_sharded, shard_model, with_mixed_precision
+from zeromesh.errors import InputError
+from zeromesh.integrations.methods import (
+    require_plain,
+    require_processes,
+    require_sharding,
+    shard_model,
+    with_mixed_precision,
+)
 from zeromesh.integrations.optimizers import give_shards
+from zeromesh.integrations.saved import checkpoints_of
 from zeromesh.integrations.versions import require_known
 from zeromesh.sharding import Sharding
 
@@ -67,8 +73,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
     step: int
 
     def __init__(self, *args: Any, sharding: Sharding, **kwargs: Any) -> None:
+        require_sharding(sharding)
         _refuse([name for name in PLUGINS if kwargs.get(name) is not None])
         super().__init__(*args, **kwargs)
+        require_processes(sharding, self.num_processes)
         self.sharding = sharding
         self._sharding: Sharding | None = None
         self._shards: Any = WeakIdKeyDictionary()
@@ -101,8 +109,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[no-any-return]
 
     def _shard(self, model: nn.Module) -> None:
-        if is_sharded(model):
-            raise ModelError("the model is sharded already: prepare a plain one, which is sharded as sharding= says")
+        require_plain(model)
         if self._sharding is None:
             self._sharding = with_mixed_precision(self.sharding, self.mixed_precision).on(self.device.type)
         self._shards.update(shard_model(self._sharding, model))
@@ -170,8 +177,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
             self._models, self._optimizers = held
 
     def _checkpoints(self, directory: Any) -> Iterator[tuple[str, Checkpoints]]:
+        optimizers = [held.optimizer for held in self._optimizers]
         for index, model in enumerate(self._models):
-            optimizers = [held.optimizer for held in self._optimizers]
-            own = [optimizer for optimizer in optimizers if updates(optimizer, engine_of(model))]
             path = os.path.join(directory, STATES.format(index))
-            yield path, Checkpoints(path, model, own, keep=1)
+            yield path, checkpoints_of(path, model, optimizers)

@@ -28,12 +28,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.engine.api import accumulate, engine_of
-from zeromesh.engine.optim import updates
-from zeromesh.errors import CheckpointError, InputError, ModelError
-from zeromesh.integrations.methods import is_sharded, shard_model, with_mixed_precision
+from zeromesh.engine.optim import check_optimizer, updates
+from zeromesh.errors import CheckpointError, InputError
+from zeromesh.integrations.methods import require_plain, require_sharding, shard_model, with_mixed_precision
 from zeromesh.integrations.optimizers import give_shards
+from zeromesh.integrations.saved import checkpoints_of
 from zeromesh.integrations.versions import require_known
 from zeromesh.sharding import Sharding
 
@@ -72,11 +72,6 @@ def _sharding_of(sharding: Sharding, precision: str, device: torch.device) -> Sh
     return with_mixed_precision(sharding, "fp16" if mixed == "16" else mixed).on(device.type)
 
 
-def _require_plain(model: nn.Module) -> None:
-    if is_sharded(model):
-        raise ModelError("the model is sharded already: give Lightning a plain one, which its strategy shards")
-
-
 # ---- a checkpoint: a directory of `zm.Checkpoints` for each model, and one file, which their states name. Written
 # ---- over, it is the old one or the new one whatever is killed, or, of several models, says that it is neither.
 
@@ -96,7 +91,7 @@ def _save(
         directory.mkdir(parents=True, exist_ok=True)
         torch.save(rest, directory / name)
     for key, own in held.items():
-        with Checkpoints(directory / key, models[key], own, keep=1) as checkpoints:
+        with checkpoints_of(directory / key, models[key], own) as checkpoints:
             checkpoints.save(step, {REST: name})
             checkpoints.wait()
     if first:
@@ -110,7 +105,7 @@ def _load(
 ) -> dict[str, Any]:
     names = set()
     for key, own in _held(models, optimizers).items():
-        restored = Checkpoints(directory / key, models[key], own).load(
+        restored = checkpoints_of(directory / key, models[key], own).load(
             directory / key, optimizers=bool(own), random_states=bool(own)
         )
         assert restored is not None  # of a path
@@ -158,6 +153,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
     """
 
     def __init__(self, *, sharding: Sharding, **options: Any) -> None:
+        require_sharding(sharding)
         _require_options(options)
         super().__init__(**options)
         self.sharding = sharding
@@ -166,7 +162,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         self._backward_sync_control = _SyncControl()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        _require_plain(module)
+        require_plain(module)
         if self._sharding is None:
             self._sharding = _sharding_of(self.sharding, self.precision.precision, self.root_device)
         self._shards.update(shard_model(self._sharding, module))
@@ -246,6 +242,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
     model: Any
 
     def __init__(self, *, sharding: Sharding, **options: Any) -> None:
+        require_sharding(sharding)
         _require_options(options)
         super().__init__(**options)
         self.sharding = sharding
@@ -258,7 +255,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
 
     def connect(self, model: Any) -> None:
         if model is not self._own:
-            _require_plain(model)
+            require_plain(model)
         super().connect(model)
 
     def setup(self, trainer: Any) -> None:
@@ -275,6 +272,8 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
             self._own = self.model
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                check_optimizer(optimizer)  # ahead of the first step, which would
         self.setup_precision_plugin()
 
     def teardown(self) -> None:

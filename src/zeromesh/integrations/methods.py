@@ -11,10 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.engine.api import ENGINE, accumulate
+from zeromesh.engine.shardable import require_unwrapped
+from zeromesh.errors import InputError, ModelError
 from zeromesh.sharding import Sharding
 
 MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,6 +32,37 @@ def is_sharded(model: object) -> bool:
 def with_mixed_precision(sharding: Sharding, name: str | None) -> Sharding:
     """`sharding`, in the dtype that a library is told to compute in, where it says none itself."""
     return replace(sharding, param_dtype=sharding.param_dtype or MIXED.get(name or ""))
+
+
+def require_plain(model: object) -> None:
+    """Raises ModelError of a model that is sharded, or in a wrapper of torch's, already."""
+    if is_sharded(model):
+        raise ModelError("the model is sharded already: give a plain one, which is sharded as sharding= says")
+    if isinstance(model, nn.Module):
+        require_unwrapped(model)
+
+
+def require_sharding(sharding: object) -> None:
+    """Raises InputError of another value than the one that says how."""
+    if not isinstance(sharding, Sharding):
+        raise InputError(f"sharding= takes zm.Sharding(strategy=..., mesh=...); got {sharding!r}")
+
+
+def require_processes(sharding: Sharding, count: int) -> None:
+    """Of a library that splits its data among `count` processes.
+
+    Raises:
+        InputError: torch's job has another number of them. accelerate counts one each where it finds no GPU and was not
+            told to use CPUs, and so each would train on all of the data.
+        MeshError: the mesh has another number.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if count != world:
+        raise InputError(
+            f"the job has {world} ranks, and accelerate splits data among {count}: to train on CPUs say so, with "
+            f"use_cpu=True in TrainingArguments, Accelerator(cpu=True), or ACCELERATE_USE_CPU=1 in the environment"
+        )
+    sharding.require_ranks(world)
 
 
 def shard_model(sharding: Sharding, model: nn.Module) -> Any:

@@ -23,6 +23,7 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.hooks import standing_in
 from zeromesh.errors import InputError
 from zeromesh.integrations.methods import give_method
+from zeromesh.integrations.saved import is_peft
 from zeromesh.model.module_units import find_blocks
 from zeromesh.sharding import Sharding
 
@@ -57,11 +58,6 @@ def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
             if isinstance(part, GenerationMixin):
                 inside = None if part is model else weakref.ref(engine)
                 give_method(part, "generate", functools.partial(_generate, inside=inside))
-
-
-def is_peft(model: object) -> bool:
-    """Whether it is a model of PEFT's, which need not be installed."""
-    return any(kind.__module__ == "peft.peft_model" for kind in type(model).__mro__)
 
 
 def _keep_trainable(model: nn.Module) -> None:

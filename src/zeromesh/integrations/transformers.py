@@ -30,8 +30,15 @@ from zeromesh.checkpoint.huggingface import load_safetensors
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import ELEMENTWISE, steps_elementwise
 from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
-from zeromesh.integrations.methods import is_sharded, shard_model, with_mixed_precision
-from zeromesh.integrations.pretrained import is_peft
+from zeromesh.integrations.methods import (
+    is_sharded,
+    require_plain,
+    require_processes,
+    require_sharding,
+    shard_model,
+    with_mixed_precision,
+)
+from zeromesh.integrations.saved import checkpoints_of, is_peft
 from zeromesh.integrations.versions import require_known
 from zeromesh.model.module_units import find_blocks
 from zeromesh.sharding import Sharding
@@ -69,6 +76,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
     _compiling: dict[str, Any] | None
 
     def __init__(self, *args: Any, sharding: Sharding, **kwargs: Any) -> None:
+        require_sharding(sharding)
         self.sharding = sharding
         super().__init__(*args, **kwargs)
         if is_peft(self.model) and "ref" in self.model.peft_config:
@@ -123,6 +131,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
     # ---- wrong input
 
     def create_accelerator_and_postprocess(self) -> None:
+        _refuse(["deepspeed"] if self.args.deepspeed_plugin is not None else [])  # which would set itself up
         super().create_accelerator_and_postprocess()
         self._require_alone()
         plugin = self.accelerator.state.dynamo_plugin
@@ -133,12 +142,8 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
 
     def _require_alone(self) -> None:
         args = self.args
-        if is_sharded(self.model):
-            raise ModelError(
-                "the model is sharded already: give the Trainer a plain one, which it shards as sharding= says"
-            )
+        require_plain(self.model)
         refused = {
-            "deepspeed": self.is_deepspeed_enabled,
             "fsdp": bool(args.fsdp) or self.is_fsdp_enabled,
             "parallelism_config": args.parallelism_config is not None,
             "bf16_full_eval": args.bf16_full_eval,
@@ -147,14 +152,13 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
             "sync_ref_model": getattr(args, "sync_ref_model", False),
             "even_batches=False": not self.accelerator.even_batches,
         }
-        named = [name for name, given in refused.items() if given]
-        if named:
-            raise InputError(f"{', '.join(named)} cannot be used with sharding=: {_INSTEAD[named[0]]}")
+        _refuse([name for name, given in refused.items() if given])
         if args.n_gpu > 1:
             raise InputError(
                 f"this process sees {args.n_gpu} GPUs, over which the Trainer would copy the model: start one process "
                 f"for each with torchrun"
             )
+        require_processes(self.sharding, self.accelerator.num_processes)
 
     def _validate_args(self) -> None:
         super()._validate_args()
@@ -217,9 +221,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         optimizer = self.optimizer
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        return Checkpoints(
-            os.path.join(directory, STATES), self.model, optimizer, keep=1, frozen=not is_peft(self.model)
-        )
+        return checkpoints_of(os.path.join(directory, STATES), self.model, [optimizer])
 
     def _has_states(self, checkpoint: str) -> bool:
         return engine_of(self.model).control.say(os.path.isdir(os.path.join(checkpoint, STATES)))
@@ -252,6 +254,11 @@ _INSTEAD = {
     "sync_ref_model": "it mixes the model's parameters with the reference's, which are sharded in another way",
     "even_batches=False": "all ranks must run as many forwards, or those that have more wait for ever",
 }
+
+
+def _refuse(named: list[str]) -> None:
+    if named:
+        raise InputError(f"{', '.join(named)} cannot be used with sharding=: {_INSTEAD[named[0]]}")
 
 
 class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers is not followed by mypy

@@ -6,6 +6,7 @@ The plain run that a sharded one is held against is one process's, in the first 
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -145,6 +146,14 @@ def arguments(directory: Path | str, *, kind: Any = None, **options: Any) -> Any
 def curve(trainer: Any) -> list[tuple[int, float, float]]:
     """(step, loss, norm of gradients) of each step."""
     return [(row["step"], row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
+
+
+def assert_base_left_out(states: Path) -> None:
+    """Of a checkpoint of "lora": what is trained is there, and what is frozen is not."""
+    (manifest,) = states.rglob("manifest*")
+    named = re.findall(r'"model\.([\w.]+)"', manifest.read_text())
+    assert any(name.endswith("lm_head.modules_to_save.default.weight") for name in named)
+    assert not any(name.endswith("embed_tokens.weight") for name in named)
 
 
 def assert_same_curve(found: Sequence[tuple[int, float, float]], expected: Sequence[tuple[int, float, float]]) -> None:

@@ -14,15 +14,17 @@ from tests.dist.integrations.hugging import (
     SAMPLES,
     STEPS,
     STRATEGIES,
+    assert_base_left_out,
     assert_same_curve,
     build,
     launched,
     plain,
     samples,
     sharding,
+    surroundings,
 )
 from tests.dist.pool import Pool, on_ranks
-from zeromesh.errors import InputError, ModelError, OptimizerError
+from zeromesh.errors import InputError, MeshError, ModelError, OptimizerError
 
 Curve = list[tuple[int, float, float]]
 
@@ -92,23 +94,26 @@ def test_losses_are_those_of_plain_training(kind, tmp_path):
 
 
 @pytest.mark.timeout(200)
-def test_states_resume_on_another_world_and_strategy(pool: Pool, tmp_path):
-    pool.run(4, stopped, str(tmp_path), timeout_s=190)
-    for found, expected in pool.run(2, resumed, str(tmp_path), timeout_s=190):
+@pytest.mark.parametrize("kind", ["tied", "lora"])
+def test_states_resume_on_another_world_and_strategy(pool: Pool, kind, tmp_path):
+    pool.run(4, stopped, str(tmp_path), kind, timeout_s=190)
+    if kind == "lora":
+        assert_base_left_out(tmp_path / "zeromesh_0")
+    for found, expected in pool.run(2, resumed, str(tmp_path), kind, timeout_s=190):
         assert_same_curve(found, expected)
 
 
-def stopped(directory: str) -> None:
+def stopped(directory: str, kind: str) -> None:
     with launched():
-        loop = Loop("tied", sharding())
+        loop = Loop(kind, sharding())
         loop.run(10)
         loop.accelerator.save_state(directory)
 
 
-def resumed(directory: str) -> tuple[Curve, Curve]:
-    expected = plain(lambda: Loop("tied").run(STEPS))
+def resumed(directory: str, kind: str) -> tuple[Curve, Curve]:
+    expected = plain(lambda: Loop(kind).run(STEPS))
     with launched():
-        loop = Loop("tied", sharding("node=3", {"node": 2}))
+        loop = Loop(kind, sharding("node=3", {"node": 2}))
         loop.run(1)  # its states are replaced
         loop.accelerator.load_state(directory)
         assert loop.accelerator.step == 20
@@ -143,6 +148,15 @@ def refuses() -> None:
     from zeromesh.integrations.accelerate import Accelerator
 
     how = sharding("node=3", {"node": 2})
+    with launched(), pytest.raises(InputError, match=r"sharding= takes zm.Sharding\(strategy=.*; got 'node=3'"):
+        Accelerator(sharding="node=3")
+    with (  # as torchrun starts it where there is no GPU, and nobody says cpu=True
+        surroundings(dist.get_rank(), 1),
+        pytest.raises(InputError, match=r"the job has 2 ranks, and accelerate splits data among 1: .*cpu=True"),
+    ):
+        Accelerator(sharding=how)
+    with launched(), pytest.raises(MeshError, match=r"the mesh \(node=4\) has 4 ranks and the job 2"):
+        Accelerator(sharding=sharding("node=3", {"node": 4}))
     with (
         launched(),
         pytest.raises(InputError, match="dynamo_backend cannot be used with sharding=: compile the model's blocks"),
@@ -166,7 +180,9 @@ def refuses() -> None:
             OptimizerError, match=r"must work element by element; torch.optim.lbfgs.LBFGS is not known to"
         ):
             accelerator.prepare(model, mixing)
-        with pytest.raises(ModelError, match="the model is sharded already: prepare a plain one"):
+        with pytest.raises(ModelError, match="the model is in torch's DistributedDataParallel already, which would go"):
+            accelerator.prepare(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+        with pytest.raises(ModelError, match="the model is sharded already: give a plain one"):
             accelerator.prepare(zm.Sharding(strategy="node=3", mesh={"node": 2}).shard(nn.Linear(2, 2)))
         model = nn.Linear(2, 2)
         stepped = torch.optim.AdamW(model.parameters())

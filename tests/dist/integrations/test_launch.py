@@ -29,6 +29,7 @@ trainer = Trainer(
         workload=zm.Workload(seq_len=8, global_batch_tokens=16, micro_batch=1),
     ),
 )
+assert arguments.world_size == 2 and trainer.accelerator.mixed_precision == "bf16"
 trainer.train()
 trainer.save_model("tuned")
 again = zm.from_pretrained(hf.AutoModelForCausalLM, "tuned")
@@ -38,10 +39,26 @@ Trainer(model=again, args=arguments, train_dataset=trainer.train_dataset, shardi
 """
 
 
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+machine_rank: 0
+main_process_port: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+use_cpu: true
+"""
+"""As `accelerate config` writes it; of MULTI_CPU `accelerate launch` starts one process, unless there is MPI."""
+
+
 @pytest.mark.timeout(120)
-def test_torchrun_trains_a_script_with_a_planned_strategy(tmp_path: Path) -> None:
+def test_a_script_trains_with_a_planned_strategy_as_accelerate_starts_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    starting = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "config.yaml"]
+    command = [sys.executable, *starting, "train.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=110
     )

@@ -20,6 +20,7 @@ from tests.dist.integrations.hugging import (
     SAMPLES,
     STEPS,
     STRATEGIES,
+    assert_base_left_out,
     assert_same_curve,
     build,
     launched,
@@ -28,7 +29,7 @@ from tests.dist.integrations.hugging import (
     sharding,
 )
 from tests.dist.pool import Pool, on_ranks
-from zeromesh.errors import CheckpointError, InputError, ModelError
+from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
 from zeromesh.integrations.methods import is_sharded
 
 Curve = list[tuple[int, float, float]]
@@ -186,9 +187,12 @@ def test_losses_are_those_of_plain_training(kind, tmp_path):
 
 
 @pytest.mark.timeout(200)
-def test_resumes_on_another_world_and_strategy(pool: Pool, tmp_path):
-    pool.run(4, stopped, str(tmp_path), timeout_s=190)
-    for found, expected in pool.run(2, resumed, str(tmp_path), timeout_s=190):
+@pytest.mark.parametrize("kind", ["tied", "lora"])
+def test_resumes_on_another_world_and_strategy(pool: Pool, kind, tmp_path):
+    pool.run(4, stopped, str(tmp_path), kind, timeout_s=190)
+    if kind == "lora":
+        assert_base_left_out(tmp_path / "whole.ckpt")
+    for found, expected in pool.run(2, resumed, str(tmp_path), kind, timeout_s=190):
         assert_same_curve(found, expected)
 
 
@@ -207,20 +211,20 @@ def require_kept(directory: str, step: int) -> None:
     assert len(list(Path(directory, "kept").glob("last.ckpt/*.pt"))) == 1
 
 
-def stopped(directory: str) -> None:
+def stopped(directory: str, kind: str) -> None:
     with started():
-        trainer, _ = fitted(Path(directory), "tied", sharding(), steps=10, **saving(directory))
+        trainer, _ = fitted(Path(directory), kind, sharding(), steps=10, **saving(directory))
         require_kept(directory, 10)
         trainer.save_checkpoint(f"{directory}/whole.ckpt")
         trainer.save_checkpoint(f"{directory}/weights.ckpt", weights_only=True)
 
 
-def resumed(directory: str) -> tuple[Curve, Curve]:
-    expected = plain(lambda: fitted(Path(directory), "tied")[1].curve)
+def resumed(directory: str, kind: str) -> tuple[Curve, Curve]:
+    expected = plain(lambda: fitted(Path(directory), kind)[1].curve)
     how = sharding("node=3", {"node": 2})
     with started():
         last = f"{directory}/kept/last.ckpt"
-        trainer, module = fitted(Path(directory), "tied", how, resume=last, **saving(directory))
+        trainer, module = fitted(Path(directory), kind, how, resume=last, **saving(directory))
         require_kept(directory, 20)
         ended = evaluated_by(trainer, module, 2)
         whole, weights = (
@@ -306,6 +310,8 @@ def fabric_stopped(directory: str) -> None:
 
 
 def fabric_resumed(directory: str) -> None:
+    from zeromesh.integrations.lightning import FabricStrategy, Strategy
+
     expected = plain(lambda: FabricLoop().run(STEPS))
     ten = f"{directory}/ten"
     with started():
@@ -328,8 +334,15 @@ def fabric_resumed(directory: str) -> None:
             loop.fabric.save(f"{directory}/no", loop.state(), filter={"model": lambda name, value: True})
         with pytest.raises(InputError, match="go to a directory that all ranks see; got s3://bucket/ten"):
             loop.fabric.save("s3://bucket/ten", loop.state())
-        with pytest.raises(ModelError, match="the model is sharded already: give Lightning a plain one"):
+        with pytest.raises(ModelError, match="the model is sharded already: give a plain one"):
             loop.fabric.setup(zm.Sharding(strategy="node=3", mesh={"node": 2}).shard(build()))
+
+        with pytest.raises(InputError, match=r"sharding= takes zm.Sharding\(strategy=.*; got {'node': 3}"):
+            FabricStrategy(sharding={"node": 3})
+        mixing = make_module("llama")
+        mixing.configure_optimizers = lambda: torch.optim.Adafactor(mixing.parameters())
+        with quiet(), pytest.raises(OptimizerError, match=r"must work element by element; .*Adafactor is not known to"):
+            make_trainer(Path(directory), Strategy(sharding=sharding("node=3", {"node": 2}))).fit(mixing, loader(2))
 
         # Killed where the first of two models was written anew.
         both = {"model": loop.model, "other": other(loop.fabric)}
@@ -366,7 +379,7 @@ def test_a_model_on_the_meta_device_computes_in_the_trainers_precision(tmp_path)
 
         with pytest.raises(InputError, match="take no storage_options: leave them out"):
             trainer.save_checkpoint(tmp_path / "no", storage_options={})
-        with pytest.raises(ModelError, match="the model is sharded already: give Lightning a plain one"), quiet():
+        with pytest.raises(ModelError, match="the model is sharded already: give a plain one"), quiet():
             make_trainer(tmp_path, Strategy(sharding=how)).fit(module, loader(2))
         with pytest.raises(InputError, match="sync_batchnorm=True cannot be used with sharding="), quiet():
             make_trainer(tmp_path, Strategy(sharding=how), sync_batchnorm=True).fit(make_module("llama"), loader(2))

@@ -17,6 +17,7 @@ from tests.dist.integrations.hugging import (
     BOUND,
     STRATEGIES,
     arguments,
+    assert_base_left_out,
     assert_same_curve,
     build,
     curve,
@@ -202,9 +203,7 @@ def test_resumes_on_another_world_and_strategy(pool: Pool, kind, strategy, tmp_p
     pool.run(4, stopped, str(tmp_path), kind, STRATEGIES[0], {"cluster": 2, "node": 2}, timeout_s=190)
     (expected,) = pool.run(1, alone, str(tmp_path / "plain"), kind, timeout_s=190)
     if kind == "lora":  # the base is where it came from
-        manifest = next((tmp_path / "checkpoint-10" / "zeromesh").rglob("manifest*")).read_text()
-        assert '"model.base_model.model.lm_head.modules_to_save.default.weight"' in manifest
-        assert '"model.base_model.model.model.embed_tokens.weight"' not in manifest
+        assert_base_left_out(tmp_path / "checkpoint-10" / "zeromesh")
         pool.run(2, refused_on_another_base, str(tmp_path), strategy, {"node": 2}, timeout_s=190)
     for found in pool.run(2, resumed, str(tmp_path), kind, strategy, {"node": 2}, timeout_s=190):
         assert_same_curve(found, expected)
@@ -329,6 +328,12 @@ def refuses(directory: str) -> None:
     with launched():
         with pytest.raises(InputError, match="fsdp cannot be used with sharding=: zeromesh shards the model itself"):
             make(fsdp=True)
+        asking = arguments(directory)
+        asking.deepspeed_plugin = object()  # as deepspeed=, or what `accelerate config` wrote, leaves it
+        with pytest.raises(InputError, match="deepspeed cannot be used with sharding=: zeromesh shards the model"):
+            Trainer(build(), asking, train_dataset=samples(), sharding=how)
+        with pytest.raises(InputError, match=r"sharding= takes zm.Sharding\(strategy=.*; got 'node=3'"):
+            make(sharding="node=3")
         with pytest.raises(InputError, match="bf16_full_eval cannot be used with sharding=: a sharded model cannot be"):
             make(bf16_full_eval=True)
         with pytest.raises(InputError, match="even_batches=False cannot be used with sharding=: all ranks must run"):
@@ -339,11 +344,13 @@ def refuses(directory: str) -> None:
         with pytest.raises(OptimizerError, match=r"optimizers=.* holds an optimizer of the model as it is before"):
             make(model, optimizers=(torch.optim.AdamW(model.parameters()), None))
         model = zm.Sharding(strategy="node=3", mesh={"node": 2}).shard(build())
-        with pytest.raises(ModelError, match="the model is sharded already: give the Trainer a plain one"):
+        with pytest.raises(ModelError, match="the model is sharded already: give a plain one"):
             make(model)
+        with pytest.raises(ModelError, match="the model is in torch's DistributedDataParallel already"):
+            make(torch.nn.parallel.DistributedDataParallel(build()))
         with pytest.raises(
             MeshError, match=r"the job has 2 ranks and Sharding\(strategy='node=3'\) no mesh: .*'node': 2"
         ):
-            make(sharding=zm.Sharding(strategy="node=3")).shard_model()
+            make(sharding=zm.Sharding(strategy="node=3"))
         with pytest.raises(MeshError, match=r"the mesh \(node=4\) has 4 ranks and the job 2"):
-            make(sharding=sharding("node=3", {"node": 4})).train()
+            make(sharding=sharding("node=3", {"node": 4}))
