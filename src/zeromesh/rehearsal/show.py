@@ -9,7 +9,7 @@ from rich.text import Text
 
 from zeromesh.rehearsal.result import COMPUTE, Memory, Peak, Rehearsal
 from zeromesh.report.build import timeline
-from zeromesh.report.page import Bar, Fact, MemoryChart, Page, Remark, Section, Segment, Table
+from zeromesh.report.page import Bar, Fact, MemoryChart, Page, Remark, Section, Table
 from zeromesh.report.text import rich_table
 from zeromesh.units import format_bytes, format_seconds
 
@@ -165,11 +165,11 @@ def _facts(first: Rehearsal) -> tuple[Fact, ...]:
 
 
 def _chart(memory: Memory, cluster: str) -> MemoryChart:
-    held = {kind.kind: float(kind.allocated_bytes) for kind in memory.kinds}
-    held |= {"overhead": memory.overhead_bytes}
-    rest, peak = held | {"activations": 0.0}, held | {"activations": float(memory.activations_bytes)}
+    held = dict.fromkeys(_KINDS, 0.0) | {kind.kind: float(kind.allocated_bytes) for kind in memory.kinds}
+    rest = held | {"overhead": memory.overhead_bytes}
+    peak = rest | {"activations": float(memory.activations_bytes)}
     most = max(sum(peak.values()), memory.limit_bytes or 0.0) * 1.05
-    bars = (_bar("between steps", rest, most), _bar(f"at the peak: {memory.peak.place}", peak, most))
+    bars = (Bar.of("between steps", rest, most), Bar.of(f"at the peak: {memory.peak.place}", peak, most))
     if memory.limit_bytes is None:
         return MemoryChart(kinds=_KINDS, bars=bars)
     return MemoryChart(
@@ -179,15 +179,3 @@ def _chart(memory: Memory, cluster: str) -> MemoryChart:
         limit_label=f"{format_bytes(memory.limit_bytes)} usable of a device of {cluster}",
         limit_bytes=memory.limit_bytes,
     )
-
-
-def _bar(label: str, held: dict[str, float], most: float) -> Bar:
-    left, segments = 0.0, []
-    for kind in _KINDS:
-        size = held.get(kind, 0.0)
-        width = 100 * size / most
-        text = f"{kind}: {format_bytes(size)}"
-        segments.append(Segment(kind=kind, left=left, width=width, label=text, value_bytes=size))
-        left += width
-    total = sum(held.values())
-    return Bar(label=label, total_bytes=total, total=format_bytes(total), segments=tuple(segments))

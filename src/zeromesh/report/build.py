@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 from zeromesh.cluster import Cluster
 from zeromesh.planner import Choice, Estimate, Planned
+from zeromesh.report.curves import round_values
 from zeromesh.report.page import (
     Bar,
     Fact,
@@ -18,7 +18,6 @@ from zeromesh.report.page import (
     Remark,
     Row,
     Section,
-    Segment,
     Span,
     Table,
     Tick,
@@ -183,19 +182,7 @@ def _memory(choices: Sequence[Choice], limit_bytes: float, cluster: Cluster) -> 
 
 def _bar(choice: Choice, most: float) -> Bar:
     memory = choice.simulation.memory.as_dict()
-    left = 0.0
-    segments = []
-    for kind in _KINDS:
-        width = 100 * memory[kind] / most
-        label = f"{kind}: {format_bytes(memory[kind])}"
-        segments.append(Segment(kind=kind, left=left, width=width, label=label, value_bytes=memory[kind]))
-        left += width
-    return Bar(
-        label=str(choice.candidate),
-        total_bytes=memory["total"],
-        total=format_bytes(memory["total"]),
-        segments=tuple(segments),
-    )
+    return Bar.of(str(choice.candidate), {kind: memory[kind] for kind in _KINDS}, most)
 
 
 def _front(front: Sequence[Estimate], limit_bytes: float) -> FrontChart:
@@ -219,19 +206,11 @@ def _front(front: Sequence[Estimate], limit_bytes: float) -> FrontChart:
             for point in front
         ),
         x_ticks=tuple(
-            Tick(at=100 * value / most_bytes, label=format_bytes(value)) for value in _round_values(0, most_bytes)
+            Tick(at=100 * value / most_bytes, label=format_bytes(value)) for value in round_values(0, most_bytes)
         ),
-        y_ticks=tuple(Tick(at=y(value), label=format_seconds(value, digits=4)) for value in _round_values(low, high)),
+        y_ticks=tuple(Tick(at=y(value), label=format_seconds(value, digits=4)) for value in round_values(low, high)),
         limit=100 * limit_bytes / most_bytes,
     )
-
-
-def _round_values(low: float, high: float) -> list[float]:
-    """Four to nine round values between two."""
-    step = 10 ** math.floor(math.log10((high - low) / 4))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 8)
-    first = math.ceil(low / step)
-    return [n * step for n in range(first, math.floor(high / step) + 1)]
 
 
 def timeline(trace: Trace, micro_batches: int) -> Timeline:
@@ -244,7 +223,7 @@ def timeline(trace: Trace, micro_batches: int) -> Timeline:
         caption += f"; {traced} of {micro_batches} micro-batches, the others are alike"
     return Timeline(
         rows=tuple(_row(name, [e for e in trace.events if e.resource == name], whole) for name in resources),
-        ticks=tuple(Tick(at=100 * value / whole, label=format_seconds(value)) for value in _round_values(0, whole)),
+        ticks=tuple(Tick(at=100 * value / whole, label=format_seconds(value)) for value in round_values(0, whole)),
         caption=caption,
     )
 

@@ -5,10 +5,14 @@ Positions are percentages of the chart they belong to, so that the template only
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Self
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+from zeromesh.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,18 @@ class Bar:
     total: str
     segments: tuple[Segment, ...]
 
+    @classmethod
+    def of(cls, label: str, held: Mapping[str, float], most: float) -> Self:
+        """The bar of what is held, by kind, in a chart as wide as `most` bytes."""
+        left, segments = 0.0, []
+        for kind, size in held.items():
+            width = 100 * size / most
+            text = f"{kind}: {format_bytes(size)}"
+            segments.append(Segment(kind=kind, left=left, width=width, label=text, value_bytes=size))
+            left += width
+        total = sum(held.values())
+        return cls(label=label, total_bytes=total, total=format_bytes(total), segments=tuple(segments))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryChart:
@@ -50,6 +66,7 @@ class MemoryChart:
     limit: float | None = None
     limit_label: str = ""
     limit_bytes: float = 0.0
+    caption: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +97,37 @@ class FrontChart:
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     limit: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One quantity over the course of a run.
+
+    Args:
+        name: in the legend.
+        colour: a class of the page's style.
+        line: points (x, y).
+        band: outline of what lies between the smallest and the largest, where a point stands for several.
+    """
+
+    name: str
+    colour: str
+    line: tuple[tuple[float, float], ...]
+    band: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveChart:
+    """Curves over one axis, and spans across them whose labels tell the values there."""
+
+    key: str
+    title: str
+    curves: tuple[Curve, ...]
+    spans: tuple[Span, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    x_name: str
+    caption: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +192,9 @@ class Page:
     title: str
     subtitle: str
     facts: tuple[Fact, ...]
-    memory: MemoryChart
     sections: tuple[Section, ...]
+    memory: MemoryChart | None = None
+    charts: tuple[CurveChart, ...] = ()
     front: FrontChart | None = None
     timeline: Timeline | None = None
     why: tuple[Remark, ...] = ()

@@ -47,6 +47,7 @@ class RunConfig(Section):
         directory: receives metrics.jsonl, the tokenizer and the checkpoints.
         steps: optimizer steps in all.
         trackers: where else metrics go: "tensorboard" and "wandb" (offline), under the directory.
+        page: leave a page of curves and memory, run.html, in the directory.
         export: receives the model at the end as transformers' `from_pretrained` loads it, or the adapters alone as
             PEFT's does, with the tokenizer.
         seed: decides the initial weights, which sample is used at which step, and what each rank drops out.
@@ -59,6 +60,7 @@ class RunConfig(Section):
     directory: Path
     steps: Count
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    page: bool = True
     export: Path | None = None
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: str = Field(default="auto", pattern=r"^[a-z]+$")

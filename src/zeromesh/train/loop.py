@@ -21,20 +21,21 @@ from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFini
 from zeromesh.files import write_whole
 from zeromesh.launch.ranks import Ranks, collective, from_first, on_any
 from zeromesh.observe.replicas import check_replicas
-from zeromesh.observe.report import memory_report, traffic_report
+from zeromesh.observe.report import MemoryLine, memory_report, traffic_report
 from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
 from zeromesh.train.config import AUTO, OptimizerConfig, TrainConfig
 from zeromesh.train.corpus import Corpus, load_corpus
 from zeromesh.train.language_model import build_language_model, require_apart
 from zeromesh.train.learning_rate import learning_rate
-from zeromesh.train.metrics import MetricsFile, StepMetrics
+from zeromesh.train.metrics import MetricsFile, StepMetrics, steps_up_to
 from zeromesh.train.nonfinite import NonFinite, Remedy, describe
+from zeromesh.train.page import About, RunPage
 from zeromesh.train.planning import choose_strategy
 from zeromesh.train.preemption import end_at_once, was_asked
 from zeromesh.train.progress import Progress, show_progress
 from zeromesh.train.sampler import Sampler
 from zeromesh.train.sequences import NOT_LEARNED, Documents, Rows
-from zeromesh.train.summary import Row, fault_lines, gather_rows, header, table
+from zeromesh.train.summary import fault_lines, gathered, header, table
 from zeromesh.train.trackers import Tracker, make_tracker, require_trackers
 from zeromesh.train.written import SAMPLES, export, prepare, write_samples
 
@@ -201,6 +202,7 @@ class Trainer:
             model, micro_batches=self.sampler.micro_batches, recompute=config.model.recomputes
         )
         self.counts = NonFinite()
+        self.memory: list[list[MemoryLine]] = []
         self._stop_asked = False
 
     def run(self, checkpointer: Checkpointer | None) -> bool:
@@ -216,17 +218,19 @@ class Trainer:
         from_first(lambda: _make_directory(directory, self.corpus, done), "waiting for rank 0 to make run.directory")
         quiet = self.ranks.rank != 0
         steps = self.config.run.steps
+        lines = header(self.config, self.corpus, self.model, self.sampler, self.ranks.device, done)
         if not quiet:
-            device = self.ranks.device
-            print(header(self.config, self.corpus, self.model, self.sampler, device, done), flush=True)
+            print("\n".join(lines), flush=True)
         if checkpointer and self._stops_before_a_step():
             checkpointer.close()
             return False
         with (
-            _trackers(self.config, done, quiet=quiet) as trackers,
+            self._trackers(lines, done, quiet=quiet) as trackers,
             show_progress(steps, steps_done=done, quiet=quiet) as progress,
         ):
             finished = self._run_steps(done, checkpointer, trackers, progress)
+            if finished and done < steps:
+                self._measure_memory()
         if finished and done < steps:
             self._print_comparison(quiet=quiet)
         if finished and self.config.run.export is not None:
@@ -253,6 +257,8 @@ class Trainer:
                 for tracker in trackers:
                     tracker.append(metrics)
                 progress.show(metrics)
+                if outcome.finite and not self.memory:
+                    self._measure_memory()
                 self._write_samples(done, progress)
                 stops = checkpointer is not None and outcome.stop and done < steps
                 self._compare_replicas(done, saving=checkpointer is not None and (stops or checkpointer.due(done)))
@@ -368,11 +374,13 @@ class Trainer:
             for line in write_samples(self.model, self.corpus, samples, device, step=done, path=path, quiet=quiet):
                 progress.note(line)
 
+    def _measure_memory(self) -> None:
+        self.memory = gathered(memory_report(self.model, self.optimizer))
+
     def _print_comparison(self, *, quiet: bool) -> None:
-        memory = gather_rows([Row.of_memory(line) for line in memory_report(self.model, self.optimizer)])
-        traffic = gather_rows([Row.of_traffic(line) for line in self.traffic.lines()])
+        traffic = gathered(self.traffic.lines())
         if not quiet:
-            print(f"\n{table(memory, traffic)}", flush=True)
+            print(f"\n{table(self.memory, traffic)}", flush=True)
             for line in fault_lines(self.counts):
                 print(line, flush=True)
 
@@ -438,14 +446,18 @@ class Trainer:
             seed=seed,
         )
 
-
-@contextmanager
-def _trackers(config: TrainConfig, steps_done: int, *, quiet: bool) -> Iterator[list[Tracker]]:
-    """What takes the steps' metrics: on the first rank alone there is any."""
-    with ExitStack() as stack:
-        found: list[Tracker] = []
-        if not quiet:
-            directory, settings = config.run.directory, config.model_dump(mode="json")
-            found.append(MetricsFile(directory / "metrics.jsonl", steps_done=steps_done))
-            found += [make_tracker(n, directory, settings, steps_done=steps_done) for n in config.run.trackers]
-        yield [stack.enter_context(tracker) for tracker in found]
+    @contextmanager
+    def _trackers(self, lines: Sequence[str], steps_done: int, *, quiet: bool) -> Iterator[list[Tracker]]:
+        """What takes the steps' metrics: on the first rank alone there is any."""
+        with ExitStack() as stack:
+            found: list[Tracker] = []
+            if not quiet:
+                run, settings = self.config.run, self.config.model_dump(mode="json")
+                metrics = run.directory / "metrics.jsonl"
+                found.append(MetricsFile(metrics, steps_done=steps_done))
+                found += [make_tracker(n, run.directory, settings, steps_done=steps_done) for n in run.trackers]
+                if run.page:
+                    about = About(name=run.directory.name, steps=run.steps, lines=lines, strategy=self.config.strategy)
+                    before = steps_up_to(metrics, steps_done)
+                    found.append(RunPage(run.directory / "run.html", before, about, lambda: self.memory))
+            yield [stack.enter_context(tracker) for tracker in found]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from zeromesh.files import write_whole
 
@@ -103,21 +103,21 @@ class MetricsFile:
             )
 
 
-def _open(path: Path, steps_done: int) -> TextIO:
-    kept = _lines_up_to(path, steps_done)
-    write_whole(path, "".join(kept))
-    return path.open("a", encoding="utf-8")
-
-
-def _lines_up_to(path: Path, steps_done: int) -> list[str]:
-    """Complete lines of at most that step; one that a kill cut short, or that a disk has spoilt, is dropped."""
+def steps_up_to(path: Path, steps_done: int) -> list[dict[str, Any]]:
+    """The steps in a metrics file of at most that number; a line that a kill cut short, or that a disk has spoilt, is
+    left out."""
     if steps_done == 0 or not path.exists():
         return []
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
-            if line.endswith("\n") and json.loads(line)["step"] <= steps_done:
-                kept.append(line)
+            if line.endswith("\n") and (found := json.loads(line))["step"] <= steps_done:
+                kept.append(found)
         except (ValueError, KeyError, TypeError):
             continue
     return kept
+
+
+def _open(path: Path, steps_done: int) -> TextIO:
+    write_whole(path, "".join(json.dumps(step) + "\n" for step in steps_up_to(path, steps_done)))
+    return path.open("a", encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from zeromesh.train.corpus import Corpus
 from zeromesh.train.nonfinite import NonFinite
 from zeromesh.train.resize import mesh_text
 from zeromesh.train.sampler import Sampler
+
+T = TypeVar("T")
 
 KINDS = {
     "params": "parameters",
@@ -47,7 +49,7 @@ class Row:
 
 def header(
     config: TrainConfig, corpus: Corpus, model: nn.Module, sampler: Sampler, device: torch.device, steps_done: int
-) -> str:
+) -> list[str]:
     """Model, layout, data, batch and rank 0's device of a run, in a few lines."""
     parameters = sum(parameter.shape.numel() for parameter in model.parameters())
     tokens = config.batch.global_sequences * config.data.seq_len
@@ -60,7 +62,7 @@ def header(
     ]
     if steps_done >= config.run.steps:
         lines.append(f"all {config.run.steps} steps are done: nothing is left to do")
-    return "\n".join(lines)
+    return lines
 
 
 def fault_lines(counts: NonFinite) -> list[str]:
@@ -73,19 +75,21 @@ def fault_lines(counts: NonFinite) -> list[str]:
     return lines
 
 
-def gather_rows(rows: Sequence[Row]) -> list[list[Row]]:
+def gathered(rows: Sequence[T]) -> list[list[T]]:
     """Each row as every rank has it; collective."""
-    everyone: list[list[Row]] = [[] for _ in range(dist.get_world_size())]
+    everyone: list[list[T]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, list(rows))
     return [list(row) for row in zip(*everyone, strict=True)]
 
 
-def table(memory: Sequence[Sequence[Row]], traffic: Sequence[Sequence[Row]]) -> str:
+def table(memory_lines: Sequence[Sequence[MemoryLine]], traffic_lines: Sequence[Sequence[TrafficLine]]) -> str:
     """Predicted against measured, in bytes; where devices differ, the largest.
 
     Args:
-        memory, traffic: by row, by rank.
+        memory_lines, traffic_lines: by row, by rank.
     """
+    memory = [[Row.of_memory(line) for line in ranks] for ranks in memory_lines]
+    traffic = [[Row.of_traffic(line) for line in ranks] for ranks in traffic_lines]
     devices = len(memory[0])
     same = all(row.predicted == row.measured for ranks in (*memory, *traffic) for row in ranks)
     verdict = "predicted and measured agree" if same else "predicted and measured differ"

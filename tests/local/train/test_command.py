@@ -73,6 +73,8 @@ def test_run_of_two_local_processes(file: Path) -> None:
     assert "step 3/3" in done.stdout
     assert "predicted and measured agree on all 2 devices" in done.stdout
     assert tensorboard_losses(file.parent / "out/tensorboard") == pytest.approx([line["loss"] for line in lines])
+    page = (file.parent / "out/run.html").read_text()
+    assert "<b>3 of 3</b>" in page and "Predicted and allocated agree on all ranks" in page
     assert len(list(file.parent.glob("out/wandb/offline-run-*/*.wandb"))) == 1
 
 

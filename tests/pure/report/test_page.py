@@ -22,6 +22,8 @@ from zeromesh.report import plan_page, simulation_page
 from zeromesh.report.build import search_note, traffic_table
 from zeromesh.report.page import (
     Bar,
+    Curve,
+    CurveChart,
     Fact,
     FrontChart,
     MemoryChart,
@@ -47,7 +49,23 @@ def small_page() -> Page:
         title="model <a> & b",
         subtitle="4 node x 2 cluster",
         facts=(Fact(label="step time", value="1.5 s", key="step_s"),),
+        charts=(
+            CurveChart(
+                key="loss",
+                title="Loss",
+                curves=(
+                    Curve(name="training", colour="compute", line=((0, 10), (100, 90)), band=((0, 5), (100, 95))),
+                    Curve(name="held out", colour="communicate", line=((100, 80),)),
+                ),
+                spans=(Span(kind="spot", left=0, width=100, label="step 1: training 2"),),
+                x_ticks=(Tick(at=0.0, label="1"),),
+                y_ticks=(Tick(at=50.0, label="1.5"),),
+                x_name="step",
+                caption="a band",
+            ),
+        ),
         memory=MemoryChart(
+            caption="beneath it",
             kinds=("params", "grads"),
             bars=(
                 Bar(
