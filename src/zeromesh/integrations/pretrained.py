@@ -53,11 +53,11 @@ def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
     elif isinstance(model, PreTrainedModel):
         give_method(model, "save_pretrained", functools.partial(_save_pretrained, dtype=dtype))
     engine = engine_of(model)
-    if engine.schedule.shards_params:
-        for part in model.modules():
-            if isinstance(part, GenerationMixin):
-                inside = None if part is model else weakref.ref(engine)
-                give_method(part, "generate", functools.partial(_generate, inside=inside))
+    together = engine.schedule.shards_params
+    for part in model.modules():
+        if isinstance(part, GenerationMixin) and (together or part is not model):
+            inside = None if part is model else weakref.ref(engine)
+            give_method(part, "generate", functools.partial(_generate, inside=inside, together=together))
 
 
 def _keep_trainable(model: nn.Module) -> None:
@@ -75,15 +75,17 @@ def _enable_adapters(layer: Any, enabled: bool) -> None:
     layer._disable_adapters = not enabled
 
 
-def _generate(model: Any, *args: Any, inside: weakref.ref[Engine] | None, **kwargs: Any) -> Any:
-    """Each token gathers parameters, so a rank whose sequences are complete goes on until all ranks' are.
+def _generate(model: Any, *args: Any, inside: weakref.ref[Engine] | None, together: bool, **kwargs: Any) -> Any:
+    """`generate` of a sharded model.
 
     Args:
         inside: of what was sharded, where `model` is a part of it (PEFT's wrapper calls its inner model's `generate`).
+        together: each token gathers parameters, so a rank whose sequences are complete goes on until all ranks' are.
     """
     engine = None if inside is None else inside()
+    synced = {"synced_gpus": True} if together else {}
     with nullcontext() if engine is None else standing_in(engine, model):
-        return type(model).generate(model, *args, **(kwargs | {"synced_gpus": True}))
+        return type(model).generate(model, *args, **(kwargs | synced))
 
 
 def _save_pretrained(

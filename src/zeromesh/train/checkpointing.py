@@ -78,7 +78,12 @@ def make_checkpointer(
     if not saves and not found and config.checkpoint.resume in ("auto", "never"):
         return None
     checkpoints = Checkpoints(
-        directory, model, optimizer, keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
+        directory,
+        model,
+        optimizer,
+        keep=config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every,
+        frozen=config.model.pretrained is None,  # else a resume takes what is frozen from there
     )
     return RunCheckpoints(config, ranks, corpus, checkpoints, counts)
 

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept
+from zeromesh.checkpoint.read import read_manifest
+from zeromesh.checkpoint.storage import open_storage
 from zeromesh.launch.ranks import Ranks
 from zeromesh.train import loop
-from zeromesh.train.config import TrainConfig
+from zeromesh.train.config import CheckpointConfig, TrainConfig
 from zeromesh.train.corpus import read_corpus
 from zeromesh.train.language_model import build_language_model
 from zeromesh.train.sampler import Sampler
@@ -69,12 +71,17 @@ def config(directory: Path, name: str, strategy: str, **model: Any) -> TrainConf
         "optimizer": {"lr": 0.02},
         "samples": {"every": STEPS, "prompts": ["what is 3 and 3?"], "tokens": 4},
         "dtypes": fp64,
+        "checkpoint": {"every": 1, "keep_every": 1},
     }
     return TrainConfig.model_validate(tables)
 
 
-def train(config: TrainConfig) -> bool:
-    """One rank's run."""
+def train(*configs: TrainConfig) -> bool:
+    """One rank's runs."""
+    return all([_train(config) for config in configs])
+
+
+def _train(config: TrainConfig) -> bool:
     torch.set_num_threads(1)
     mesh = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -122,21 +129,28 @@ def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], t
 
 
 @pytest.mark.parametrize(
-    ("strategy", "model"),
+    ("strategy", "resumed", "model"),
     [
-        ("node=3,cluster=1", {"trainable": "lora:2", "activation_checkpointing": "selective"}),
-        ("node=2,cluster=0", {"trainable": ["*.mlp.*", "model.norm.weight"]}),
+        ("node=3,cluster=1", "node=2,cluster=0", {"trainable": "lora:2", "activation_checkpointing": "selective"}),
+        ("node=2,cluster=0", "node=3,cluster=3", {"trainable": ["*.mlp.*", "model.norm.weight"]}),
     ],
     ids=["lora", "patterns"],
 )
 def test_packed_answers_are_learned_as_each_by_itself(
-    pool: Pool, directory: Path, strategy: str, model: dict[str, Any]
+    pool: Pool, directory: Path, strategy: str, resumed: str, model: dict[str, Any]
 ) -> None:
-    run = config(directory, strategy, strategy, **model)
-    assert all(pool.run(4, train, run, timeout_s=START_S))
-    steps = [json.loads(line) for line in (run.run.directory / "metrics.jsonl").read_text().splitlines()]
-    losses, expected = plain(run, [step["lr"] for step in steps])
-    assert [step["loss"] for step in steps] == pytest.approx(losses, rel=1e-6)  # the loop's loss is fp32
+    first = config(directory, strategy, strategy, **model)
+    saved = first.run.directory / "checkpoints/step-00000001"
+    run = config(directory, f"{strategy} again", resumed, **model)
+    run = run.model_copy(update={"checkpoint": CheckpointConfig(resume=str(saved))})
+    assert all(pool.run(4, train, first, run, timeout_s=START_S))
+    losses, expected = plain(run, [step["lr"] for step in steps_of(first)])
+    assert [step["loss"] for step in steps_of(first)] == pytest.approx(losses, rel=1e-6)  # the loop's loss is fp32
+    assert [step["loss"] for step in steps_of(run)] == pytest.approx(losses[1:], rel=1e-6)
+    # What is frozen stays where it came from.
+    manifest = read_manifest(open_storage(str(saved.parent)), saved.name)
+    trained = [name for name, parameter in expected.named_parameters() if parameter.requires_grad]
+    assert {name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")} == set(trained)
 
     ids = torch.arange(12)[None]
     with torch.no_grad():
@@ -148,6 +162,10 @@ def test_packed_answers_are_learned_as_each_by_itself(
     from transformers import AutoTokenizer
 
     assert AutoTokenizer.from_pretrained(run.run.export).chat_template == TEMPLATE
+
+
+def steps_of(run: TrainConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.run.directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def _exported(directory: Path, run: TrainConfig) -> Any:
