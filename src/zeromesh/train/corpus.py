@@ -194,7 +194,11 @@ def _read(config: DataConfig, model: ModelConfig | None, prompts: Sequence[str],
     sources = find_sources(config.files, config.exclude)
     validation = find_sources(config.validation, config.exclude, key="data.validation")
     name = config.tokenizer or (str(model.pretrained) if model and model.pretrained else "bytes")
-    training = (d for d in Reader().documents(sources) if not is_held_out(d.name, _holdout(config)))
+
+    def training(render: Render | None) -> Iterator[Document]:
+        documents = Reader(render=render).documents(sources)
+        return (document for document in documents if not is_held_out(document.name, _holdout(config)))
+
     tokenizer, render = make_tokenizer(name, training, _template(model))
     reader = Reader(render=render, answers_only=config.answers_only)
     parts = [_Part.made(directory / part) for part in PARTS]

@@ -65,6 +65,16 @@ def build_language_model(config: ModelConfig, vocab_size: int, *, values: bool =
     return model
 
 
+def require_pretrained(directory: Path | None) -> None:
+    """Raises ConfigError for a `model.pretrained` that holds no model."""
+    if directory is not None and not any(directory.glob("*.safetensors")):
+        found = "has no safetensors file" if directory.is_dir() else "is no directory"
+        raise ConfigError(
+            f"model.pretrained must be the directory of a Hugging Face model, with config.json and *.safetensors; "
+            f"{directory} {found}"
+        )
+
+
 def _fresh(config: Path | dict[str, Any] | None, vocab_size: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
@@ -86,11 +96,7 @@ def _pretrained(directory: Path, vocab_size: int, *, values: bool) -> nn.Module:
 
     from zeromesh.integrations.loading import from_pretrained
 
-    if not any(directory.glob("*.safetensors")):
-        raise ConfigError(
-            f"model.pretrained must be the directory of a Hugging Face model, with config.json and *.safetensors; "
-            f"{directory} has no safetensors file"
-        )
+    require_pretrained(directory)
     try:
         hf_config = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
         dtype = hf_config.dtype or torch.float32

@@ -25,7 +25,7 @@ from zeromesh.observe.report import MemoryLine, memory_report, traffic_report
 from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
 from zeromesh.train.config import AUTO, OptimizerConfig, TrainConfig
 from zeromesh.train.corpus import Corpus, load_corpus
-from zeromesh.train.language_model import build_language_model, require_apart
+from zeromesh.train.language_model import build_language_model, require_apart, require_pretrained
 from zeromesh.train.learning_rate import learning_rate
 from zeromesh.train.metrics import MetricsFile, StepMetrics, steps_up_to
 from zeromesh.train.nonfinite import NonFinite, Remedy, describe
@@ -72,13 +72,9 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     Raises:
         InputError: something in the configuration is wrong, or the model mixes documents that lie side by side.
     """
-    directory = config.run.directory
-    from_first(lambda: _require_writable(directory), "waiting for rank 0 to look at run.directory")
-    if config.run.export is not None:
-        path = config.run.export
-        from_first(lambda: _require_writable(path, "run.export"), "waiting for rank 0 to look at run.export")
-    from_first(lambda: require_trackers(config.run.trackers), "waiting for rank 0 to find run.trackers")
+    from_first(lambda: _require_possible(config), "waiting for rank 0 to look at the configuration")
     corpus = load_corpus(config.data, config.model, config.samples.prompts)
+    deal(config, ranks.world, corpus.training)
     model = _build(config, ranks, corpus)
     if config.strategy == AUTO:
         config = choose_strategy(config, model)
@@ -95,6 +91,15 @@ def make_trainer(config: TrainConfig, ranks: Ranks, corpus: Corpus, model: nn.Mo
     prepare(model, config)
     torch.manual_seed(_seed_of(config.run.seed, ranks.rank, model))
     return Trainer(config, ranks, corpus, model, make_optimizer(model, config.optimizer))
+
+
+def _require_possible(config: TrainConfig) -> None:
+    """Raises ConfigError for what can be known before any data are read; changes nothing."""
+    _require_writable(config.run.directory)
+    if config.run.export is not None:
+        _require_writable(config.run.export, "run.export")
+    require_trackers(config.run.trackers)
+    require_pretrained(config.model.pretrained)
 
 
 def _require_writable(directory: Path, key: str = "run.directory") -> None:
@@ -178,6 +183,30 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
+def deal(
+    config: TrainConfig, world: int, rows: Rows, *, sequences: int | None = None, seed: int | None = None
+) -> Sampler:
+    """Which rows each rank takes: those of a run's steps, or of `sequences` at once.
+
+    Raises:
+        ConfigError: there are fewer rows.
+    """
+    taken = config.batch.global_sequences if sequences is None else sequences
+    if len(rows) < taken:
+        raise ConfigError(
+            f"a step takes batch.global_sequences = {taken} sequences of data.seq_len = {rows.seq_len} tokens, and the "
+            f"training data have {len(rows)} in all: name more files in data.files, or make the batch or the sequences "
+            f"smaller"
+        )
+    return Sampler(
+        num_samples=len(rows),
+        global_sequences=taken,
+        micro=config.batch.micro,
+        world=world,
+        seed=config.run.seed if seed is None else seed,
+    )
+
+
 class Trainer:
     """Runs steps of one model on one rank.
 
@@ -197,7 +226,7 @@ class Trainer:
         self.corpus = corpus
         self.model = model
         self.optimizer = optimizer
-        self.sampler = self._deal(corpus.training, config.batch.global_sequences, config.run.seed)
+        self.sampler = deal(config, ranks.world, corpus.training)
         self.traffic = traffic_report(
             model, micro_batches=self.sampler.micro_batches, recompute=config.model.recomputes
         )
@@ -333,12 +362,14 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the tokens of the held-out sequences, the same ones at each call and for each world size."""
-        available = len(self.corpus.held_out)
-        sampler = self._deal(self.corpus.held_out, min(self.config.eval.sequences, available), seed=0)
+        held_out = self.corpus.held_out
+        sampler = deal(
+            self.config, self.ranks.world, held_out, sequences=min(self.config.eval.sequences, len(held_out)), seed=0
+        )
         self.model.eval()
         loss_sum, tokens = 0.0, 0
         for indices in sampler.rank_batches(0, self.ranks.rank):
-            loss, weight = self._loss(self.corpus.held_out, indices)
+            loss, weight = self._loss(held_out, indices)
             if weight:  # 0 times a loss that is not finite would not be 0
                 loss_sum += float(loss) * weight
             tokens += weight
@@ -435,15 +466,6 @@ class Trainer:
         flags = [float(here and rank == self.ranks.rank) for rank in range(self.ranks.world)]
         return tuple(
             rank for rank, flag in enumerate(self._sum_over_ranks("finding the rank", *flags).tolist()) if flag
-        )
-
-    def _deal(self, rows: Rows, global_sequences: int, seed: int) -> Sampler:
-        return Sampler(
-            num_samples=len(rows),
-            global_sequences=global_sequences,
-            micro=self.config.batch.micro,
-            world=self.ranks.world,
-            seed=seed,
         )
 
     @contextmanager

@@ -26,7 +26,7 @@ SAVED = "state.json"
 """That `datasets` writes beside the files of a saved directory."""
 
 SHOWN = 5
-"""Of a file's records that cannot be used, named in the message."""
+"""Kinds of records that cannot be used, named in the message."""
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -93,13 +93,13 @@ class Reader:
     Args:
         render: messages as text; None where there is no chat template.
         answers_only: learn no questions.
-        problems: file, line and reason of each record that cannot be used.
+        problems: by reason why records cannot be used, where the first is and how many there are.
         records: read so far.
     """
 
     render: Render | None = None
     answers_only: bool = True
-    problems: list[str] = field(default_factory=list)
+    problems: dict[str, tuple[str, int]] = field(default_factory=dict)
     records: int = 0
 
     def documents(self, sources: Iterable[Source]) -> Iterator[Document]:
@@ -117,10 +117,13 @@ class Reader:
     def require_usable(self) -> None:
         """Raises ConfigError where a record was not."""
         if self.problems:
-            more = len(self.problems) - SHOWN
-            lines = [*self.problems[:SHOWN], *([f"and {more} more"] if more > 0 else [])]
+            shown = list(self.problems.items())[:SHOWN]
+            lines = [f"{where}{f' and {n - 1} more' if n > 1 else ''}: {why}" for why, (where, n) in shown]
+            count = sum(n for _, n in self.problems.values())
+            rest = count - sum(n for _, (_, n) in shown)
+            lines += [f"and {rest} more"] if rest else []
             raise ConfigError(
-                f"{len(self.problems)} of {self.records} records cannot be used; mend them, or leave them out:\n  "
+                f"{count} of {self.records} records cannot be used; mend them, or leave them out:\n  "
                 + "\n  ".join(lines)
             )
 
@@ -131,7 +134,8 @@ class Reader:
             if isinstance(found, Document):
                 yield found
             else:
-                self.problems.append(f"{where}: {found}")
+                first, count = self.problems.get(found, (where, 0))
+                self.problems[found] = first, count + 1
 
     def _document(self, row: Any, name: str) -> Document | str:
         """The document of a record, or what is wrong with it."""
@@ -218,6 +222,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _json_line(line: bytes) -> Any:
     try:
         row = json.loads(line)
+    except json.JSONDecodeError as error:  # whose line is that of the text which it was given
+        return f"not JSON: {error.msg} at column {error.colno}"
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
     return row if isinstance(row, dict) else f"a record must be an object; got {type(row).__name__}"

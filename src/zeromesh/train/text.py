@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -204,30 +205,32 @@ def _with_end(learned: Marks, document: Document) -> Marks:
     return learned
 
 
-def make_tokenizer(name: str, training: Iterable[Document], template: str = "") -> tuple[Tokenizer, Render | None]:
+def make_tokenizer(
+    name: str, training: Callable[[Render | None], Iterable[Document]], template: str = ""
+) -> tuple[Tokenizer, Render | None]:
     """The tokenizer that `data.tokenizer` names, and what writes messages as text, where there is a chat template.
 
     Args:
         name: "bytes"; "bpe:SIZE", trained on the documents; a tokenizer.json; a Hugging Face tokenizer's directory.
-        training: looked at where it is trained.
+        training: the documents with messages written so; called where it is trained.
         template: of messages, in Jinja; "" takes the tokenizer's own.
 
     Raises:
         ConfigError: tokenizers is not installed, the file is not a tokenizer, or SIZE is below 257.
     """
-    render = partial(_render, template, {}) if template else None
     if name == "bytes":
-        return ByteTokenizer(), render
+        return ByteTokenizer(), _renderer(template)
     try:
         if name.startswith("bpe:"):
             size = int(name.removeprefix("bpe:"))
             if size < ByteTokenizer.vocab_size:
                 raise ConfigError(f"data.tokenizer: bpe needs at least 257 tokens, one for each byte; got {size}")
-            return TrainedTokenizer.train(training, size), render
-        if name.endswith(".json"):
-            text = read_text(name, kind="data.tokenizer (a tokenizer.json)", error=ConfigError)
-            return TrainedTokenizer(text), render
-        return _pretrained(name, template)
+            # Without special tokens, of which it is to make no words.
+            made = TrainedTokenizer.train(training(_renderer(template)), size)
+        elif name.endswith(".json"):
+            made = TrainedTokenizer(read_text(name, kind="data.tokenizer (a tokenizer.json)", error=ConfigError))
+        else:
+            return _pretrained(name, template)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f'data.tokenizer = "{name}" needs the tokenizers library: pip install "zeromesh[hf]"'
@@ -235,15 +238,18 @@ def make_tokenizer(name: str, training: Iterable[Document], template: str = "") 
     except ConfigError:
         raise
     except Exception as error:  # tokenizers raises plain Exception for a file it cannot read
-        what = "a tokenizer.json" if name.endswith(".json") else "a directory with a Hugging Face tokenizer"
-        raise ConfigError(f"data.tokenizer: {name} is not {what}: {error}") from error
+        raise ConfigError(f"data.tokenizer: {name} is not a tokenizer.json: {error}") from error
+    return made, _renderer(template, {} if made.end is None else {"eos_token": END_OF_TEXT})
+
+
+def _renderer(template: str, special: Mapping[str, Any] = MappingProxyType({})) -> Render | None:
+    return partial(_render, template, dict(special)) if template else None
 
 
 def _pretrained(name: str, template: str) -> tuple[TrainedTokenizer, Render | None]:
     found = load_pretrained_tokenizer(name)
-    own = template or found.chat_template
-    render = partial(_render, own, dict(found.special_tokens_map)) if own else None
-    return TrainedTokenizer(found.backend_tokenizer.to_str(), end=found.eos_token or END_OF_TEXT), render
+    made = TrainedTokenizer(found.backend_tokenizer.to_str(), end=found.eos_token or END_OF_TEXT)
+    return made, _renderer(template or found.chat_template or "", found.special_tokens_map)
 
 
 def load_pretrained_tokenizer(directory: str | Path) -> Any:
@@ -252,11 +258,18 @@ def load_pretrained_tokenizer(directory: str | Path) -> Any:
     Raises:
         ConfigError: there is no directory, or its tokenizer is none of the tokenizers library's.
     """
-    from transformers import AutoTokenizer
-
     if not Path(directory).is_dir():
         raise ConfigError(f"data.tokenizer: {directory} is no directory with a Hugging Face tokenizer")
-    found = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of transformers, tokenizers and what they read with
+        there = "its tokenizer.json" if (Path(directory) / "tokenizer.json").exists() else "no tokenizer.json"
+        raise ConfigError(
+            f"data.tokenizer: {directory} must hold a tokenizer that transformers can read; it has {there}: copy the "
+            f"model's own there, or set data.tokenizer to another directory. {' '.join(str(error).split())}"
+        ) from error
     if not found.is_fast:
         raise ConfigError(
             f"data.tokenizer: {directory} has a tokenizer of Python's, not of the tokenizers library: save it with its "

@@ -84,6 +84,12 @@ def test_messages_take_the_template_that_is_named(tmp_path: Path) -> None:
     assert bytes(corpus.training.tokens.tolist()) == b"[u]a[a]b"
     assert corpus.training.targets([0]) == 1
     assert bytes(corpus.prompts[0]) == b"[u]c[a]"
+    # A tokenizer that is trained reads messages as the template writes them, but for special tokens.
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}Question {{ m.content }}{{ eos_token }}{% endfor %}")
+    trained = config.model_copy(update={"tokenizer": "bpe:264", "answers_only": False})
+    corpus = load_corpus(trained, ModelConfig(config={}, chat_template=tmp_path / "chat.jinja"))
+    assert corpus.vocab_size == 264 and corpus.training.tokens.numel() == len("Q a#Q b#")
+    assert corpus.training.tokens.tolist().count(corpus.end) == 2
 
 
 @pytest.mark.usefixtures("alone")

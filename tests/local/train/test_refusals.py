@@ -241,6 +241,23 @@ RUNS: list[tuple[Prepare, list[str], str]] = [
         ["data.holdout=0.0001", "eval.every=1"],
         "data.holdout = 0.0001 leaves 4 documents to train on and 0 held out",
     ),
+    (
+        str,
+        ["batch.global_sequences=1000"],
+        "a step takes batch.global_sequences = 1000 sequences of data.seq_len = 8 tokens, and the training data have",
+    ),
+    (
+        write("bad.jsonl", '{"text": "a"}\n{\n{\n{"messages": [{"role": "user"}]}\n'),
+        ["data.files=['*.jsonl']"],
+        "bad.jsonl:2 and 1 more: not JSON: ",
+    ),
+    (
+        str,
+        ["model={pretrained='nowhere'}"],
+        "nowhere is no directory",
+    ),
+    (str, ["model.chat_template=chat.jinja"], "chat.jinja: cannot be read as model.chat_template"),
+    (str, ["data.tokenizer=nowhere/"], "nowhere is no directory with a Hugging Face tokenizer"),
     (str, ["data.tokenizer=bpe:20"], "data.tokenizer: bpe needs at least 257 tokens"),
     (write("tokenizer.json", "{}"), ["data.tokenizer=tokenizer.json"], "tokenizer.json is not a tokenizer.json"),
     (str, ["data.tokenizer=missing.json"], "missing.json: cannot be read as data.tokenizer"),

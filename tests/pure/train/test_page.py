@@ -45,7 +45,7 @@ def labels(html: str) -> list[str]:
     return re.findall(r'class="spot"[^>]*title="([^"]*training[^"]*)"', html)
 
 
-def made(path: Path, before: Sequence[dict[str, float]] = (), memory: object = ()) -> RunPage:
+def made(path: Path, before: Sequence[dict[str, float]] = (), memory: Sequence[Sequence[Line]] = ()) -> RunPage:
     return RunPage(path, before, ABOUT, lambda: memory)
 
 

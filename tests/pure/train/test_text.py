@@ -76,7 +76,7 @@ def test_bytes_are_their_own_tokens() -> None:
 
 def test_trained_tokenizer_is_shorter_than_bytes_and_loses_nothing(tmp_path: Path) -> None:
     given = [b"def function(argument):\n    return argument + 1\n" * 20, "naïve 数".encode()]
-    tokenizer, _ = make_tokenizer("bpe:300", texts(*given))
+    tokenizer, _ = make_tokenizer("bpe:300", lambda render: texts(*given))
     assert isinstance(tokenizer, TrainedTokenizer)
     assert 257 <= tokenizer.vocab_size <= 300
     found = tokens(tokenizer, texts(*given))
@@ -85,19 +85,19 @@ def test_trained_tokenizer_is_shorter_than_bytes_and_loses_nothing(tmp_path: Pat
 
     saved = tmp_path / "tokenizer.json"
     saved.write_text(tokenizer.definition)
-    again, _ = make_tokenizer(str(saved), [])
+    again, _ = make_tokenizer(str(saved), lambda render: [])
     assert tokens(again, texts(*given)) == found
 
 
 def test_bad_tokenizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least 257 tokens, one for each byte; got 100"):
-        make_tokenizer("bpe:100", [])
+        make_tokenizer("bpe:100", lambda render: [])
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")
     with pytest.raises(ConfigError, match=r"is not a tokenizer.json"):
-        make_tokenizer(str(broken), [])
+        make_tokenizer(str(broken), lambda render: [])
     with pytest.raises(ConfigError, match="is no directory with a Hugging Face tokenizer"):
-        make_tokenizer("/nowhere/", [])
+        make_tokenizer("/nowhere/", lambda render: [])
 
 
 # ---- records
@@ -168,18 +168,23 @@ def test_records_that_cannot_be_used_are_named_with_their_lines_and_counted(tmp_
         reader.require_usable()
     text = str(raised.value)
     assert text.startswith("7 of 8 records cannot be used; mend them, or leave them out:\n")
-    assert f"{path}:3: not JSON: " in text and f"{path}:4: a record must be an object; got list" in text
+    assert (
+        f"{path}:3: not JSON: Expecting property name enclosed in double quotes at column 2" in text
+        and f"{path}:4: a record must be an object; got list" in text
+    )
     assert f"{path}:5: prompt and completion must both be texts" in text
     assert f"{path}:6: a record must have text, prompt and completion, or messages; this has txt" in text
+    assert f"{path}:7: messages must be a list of objects" in text
     assert text.endswith("and 2 more")
     _, reader = read(path)
-    assert any("messages need a chat template" in problem for problem in reader.problems)
+    (template,) = (reason for reason in reader.problems if "messages need a chat template" in reason)
+    assert reader.problems[template] == (f"{path}:7", 3)
 
 
 def test_a_template_that_rewrites_earlier_messages_is_refused(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", MESSAGES)
     _, reader = read(path, render=lambda messages, answering: f"{len(messages)}" + render(messages, answering))
-    assert "set data.answers_only = false" in reader.problems[0]
+    assert "set data.answers_only = false" in next(iter(reader.problems))
 
 
 def test_parquet_and_saved_data_sets_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
