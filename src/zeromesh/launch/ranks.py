@@ -231,6 +231,27 @@ def from_first(make: Callable[[], T], operation: str, *, at_work: bool = False) 
     return answer[0]  # type: ignore[no-any-return]  # make's
 
 
+def on_every(make: Callable[[], T], operation: str) -> T:
+    """What `make` returns on this rank; collective.
+
+    Raises:
+        InputError: on every rank, where `make` raises it or an OSError on any.
+    """
+    made: list[T] = []
+    own: str | None = None
+    try:
+        made.append(make())
+    except (InputError, OSError) as error:
+        own = f"{error}"
+    told: list[str | None] = [None] * dist.get_world_size()
+    with collective(operation):
+        dist.all_gather_object(told, own)
+    for rank, why in enumerate(told):
+        if why is not None:
+            raise ConfigError(f"rank {rank}: {why}")
+    return made[0]
+
+
 def on_any(here: bool, operation: str) -> bool:
     """Whether it is so on any rank; collective."""
     flag = torch.tensor(float(here))

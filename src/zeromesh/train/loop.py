@@ -19,7 +19,7 @@ from zeromesh.engine.api import accumulate, clip_grad_norm_, engine_of, shard, z
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from zeromesh.files import write_whole
-from zeromesh.launch.ranks import Ranks, collective, from_first, on_any
+from zeromesh.launch.ranks import Ranks, collective, from_first, on_any, on_every
 from zeromesh.observe.replicas import check_replicas
 from zeromesh.observe.report import MemoryLine, memory_report, traffic_report
 from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
@@ -132,19 +132,18 @@ def _build(config: TrainConfig, ranks: Ranks, corpus: Corpus) -> nn.Module:
     pretrained one are read then, by each rank its own.
 
     Raises:
-        ConfigError: on every rank, where the first cannot make it.
+        ConfigError: on every rank, where one of them cannot make it.
     """
     torch.manual_seed(config.run.seed)
     made: list[nn.Module] = []
+    values = ranks.rank == 0 or config.model.pretrained is not None
 
-    def draw() -> None:
-        made.append(build_language_model(config.model, corpus.vocab_size, values=True))
+    def build() -> None:
+        with nullcontext() if values else torch.device("meta"):
+            made.append(build_language_model(config.model, corpus.vocab_size, values=values))
 
-    from_first(draw, "waiting for rank 0 to draw the model", at_work=True)
-    if ranks.rank != 0:
-        reads = config.model.pretrained is not None  # each rank its own slices
-        with nullcontext() if reads else torch.device("meta"):
-            made.append(build_language_model(config.model, corpus.vocab_size, values=reads))
+    from_first(build, "waiting for rank 0 to draw the model", at_work=True)
+    on_every(lambda: None if made else build(), "making the model")
     return made[0]
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.dist.pool import Pool, kept
 from zeromesh.checkpoint.read import read_manifest
 from zeromesh.checkpoint.storage import open_storage
+from zeromesh.errors import ConfigError
 from zeromesh.launch.ranks import Ranks
 from zeromesh.train import loop
 from zeromesh.train.config import CheckpointConfig, TrainConfig
@@ -86,6 +87,16 @@ def _train(config: TrainConfig) -> bool:
     mesh = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
     rank, world = dist.get_rank(), dist.get_world_size()
     return loop.run_training(config, Ranks(rank=rank, world=world, device=torch.device("cpu"), mesh=mesh))
+
+
+def refused(config: TrainConfig, elsewhere: Path) -> str:
+    """What a rank says of a run in which the last rank's host has no such model."""
+    if dist.get_rank() == 3:
+        moved = config.model.model_copy(update={"pretrained": elsewhere})
+        config = config.model_copy(update={"model": moved})
+    with pytest.raises(ConfigError) as raised:
+        _train(config)
+    return str(raised.value)
 
 
 def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], torch.nn.Module]:
@@ -162,6 +173,13 @@ def test_packed_answers_are_learned_as_each_by_itself(
     from transformers import AutoTokenizer
 
     assert AutoTokenizer.from_pretrained(run.run.export).chat_template == TEMPLATE
+
+
+def test_a_model_that_one_host_does_not_have_is_said_by_all_ranks(pool: Pool, directory: Path) -> None:
+    run = config(directory, "refused", "node=3,cluster=1")
+    said = pool.run(4, refused, run, directory / "nowhere", timeout_s=START_S)
+    assert len(set(said)) == 1 and said[0].startswith("rank 3: model.pretrained must be the directory of")
+    assert not run.run.directory.exists()
 
 
 def steps_of(run: TrainConfig) -> list[dict[str, Any]]:
