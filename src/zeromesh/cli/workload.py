@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zeromesh.cluster import Cluster
     from zeromesh.model import ModelSpec
     from zeromesh.planner import Calibration, Workload
+    from zeromesh.simulator import Simulation
 
 Model = Annotated[
     str,
@@ -136,9 +137,9 @@ def calibrated(
 
     parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
 
-    def predict(cluster: Cluster) -> float:
+    def predict(cluster: Cluster) -> Simulation:
         choices = planner.simulate_choices(spec, cluster, work, parsed, engine=engine, memory_margin=memory_margin)
-        return choices[0].simulation.step_s
+        return choices[0].simulation
 
     return planner.calibrate(hardware, planner.read_run(run, work.global_batch_tokens), strategy, predict)
 

@@ -2,7 +2,8 @@
 
 The device's matrix rate and its memory's are multiplied by one factor, with which the simulated step is as long as the
 measured one. All else that a prediction gets wrong (the network, kernels that wait for the host) goes into that factor
-too, so what is planned for has to be alike: the same model and devices.
+too: a run's file has the length of its steps and not what they waited for. So what is planned for has to be alike, the
+same model and devices, and the answer says how much of the step is waiting that was predicted and not measured.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from zeromesh.cluster import Cluster, Device
 from zeromesh.cost import ComputeModel, default_constants
 from zeromesh.errors import InputError
 from zeromesh.files import parse_json, read_text
+from zeromesh.simulator import Simulation
 
 SLOWEST, FASTEST = 1e-4, 1e3
 """Factors beyond which a run is not of this model or these devices."""
@@ -46,6 +48,7 @@ class Calibration:
         measured: the step.
         predicted_s: what was predicted for it before.
         factor: of the device's rates.
+        exposed_s: of the step with these rates, what waits for communication, as predicted.
         cluster: with these rates.
         strategy: the layout that the run had, or is taken to have had.
     """
@@ -53,6 +56,7 @@ class Calibration:
     measured: MeasuredStep
     predicted_s: float
     factor: float
+    exposed_s: float
     cluster: Cluster
     strategy: str
 
@@ -62,7 +66,8 @@ class Calibration:
         return (
             f"like {self.measured.source}: {self.strategy} took {self.measured.step_s:.4g} s a step where "
             f"{self.predicted_s:.4g} s were predicted ({abs(off):.1%} too {'long' if off > 0 else 'short'}); the "
-            f"device counts as {self.factor:.3g} times as fast from here on"
+            f"device counts as {self.factor:.3g} times as fast from here on. {self.exposed_s / self.measured.step_s:.1%} "
+            f"of that step is waiting for the network, as predicted and not measured"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -73,6 +78,7 @@ class Calibration:
             "predicted_step_s": self.predicted_s,
             "off": self.predicted_s / self.measured.step_s - 1,
             "factor": self.factor,
+            "exposed_comm_s": self.exposed_s,
         }
 
 
@@ -98,16 +104,16 @@ def read_run(run: str, tokens: int) -> MeasuredStep:
 
 
 def calibrate(
-    cluster: Cluster, measured: MeasuredStep, strategy: str, predict: Callable[[Cluster], float]
+    cluster: Cluster, measured: MeasuredStep, strategy: str, predict: Callable[[Cluster], Simulation]
 ) -> Calibration:
-    """The factor with which `predict`, the step of the run's layout on a cluster, gives the measured seconds.
+    """The factor with which `predict`, the step of the run's layout on a cluster, takes the measured seconds.
 
     Raises:
         InputError: no device, however fast or slow, gives them.
     """
-    predicted = predict(cluster)
+    predicted = predict(cluster).step_s
     low, high = SLOWEST, FASTEST
-    if not predict(_scaled(cluster, high)) <= measured.step_s <= predict(_scaled(cluster, low)):
+    if not predict(_scaled(cluster, high)).step_s <= measured.step_s <= predict(_scaled(cluster, low)).step_s:
         raise InputError(
             f"--like: {strategy} took {measured.step_s:.4g} s a step in {measured.source}, where {predicted:.4g} s are "
             f"predicted; no rate of the device explains that: check model, cluster, world, batch and --like-strategy, "
@@ -116,12 +122,17 @@ def calibrate(
     factor = 1.0
     for _ in range(60):  # halves its range, so 40 are enough
         found = predict(_scaled(cluster, factor))
-        if abs(found / measured.step_s - 1) <= CLOSE:
+        if abs(found.step_s / measured.step_s - 1) <= CLOSE:
             break
-        low, high = (factor, high) if found > measured.step_s else (low, factor)
+        low, high = (factor, high) if found.step_s > measured.step_s else (low, factor)
         factor = math.sqrt(low * high)
     return Calibration(
-        measured=measured, predicted_s=predicted, factor=factor, cluster=_scaled(cluster, factor), strategy=strategy
+        measured=measured,
+        predicted_s=predicted,
+        factor=factor,
+        exposed_s=found.exposed_comm_s,
+        cluster=_scaled(cluster, factor),
+        strategy=strategy,
     )
 
 
@@ -162,18 +173,22 @@ def _read_file(path: Path, tokens: int) -> MeasuredStep:
 
 def _of_metrics(text: str, tokens: int, path: Path) -> float:
     """The median step of a file of ours, without the first tenth, which warms up."""
-    steps = []
+    steps, counts_all = [], True
     for number, line in enumerate(text.splitlines(), 1):
         try:
             found = json.loads(line)
-            steps.append((float(found["step_s"]), int(found["tokens"])))
+            counts_all = counts_all and "positions" in found
+            steps.append((float(found["step_s"]), int(found.get("positions", found["tokens"]))))
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"--like: {path}, line {number}, is no step of zeromesh train's: {error!r}") from error
     if not steps:
         raise InputError(f"--like: {path} holds no steps yet")
     kept = steps[-(-len(steps) // 10) :] or steps
     counted = median(count for _, count in kept)
-    if not tokens / 2 <= counted <= tokens * 1.01:  # where answers alone are learned, the rest is not counted
+    least = (
+        tokens * 0.99 if counts_all else tokens / 2
+    )  # older files count what is learned, which answers are a part of
+    if not least <= counted <= tokens * 1.01:
         raise InputError(
             f"--like: a step of {path} has {counted:,.0f} tokens and --global-batch-tokens says {tokens:,}: give the "
             f"run's own, or its tokens a second as a number"

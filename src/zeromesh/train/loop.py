@@ -390,6 +390,7 @@ class Trainer:
             grad_norm=outcome.grad_norm,
             lr=self.optimizer.param_groups[0]["lr"],
             tokens=outcome.tokens,
+            positions=self.config.batch.global_sequences * self.config.data.seq_len,
             tokens_per_s=outcome.tokens / step_s,
             step_s=step_s,
             eval_loss=self.evaluate() if evaluated else None,

@@ -25,6 +25,7 @@ class StepMetrics:
         grad_norm: global norm before clipping.
         lr: the learning rate of the step.
         tokens: targets in the global batch.
+        positions: tokens in it, learned or not, and what fills rows up.
         tokens_per_s: of all devices together.
         step_s: seconds from the start of the step to its end on rank 0.
         eval_loss: mean over the held-out sequences after the step, where it was evaluated.
@@ -39,6 +40,7 @@ class StepMetrics:
     tokens: int
     tokens_per_s: float
     step_s: float
+    positions: int | None = None
     eval_loss: float | None = None
     skipped: int | None = None
     rollbacks: int | None = None

@@ -30,7 +30,7 @@ def test_a_device_of_other_rates_is_found_again(factor):
     model, strategy = load_model("llama-7b", seq_len=4096), Strategy.parse("node=3,cluster=1", ["node", "cluster"])
 
     def predict(on):
-        return simulate_choices(model, on, work, strategy)[0].simulation.step_s
+        return simulate_choices(model, on, work, strategy)[0].simulation
 
     device = cluster.device
     rates = {dtype: rate * factor for dtype, rate in device.achievable_flops}
@@ -40,11 +40,13 @@ def test_a_device_of_other_rates_is_found_again(factor):
         achievable_flops=rates,
         memory_bytes_per_s=device.memory_bytes_per_s * factor,
     )
-    measured = MeasuredStep(step_s=predict(replace(cluster, device=other)), source="another")
+    measured = MeasuredStep(step_s=predict(replace(cluster, device=other)).step_s, source="another")
     found = calibrate(cluster, measured, str(strategy), predict)
     assert found.factor == pytest.approx(factor, rel=3e-3)
-    assert predict(found.cluster) == pytest.approx(measured.step_s, rel=2e-3)
-    assert found.predicted_s == predict(cluster)
+    assert predict(found.cluster).step_s == pytest.approx(measured.step_s, rel=2e-3)
+    assert found.predicted_s == predict(cluster).step_s
+    assert found.exposed_s == pytest.approx(predict(found.cluster).exposed_comm_s)
+    assert f"{found.exposed_s / measured.step_s:.1%} of that step is waiting for the network" in found.describe()
 
 
 def test_what_a_run_has_written_is_read(tmp_path: Path):
@@ -53,6 +55,11 @@ def test_what_a_run_has_written_is_read(tmp_path: Path):
     assert read_run(str(tmp_path), 1000).step_s == 2.5  # the first, which warms up, is left out
     with pytest.raises(InputError, match=r"a step of .* has 1,000 tokens and --global-batch-tokens says 4,000"):
         read_run(str(tmp_path), 4000)
+    answers = [line | {"tokens": 30, "positions": 1000} for line in metrics]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in answers))
+    assert read_run(str(tmp_path / "answers.jsonl"), 1000).step_s == 2.5
+    with pytest.raises(InputError, match="has 1,000 tokens and"):
+        read_run(str(tmp_path / "answers.jsonl"), 1100)
     state = {"log_history": [{"loss": 1.0}, {"train_steps_per_second": 0.25}]}
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     assert read_run(str(tmp_path / "trainer_state.json"), 1000).step_s == 4.0
