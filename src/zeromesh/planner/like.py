@@ -62,11 +62,11 @@ class Calibration:
 
     def describe(self) -> str:
         """One line: what was measured, how far off the prediction was, and what is used now."""
-        off = self.predicted_s / self.measured.step_s - 1
+        off, waits = self.predicted_s / self.measured.step_s - 1, self.exposed_s / self.measured.step_s
         return (
             f"like {self.measured.source}: {self.strategy} took {self.measured.step_s:.4g} s a step where "
             f"{self.predicted_s:.4g} s were predicted ({abs(off):.1%} too {'long' if off > 0 else 'short'}); the "
-            f"device counts as {self.factor:.3g} times as fast from here on. {self.exposed_s / self.measured.step_s:.1%} "
+            f"device counts as {self.factor:.3g} times as fast from here on. {waits:.1%} "
             f"of that step is waiting for the network, as predicted and not measured"
         )
 

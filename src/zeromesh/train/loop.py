@@ -74,7 +74,7 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     """
     from_first(lambda: _require_possible(config), "waiting for rank 0 to look at the configuration")
     corpus = load_corpus(config.data, config.model, config.samples.prompts)
-    deal(config, ranks.world, corpus.training)
+    _require_a_batch(config, corpus.training)
     model = _build(config, ranks, corpus)
     if config.strategy == AUTO:
         config = choose_strategy(config, model)
@@ -100,6 +100,17 @@ def _require_possible(config: TrainConfig) -> None:
         _require_writable(config.run.export, "run.export")
     require_trackers(config.run.trackers)
     require_pretrained(config.model.pretrained)
+
+
+def _require_a_batch(config: TrainConfig, rows: Rows) -> None:
+    """Raises ConfigError where a step would take a sequence twice."""
+    taken = config.batch.global_sequences
+    if len(rows) < taken:
+        raise ConfigError(
+            f"a step takes batch.global_sequences = {taken} sequences of data.seq_len = {rows.seq_len} tokens, and the "
+            f"training data have {len(rows)} in all: name more files in data.files, or make the batch or the sequences "
+            f"smaller"
+        )
 
 
 def _require_writable(directory: Path, key: str = "run.directory") -> None:
@@ -182,30 +193,6 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def deal(
-    config: TrainConfig, world: int, rows: Rows, *, sequences: int | None = None, seed: int | None = None
-) -> Sampler:
-    """Which rows each rank takes: those of a run's steps, or of `sequences` at once.
-
-    Raises:
-        ConfigError: there are fewer rows.
-    """
-    taken = config.batch.global_sequences if sequences is None else sequences
-    if len(rows) < taken:
-        raise ConfigError(
-            f"a step takes batch.global_sequences = {taken} sequences of data.seq_len = {rows.seq_len} tokens, and the "
-            f"training data have {len(rows)} in all: name more files in data.files, or make the batch or the sequences "
-            f"smaller"
-        )
-    return Sampler(
-        num_samples=len(rows),
-        global_sequences=taken,
-        micro=config.batch.micro,
-        world=world,
-        seed=config.run.seed if seed is None else seed,
-    )
-
-
 class Trainer:
     """Runs steps of one model on one rank.
 
@@ -225,7 +212,7 @@ class Trainer:
         self.corpus = corpus
         self.model = model
         self.optimizer = optimizer
-        self.sampler = deal(config, ranks.world, corpus.training)
+        self.sampler = self._deal(corpus.training, config.batch.global_sequences, config.run.seed)
         self.traffic = traffic_report(
             model, micro_batches=self.sampler.micro_batches, recompute=config.model.recomputes
         )
@@ -362,9 +349,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss over the tokens of the held-out sequences, the same ones at each call and for each world size."""
         held_out = self.corpus.held_out
-        sampler = deal(
-            self.config, self.ranks.world, held_out, sequences=min(self.config.eval.sequences, len(held_out)), seed=0
-        )
+        sampler = self._deal(held_out, min(self.config.eval.sequences, len(held_out)), seed=0)
         self.model.eval()
         loss_sum, tokens = 0.0, 0
         for indices in sampler.rank_batches(0, self.ranks.rank):
@@ -466,6 +451,15 @@ class Trainer:
         flags = [float(here and rank == self.ranks.rank) for rank in range(self.ranks.world)]
         return tuple(
             rank for rank, flag in enumerate(self._sum_over_ranks("finding the rank", *flags).tolist()) if flag
+        )
+
+    def _deal(self, rows: Rows, global_sequences: int, seed: int) -> Sampler:
+        return Sampler(
+            num_samples=len(rows),
+            global_sequences=global_sequences,
+            micro=self.config.batch.micro,
+            world=self.ranks.world,
+            seed=seed,
         )
 
     @contextmanager
