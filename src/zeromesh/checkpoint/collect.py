@@ -17,6 +17,7 @@ from zeromesh.engine.optim import WHOLE, take_slices
 from zeromesh.engine.param import ShardedGrad, ShardedParameter
 from zeromesh.errors import CheckpointError
 from zeromesh.pieces.piece import Piece, share, whole
+from zeromesh.pieces.region import Region
 from zeromesh.strategy import Axis
 
 MODEL = "model."
@@ -99,7 +100,7 @@ def _collect(
     frozen: bool,
 ) -> None:
     """Adds what is of this model, and takes its parameters' states out of `states`."""
-    owned = {param for optimizer in optimizers for param in WHOLE.get(optimizer, ())}
+    owned = {param: region for optimizer in optimizers for param, region in WHOLE.get(optimizer, {}).items()}
     first = engine.control.first
     for buffer in _saved(engine, frozen):
         params = [param for param in buffer.optimizer_params if param.writes]
@@ -110,7 +111,7 @@ def _collect(
         for param, own in zip(params, tuple(pieces), strict=True):
             for key, value in sorted(states.pop(param, {}).items()):
                 if param in owned:  # all of it, and on no other rank of this copy of the states
-                    pieces.append(whole(f"{STATE}{param.full_name}.{key}", value))
+                    pieces += _owned_state(f"{STATE}{param.full_name}.{key}", owned[param], value)
                     continue
                 target = pieces if value.dim() else numbers
                 target.append(_state_piece(param.full_name, own, key, value))
@@ -142,6 +143,18 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, Tensor]]:
 def _local(state: Tensor) -> Tensor:
     """Of what an optimizer has computed of slices, this rank's elements."""
     return state.local if isinstance(state, ShardedGrad) else state
+
+
+def _owned_state(name: str, region: Region, value: Tensor) -> list[Piece]:
+    """A state of what its owner has of a tensor: of all of it, or of a batch of what the class takes for tensors; what
+    is no tensor then is the same for all of them, and written with the first."""
+    if not region.batch:
+        return [whole(name, value)]
+    if not value.dim():
+        return [] if any(region.offsets) else [whole(name, value)]
+    if tuple(value.shape[: region.batch]) != region.sizes[: region.batch]:
+        raise CheckpointError(f"{name} of {tuple(value.shape)} must have something for each of {region}")
+    return [whole(name, value, region.of(region.whole_shape(value.shape)))]
 
 
 def _state_piece(param: str, own: Piece, key: str, value: Tensor) -> Piece:

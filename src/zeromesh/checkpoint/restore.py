@@ -22,6 +22,7 @@ from zeromesh.engine.optim import NUMBERS, WHOLE
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError
 from zeromesh.pieces.piece import DTYPES, Piece, whole
+from zeromesh.pieces.region import Region
 
 
 def restore_models(held: Held, reader: Reader) -> None:
@@ -73,9 +74,8 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
             for param in group["params"]:
                 found = next((saved.pop(name) for name in names.get(param, ()) if name in saved), None)
                 if found and param in WHOLE.get(optimizer, (param,)):
-                    whole_states = optimizer in WHOLE
-                    present = optimizer.state.get(param, {})
-                    targets = _state_targets(param, group, found, reader, present, whole_states=whole_states)
+                    present, owned = optimizer.state.get(param, {}), WHOLE.get(optimizer, {}).get(param)
+                    targets = _state_targets(param, group, found, reader, present, owned)
                     states[param] = {piece.name.rpartition(".")[2]: tensor for piece, tensor in targets}
                     pieces += [piece for piece, _ in targets]
     own = {name for known in names.values() for name in known}
@@ -112,26 +112,27 @@ def _state_targets(
     found: Mapping[str, TensorEntry],
     reader: Reader,
     present: Mapping[str, Any],
-    *,
-    whole_states: bool,
+    owned: Region | None,
 ) -> list[tuple[Piece, Tensor]]:
-    """What each state of a parameter is read into, and the tensor that it is then: of `whole_states` all, of others
-    the elements of this rank's slice."""
+    """What each state of a parameter is read into, and the tensor that it is then: what belongs to an `owned` region,
+    which may be all, or the elements of this rank's slice."""
     targets = []
     local, shape = param.local, tuple(param.global_shape)
     number_device = local.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
     for name, entry in found.items():
         key, dtype = name.rpartition(".")[2], DTYPES[reader.entry(name).dtype]
         number = entry.shape == () and (shape != () or key in NUMBERS)  # of a 0-d parameter it may be its slice
-        if not number and entry.shape != shape and not whole_states:
+        fits = entry.shape == shape if owned is None else owned.is_part_of(entry.shape)
+        if not number and not fits:
             raise CheckpointError(f"{reader.where}: {name} must have shape {shape} or (); it has {entry.shape}")
         model = reader.manifest.tensors.get(MODEL + name.removeprefix(STATE).rpartition(".")[0])
         if not number and model is not None and entry.dtype == model.dtype:
             dtype = local.dtype  # as the optimizer makes it: like the parameter, which may have another one than saved
-        sizes = entry.shape if number or whole_states else (local.numel(),)
+        region = None if number or owned is None else owned.of(entry.shape)
+        sizes = entry.shape if number else (local.numel(),) if region is None else region.sizes
         tensor = _in_place(present.get(key), sizes, dtype, number_device if number else local.device)
-        piece = Piece(name=name, shape=entry.shape, start=0, local=tensor.view(-1))
-        targets.append((piece if number or whole_states else param.piece(name, tensor), tensor))
+        all_of_it = Piece(name=name, shape=entry.shape, start=0, local=tensor.view(-1), within=region)
+        targets.append((all_of_it if number or owned is not None else param.piece(name, tensor), tensor))
     return targets
 
 

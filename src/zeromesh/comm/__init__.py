@@ -8,7 +8,7 @@ from zeromesh.comm.collectives import (
     sums_natively,
     workspace_bytes,
 )
-from zeromesh.comm.groups import AxisGroup, Sent, axis_ranks, group_of, make_groups, mesh_group
+from zeromesh.comm.groups import AxisGroup, Sent, axis_ranks, group_of, make_groups, make_line, mesh_group
 from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.comm.transport import Message, pass_on
 
@@ -24,6 +24,7 @@ __all__ = [
     "axis_ranks",
     "group_of",
     "make_groups",
+    "make_line",
     "mesh_group",
     "pass_on",
     "reduce_scatter",

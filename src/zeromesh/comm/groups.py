@@ -150,7 +150,23 @@ def make_groups(
     pool = _Pool.current()
     free = pool.agree(mesh_group(mesh), keys)
     # Each rank makes only the groups it belongs to, so set-up does not grow with the world.
-    return {axis.name: _make_group(mesh, axis.name, keys[axis.name], pool, free[axis.name], exact) for axis in axes}
+    kind = mesh.device_type
+    return {axis.name: _make_group(kind, axis.name, keys[axis.name], pool, free[axis.name], exact) for axis in axes}
+
+
+def make_line(name: str, ranks: dist.ProcessGroup, device_type: str) -> AxisGroup:
+    """The group of an axis that is no dimension of a mesh of ours. All of its ranks call this at the same point.
+
+    Args:
+        name: of the axis.
+        ranks: those along it, on which they agree.
+        device_type: of the tensors.
+    """
+    global_ranks = tuple(dist.get_process_group_ranks(ranks))
+    split, backend = len(global_ranks) == dist.get_world_size(), backend_of(_world(), device_type)
+    key = Key(global_ranks, default_timeout_s(device_type), backend, device_type, split)
+    pool = _Pool.current()
+    return _make_group(device_type, name, key, pool, pool.agree(ranks, {name: key})[name], exact=False)
 
 
 def borrow_channel(
@@ -225,14 +241,14 @@ def axis_ranks(mesh: DeviceMesh, axis: Axis) -> tuple[int, ...]:
     return tuple(int(line[first + index * axis.stride]) for index in range(axis.size))
 
 
-def _make_group(mesh: DeviceMesh, name: str, key: Key, pool: _Pool, free: Sequence[int], exact: bool) -> AxisGroup:
+def _make_group(device_type: str, name: str, key: Key, pool: _Pool, free: Sequence[int], exact: bool) -> AxisGroup:
     gather, reduce = pool.channels(key, free, f"{name} gather", f"{name} reduce")
     group = AxisGroup(
         name=name,
         ranks=key.ranks,
         rank=key.ranks.index(dist.get_rank()),
         backend=key.backend,
-        device_type=mesh.device_type,
+        device_type=device_type,
         gather=gather,
         reduce=reduce,
         timeout_s=key.timeout_s,

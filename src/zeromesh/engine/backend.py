@@ -216,7 +216,7 @@ class DeviceBackend:
     ) -> None:
         self.units = units
         self.layouts = layouts
-        self.groups = groups
+        self.groups = dict(groups)
         self.lanes = lanes
         self.scratch = scratch
         self.scale: float | None = None
@@ -353,7 +353,8 @@ class DeviceBackend:
     def _along(self, jobs: Sequence[AxisJob], kinds: Sequence[LaneKind], label: str) -> Ticket | None:
         ticket: Ticket | None = None
         for axis, job in jobs:
-            lane = next(k for k in kinds if any(own.name == axis for of in self.layouts for own in lane_axes(of, k)))
+            own = (k for k in kinds if any(each.name == axis for of in self.layouts for each in lane_axes(of, k)))
+            lane = next(own, kinds[0])  # an axis beyond them has communicators that nothing else uses
             ticket = self.lanes[lane].submit(job, label, after=ticket)
         return ticket
 

@@ -102,19 +102,30 @@ class Control:
         held = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned)
         return held.to(self.device, non_blocking=pinned)
 
-    def agree(self, values: Sequence[int]) -> list[int]:
-        """The highest of each of `values` on any rank."""
-        return list(values) if self.group is None else self._exchange(values, torch.int32, dist.ReduceOp.MAX)
+    def agree(self, values: Sequence[int], *, further: Sequence[dist.ProcessGroup] = ()) -> list[int]:
+        """The highest of each of `values` on any rank of the mesh, and of those that `further` groups lead to."""
+        if self.group is None and not further:
+            return list(values)
+        return self._exchange(values, torch.int32, dist.ReduceOp.MAX, further)
 
     def total(self, value: float) -> float:
         """The sum of all ranks' values."""
         return value if self.group is None else self._exchange([value], torch.float64, dist.ReduceOp.SUM)[0]
 
-    def _exchange(self, values: Sequence[float], dtype: torch.dtype, operation: dist.ReduceOp.RedOpType) -> list[Any]:
+    def _exchange(
+        self,
+        values: Sequence[float],
+        dtype: torch.dtype,
+        operation: dist.ReduceOp.RedOpType,
+        further: Sequence[dist.ProcessGroup] = (),
+    ) -> list[Any]:
         """The host waits for the other ranks' hosts, and not for what the devices have to do: the words have a stream
         of their own."""
         with nullcontext() if self.device.type == "cpu" else _stream(self.device):
-            found: list[Any] = self.reduce(self.words(values, dtype), operation).tolist()
+            words = self.words(values, dtype)
+            for group in (self.group, *further):
+                reduce_over(group, words, operation)
+            found: list[Any] = words.tolist()
         return found
 
     def broadcast(self, values: Tensor) -> None:

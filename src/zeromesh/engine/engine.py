@@ -35,6 +35,7 @@ from zeromesh.engine.units import Precision
 from zeromesh.engine.weight import Weight
 from zeromesh.errors import ModelError, OptimizerError
 from zeromesh.schedule import Bucket, Call, GradState, Interpreter, Schedule
+from zeromesh.strategy import Axis
 
 T = TypeVar("T")
 
@@ -407,11 +408,11 @@ class Engine:
 
     # ---- optimizers
 
-    def own(self, tensors: Sequence[WholeTensors], buckets: Sequence[Bucket]) -> int:
+    def own(self, tensors: Sequence[WholeTensors], buckets: Sequence[Bucket], beyond: Sequence[Axis] = ()) -> int:
         """Takes an optimizer's buckets of whole tensors into the schedule, under the number that is returned; weakly,
-        since their states go with the optimizer."""
+        since their states go with the optimizer. `beyond` are axes beyond the layouts, which they cross too."""
         self.backend.owned += [weakref.proxy(each) for each in tensors]
-        self.interpreter.schedule = self.schedule.with_owned(buckets)
+        self.interpreter.schedule = self.schedule.with_owned(buckets, beyond)
         return len(self.schedule.buckets) - 1
 
     def before_step(self, params: Sequence[ShardedParameter]) -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,8 +56,9 @@ VOUCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _shown: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Whose state dicts hold slices."""
 
-WHOLE: weakref.WeakKeyDictionary[Optimizer, frozenset[ShardedParameter]] = weakref.WeakKeyDictionary()
-"""By optimizer that steps on whole tensors (`zeromesh.owners`): the parameters that it steps on here."""
+WHOLE: weakref.WeakKeyDictionary[Optimizer, Mapping[ShardedParameter, Region]] = weakref.WeakKeyDictionary()
+"""By optimizer that steps on whole tensors (`zeromesh.owners`): the parameters that it steps on here, and what it has
+of them: all, or those of a batch of whole tensors that the ranks along further axes do not have."""
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _installed: list[Any] = []
@@ -128,7 +129,8 @@ def _as_slices(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
     states = dict(found["state"])
     for index, param in zip(indices, _params(optimizer), strict=True):
         if isinstance(param, ShardedParameter) and index in states:
-            shown = _as_whole if optimizer in WHOLE else _as_slice
+            owned = WHOLE.get(optimizer, {}).get(param)
+            shown = _as_slice if owned is None else partial(_as_whole, owned=owned)
             states[index] = {key: shown(param, key, value) for key, value in states[index].items()}
     return {**found, "state": states}
 
@@ -140,10 +142,11 @@ def _as_slice(param: ShardedParameter, key: str, value: Any) -> Any:
     return param.sliced(f"{param.full_name}.{key}", value)
 
 
-def _as_whole(param: ShardedParameter, key: str, value: Any) -> Any:
+def _as_whole(param: ShardedParameter, key: str, value: Any, *, owned: Region) -> Any:
     if not isinstance(value, torch.Tensor) or not value.dim() or value.dtype not in DTYPE_NAMES:
         return value
-    return SlicedTensor(whole(f"{param.full_name}.{key}", value))
+    region = owned.of(owned.whole_shape(value.shape))
+    return SlicedTensor(whole(f"{param.full_name}.{key}", value, region), writes=param.writes)
 
 
 def take_slices(optimizer: Optimizer) -> None:
@@ -161,17 +164,19 @@ def take_slices(optimizer: Optimizer) -> None:
                     state[key] = own if isinstance(value, SlicedTensor) else own.clone()
 
 
-def _take_whole(optimizer: Optimizer, own: frozenset[ShardedParameter]) -> None:
+def _take_whole(optimizer: Optimizer, own: Mapping[ShardedParameter, Region]) -> None:
     """The same of one that steps on whole tensors: on its own, with all of their states."""
     for param in [param for param in optimizer.state if param not in own]:
         del optimizer.state[param]
-    for param in own:
+    for param, owned in own.items():
         state: dict[str, Any] = optimizer.state.get(param, {})
         for key, value in state.items():
-            if isinstance(value, SlicedTensor):
-                shape = value.piece.shape
-                name = f"{param.full_name}.{key}"
-                state[key] = part_of(value, name, Region.whole(shape), 0, math.prod(shape)).view(shape)
+            shown = isinstance(value, SlicedTensor)
+            if not shown and not (owned.batch and isinstance(value, torch.Tensor) and owned.is_part_of(value.shape)):
+                continue
+            region = owned.of(value.shape)
+            taken = part_of(value, f"{param.full_name}.{key}", region, 0, region.numel).view(region.sizes)
+            state[key] = taken if shown else taken.clone()
 
 
 def _is_whole(key: str, value: Any, param: ShardedParameter) -> bool:

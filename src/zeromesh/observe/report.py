@@ -163,7 +163,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: int, like: ShardedPara
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficLine:
-    """One axis of a layout: bytes that this rank sends on it in a step."""
+    """One axis of a layout: bytes that this rank sends on it in a step. An axis that tensors are divided over before
+    they are sharded has a line if owners need them whole; its stage is `divided`."""
 
     axis: str
     size: int
@@ -228,7 +229,7 @@ class traffic_report:  # used as a function that is also a context
             TrafficLine(
                 axis=axis.name,
                 size=axis.size,
-                stage=f"{axis.stage.value}{axis.wire}",
+                stage="divided" if axis in self._engine.schedule.beyond else f"{axis.stage.value}{axis.wire}",
                 predicted_bytes=predicted[axis.name],
                 sent_bytes=sent[axis.name] // steps,
             )

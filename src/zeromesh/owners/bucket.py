@@ -3,13 +3,17 @@
 What is kept from step to step is the optimizer's own states, and the values of what is owned here. Gradients of a
 bucket, and what passes by on its way, come to fresh memory, which goes when what was made of them is back in the state
 shards. That is when no activation is alive. A parameter that this rank holds whole is stepped on where it lies.
+
+What is no range of its tensor (a slice of some of its columns) arrives in memory of its own; it is laid into the tensor
+before the step, and out of it after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +32,29 @@ class Member:
 
     Args:
         param: this rank's slice.
+        shape: of the tensor.
         whole: what the owner's optimizer steps on; without memory until the first step. None on other ranks.
         parts: of the tensor on all ranks.
     """
 
     param: ShardedParameter
+    shape: tuple[int, ...]
     whole: nn.Parameter | None
     parts: tuple[Part, ...]
 
     @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
     def lies_here(self) -> bool:
         """Whether this rank's slice is all of it."""
-        return self.param.local.numel() == self.param.numel()
+        return self.param.local.numel() == self.numel
 
     @property
     def kept_bytes(self) -> int:
         """Of the values that its owner keeps."""
-        return 0 if self.whole is None or self.lies_here else self.param.numel() * self.param.local.itemsize
+        return 0 if self.whole is None or self.lies_here else self.numel * self.param.local.itemsize
 
 
 Held = dict[Part, tuple[Tensor, Tensor]]
@@ -76,6 +86,7 @@ class OwnedBucket:
     room_bytes: int = 0
     _moving: list[Member] = field(default_factory=list)
     _held: Held = field(default_factory=dict)
+    _landing: list[tuple[Member, Part, int]] = field(default_factory=list)  # and whether it is gradient or values
     _known: set[Member] = field(default_factory=set)  # whose values their owners have, the same on all ranks
     _values: list[Tensor] = field(default_factory=list)
 
@@ -85,7 +96,7 @@ class OwnedBucket:
 
     def collect(self) -> list[AxisJob]:
         self._moving = [member for member in self.members if member.param.grad is not None]
-        self._held, self.room_bytes = {}, 0
+        self._held, self._landing, self.room_bytes = {}, [], 0
         for member in self.members:
             if member.whole is not None:
                 member.whole.grad = None
@@ -100,16 +111,22 @@ class OwnedBucket:
         return jobs
 
     def step(self) -> None:
+        for member, part, kind in self._landing:
+            for inside, apart in _boxes(member, part, kind, self._held[part][kind]):
+                inside.copy_(apart)
         step_on_stacks(self.optimizer, self.stacking)
 
     def give_back(self) -> list[AxisJob]:
         jobs: list[AxisJob] = []
+        for member, part, _ in (each for each in self._landing if each[2] == GRADIENT):
+            for inside, apart in _boxes(member, part, VALUES, self._held[part][VALUES]):
+                apart.copy_(inside)
         for axis in reversed([*self.strides]):
             leaving, arriving = self._messages(axis, back=True)
             jobs.append((axis, partial(pass_on, arriving, leaving, self.groups[axis], reduced=False)))
         self._put_back()
         self._known.update(self._moving)
-        self._held, self._moving = {}, []
+        self._held, self._landing, self._moving = {}, [], []
         return jobs
 
     def values(self) -> list[Tensor]:
@@ -122,16 +139,16 @@ class OwnedBucket:
         by_whole = {m.whole: m for m in self.members if m.whole is not None}
         own = [by_whole[whole] for stack in self.stacking.stacks(self.optimizer) for whole in stack]
         if not self._values:
-            self._values = _together([(m.param.numel(), m.param.local) for m in own if not m.lies_here])
+            self._values = _together([(m.numel, m.param.local) for m in own if not m.lies_here])
         grads = [member.param.grad.local for member in own if member.param.grad is not None]  # type: ignore[attr-defined]  # slices
         moving = [member for member in own if member.param.grad is not None]
-        apart = [(m.param.numel(), grad) for m, grad in zip(moving, grads, strict=True) if not m.lies_here]
+        apart = [(m.numel, grad) for m, grad in zip(moving, grads, strict=True) if not m.lies_here]
         rooms, values = iter(_together(apart)), iter(self._values)
         self.room_bytes += sum(numel * grad.itemsize for numel, grad in apart)
         for member in own:
             assert member.whole is not None
             here = member.param.local if member.lies_here else next(values)
-            member.whole.data = here.view(tuple(member.param.global_shape))
+            member.whole.data = here.view(member.shape)
         for member, grad in zip(moving, grads, strict=True):
             assert member.whole is not None
             here = grad.contiguous() if member.lies_here else next(rooms)
@@ -140,10 +157,14 @@ class OwnedBucket:
             member.whole.grad = here.view(member.whole.shape)
 
     def _make_room(self, member: Member) -> None:
-        """For the parts of a tensor: where it is owned, where they lie, and where they pass by."""
+        """For the parts of a tensor: where it is owned, where they lie, and where they pass by. What of it is here and
+        no range of it goes there as what arrives does, with values that are those of now."""
         grad, local = member.param.grad.local.contiguous(), member.param.local  # type: ignore[union-attr]  # a slice
         for part in member.parts:
-            if self.rank == part.owner:
+            if self.rank == part.owner and part.region is not None:
+                kinds = self._kinds(member) if part.hops else (GRADIENT, VALUES)
+                self._landing += [(member, part, kind) for kind in kinds]
+            if self.rank == part.owner and part.region is None:
                 assert member.whole is not None and member.whole.grad is not None
                 own = (
                     member.whole.grad.view(-1)[part.start : part.stop],
@@ -155,7 +176,7 @@ class OwnedBucket:
                     own[VALUES].copy_(local)
             elif self.rank == part.home:
                 self._held[part] = grad, local
-            elif any(self.rank == hop.target for hop in part.hops):
+            elif self.rank in part.passed_by:
                 self._held[part] = grad.new_empty(part.numel), local.new_empty(part.numel)
                 self.room_bytes += sum(tensor.nbytes for tensor in self._held[part])
 
@@ -164,7 +185,7 @@ class OwnedBucket:
         gradient, and its values too if the owner has none that are right; on the way back the values."""
         arriving, leaving = list[Message](), list[Message]()
         for member in self._moving:
-            kinds = (VALUES,) if back else (GRADIENT,) if member in self._known else (GRADIENT, VALUES)
+            kinds = (VALUES,) if back else self._kinds(member)
             for part in member.parts:
                 for hop in (hop for hop in part.hops if hop.axis == axis):
                     if self.rank == hop.source:
@@ -172,6 +193,10 @@ class OwnedBucket:
                     elif self.rank == hop.target:
                         arriving += [(self._held[part][kind], self._index(hop, hop.source)) for kind in kinds]
         return arriving, leaving
+
+    def _kinds(self, member: Member) -> tuple[int, ...]:
+        """What goes to the owner of a tensor."""
+        return (GRADIENT,) if member in self._known else (GRADIENT, VALUES)
 
     def _index(self, hop: Hop, rank: int) -> int:
         stride, size = self.strides[hop.axis]
@@ -182,11 +207,23 @@ class OwnedBucket:
         for member in self._moving:
             local = member.param.local
             for part in member.parts:
-                if self.rank == part.owner == part.home and not member.lies_here:
+                if self.rank == part.owner == part.home and part.region is None and not member.lies_here:
                     local.copy_(self._held[part][VALUES])
             torch.autograd.graph.increment_version(local)
             if member.whole is not None:
                 member.whole.grad = None
+
+
+def _boxes(member: Member, part: Part, kind: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """A part that is no range of its tensor, which is owned here: where its boxes lie inside of that, and in `flat`,
+    where its elements are in a row."""
+    assert part.region is not None and member.whole is not None
+    tensor = member.whole.grad if kind == GRADIENT else member.whole.data
+    assert tensor is not None
+    for box in part.region.boxes(part.start, part.stop):
+        index = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
+        first = box.start - part.start
+        yield tensor[index], flat[first : first + box.numel].view(box.sizes)
 
 
 def _together(wanted: Sequence[tuple[int, Tensor]]) -> list[Tensor]:

@@ -11,6 +11,8 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -18,11 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeromesh.engine.engine import Engine
+from zeromesh.engine.flat import Place
 from zeromesh.engine.optim import WHOLE
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.parts import Home
 from zeromesh.engine.units import DTYPES
-from zeromesh.errors import OptimizerError
+from zeromesh.errors import MismatchError, OptimizerError
+from zeromesh.owners.beyond import Beyond
 from zeromesh.owners.bucket import Member, OwnedBucket, without_memory
 from zeromesh.owners.stacks import Stacking, require_stackable
 from zeromesh.owners.trial import require_tensorwise, small_like, trial_state_bytes
@@ -141,7 +145,6 @@ class OwnerOptimizer(Optimizer):
         self._params = [param for group in self.param_groups for param in group["params"]]
         self._taken = [_options(group) for group in self.param_groups]
         stepped = [param for param in self._params if param.requires_grad and param.numel()]
-        _require_undivided(stepped)
         wholes = [self._whole(param) for param in stepped]
         items = [small_like(whole) for whole in {whole.dim(): whole for whole in wholes}.values()]
         require_tensorwise(kind, items, options)
@@ -160,29 +163,40 @@ class OwnerOptimizer(Optimizer):
         options: dict[str, Any],
     ) -> None:
         """Chooses owners, and puts the buckets into the engine's schedule."""
-        home, known = _home_of(engine, self.kind, params), _placements(engine)
-        layout, self._control = home.layout, home.control
-        self.placements = [known[param][0] for param in params]
-        dtypes = [known[param][1] for param in params]
-        self._grad_dtypes = {param: DTYPES[known[param][1][0]] for param in params}
+        home, known = _home_of(engine, self.kind, params), _places(engine)
+        places, dtypes = [known[param][0] for param in params], [known[param][2] for param in params]
+        self._grad_dtypes = {param: DTYPES[known[param][2][0]] for param in params}
         self._given = options
+        self._require_same(engine, places, cost, bucket_bytes)
+        beyond = Beyond.of(engine, home, places, self._stacking)
+        layout, rank = beyond.layout, beyond.rank(home)
+        self._agree = partial(
+            home.control.agree, further=[engine.backend.groups[a.name].reduce.process_group for a in beyond.axes]
+        )
+        joined = [beyond.joined(place) for place in places]
+        self.placements = [
+            Placement(
+                name=place.info.name,
+                shape=region.sizes,
+                start=place.start,
+                padded=known[param][1],
+                planes=beyond.held(place),
+            )
+            for param, place, region in zip(params, places, joined, strict=True)
+        ]
         costs = [cost(placement.shape) for placement in self.placements]
         self.owners: Owners = choose_owners(layout, self.placements, costs)
-        named = zip(self.placements, self.owners.rank_of, strict=True)
-        lines = [f"{self.kind.__name__} of {each.name} {each.shape} on {owner}" for each, owner in named]
-        engine.control.require_same(
-            "tensors in zm.by_owner", "\n".join([*lines, f"buckets of {bucket_bytes}", repr(self._stacking)])
-        )
-        rank = layout.shard(
-            layout.degree(layout.significant), layout.significant, layout.coordinates(home.control.rank)
-        ).start
-        own = {p: self._whole(p) for p, owner in zip(params, self.owners.rank_of, strict=True) if owner == rank}
-        WHOLE[self] = frozenset(own)
         parts = defaultdict[int, list[Part]](list)
         for part in passage(layout, self.placements, self.owners.rank_of):
             parts[part.tensor].append(part)
-        self._moving = [param for index, param in enumerate(params) if any(part.hops for part in parts[index])]
-        members = [Member(param=p, whole=own.get(p), parts=tuple(parts[index])) for index, p in enumerate(params)]
+        mine = [any(part.owner == rank for part in parts[index]) for index in range(len(params))]
+        WHOLE[self] = {param: region for param, region, own in zip(params, joined, mine, strict=True) if own}
+        # All of them if any move, since of those that are divided elsewhere too ranks may have to send others.
+        self._moving = params if any(part.hops for own in parts.values() for part in own) else []
+        members = [
+            Member(param=p, shape=each.shape, whole=self._whole(p) if own else None, parts=tuple(parts[index]))
+            for index, (p, each, own) in enumerate(zip(params, self.placements, mine, strict=True))
+        ]
         each = max((sum(ITEM_BYTES[dtype] for dtype in pair) for pair in dtypes), default=1)
         self.buckets, described = list[OwnedBucket](), list[Bucket]()
         most, waits = (bucket_bytes or BUCKET_BYTES) // each, WAITS if bucket_bytes is None else math.inf
@@ -192,8 +206,17 @@ class OwnerOptimizer(Optimizer):
             self.buckets.append(_bucket(engine, layout, optimizer, held, rank, self._stacking))
             passing = [part for member in held for part in member.parts]
             described.append(bucket_of(layout, self.placements, passing, rank, dtypes))
-        self._number = engine.own(self.buckets, described)
+        self._number = engine.own(self.buckets, described, beyond.axes)
         weakref.finalize(self, _disown, self._engine, self._number)
+
+    def _require_same(self, engine: Engine, places: Sequence[Place], cost: CostOf, bucket_bytes: int | None) -> None:
+        """Raises MismatchError, on all ranks, where they would choose other owners."""
+        shapes = [tuple(place.global_shape) for place in places]
+        named = zip(places, shapes, strict=True)
+        lines = [f"{self.kind.__name__} of {place.info.name} {shape} for {cost(shape)}" for place, shape in named]
+        engine.control.require_same(
+            "tensors in zm.by_owner", "\n".join([*lines, f"buckets of {bucket_bytes}", repr(self._stacking)])
+        )
 
     # ---- what torch's optimizers have
 
@@ -225,8 +248,16 @@ class OwnerOptimizer(Optimizer):
         """What anybody else has changed since the last step, on any rank, goes to its owner anew."""
         if not self._moving:
             return
-        changed = self._control.agree([engine.changes.made_by(param) is not self for param in self._moving])
-        params = {param for param, by_others in zip(self._moving, changed, strict=True) if by_others}
+        changed = [engine.changes.made_by(param) is not self for param in self._moving]
+        has, count = [param.grad is not None for param in self._moving], len(self._moving)
+        words = self._agree([*changed, *has, *(not each for each in has)])
+        for param, some, not_all in zip(self._moving, words[count:], words[2 * count :], strict=False):
+            if some and not_all:
+                raise MismatchError(
+                    f"all ranks must have a gradient of {param.full_name} when its owner is to step on it, or none; "
+                    f"some have one: change `.grad` alike on all of them"
+                )
+        params = {param for param, by_others in zip(self._moving, words, strict=False) if by_others}
         for bucket in self.buckets:
             bucket.forget(params)
 
@@ -271,7 +302,7 @@ class OwnerOptimizer(Optimizer):
         class steps once on a tensor of each kind that it owns. Numbers, such as step counts, are not counted."""
         found: dict[tuple[object, ...], int] = {}
         total = 0
-        for bucket, param, whole in self._own():
+        for bucket, param, _ in self._own():
             group = next(
                 place for place, each in enumerate(self.param_groups) if any(p is param for p in each["params"])
             )
@@ -280,7 +311,7 @@ class OwnerOptimizer(Optimizer):
             if kind not in found:
                 options = _options(bucket.optimizer.param_groups[group])
                 found[kind] = trial_state_bytes(self.kind, item, self._grad_dtypes[param], options, self._given)
-            total += found[kind] * (whole.numel() // item.numel())
+            total += found[kind] * (prod(WHOLE[self][param].sizes) // item.numel())
         return total
 
     def _whole(self, param: ShardedParameter) -> nn.Parameter:
@@ -294,32 +325,19 @@ class OwnerOptimizer(Optimizer):
                     yield bucket, member.param, member.whole
 
 
-def _require_undivided(params: Iterable[ShardedParameter]) -> None:
-    for param in params:
-        if not param.region.is_whole:
-            raise OptimizerError(
-                f"{param.full_name} is a DTensor of which this rank's data-parallel ranks have the box of "
-                f"{param.region} alone, so none of them can own the whole tensor of "
-                f"{tuple(param.global_shape)}: step on it with an elementwise optimizer, give zm.by_owner the others"
-            )
-
-
 def _disown(reference: weakref.ref[Engine], number: int) -> None:
     engine = reference()
     if engine is not None:
         engine.interpreter.schedule = engine.schedule.without_owned(number)
 
 
-def _placements(engine: Engine) -> dict[ShardedParameter, tuple[Placement, tuple[str, str]]]:
-    """Where each trained parameter lies, and the dtypes of its gradient and values."""
+def _places(engine: Engine) -> dict[ShardedParameter, tuple[Place, int, tuple[str, str]]]:
+    """Where each trained parameter lies, in a buffer of which length, and the dtypes of its gradient and values."""
     found = {}
     for buffer in (buffer for unit in engine.units for buffer in unit.buffers if buffer.spec.trainable):
-        spec = buffer.spec
+        dtypes = buffer.spec.grad_dtype, buffer.spec.master_dtype or buffer.spec.param_dtype
         for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
-            placement = Placement(
-                name=place.info.name, shape=tuple(place.shape), start=place.start, padded=buffer.padded
-            )
-            found[param] = placement, (spec.grad_dtype, spec.master_dtype or spec.param_dtype)
+            found[param] = place, buffer.padded, dtypes
     return found
 
 

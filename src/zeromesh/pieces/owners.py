@@ -10,11 +10,11 @@ no choice is even: `Owners.bound` is what no choice can be below. Its proof is o
 a rank, and the volume of those that fit beside them, need more ranks than there are, some rank has more than the limit
 (Martello and Toth 1990, their bound L2).
 
-[Note: Lines] A tensor may be divided before it is sharded, over axes that have no stage (tensor parallelism): the ranks
-with one index on these axes are a line, and have a region of the tensor in slices. Whole is whole over the lines too:
-`across` makes a layout in which their axes divide everything, and tensors are owned among all of its ranks. What is not
-divided over one of these axes is there once for each of its indices: such copies are stepped alike, each by an owner
-among its own lines at the same place, so that nothing of them crosses the axis.
+[Note: Planes] A tensor may be divided before it is sharded, over axes that have no stage (tensor parallelism): the
+ranks with one index on each of these axes are a plane, and have a region of the tensor in slices. Whole is whole over
+the planes too: `across` makes a layout in which their axes divide everything, and tensors are owned among all of its
+ranks. What is not divided over one of these axes is there once for each of its indices: such copies are stepped alike,
+each by an owner among its own planes at the same place, so that nothing of them crosses the axis.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Share(NamedTuple):
     """What one rank holds of one tensor, or of one copy of it.
 
     Args:
-        copy: which, if there are several: [Note: Lines].
+        copy: which, if there are several: [Note: Planes].
         rank: among those that hold the states together.
         region: what `start` and `stop` count in, flattened; None for all of the tensor.
         start, stop: range, not empty.
@@ -89,15 +89,15 @@ class Placement:
         shape: of the whole tensor.
         start: where it starts in its flat buffer.
         padded: the buffer's length.
-        lines: by line, which copy of the tensor it has, and what of that: [Note: Lines]. None: there is one line, and
-            it has all.
+        planes: by plane, which copy of the tensor it has, and what of that: [Note: Planes]. None: there is one, which
+            has all.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     padded: int
-    lines: tuple[tuple[int, Region], ...] | None = None
+    planes: tuple[tuple[int, Region], ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -105,43 +105,43 @@ class Placement:
 
     @property
     def copies(self) -> int:
-        return 1 if self.lines is None else len({copy for copy, _ in self.lines})
+        return 1 if self.planes is None else len({copy for copy, _ in self.planes})
 
     def mirrors(self, owner: int, ranks: int) -> tuple[int, ...]:
         """The owners of all copies, where `owner` has the first."""
         if self.copies == 1:
             return (owner,)
-        by_copy = self._lines_by_copy()
-        line, place = divmod(owner, ranks // len(self.lines or ()))
-        index = by_copy[0].index(line)
-        return tuple(lines[index] * (ranks // len(self.lines or ())) + place for lines in by_copy)
+        by_copy = self._planes_by_copy()
+        plane, place = divmod(owner, ranks // len(self.planes or ()))
+        index = by_copy[0].index(plane)
+        return tuple(planes[index] * (ranks // len(self.planes or ())) + place for planes in by_copy)
 
     def candidates(self, ranks: int) -> Sequence[int]:
         """Those that may own the first copy."""
         if self.copies == 1:
             return range(ranks)
-        each = ranks // len(self.lines or ())
-        return [line * each + place for line in self._lines_by_copy()[0] for place in range(each)]
+        each = ranks // len(self.planes or ())
+        return [plane * each + place for plane in self._planes_by_copy()[0] for place in range(each)]
 
-    def _lines_by_copy(self) -> list[list[int]]:
+    def _planes_by_copy(self) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in range(self.copies)]
-        for line, (copy, _) in enumerate(self.lines or ()):
-            found[copy].append(line)
+        for plane, (copy, _) in enumerate(self.planes or ()):
+            found[copy].append(plane)
         return found
 
     def shares(self, ranks: int) -> Iterator[Share]:
-        """Of each of the ranks that hold some of it, line by line."""
-        lines = self.lines or ((0, Region.whole(self.shape)),)
-        each = ranks // len(lines)
+        """Of each of the ranks that hold some of it, plane by plane."""
+        planes = self.planes or ((0, Region.whole(self.shape)),)
+        each = ranks // len(planes)
         length = self.padded // each
-        for line, (copy, region) in enumerate(lines):
+        for plane, (copy, region) in enumerate(planes):
             first, stop, at = self.start, self.start + region.numel, region.begins
             for holder in range(first // length, -(-stop // length)) if region.numel else ():
                 start, end = max(holder * length, first) - first, min((holder + 1) * length, stop) - first
                 if at is not None:
-                    yield Share(copy, line * each + holder, None, at + start, at + end)
+                    yield Share(copy, plane * each + holder, None, at + start, at + end)
                 else:
-                    yield Share(copy, line * each + holder, region, start, end)
+                    yield Share(copy, plane * each + holder, region, start, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,18 +166,18 @@ class Owners:
         return max(self.loads) * len(self.loads) / total if total else 1.0
 
 
-def across(layout: Layout, lines: Sequence[tuple[str, int]]) -> Layout:
-    """The layout of all ranks that tensors are divided over, in lines along further axes too: [Note: Lines].
+def across(layout: Layout, further: Sequence[tuple[str, int]]) -> Layout:
+    """The layout of all ranks that tensors are divided over, those of all planes: [Note: Planes].
 
     Args:
-        layout: that tensors, or what a line has of them, are sharded by.
-        lines: name and size of further axes, the first most significant in the number of a line. What moves along them
-            moves last on the way to an owner, and first on the way back.
+        layout: that tensors, or what a plane has of them, are sharded by.
+        further: name and size of the axes that planes are numbered along, the first most significant. What moves along
+            them moves last on the way to an owner, and first on the way back.
     """
     axes = [
-        Axis(name=name, mesh_axis=name, size=size, stride=1, stage=Stage.THREE, wire=Wire()) for name, size in lines
+        Axis(name=name, mesh_axis=name, size=size, stride=1, stage=Stage.THREE, wire=Wire()) for name, size in further
     ]
-    return replace(layout, mesh=(*lines, *layout.mesh), axes=(*axes, *layout.axes))
+    return replace(layout, mesh=(*further, *layout.mesh), axes=(*axes, *layout.axes))
 
 
 def choose_owners(layout: Layout, tensors: Sequence[Placement], costs: Sequence[float]) -> Owners:

@@ -105,9 +105,10 @@ class Piece:
         return replace(self, start=start, local=self.local[start - self.start : stop - self.start])
 
 
-def whole(name: str, tensor: Tensor) -> Piece:
-    """All of a tensor."""
-    return Piece(name=name, shape=tuple(tensor.shape), start=0, local=tensor.detach().contiguous().view(-1))
+def whole(name: str, tensor: Tensor, within: Region | None = None) -> Piece:
+    """All of a tensor, or of a region of one."""
+    shape, local = tuple(tensor.shape) if within is None else within.shape, tensor.detach().contiguous().view(-1)
+    return Piece(name=name, shape=shape, start=0, local=local, within=within)
 
 
 def copy_shared(source: Piece, target: Piece) -> int:

@@ -92,6 +92,36 @@ class Region:
             slice(own[0].start, own[0].stop) if len(own) == 1 else [*chain.from_iterable(own)] for own in ranges
         )
 
+    @property
+    def batch(self) -> int:
+        """How many of the first dimensions it takes to say which part it is: none of what is whole."""
+        return max(
+            (dim + 1 for dim, (n, all_of_it) in enumerate(zip(self.sizes, self.shape, strict=True)) if n < all_of_it),
+            default=0,
+        )
+
+    def whole_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Of a tensor whose first dimensions are its tensor's (a state of a batch of matrices): the shape, where what
+        belongs to the region has these sizes."""
+        return (*self.shape[: self.batch], *sizes[self.batch :])
+
+    def is_part_of(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape is such a one."""
+        return tuple(shape[: self.batch]) == self.shape[: self.batch]
+
+    def of(self, shape: Sequence[int]) -> Region:
+        """What belongs to it of such a tensor.
+
+        >>> Region(shape=(4, 3, 2), offsets=(2, 0, 0), sizes=(2, 3, 2)).of((4, 7)).sizes
+        (2, 7)
+        """
+        lead = self.batch
+        if not self.is_part_of(shape):
+            raise InternalError(f"a tensor of {tuple(shape)} has no part that belongs to {self}")
+        rest = tuple(shape[lead:])
+        offsets = (*self.offsets[:lead], *(0 for _ in rest))
+        return Region(shape=tuple(shape), offsets=offsets, sizes=(*self.sizes[:lead], *rest), fold=self.fold)
+
     def ranges(self, dim: int) -> list[range]:
         """What it has of a dimension."""
         parts = self.fold[1] if dim == self.fold[0] else 1

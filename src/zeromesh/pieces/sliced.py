@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from zeromesh.errors import CheckpointError
@@ -112,11 +112,20 @@ class SlicedTensor(torch.Tensor):
         raise CheckpointError(f"{self!r} has no box at {index.offset}")
 
 
-def dtensor_region(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Region:
-    """What this rank has of a DTensor."""
-    index = folding(shape, mesh, placements)
+def dtensor_region(
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    coordinate: Sequence[int] | None = None,
+) -> Region:
+    """What a rank has of a DTensor.
+
+    Args:
+        coordinate: of the rank on the mesh; None for this rank's, which is there.
+    """
+    index, at_mesh = folding(shape, mesh, placements), [*(coordinate or mesh.get_coordinate() or ())]
     boxes = [Replicate() if at == index else placement for at, placement in enumerate(placements)]
-    sizes, offsets = map(list, compute_local_shape_and_global_offset(tuple(shape), mesh, boxes))
+    sizes, offsets = map(list, _compute_local_shape_and_global_offset(tuple(shape), mesh.shape, at_mesh, boxes))
     # Of a rank that has nothing, torch puts the box where the tensor ends, or beyond.
     offsets, fold = [*map(min, offsets, shape)], (0, 1)
     if index is not None:
@@ -124,7 +133,7 @@ def dtensor_region(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[
         assert isinstance(placement, _StridedShard)
         dim, fold = placement.dim % len(shape), (placement.dim % len(shape), int(placement.split_factor))
         sizes[dim] = shape[dim] // mesh.size(index)
-        offsets[dim] = sizes[dim] // fold[1] * mesh.get_local_rank(index)
+        offsets[dim] = sizes[dim] // fold[1] * at_mesh[index]
     return Region(shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes), fold=fold)
 
 

@@ -104,6 +104,7 @@ class Schedule:
         memory: every buffer, in bytes.
         program: ops by (point, unit); unit is -1 for points of no unit.
         buckets: of whole tensors, of each optimizer that steps on such; ops count them through.
+        beyond: axes beyond the layouts, which only whole tensors cross.
         shards_params: whether any layout does: all ranks then call all units in the same order.
     """
 
@@ -115,6 +116,7 @@ class Schedule:
     memory: MemoryPlan
     program: Program = field(repr=False)
     buckets: tuple[tuple[Bucket, ...], ...] = ()
+    beyond: tuple[Axis, ...] = ()
     shards_params: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -156,11 +158,13 @@ class Schedule:
         program = _program(self.layout.strategy, self.shards_params, self.units, order)
         return replace(self, order=tuple(order), program=program | owned)
 
-    def with_owned(self, buckets: Sequence[Bucket]) -> Schedule:
-        """The same schedule with one more optimizer, that steps on these buckets of whole tensors."""
+    def with_owned(self, buckets: Sequence[Bucket], beyond: Sequence[Axis] = ()) -> Schedule:
+        """The same schedule with one more optimizer, that steps on these buckets of whole tensors, which cross `beyond`
+        too."""
         point, first = (PointKind.OWNED, len(self.buckets)), sum(map(len, self.buckets))
         program = self.program | {point: _owned(range(first, first + len(buckets)))}
-        return replace(self, program=program, buckets=(*self.buckets, tuple(buckets)))
+        further = tuple(axis for axis in beyond if axis not in self.beyond)
+        return replace(self, program=program, buckets=(*self.buckets, tuple(buckets)), beyond=(*self.beyond, *further))
 
     def without_owned(self, optimizer: int) -> Schedule:
         """The same schedule after an optimizer is gone: the others' buckets keep their numbers."""
@@ -189,8 +193,8 @@ class Schedule:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Of all layouts; no two have one name."""
-        return tuple(axis for layout in self.layouts for axis in layout.axes)
+        """Of all layouts, and beyond them; no two have one name."""
+        return (*(axis for layout in self.layouts for axis in layout.axes), *self.beyond)
 
     def reduces_each(self, unit: int) -> bool:
         """Whether anything of the unit's gradients is reduced after each micro-batch."""

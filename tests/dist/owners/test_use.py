@@ -380,5 +380,10 @@ def test_what_is_refused():
         optimizer.add_param_group({"params": params[3:]})
     with pytest.raises(OptimizerError, match=r"make it as zm\.by_owner\(LAMB, params\)"):
         LAMB(params).step()
+    backward(model, 0)
+    if dist.get_rank() == 2:
+        params[1].grad = None
+    with pytest.raises(MismatchError, match=r"must have a gradient of blocks\.0\.\S+ when its owner .* some have one"):
+        optimizer.step()
     del model, params
     gc.collect()

@@ -29,7 +29,7 @@ from tests.dist.parallel.tensor import (
 )
 from tests.dist.pool import kept, on_ranks
 from zeromesh.engine.api import engine_of
-from zeromesh.errors import InputError, MeshError, ModelError, OptimizerError
+from zeromesh.errors import InputError, MeshError, ModelError
 
 
 def from_elements(module: nn.Module) -> None:
@@ -242,14 +242,3 @@ def test_leaves_that_are_kept_or_written_to(strategy):
     keeping[1].writes = True
     with pytest.raises(ModelError, match=r"has written to its parameters"):
         model(tokens)
-
-
-@on_ranks(4)
-def test_owners_need_whole_tensors():
-    model = sharded("node=3", "blocks", mesh_of(2))
-    named = dict(model.named_parameters())
-    zm.by_owner(torch.optim.Muon, [named["head.weight"]])
-    with pytest.raises(
-        OptimizerError, match=r"layers\.0\.up\.weight is a DTensor of which .* \([23], 6\) at \([03], 0\)"
-    ):
-        zm.by_owner(torch.optim.Muon, [named["layers.0.up.weight"]])

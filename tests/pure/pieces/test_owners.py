@@ -110,8 +110,8 @@ def cases(draw: st.DrawFn) -> tuple[Layout, list[Placement], list[float]]:
         start, tensors = 0, []
         for index in range(draw(st.integers(1, 6))):
             shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
-            lines, most = divided(draw, shape, counts)
-            tensors.append(Placement(name=f"{unit}.{index}", shape=shape, start=start, padded=0, lines=lines))
+            planes, most = divided(draw, shape, counts)
+            tensors.append(Placement(name=f"{unit}.{index}", shape=shape, start=start, padded=0, planes=planes))
             start += most
         found += [replace(tensor, padded=layout.padded(start)) for tensor in tensors]
     costs = [draw(st.sampled_from([0.0, 1.0, 2.5, newton_schulz_flops(tensor.shape)])) for tensor in found]
@@ -121,7 +121,7 @@ def cases(draw: st.DrawFn) -> tuple[Layout, list[Placement], list[float]]:
 def divided(
     draw: st.DrawFn, shape: tuple[int, ...], counts: Sequence[int]
 ) -> tuple[tuple[tuple[int, Region], ...] | None, int]:
-    """What lines along so many axes have of a tensor, each of which divides one dimension of it, as torch does, or
+    """What planes along so many axes have of a tensor, each of which divides one dimension of it, as torch does, or
     packed parts of one, or none; and the most that one has."""
     if not counts:
         return None, math.prod(shape)
@@ -132,7 +132,7 @@ def divided(
     ]
     if sum(folds) > 1:
         folds = [fold and axis == folds.index(True) for axis, fold in enumerate(folds)]
-    lines = []
+    planes = []
     for indices in product(*map(range, counts)):
         offsets, sizes, fold, copy = [0] * len(shape), list(shape), (0, 1), 0
         for dim, folded, count, index in zip(dims, folds, counts, indices, strict=True):
@@ -144,8 +144,8 @@ def divided(
                 chunk = -(-sizes[dim] // count)
                 first = min(index * chunk, sizes[dim])
                 offsets[dim], sizes[dim] = offsets[dim] + first, min(chunk, sizes[dim] - first)
-        lines.append((copy, Region(shape=shape, offsets=tuple(offsets), sizes=tuple(sizes), fold=fold)))
-    return tuple(lines), max(region.numel for _, region in lines)
+        planes.append((copy, Region(shape=shape, offsets=tuple(offsets), sizes=tuple(sizes), fold=fold)))
+    return tuple(planes), max(region.numel for _, region in planes)
 
 
 def elements(of: Part | Share, shape: tuple[int, ...]) -> list[int]:
@@ -192,9 +192,9 @@ def test_every_part_comes_to_its_owner(case: tuple[Layout, list[Placement], list
             reached = [element for part in own if part.owner == owner for element in elements(part, tensor.shape)]
             assert sorted(reached) == list(range(tensor.numel))
         for part in own:
-            line, chunk = divmod(part.home, ranks // len(tensor.lines or (None,)))
-            copy, region = tensor.lines[line] if tensor.lines else (0, Region.whole(tensor.shape))
-            length = tensor.padded * len(tensor.lines or (None,)) // ranks
+            plane, chunk = divmod(part.home, ranks // len(tensor.planes or (None,)))
+            copy, region = tensor.planes[plane] if tensor.planes else (0, Region.whole(tensor.shape))
+            length = tensor.padded * len(tensor.planes or (None,)) // ranks
             in_line = elements(
                 Part(tensor=index, region=region, start=0, stop=region.numel, home=0, owner=0, hops=()), tensor.shape
             )

@@ -1,0 +1,116 @@
+"""Axes that tensors are divided over before they are sharded, where an optimizer needs all of them: [Note: Planes] of
+`zeromesh.pieces.owners`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch.distributed as dist
+
+from zeromesh.comm import make_line
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.flat import Place
+from zeromesh.engine.parts import Home
+from zeromesh.engine.spread import Spread
+from zeromesh.owners.stacks import Stacking
+from zeromesh.pieces.owners import across
+from zeromesh.pieces.region import Region
+from zeromesh.strategy import Axis, Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beyond:
+    """Among which ranks the tensors of one optimizer are owned.
+
+    Args:
+        layout: of all of them.
+        axes: of `layout`, those that the tensors are divided over before they are sharded.
+        groups: by the same, torch's.
+        stacking: which dimensions of a tensor the class sees: what is divided over others is whole for it.
+    """
+
+    layout: Layout
+    axes: tuple[Axis, ...]
+    groups: tuple[dist.ProcessGroup, ...]
+    stacking: Stacking
+
+    @classmethod
+    def of(cls, engine: Engine, home: Home, places: Iterable[Place], stacking: Stacking) -> Beyond:
+        """Those of tensors of one layout. All ranks call this alike: they make communicators.
+
+        Args:
+            home: of the layout.
+            places: of the tensors.
+        """
+        names: dict[tuple[int, ...], str] = {}
+        for spread, dims in (_crossed(place, stacking) for place in places):
+            for dim in dims:
+                assert spread is not None  # it has dimensions
+                labels = spread.mesh.mesh_dim_names or tuple(map("beyond{}".format, range(spread.mesh.ndim)))
+                names.setdefault(_ranks(spread.mesh.get_group(dim)), labels[dim])
+        groups = [group for group in home.control.beyond if _ranks(group) in names]
+        sizes = [(_reach(engine, names[_ranks(group)], group), group.size()) for group in groups]
+        layout = across(home.layout, sizes)
+        return cls(layout=layout, axes=layout.axes[: len(sizes)], groups=tuple(groups), stacking=stacking)
+
+    def rank(self, home: Home) -> int:
+        """This one's number among all."""
+        layout, chunks = home.layout, home.layout.degree(home.layout.significant)
+        plane = 0  # the first axis is the most significant, as in `across`
+        for group in self.groups:
+            plane = plane * group.size() + group.rank()
+        own = layout.shard(chunks, layout.significant, layout.coordinates(home.control.rank))
+        return plane * chunks + int(own.start)
+
+    def joined(self, place: Place) -> Region:
+        """What of a tensor all planes have together: all of it, but where it is divided in dimensions that the class
+        does not see."""
+        spread, dims = _crossed(place, self.stacking)
+        return place.region if spread is None else spread.joined(dims)
+
+    def held(self, place: Place) -> tuple[tuple[int, Region], ...] | None:
+        """By plane, which copy of that it has, and what of it."""
+        return tuple(self._held(place)) if self.groups else None
+
+    def _held(self, place: Place) -> Iterator[tuple[int, Region]]:
+        spread, dims = _crossed(place, self.stacking)
+        dim_of = {_ranks(spread.mesh.get_group(dim)): dim for dim in dims} if spread is not None else {}
+        along = [dim_of.get(_ranks(group)) for group in self.groups]
+        for indices in product(*(range(group.size()) for group in self.groups)):
+            copy, coordinate = 0, [] if spread is None else [*(spread.mesh.get_coordinate() or ())]
+            for dim, index, group in zip(along, indices, self.groups, strict=True):
+                if dim is None:
+                    copy = copy * group.size() + index
+                else:
+                    coordinate[dim] = index
+            if spread is None or not dims:
+                yield copy, Region.whole(place.region.sizes)
+            else:
+                yield copy, spread.part_of_joined(dims, coordinate)
+
+
+def _crossed(place: Place, stacking: Stacking) -> tuple[Spread | None, tuple[int, ...]]:
+    """How a tensor is divided, and over which dimensions of its mesh in such a way that the class would see a part."""
+    spread = place.info.spread
+    if spread is None:
+        return None, ()
+    unseen = len(spread.shape) - len(stacking.item(spread.shape))
+    return spread, tuple(dim for dim, cut in spread.cut.items() if cut >= unseen)
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _reach(engine: Engine, name: str, group: dist.ProcessGroup) -> str:
+    """The name of the axis along these ranks, with communicators of its own, which the model's next optimizer has
+    too."""
+    groups, ranks = engine.backend.groups, _ranks(group)
+    taken = {axis.name for layout in engine.schedule.layouts for axis in layout.axes}
+    while name in taken or (name in groups and groups[name].ranks != ranks):
+        name = f"beyond {name}"
+    if name not in groups:
+        groups[name] = make_line(name, group, engine.control.device.type)
+    return name

@@ -1,0 +1,284 @@
+"""Optimizers on whole tensors beside tensor parallelism: whole over its axis too, with the numbers of one process."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zeromesh as zm
+from tests.dist.features.parity import close
+from tests.dist.owners.optimizers import LAMB, Orthogonal
+from tests.dist.parallel.experts import build as experts
+from tests.dist.parallel.experts import compare, example, tokens
+from tests.dist.parallel.tensor import (
+    CLIP,
+    FP64,
+    MICRO_BATCHES,
+    STEPS,
+    backward,
+    batch,
+    build,
+    loss_of,
+    mesh_of,
+    own_part,
+    params_of,
+    require_equal,
+    sharded,
+)
+from tests.dist.parallel.test_states import shared_path
+from tests.dist.pool import kept, on_ranks
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.optim import WHOLE
+
+Make = Callable[..., optim.Optimizer]
+
+
+def optimizers_of(model: nn.Module, make: Make) -> list[optim.Optimizer]:
+    """Muon on the matrices of blocks, LAMB on what else is divided or not, AdamW on the rest, all of them by `make`."""
+    named = dict(model.named_parameters())
+    matrices = [param for name, param in named.items() if "layers" in name and param.ndim == 2]
+    norms = [param for name, param in named.items() if "layers" in name and param.ndim < 2]
+    rest = [param for name, param in named.items() if "layers" not in name]
+    return [
+        make(optim.Muon, matrices, lr=0.05, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        make(LAMB, rest),
+        make(optim.AdamW, norms, lr=0.01),
+    ]
+
+
+def by_owner(kind: type[optim.Optimizer], params: Any, **options: Any) -> optim.Optimizer:
+    return zm.by_owner(kind, params, bucket_bytes=300, **options)  # several, that are on their way at once
+
+
+def plainly(kind: type[optim.Optimizer], params: Any, **options: Any) -> optim.Optimizer:
+    return kind(params, **options)
+
+
+Record = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
+"""Of one step: parameters and states, by name."""
+
+
+def one_process(ranks: int, steps: int) -> list[Record]:
+    """With the tokens of so many data-parallel ranks."""
+    model, found = build(), list[Record]()
+    optimizers = optimizers_of(model, plainly)
+    for step in range(steps):
+        for micro in range(MICRO_BATCHES):
+            for rank in range(ranks):
+                (loss_of(model, batch(step, micro, rank)) / ranks).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        named = dict(model.named_parameters())
+        states = {
+            name: {key: torch.as_tensor(value).clone() for key, value in optimizer.state[param].items()}
+            for name, param in named.items()
+            for optimizer in optimizers
+            if param in optimizer.state
+        }
+        found.append(({name: param.detach().clone() for name, param in named.items()}, states))
+    return found
+
+
+def train(model: nn.Module, optimizers: list[optim.Optimizer], plan: str, first: int, wanted: list[Record]) -> None:
+    """So many steps as there are records after the first ones, each compared."""
+    rank = engine_of(model).control.rank
+    for step, (params, _) in enumerate(wanted[first:], first):
+        backward(model, plan, step, rank)
+        zm.clip_grad_norm_(model, CLIP)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        require_equal(f"parameter {step}", ((p, p.local, params) for p in params_of(model)))
+    for optimizer in optimizers:
+        for param, state in optimizer.state.items():
+            assert param in WHOLE[optimizer]
+            for key, value in wanted[-1][1][param.full_name].items():
+                close(torch.as_tensor(state[key]), value, f"{key} of {param.full_name}")
+
+
+def check(strategy: str, plan: str, *shape: int, tp: int = 2, steps: int = STEPS, **options: Any) -> None:
+    mesh = mesh_of(*shape, tp=tp)
+    wanted = kept(one_process, mesh.size() // tp, steps)
+    model = sharded(strategy, plan, mesh, **options)
+    optimizers = optimizers_of(model, by_owner)
+    train(model, optimizers, plan, 0, wanted)
+    copies = [param.full_name for optimizer in optimizers for param in WHOLE[optimizer]]
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, copies)
+    layout, counts = engine_of(model).schedule.layout, Counter(name for names in said for name in names)
+    replicas = layout.degree(layout.replica_axes)
+    for param in params_of(model):  # what is divided has one owner over all of tp, what is not one in each plane
+        assert counts[param.full_name] == replicas * (tp if param.region.is_whole else 1), param.full_name
+
+
+@pytest.mark.parametrize(("strategy", "plan"), [("node=3", "blocks"), ("node=1", "loss"), ("node=0", "tensor")])
+@on_ranks(4)
+def test_numbers_of_one_process(strategy, plan):
+    check(strategy, plan, 2, steps=3)
+
+
+def resumed(path: Path, strategy: str, plan: str, *shape: int, tp: int) -> tuple[nn.Module, list[optim.Optimizer]]:
+    model = sharded(strategy, plan, mesh_of(*shape, tp=tp))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    optimizers = optimizers_of(model, by_owner)
+    with zm.Checkpoints(path, model, optimizers) as checkpoints:
+        assert checkpoints.load() is not None
+    return model, optimizers
+
+
+def elements_that_move(model: nn.Module, optimizer: optim.Optimizer, tp: int) -> Counter[str]:
+    """By axis, over all ranks: elements that lie at another index than their tensor's owner, as ranks say it."""
+    mesh, own = mesh_of(2, tp=tp), dict[str, tuple[list[int], bool, bool]]()
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        held = own_part(param, torch.arange(param.numel()).view(param.shape)).tolist()
+        own[param.full_name] = held, param in WHOLE[optimizer], param.region.is_whole
+    said: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(said, (tuple(mesh.get_coordinate() or ()), own))
+    found: Counter[str] = Counter()
+    for (node, plane), tensors in said:
+        for name, (held, _, repeated) in tensors.items():
+            planes = [plane] if repeated else range(tp)
+            (owner,) = [at for at, others in said if others[name][1] and at[1] in planes]
+            found["node"] += len(held) * (owner[0] != node)
+            found["tp"] += len(held) * (owner[1] != plane)
+    return found
+
+
+@on_ranks(4)
+def test_bytes_and_memory_are_predicted():
+    """Exactly on each rank; over all ranks what lies elsewhere than its owner, 8 bytes there and back."""
+    model = sharded("node=1", "tensor", mesh_of(2))
+    before = {line.axis: line.predicted_bytes for line in zm.traffic_report(model, micro_batches=MICRO_BATCHES).lines()}
+    params = [param for param in model.parameters() if param.ndim == 2]
+    optimizer = by_owner(optim.Muon, params, lr=0.05)
+    memory = {line.kind: line for line in zm.memory_report(model, optimizer)}
+    assert set(before) == {"node"}
+    for step in range(2):
+        engine_of(model).settle()
+        with zm.traffic_report(model, micro_batches=MICRO_BATCHES) as traffic:
+            backward(model, "tensor", step, engine_of(model).control.rank)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(line.sent_bytes == line.predicted_bytes for line in traffic.lines())
+    sent = torch.tensor([line.sent_bytes - before.get(line.axis, 0) for line in traffic.lines()])
+    dist.all_reduce(sent)
+    moved = elements_that_move(model, optimizer, 2)
+    assert dict(zip([line.axis for line in traffic.lines()], sent.tolist(), strict=True)) == {
+        axis: 16 * count for axis, count in moved.items()
+    }
+    assert 0 < moved["tp"] < sum(param.numel() for param in params)
+    for line in zm.memory_report(model, optimizer):
+        if line.kind in ("optimizer", "step"):
+            assert line.allocated_bytes == line.predicted_bytes == memory[line.kind].predicted_bytes, line.kind
+
+
+@on_ranks(4)
+def test_resumes_under_another_degree(tmp_path):
+    """Under degrees 1 and 4 what was saved under 2; and, by `state_dict`, states of what a rank owns."""
+    path, wanted = shared_path(tmp_path), kept(one_process, 2, 3)
+    model = sharded("node=3", "blocks", mesh_of(2))
+    optimizers = optimizers_of(model, by_owner)
+    train(model, optimizers, "blocks", 0, wanted[:2])
+    with zm.Checkpoints(path, model, optimizers) as checkpoints:
+        checkpoints.save(2)
+        checkpoints.wait()
+    saved = [optimizer.state_dict() for optimizer in optimizers]
+    optimizers = optimizers_of(model, by_owner)
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        optimizer.load_state_dict(state)
+    train(model, optimizers, "blocks", 2, wanted)
+    for *shape, tp, plan in ((4, 1, "blocks"), (1, 4, "tensor")):
+        model, optimizers = resumed(path, "node=1", plan, *shape, tp=tp)
+        params, states = wanted[1]
+        require_equal("parameter", ((p, p.local, params) for p in params_of(model)))
+        held = [(param, state) for optimizer in optimizers for param, state in optimizer.state.items()]
+        for param, state in held:
+            assert state.keys() == states[param.full_name].keys()
+            for key, value in states[param.full_name].items():
+                close(torch.as_tensor(state[key]), value, f"{key} of {param.full_name}")
+        said: list[Any] = [None] * 4
+        dist.all_gather_object(said, [param.full_name for param, _ in held])
+        assert {name for names in said for name in names} == set(params)
+
+
+def of_experts(model: nn.Module, make: Make, ours: dict[str, Any]) -> list[optim.Optimizer]:
+    """One on each matrix of most experts' weights, one on whole weights of the others, one for what is no expert's."""
+    named = dict(model.named_parameters())
+    experts = {name: param for name, param in named.items() if ".experts." in name}
+    single = [param for name, param in experts.items() if not name.endswith("down")]
+    return [
+        make(Orthogonal, single, **ours),
+        make(LAMB, [param for name, param in experts.items() if name.endswith("down")]),
+        optim.AdamW([param for name, param in named.items() if name not in experts], lr=0.01),
+    ]
+
+
+def train_experts(model: nn.Module, plain: nn.Module, mesh: DeviceMesh, first: int, steps: int) -> list[Any]:
+    """Both, with the same optimizers; what is compared is this rank's."""
+    ours = of_experts(model, by_owner, {"dims": 2, "batched": True}), of_experts(plain, plainly, {})
+    for step in range(first, first + steps):
+        for micro in range(MICRO_BATCHES):
+            for rank in range(4):
+                (example.next_token_loss(plain, tokens(step, micro, rank)) / MICRO_BATCHES / 4).backward()
+            with zm.accumulate(model, last=micro == MICRO_BATCHES - 1):
+                own = tokens(step, micro, engine_of(model).control.rank)
+                (example.next_token_loss(model, own) / MICRO_BATCHES).backward()
+        for each in (each for both in ours for each in both):
+            each.step()
+            each.zero_grad()
+        compare(model, dict(plain.named_parameters()), mesh, "parameter")
+    return ours[0]
+
+
+def states_of(model: nn.Module, optimizers: list[Any]) -> dict[tuple[str, str, int], float]:
+    """Of tensors that owners step on: each element, by name, state and place in the whole tensor."""
+    own: dict[tuple[str, str, int], float] = {}
+    for optimizer in optimizers:
+        for param, region in WHOLE.get(optimizer, {}).items():
+            for key, value in optimizer.state[param].items():
+                shape = region.whole_shape(value.shape)
+                places = torch.arange(math.prod(shape)).view(shape)[region.of(shape).index]
+                pairs = zip(places.flatten().tolist(), value.flatten().tolist(), strict=True)
+                own |= {(param.full_name, key, place): element for place, element in pairs}
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, own)
+    return {place: element for each in said for place, element in each.items()}
+
+
+@on_ranks(4)
+def test_experts_that_are_divided_by_number_are_batches_of_whole_matrices(tmp_path):
+    """Nothing of them moves over the axis that divides them, unless the class needs all experts of a layer together."""
+    path, mesh = shared_path(tmp_path), kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+    model, plain = experts(shared=False), experts(shared=False)
+    model.spread(mesh["node"])
+    parts = {"*.experts": zm.Part(mesh=mesh["cluster"], strategy="cluster=1")}
+    model = zm.shard(model, mesh, "node=3,cluster=1", parts=parts, **FP64)
+    optimizers = train_experts(model, plain, mesh["node"], 0, 3)
+    assert [axis.name for axis in engine_of(model).schedule.beyond] == ["beyond node"]
+    assert ["beyond node" in optimizer.buckets[0].strides for optimizer in optimizers[:2]] == [False, True]
+    with zm.Checkpoints(path, model, optimizers) as checkpoints:
+        checkpoints.save(3)
+        checkpoints.wait()
+    saved = [optimizer.state_dict() for optimizer in optimizers]
+    wanted = states_of(model, optimizers)
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        optimizer.load_state_dict(state)
+    assert states_of(model, optimizers) == wanted
+    other = zm.shard(experts(shared=False), mesh, "node=1,cluster=3", **FP64)
+    loaded = of_experts(other, by_owner, {"dims": 2})
+    with zm.Checkpoints(path, other, loaded) as checkpoints:
+        assert checkpoints.load() is not None
+    assert states_of(other, loaded) == wanted
