@@ -28,6 +28,7 @@ from zeromesh.engine.units import DTYPES
 from zeromesh.errors import MismatchError, OptimizerError
 from zeromesh.owners.beyond import Beyond
 from zeromesh.owners.bucket import Member, OwnedBucket, without_memory
+from zeromesh.owners.limit import require_memory
 from zeromesh.owners.stacks import Stacking, require_stackable
 from zeromesh.owners.trial import require_tensorwise, small_like, trial_state_bytes
 from zeromesh.pieces.owners import (
@@ -75,8 +76,8 @@ def by_owner(
         options: for `optimizer`.
 
     Raises:
-        OptimizerError: a parameter is not the sharded model's, the class makes one tensor's update of others, or
-            torch.vmap does not run it and is to.
+        OptimizerError: a parameter is not the sharded model's, the class makes one tensor's update of others,
+            torch.vmap does not run it and is to, or what it keeps does not fit on a device.
         MismatchError: on all ranks, if they give different tensors.
 
     Examples:
@@ -88,7 +89,9 @@ def by_owner(
     groups = [{**group, "params": _listed(group["params"])} for group in groups]
     engine = _engine_of([param for group in groups for param in group["params"]], optimizer)
     stacking = Stacking(alike=batched, dims=dims)
-    return OwnerOptimizer(optimizer, groups, options, engine, cost or _cost_of(optimizer), bucket_bytes, stacking)
+    found = OwnerOptimizer(optimizer, groups, options, engine, cost or _cost_of(optimizer), bucket_bytes, stacking)
+    require_memory(found, engine.control)
+    return found
 
 
 def _listed(params: Any) -> list[Any]:

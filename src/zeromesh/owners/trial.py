@@ -15,14 +15,20 @@ from zeromesh.errors import OptimizerError
 MIXING = frozenset({"LBFGS"})
 """Of torch.optim, those that treat all tensors as one."""
 
-STEPS = 2
-"""Of a trial: what one step has left in the optimizer may come out in the next."""
+STEPS = 4
+"""Of a trial: what one step has left in the optimizer may come out in the next; a distance from the first values, as of
+Prodigy (arXiv 2306.06101), in the third."""
+
+
+Numbers = dict[tuple[int, str], float]
 
 
 def require_tensorwise(kind: type[Optimizer], like: Sequence[Tensor], options: Mapping[str, Any]) -> None:
     """Raises OptimizerError where stepping on two tensors together differs from stepping on each alone.
 
-    The second's gradients are large: a norm over both would show in the first.
+    The second's gradients are large: a norm over both would show in the first. What a class finds in gradients and
+    keeps for all tensors, in a group's options or as a number of its own, may show later than a trial lasts
+    (D-Adaptation, arXiv 2301.07733: after 2 to 32 steps): it is looked at itself.
 
     Args:
         kind: the optimizer's class.
@@ -33,10 +39,13 @@ def require_tensorwise(kind: type[Optimizer], like: Sequence[Tensor], options: M
         raise _mixes(kind)
     for sample in like:
         values = [_values(sample, seed) for seed in (1, 2)]
-        together = _stepped(kind, values, (0, 1), options)
-        alone = [_stepped(kind, values, (which,), options)[0] for which in (0, 1)]
-        if not all(torch.equal(one, other) for one, other in zip(together, alone, strict=True)):
+        together, kept = _stepped(kind, values, (0, 1), options)
+        alone = [_stepped(kind, values, (which,), options) for which in (0, 1)]
+        if not all(torch.equal(one, other) for one, ((other,), _) in zip(together, alone, strict=True)):
             raise _mixes(kind)
+        found = sorted({key[1] for _, other in alone for key, value in kept.items() if other.get(key) != value})
+        if found:
+            raise _mixes(kind, f", kept as {', '.join(found)}")
 
 
 def small_like(like: Tensor) -> Tensor:
@@ -51,9 +60,11 @@ def _values(like: Tensor, seed: int) -> Tensor:
 
 def _stepped(
     kind: type[Optimizer], values: Sequence[Tensor], which: Sequence[int], options: Mapping[str, Any]
-) -> list[Tensor]:
+) -> tuple[list[Tensor], Numbers]:
+    """Values after a few steps, and the numbers beside tensors' states that those have changed."""
     params = [nn.Parameter(values[index].clone()) for index in which]
     optimizer = kind([{"params": params}], **options)
+    before = _numbers(optimizer)
     for _ in range(STEPS):
         for index, param in zip(which, params, strict=True):
             param.grad = values[1 - index] * 1000**index
@@ -63,14 +74,26 @@ def _stepped(
             raise OptimizerError(
                 f"zm.by_owner steps {kind.__name__} without a closure, and it does not step so: {error}"
             ) from error
-    return [param.detach() for param in params]
+    changed = {key: value for key, value in _numbers(optimizer).items() if before.get(key) != value}
+    return [param.detach() for param in params], changed
 
 
-def _mixes(kind: type[Optimizer]) -> OptimizerError:
+def _numbers(optimizer: Optimizer) -> Numbers:
+    """Of the optimizer itself and of its first group, by place and name."""
+    held = [
+        ((place, key), value)
+        for place, of in enumerate((vars(optimizer), optimizer.param_groups[0]))
+        for key, value in of.items()
+    ]
+    single = [(key, v.item() if isinstance(v, Tensor) and v.dim() == 0 else v) for key, v in held]
+    return {key: value for key, value in single if isinstance(value, int | float) and value == value}
+
+
+def _mixes(kind: type[Optimizer], how: str = "") -> OptimizerError:
     return OptimizerError(
         f"zm.by_owner is for optimizers that treat each tensor by itself; {kind.__name__} makes one tensor's update of "
-        f"others' gradients too, and each rank would see those of its own only. Clip or scale by a norm over all of "
-        f"them before the step (zm.clip_grad_norm_), or use another optimizer"
+        f"others' gradients too{how}, and each rank would see those of its own only. Clip or scale by a norm over all "
+        f"of them before the step (zm.clip_grad_norm_), or use another optimizer"
     )
 
 

@@ -180,13 +180,16 @@ def across(layout: Layout, further: Sequence[tuple[str, int]]) -> Layout:
     return replace(layout, mesh=(*further, *layout.mesh), axes=(*axes, *layout.axes))
 
 
-def choose_owners(layout: Layout, tensors: Sequence[Placement], costs: Sequence[float]) -> Owners:
+def choose_owners(
+    layout: Layout, tensors: Sequence[Placement], costs: Sequence[float], *, anywhere: bool = False
+) -> Owners:
     """The owners of `tensors`: [Note: Balance]. The same on every rank, since it looks at nothing else.
 
     Args:
         layout: whose state shards the tensors are spread over.
         tensors: in an order that all ranks share.
         costs: of stepping each, in any unit.
+        anywhere: no rank is nearer to a tensor than another.
     """
     ranks = layout.degree(layout.significant)
     order = sorted(range(len(tensors)), key=lambda index: -costs[index])
@@ -197,7 +200,7 @@ def choose_owners(layout: Layout, tensors: Sequence[Placement], costs: Sequence[
     if most > max(bound * (1 + 2 * PRECISION), SLACK * mean):
         even = _packed_tightly(tensors, order, costs, even, ranks, bound, most) or even
     limit = max(*_loads(tensors, even, costs, ranks), SLACK * mean)
-    near = _nearest(layout, tensors, order, costs, limit)
+    near = even if anywhere else _nearest(layout, tensors, order, costs, limit)
     loads = _loads(tensors, near, costs, ranks)
     if max(loads) > limit:
         near, loads = even, _loads(tensors, even, costs, ranks)

@@ -20,6 +20,7 @@ from zeromesh.planner.time_bound import Known
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics, Simulation, find_engine
 from zeromesh.simulator.division import Division
+from zeromesh.simulator.owned import by_owners
 from zeromesh.simulator.run import simulate_divided, static_memory
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.collective import AUTO
@@ -187,8 +188,8 @@ class Evaluator:
         """From few blocks; from all where units are joined, or owners share what all blocks have."""
         division = self.division(candidate.parallel)
         counts = _few_blocks(division)
-        by_owners = self.workload.optimizer == "muon" or self.workload.ownership == "owners"
-        if counts is None or by_owners or self._joins(candidate):
+        owned = by_owners(self.workload.optimizer, self.workload.ownership, self.mechanics)
+        if counts is None or owned or self._joins(candidate):
             return self.measured(candidate)
         few, more, all_of_them = counts
         low = self._simulate(_with_blocks(division, few), candidate)

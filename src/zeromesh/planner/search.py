@@ -448,8 +448,9 @@ def _nothing_fits(evaluator: Evaluator, smallest: Candidate) -> str:
             f"no number of devices would do: buffers, activations and overhead alone are {fixed / 1e9:.1f} GB; "
             "shorten the sequence or take a device with more memory"
         )
+    remedies = [remedy, *map(str, simulation.owners)]
     return (
         f"{name} fits on {evaluator.cluster.world} x {device} under no strategy: the smallest is {smallest} with "
         f"{memory.total / 1e9:.1f} GB per device, and {limit / 1e9:.1f} GB are usable "
-        f"({evaluator.memory_margin:.0%} of the memory is left free); {remedy}"
+        f"({evaluator.memory_margin:.0%} of the memory is left free); {'; '.join(remedies)}"
     )

@@ -48,7 +48,7 @@ def plan_page(planned: Planned) -> str:
             Remark(name=reason.name, strategy=reason.strategy, outcome=reason.outcome, text=reason.text)
             for reason in planned.why
         ),
-        notes=(*divided_lines(best.simulation), search_note(planned)),
+        notes=(*best.simulation.notes(), *divided_lines(best.simulation), search_note(planned)),
     ).to_html()
 
 
@@ -62,7 +62,7 @@ def simulation_page(choices: Sequence[Choice], cluster: Cluster) -> str:
         memory=_memory(choices, simulation.memory_limit_bytes, cluster),
         timeline=timeline(simulation.trace, simulation.micro_batches) if simulation.trace else None,
         sections=_sections(choices, choice),
-        notes=tuple(divided_lines(simulation)),
+        notes=(*simulation.notes(), *divided_lines(simulation)),
     ).to_html()
 
 

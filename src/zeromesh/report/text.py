@@ -89,7 +89,7 @@ def _details(console: Console, choice: Choice) -> None:
         )
     )
     console.print(rich_table(traffic_table(choice)))
-    for line in divided_lines(simulation):
+    for line in (*simulation.notes(), *divided_lines(simulation)):
         console.print(Text(line))
 
 

@@ -166,14 +166,14 @@ class Chains:
         return replace(cost, seconds=cost.seconds + self.model.compute.memory(moved))
 
     def _boundary(self, route: Route) -> list[Work]:
-        if not self.mechanics.owners or not route.steps:
+        if self.mechanics.owners != "broadcast" or not route.steps:
             return self._works(route, "reduce")
         # Every rank gets the whole sum and drops what it does not own.
         first = route.steps[0]
         return [self._joined([step.axis for step in route.steps], "all_reduce", first.numel, first.wire, "reduce")]
 
     def _refresh(self, route: Route) -> list[Work]:
-        if not self.mechanics.owners or not route.steps:
+        if self.mechanics.owners != "broadcast" or not route.steps:
             return self._works(route, "refresh")
         axes, last = [step.axis for step in route.steps], route.steps[-1]
         whole = self._joined(axes, "broadcast", last.numel, last.wire, "refresh")

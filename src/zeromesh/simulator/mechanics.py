@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from zeromesh.errors import ConfigError, nearest
 from zeromesh.schedule import BUCKET_BYTES, LANES, LaneKind
@@ -34,7 +35,8 @@ class Mechanics:
     Args:
         name: as `--engine` spells it.
         joint: neighbouring collectives of one kind over several axes are one flat collective over their joint group.
-        owners: whole tensors belong to ranks: reductions to the state shard are all-reduces, refreshes broadcasts.
+        owners: how whole tensors come to their owners and back, exchange or broadcast: [Note: Ways to owners] of
+            `zeromesh.simulator.owned`.
         lanes: (kind, lane): which queue each kind of work waits in.
         communicators: of each axis.
         gather_numel: elements that one gather of parameters has at most; 0: a unit is gathered as a whole.
@@ -51,7 +53,7 @@ class Mechanics:
 
     name: str
     joint: bool = False
-    owners: bool = False
+    owners: Literal["exchange", "broadcast"] = "exchange"
     lanes: tuple[tuple[LaneKind, str], ...] = tuple((kind, kind) for kind in LANES)
     communicators: int = 2
     gather_numel: int = 0
@@ -96,7 +98,7 @@ ENGINES: dict[str, Mechanics] = {
         overlap_gather=False,
         overlap_refresh=False,
     ),
-    "amsp": Mechanics(name="amsp", joint=True, owners=True, lanes=_ONE_FOR_REDUCTIONS, communicators=3),
+    "amsp": Mechanics(name="amsp", joint=True, owners="broadcast", lanes=_ONE_FOR_REDUCTIONS, communicators=3),
 }
 
 

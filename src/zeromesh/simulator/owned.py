@@ -1,19 +1,42 @@
-"""Whole tensors on their owners, as `zm.by_owner` steps on them: Muon's matrices of a model's blocks, and with
-`ownership="owners"` whatever else AdamW would step on in slices, which is AMSP's own setting (arXiv 2311.00257)."""
+"""Whole tensors on their owners: Muon's matrices of a model's blocks, and with `ownership="owners"` whatever else AdamW
+would step on in slices, which is AMSP's own setting (arXiv 2311.00257).
+
+[Note: Ways to owners] Who owns what, what owners keep and how long the slowest of them takes is one description for all
+engines, with the functions by which `zm.by_owner` chooses and cuts. How tensors come to their owners and back is the
+engine's (`Mechanics.owners`):
+
+- exchange (ours): gradients are reduced to state shards, and parameters refreshed from them, as for slices. In between
+  parts go from shards to owners and back, bucket by bucket. Beside its shard an owner keeps the values of what does not
+  lie there as a whole.
+- broadcast (amsp): what a rank owns is its state shard. Sums of gradients come to all who have the same parameters, who
+  drop what they do not own; each owner broadcasts its updated parameters, as the refresh. All that is trained has an
+  owner. Of tensors that are sharded as parameters there are parts alone, each with an owner of its own.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from zeromesh.cost.compute import ComputeModel
+from zeromesh.errors import InputError
 from zeromesh.model import TensorSpec, UnitKind, UnitSpec
-from zeromesh.pieces.owners import BUCKET_BYTES, Owners, Placement, choose_owners, cut, newton_schulz_flops
+from zeromesh.pieces.owners import (
+    BUCKET_BYTES,
+    NEWTON_SCHULZ_STEPS,
+    Owners,
+    Placement,
+    choose_owners,
+    cut,
+    newton_schulz_flops,
+)
 from zeromesh.pieces.passage import Part, passage, rooms_of
 from zeromesh.schedule import ITEM_BYTES, Bucket, Schedule, Shipment, most_room
+from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.memory import MOMENTS
+from zeromesh.simulator.result import OwnersShare
 from zeromesh.simulator.workload import FixedWorkload
 
 
@@ -22,17 +45,22 @@ class OwnedTensors:
     """What one optimizer steps on by owners.
 
     Args:
+        optimizer: muon or adamw.
         tensors: all of them.
-        owners: who has which.
+        owners: who has which, among ranks that hold one copy of the states, or with `broadcast` those of them that have
+            the same parameters.
         buckets: in which they are stepped.
-        held_bytes: by rank of those that hold one copy of the states: its states, and the values that it keeps.
-        room_bytes: by the same: what comes to it in a step and goes with it, at its most.
+        held_bytes: by owner: its states, and the values that it keeps.
+        sliced_bytes: what AdamW on slices has of the same tensors where they have this.
+        room_bytes: by owner: what comes to it in a step and goes with it, at its most.
     """
 
+    optimizer: str
     tensors: tuple[Placement, ...]
     owners: Owners
     buckets: tuple[Bucket, ...]
     held_bytes: tuple[float, ...]
+    sliced_bytes: float
     room_bytes: tuple[float, ...]
 
     @property
@@ -40,40 +68,107 @@ class OwnedTensors:
         """Elements of all tensors."""
         return sum(tensor.numel for tensor in self.tensors)
 
+    @property
+    def share(self) -> OwnersShare:
+        """How even that is."""
+        held, ranks = self.held_bytes, len(self.held_bytes)
+        mean = sum(self.owners.loads) / ranks
+        return OwnersShare(
+            optimizer=self.optimizer,
+            num_tensors=len(self.tensors),
+            ranks=ranks,
+            balance=self.owners.balance,
+            bound=self.owners.bound / mean if mean else 1.0,
+            fullest=held.index(max(held)),
+            held_bytes=max(held),
+            sliced_bytes=self.sliced_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stepping:
+    """How one optimizer steps on a tensor.
+
+    Args:
+        optimizer: muon or adamw.
+        wanted: which tensors it steps on.
+        cost: of one of a shape, which owners are balanced by.
+        seconds: of the same.
+        state_bytes: that it keeps for each element.
+    """
+
+    optimizer: str
+    wanted: Callable[[UnitSpec, TensorSpec], bool]
+    cost: Callable[[Sequence[int]], float]
+    seconds: Callable[[Sequence[int]], float]
+    state_bytes: int
+
+
+def by_owners(optimizer: str, ownership: str, mechanics: Mechanics) -> bool:
+    """Whether anything is stepped on by owners."""
+    return optimizer == "muon" or ownership == "owners" or mechanics.owners == "broadcast"
+
 
 def owned_tensors(
-    schedule: Schedule, specs: Sequence[Sequence[UnitSpec]], compute: ComputeModel, workload: FixedWorkload
+    schedule: Schedule,
+    specs: Sequence[Sequence[UnitSpec]],
+    compute: ComputeModel,
+    workload: FixedWorkload,
+    mechanics: Mechanics,
 ) -> tuple[OwnedTensors, ...]:
-    """Of the model whose units are `specs`, with the same functions that the engine chooses and cuts by."""
-    muon, found = workload.optimizer == "muon", list[OwnedTensors]()
-    rate = compute.matrix_flops * compute.constants.matmul_share
+    """Of the model whose units are `specs`, with the same functions that the engine chooses and cuts by.
+
+    Raises:
+        InputError: Muon's matrices would not be whole.
+    """
+    layout, broadcast = schedule.layout, mechanics.owners == "broadcast"
+    muon, adamw = workload.optimizer == "muon", workload.ownership == "owners" or broadcast
+    if muon and broadcast and layout.degree(layout.param_axes) > 1:
+        raise InputError(
+            f"engine {mechanics.name} has parts of tensors where parameters are sharded, and muon needs whole ones; "
+            f"parameters are sharded over {', '.join(axis.name for axis in layout.param_axes)}: give a strategy of "
+            f"stages 0, 1 and 2, or engine zeromesh"
+        )
+    found = []
     if muon:
         found.append(
-            _owned(
-                schedule,
-                [*_placements(schedule, specs, is_matrix)],
+            _Stepping(
+                optimizer="muon",
+                wanted=is_matrix,
                 cost=newton_schulz_flops,
-                # Newton-Schulz at the rate of matrix products, and a pass over what is owned.
-                seconds=lambda flops, numel: flops / rate + compute.optimizer(numel),
+                # And a pass over what is owned.
+                seconds=lambda shape: _newton_schulz_s(compute, shape) + compute.optimizer(prod(shape)),
                 state_bytes=ITEM_BYTES[workload.grad_dtype],
             )
         )
-    if workload.ownership == "owners":
+    if adamw:
         found.append(
-            _owned(
-                schedule,
-                [*_placements(schedule, specs, lambda unit, tensor: not (muon and is_matrix(unit, tensor)))],
+            _Stepping(
+                optimizer="adamw",
+                wanted=lambda unit, tensor: not (muon and is_matrix(unit, tensor)),
                 cost=lambda shape: float(prod(shape)),
-                seconds=lambda _, numel: compute.optimizer(numel),
+                seconds=lambda shape: compute.optimizer(prod(shape)),
                 state_bytes=MOMENTS * ITEM_BYTES[workload.master_dtype],
             )
         )
-    return tuple(found)
+    placed = [(stepping, [*_placements(schedule, specs, stepping.wanted)]) for stepping in found]
+    owned = _broadcast if broadcast else _exchanged
+    return tuple(owned(schedule, tensors, stepping) for stepping, tensors in placed)
 
 
 def is_matrix(unit: UnitSpec, tensor: TensorSpec) -> bool:
-    """Whether Muon is for it: a trained one of a block."""
-    return tensor.trainable and unit.kind is UnitKind.BLOCK and len(tensor.shape) == 2
+    """Whether Muon is for it: a trained one of a block, or a stack of such, one for each expert."""
+    matrices = len(tensor.shape) == 2 or (len(tensor.shape) == 3 and tensor.active_share < 1)
+    return tensor.trainable and unit.kind is UnitKind.BLOCK and matrices
+
+
+def _newton_schulz_s(compute: ComputeModel, shape: Sequence[int]) -> float:
+    """Of the products that `newton_schulz_flops` counts, of each matrix of a batch."""
+    m, n = sorted(shape[-2:])
+    steps = prod(shape[:-2]) * NEWTON_SCHULZ_STEPS
+    long, square = 2.0 * m * m * n, 2.0 * m**3
+    once = compute.product(m, n, m, flops=long) + compute.product(m, m, n, flops=long)
+    return steps * (once + compute.product(m, m, m, flops=square))
 
 
 def _placements(
@@ -86,54 +181,80 @@ def _placements(
             for tensor in spec.tensors:
                 if not tensor.trainable:
                     continue
-                if wanted(spec, tensor):
+                if wanted(spec, tensor) and tensor.ep == 1:  # experts that ep cuts have a layout of their own
                     yield Placement(name=tensor.name, shape=tensor.shape, start=start, padded=padded)
                 start += tensor.num_elements
 
 
-def _owned(
-    schedule: Schedule,
-    tensors: Sequence[Placement],
-    *,
-    cost: Callable[[Sequence[int]], float],
-    seconds: Callable[[float, int], float],
-    state_bytes: int,
-) -> OwnedTensors:
-    """Of one optimizer.
-
-    Args:
-        cost: of a tensor of a shape, which owners are balanced by.
-        seconds: of stepping on a tensor of so much cost, and so many elements.
-        state_bytes: that the optimizer keeps for each element.
-    """
+def _exchanged(schedule: Schedule, tensors: Sequence[Placement], stepping: _Stepping) -> OwnedTensors:
+    """One optimizer's, whose parts come from state shards and go back there."""
     layout = schedule.layout
-    costs = [cost(tensor.shape) for tensor in tensors]
+    costs = [stepping.cost(tensor.shape) for tensor in tensors]
     owners = choose_owners(layout, tensors, costs)
-    found = next((p.buffer for unit in schedule.placed for p in unit if p.buffer.trainable), None)
-    dtypes = (found.grad_dtype, found.master_dtype or found.param_dtype) if found else ("fp32", "fp32")
+    dtypes = _dtypes(schedule)
     most = BUCKET_BYTES // sum(ITEM_BYTES[dtype] for dtype in dtypes)
     parts: list[list[Part]] = [[] for _ in tensors]
     for part in passage(layout, tensors, owners.rank_of):
         parts[part.tensor].append(part)
     buckets, rooms = list[Bucket](), list[Counter[int]]()
     for indices in cut(tensors, owners, costs, most):
-        busy: Counter[int] = Counter()
-        for index in indices:
-            busy[owners.rank_of[index]] += seconds(costs[index], tensors[index].numel)  # type: ignore[assignment]  # a counter of seconds
         together = [part for index in indices for part in parts[index]]
-        buckets.append(_bucket(schedule, together, dtypes, max(busy.values(), default=0.0)))
+        step_s = _slowest_s(tensors, owners, stepping, indices)
+        buckets.append(_bucket(schedule, together, dtypes, step_s))
         rooms.append(rooms_of(tensors, together, [dtypes] * len(tensors)))
     held = [0.0] * len(owners.loads)
     for tensor, rank, own in zip(tensors, owners.rank_of, parts, strict=True):
         lies_there = all(part.home == rank for part in own)
-        held[rank] += tensor.numel * (state_bytes + (0 if lies_there else ITEM_BYTES[dtypes[1]]))
+        held[rank] += tensor.numel * (stepping.state_bytes + (0 if lies_there else ITEM_BYTES[dtypes[1]]))
     return OwnedTensors(
+        optimizer=stepping.optimizer,
         tensors=tuple(tensors),
         owners=owners,
         buckets=tuple(buckets),
         held_bytes=tuple(held),
+        sliced_bytes=sum(tensor.numel for tensor in tensors) * MOMENTS * ITEM_BYTES[dtypes[1]] / len(held),
         room_bytes=tuple(float(most_room([room[rank] for room in rooms])) for rank in range(len(held))),
     )
+
+
+def _broadcast(schedule: Schedule, tensors: Sequence[Placement], stepping: _Stepping) -> OwnedTensors:
+    """One optimizer's, which has whole sums, and whose tensors are the state shard: nothing more moves for it, and
+    masters lie where their states do."""
+    layout = schedule.layout
+    copies = replace(layout, axes=tuple(axis for axis in layout.axes if not axis.stage.shards_params))
+    params = layout.degree(layout.param_axes)
+    costs = [stepping.cost(tensor.shape) for tensor in tensors]
+    owners = choose_owners(copies, tensors, costs, anywhere=True)
+    everything = range(len(tensors))
+    step_s = _slowest_s(tensors, owners, stepping, everything) / params
+    master = ITEM_BYTES[_dtypes(schedule)[1]] if schedule.memory.master_bytes else 0
+    held = [0.0] * len(owners.loads)
+    for tensor, rank in zip(tensors, owners.rank_of, strict=True):
+        held[rank] += tensor.numel / params * (stepping.state_bytes + master)
+    sliced = MOMENTS * ITEM_BYTES[_dtypes(schedule)[1]] + master
+    return OwnedTensors(
+        optimizer=stepping.optimizer,
+        tensors=tuple(tensors),
+        owners=owners,
+        buckets=(Bucket(there=(), back=(), step_s=step_s),),
+        held_bytes=tuple(held),
+        sliced_bytes=sum(tensor.numel for tensor in tensors) * sliced / params / len(held),
+        room_bytes=(0.0,) * len(held),
+    )
+
+
+def _dtypes(schedule: Schedule) -> tuple[str, str]:
+    """Of gradients and masters."""
+    found = next((p.buffer for unit in schedule.placed for p in unit if p.buffer.trainable), None)
+    return (found.grad_dtype, found.master_dtype or found.param_dtype) if found else ("fp32", "fp32")
+
+
+def _slowest_s(tensors: Sequence[Placement], owners: Owners, stepping: _Stepping, indices: Iterable[int]) -> float:
+    """What the owner with the most to do of these tensors takes."""
+    busy = [0.0] * len(owners.loads)
+    for index in indices:
+        busy[owners.rank_of[index]] += stepping.seconds(tensors[index].shape)
+    return max(busy)
 
 
 def _bucket(schedule: Schedule, parts: Sequence[Part], dtypes: tuple[str, str], step_s: float) -> Bucket:

@@ -8,6 +8,7 @@ from typing import Any
 from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.simulator.memory import MemoryBytes
 from zeromesh.trace import Trace
+from zeromesh.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,51 @@ class PipelineRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnersShare:
+    """What one optimizer that steps by owners leaves to each of them.
+
+    Args:
+        optimizer: muon or adamw.
+        num_tensors: that it steps on.
+        ranks: that share them.
+        balance: the largest share of work, in times of the mean.
+        bound: of the same, what no choice is below.
+        fullest: the rank, of those, that holds most.
+        held_bytes: there: states, and values that it keeps.
+        sliced_bytes: what AdamW on slices has of the same tensors instead, on each.
+    """
+
+    optimizer: str
+    num_tensors: int
+    ranks: int
+    balance: float
+    bound: float
+    fullest: int
+    held_bytes: float
+    sliced_bytes: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.optimizer} by owners: {self.num_tensors} tensors on {self.ranks} ranks; the busiest has "
+            f"{self.balance:.2f} times the mean's work (no choice is below {self.bound:.2f}); rank {self.fullest} of "
+            f"them holds most, {format_bytes(self.held_bytes)} of states and values "
+            f"(adamw on slices: {format_bytes(self.sliced_bytes)})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer,
+            "tensors": self.num_tensors,
+            "ranks": self.ranks,
+            "balance": self.balance,
+            "bound": self.bound,
+            "fullest": self.fullest,
+            "held_bytes": self.held_bytes,
+            "sliced_bytes": self.sliced_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """One step, simulated; with a pipeline step and traffic are its slowest rank's, and memory is the fullest's.
 
@@ -52,6 +98,7 @@ class Simulation:
         memory: at the peak.
         memory_limit_bytes: of the device, the margin off.
         axes: traffic by axis, those inside the model last.
+        owners: of each optimizer that steps by owners.
         ranks: of a pipeline, one of each kind.
         trace: events of the step, where asked for.
     """
@@ -70,6 +117,7 @@ class Simulation:
     memory_limit_bytes: float
     axes: tuple[AxisTraffic, ...]
     parallel: Parallel = WHOLE
+    owners: tuple[OwnersShare, ...] = ()
     ranks: tuple[PipelineRank, ...] = ()
     trace: Trace | None = None
 
@@ -82,6 +130,24 @@ class Simulation:
     def fits(self) -> bool:
         """Whether the peak stays within the device's memory less the margin."""
         return self.memory.total <= self.memory_limit_bytes
+
+    def notes(self) -> list[str]:
+        """How even owners are, and by how much it does not fit."""
+        return [*map(str, self.owners), *([] if self.fits else [self._lacks()])]
+
+    def _lacks(self) -> str:
+        over = self.memory.total - self.memory_limit_bytes
+        text = (
+            f"does not fit: {format_bytes(self.memory.total)} per device are needed and "
+            f"{format_bytes(self.memory_limit_bytes)} are usable, {format_bytes(over)} too much"
+        )
+        more = sum(share.held_bytes - share.sliced_bytes for share in self.owners)
+        if more > 0:
+            text += (
+                f"; owners hold up to {format_bytes(more)} more than slices would: shard states over more ranks, or "
+                f"leave adamw on slices"
+            )
+        return text
 
     def to_json(self) -> dict[str, Any]:
         """The object that `zeromesh simulate --json` prints."""
@@ -107,6 +173,7 @@ class Simulation:
                 }
                 for axis in self.axes
             ],
+            "owners": [share.to_json() for share in self.owners],
             "parallel": self.parallel.to_json(),
             "pipeline": [rank.to_json() for rank in self.ranks],
         }

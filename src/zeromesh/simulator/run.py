@@ -18,14 +18,14 @@ from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, UnitSpec
-from zeromesh.schedule import ITEM_BYTES, Interpreter, Schedule, lent_axes
+from zeromesh.schedule import Interpreter, Schedule, lent_axes
 from zeromesh.schedule.step import Phase, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
 from zeromesh.simulator.computation import Computation, MicroBatchSeconds, held_bytes, idle_seconds
 from zeromesh.simulator.division import Division, Part
 from zeromesh.simulator.mechanics import Mechanics, find_engine
-from zeromesh.simulator.memory import MOMENTS, Activations, MemoryBytes, memory_bytes, step_bytes, unreduced_bytes
+from zeromesh.simulator.memory import Activations, MemoryBytes, memory_bytes, step_bytes, unreduced_bytes
 from zeromesh.simulator.network import Job
 from zeromesh.simulator.owned import OwnedTensors, owned_tensors
 from zeromesh.simulator.result import AxisTraffic, PipelineRank, Simulation
@@ -161,7 +161,7 @@ class _Setup:
         compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
         backend = cluster.backend if mechanics.workspace else None
         schedule = Schedule.of(layout, units, parts=layouts | division.layouts(layout), backend=backend)
-        owned = owned_tensors(schedule, specs, compute, workload)
+        owned = owned_tensors(schedule, specs, compute, workload, mechanics)
         for each in owned:
             schedule = schedule.with_owned(each.buckets)
         return cls(
@@ -208,11 +208,9 @@ class _Setup:
 
     @property
     def _owned_bytes(self) -> float:
-        """What the rank with the most keeps of tensors that it owns, less AdamW's moments of their slices."""
-        ranks = self.schedule.layout.degree(self.schedule.layout.significant)
-        moments = MOMENTS * ITEM_BYTES[self.workload.master_dtype]
+        """What the rank with the most keeps of tensors that it owns, less what AdamW has of their slices."""
         most = max(map(sum, zip(*(each.held_bytes for each in self.owned), strict=True)), default=0.0)
-        return most - moments * sum(each.numel for each in self.owned) / ranks
+        return most - sum(each.sliced_bytes for each in self.owned)
 
     @property
     def room_bytes(self) -> float:
@@ -416,6 +414,7 @@ def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) ->
             for name, _ in setup.division.groups
         ),
         parallel=setup.division.parallel,
+        owners=tuple(each.share for each in setup.owned),
         trace=_trace(setup, step, memory.total - memory.activations) if step.record else None,
     )
 

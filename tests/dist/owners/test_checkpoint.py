@@ -71,8 +71,8 @@ def resume(path: Path, kind: str, sizes: tuple[int, ...], strategy: str, *, slic
     same_params(model, in_one_process(kind, RANKS, SAVED + 3).params[-1])
 
 
-def save_all(path: Path) -> None:
-    model = shard(many(), (2, 2), "node=3,cluster=1")
+def save_all(path: Path, sizes: tuple[int, ...] = (2, 2), strategy: str = "node=3,cluster=1") -> None:
+    model = shard(many(), sizes, strategy)
     optimizers = [*all_kinds(model, owned_kind).values()]
     steps(model, optimizers, 0, SAVED)
     with zm.Checkpoints(path, model, optimizers) as checkpoints:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 
 import pytest
 
 from zeromesh.cluster import preset
 from zeromesh.cost.constants import default_constants
-from zeromesh.errors import ConfigError
-from zeromesh.model import Recomputation
+from zeromesh.errors import ConfigError, InputError
+from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.model import preset as model_preset
 from zeromesh.model.parallel import WHOLE
-from zeromesh.pieces.owners import BUCKET_BYTES, newton_schulz_flops
+from zeromesh.pieces.owners import BUCKET_BYTES, choose_owners, newton_schulz_flops
 from zeromesh.planner import Options, Workload, search
 from zeromesh.schedule import Schedule
 from zeromesh.simulator import FixedWorkload, simulate
@@ -22,6 +23,7 @@ from zeromesh.simulator.division import Division
 from zeromesh.simulator.owned import OwnedTensors
 from zeromesh.simulator.run import _Setup
 from zeromesh.strategy import Layout
+from zeromesh.units import format_bytes
 
 LLAMA = model_preset("llama-7b")
 GPT2 = model_preset("gpt2")
@@ -34,10 +36,18 @@ def work(optimizer: str, world: int, micro_batches: int = 2, ownership: str = "s
     return FixedWorkload(seq_len=512, global_batch_tokens=tokens, optimizer=optimizer, ownership=ownership)
 
 
-def setup(strategy: str, world: int, optimizer: str = "muon", ownership: str = "slices") -> _Setup:
+def setup(
+    strategy: str,
+    world: int,
+    optimizer: str = "muon",
+    ownership: str = "slices",
+    *,
+    engine: str = "zeromesh",
+    model: ModelSpec = LLAMA,
+) -> _Setup:
     workload = work(optimizer, world, ownership=ownership)
-    division = Division.of(LLAMA, A800.take(world), WHOLE, seq_len=workload.seq_len)
-    return _Setup.of(division, division.parts[0], strategy, workload, "zeromesh", default_constants())
+    division = Division.of(model, A800.take(world), WHOLE, seq_len=workload.seq_len)
+    return _Setup.of(division, division.parts[0], strategy, workload, engine, default_constants())
 
 
 def one(run: _Setup) -> OwnedTensors:
@@ -172,6 +182,92 @@ def test_a_plan_is_the_best_of_all(optimizer: str, ownership: str) -> None:
     fixed = workload.fixed(2, Recomputation.NONE)
     every = [simulate(GPT2, cluster, f"node={node},cluster={outer}", fixed) for node in "0123" for outer in "0123"]
     assert found.bound_s <= found.best.step_s <= min(each.step_s for each in every) * (1 + 1e-9)
+
+
+def test_amsps_owners_are_ours_and_their_tensors_are_the_state_shard() -> None:
+    """One choice, of the same tensors; what has parts of tensors owns parts. No bytes more for it: sums and broadcasts
+    are the engine's own. Memory and seconds are those of the owner with the most, where slices have the mean's."""
+    world = 64
+    whole, parts = (
+        setup(strategy, world, "adamw", engine="amsp") for strategy in ("node=1,cluster=1", "node=3,cluster=1")
+    )
+    for run, params in ((whole, 1), (parts, 8)):
+        owned = one(run)
+        assert owned.numel == LLAMA.num_trainable and run.optimizer_seconds() == pytest.approx(0, abs=1e-12)
+        copies = Layout.of("node=1,cluster=1", [("node", world // params), ("cluster", 1)])
+        assert owned.owners == choose_owners(
+            copies, owned.tensors, [float(t.numel) for t in owned.tensors], anywhere=True
+        )
+        held = Counter[int]()
+        for tensor, owner in zip(owned.tensors, owned.owners.rank_of, strict=True):
+            held[owner] += tensor.numel
+        most, mean = max(held.values()) / params, LLAMA.num_trainable / world
+        assert owned.buckets[0].step_s == pytest.approx(run.compute.optimizer(most))
+        assert run.memory(0.0).optimizer == pytest.approx(12 * most, rel=1e-5)
+        assert owned.share.balance == pytest.approx(most / mean)
+    assert one(whole).share.balance > 1.2 > 1.01 > one(parts).share.balance
+    steps = [
+        simulate(LLAMA, A800.take(world), "node=1,cluster=1", work("adamw", world, ownership=ownership), engine="amsp")
+        for ownership in ("slices", "owners")
+    ]
+    assert steps[0] == steps[1]
+
+
+def test_amsps_owners_step_with_muon_where_tensors_are_whole() -> None:
+    muon, adamw = (
+        simulate(LLAMA, A800.take(16), "node=1,cluster=1", work(each, 16), engine="amsp") for each in ("muon", "adamw")
+    )
+    assert muon.axes == adamw.axes and muon.step_s > adamw.step_s
+    assert [share.optimizer for share in muon.owners] == ["muon", "adamw"]
+    with pytest.raises(InputError, match=r"engine amsp has parts of tensors .* sharded over node: give a"):
+        simulate(LLAMA, A800.take(16), "node=3,cluster=1", work("muon", 16), engine="amsp")
+
+
+def test_experts_are_batches_of_matrices() -> None:
+    """Of a stack of eight, eight times the iterations of one; one momentum of its shape; one owner."""
+    model = model_preset("mixtral-8x7b")
+    run = setup("node=3,cluster=1", 16, model=model)
+    owned = one(run)
+    shapes = Counter(tensor.shape for tensor in owned.tensors)
+    assert shapes[8, 2 * 14336, 4096] == shapes[8, 4096, 14336] == 32
+    assert sum(math.prod(shape) * count for shape, count in shapes.items()) == owned.numel
+
+    def seconds(shape: tuple[int, ...]) -> float:
+        m, n = sorted(shape[-2:])
+        once = run.compute.product(m, n, m, flops=4.0 * m * m * n) + run.compute.product(m, m, m, flops=2.0 * m**3)
+        return math.prod(shape[:-2]) * 5 * once + run.compute.optimizer(math.prod(shape))
+
+    busy: Counter[int] = Counter()
+    held: Counter[int] = Counter()
+    for tensor, owner in zip(owned.tensors, owned.owners.rank_of, strict=True):
+        busy[owner] += seconds(tensor.shape)  # type: ignore[assignment]  # seconds
+        held[owner] += tensor.numel
+    assert max(busy.values()) <= sum(b.step_s for b in owned.buckets) <= 1.1 * max(busy.values())
+    assert 4 * max(held.values()) <= max(owned.held_bytes) <= 8 * max(held.values())
+
+
+def test_memory_that_does_not_fit_says_by_how_much() -> None:
+    """Who holds most of what, what slices would have, and what is too much in all."""
+    big = model_preset("llama3-70b")
+    found = simulate(big, A800.take(64), "node=0,cluster=1", work("adamw", 64, ownership="owners"))
+    (share,) = found.owners
+    lines = found.notes()
+    assert len(lines) == 2 and not found.fits
+    assert re.fullmatch(
+        r"adamw by owners: 723 tensors on 8 ranks; the busiest has 1\.0\d times the mean's work \(no choice is below "
+        r"1\.00\); rank \d of them holds most, [\d.]+ GB of states and values \(adamw on slices: 70\.6 GB\)",
+        lines[0],
+    )
+    assert share.held_bytes == max(one(setup("node=0,cluster=1", 64, "adamw", "owners", model=big)).held_bytes)
+    over = found.memory.total - found.memory_limit_bytes
+    assert lines[1].startswith(
+        f"does not fit: {format_bytes(found.memory.total)} per device are needed and 73.6 GB are "
+    )
+    assert f"usable, {format_bytes(over)} too much; owners hold up to " in lines[1]
+    assert lines[1].endswith("more than slices would: shard states over more ranks, or leave adamw on slices")
+    slices = simulate(big, A800.take(64), "node=0,cluster=1", work("adamw", 64))
+    assert slices.notes()[0].endswith("too much") and found.to_json()["owners"][0]["fullest"] == share.fullest
+    assert not simulate(LLAMA, A800.take(64), "node=3,cluster=1", work("adamw", 64)).notes()
 
 
 def test_what_is_refused() -> None:
