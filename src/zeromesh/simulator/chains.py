@@ -127,8 +127,8 @@ class Chains:
 
     def _single(self, step: Transfer, kind: str) -> Work:
         pieces = self._pieces(step.numel, kind)
-        cost = one_after_another(*[self._cost(replace(step, numel=-(-step.numel // pieces)))] * pieces)
-        cost = self._with_copies(cost, step.numel, step.wire)
+        piece = self._cost(replace(step, numel=-(-step.numel // pieces)))
+        cost = self._with_copies(self._in_pieces(piece, pieces, kind), step.numel, step.wire)
         return Work(f"{kind} {step.operation}", (step.axis.name,), cost, (float(step.sent_bytes),))
 
     def _cost(self, step: Transfer) -> CollectiveCost:
@@ -150,7 +150,7 @@ class Chains:
         inner_first = [axis for axis in self.schedule.axes if axis in axes]
         pieces = self._pieces(numel, kind)
         piece = self.model.joint(inner_first, operation, -(-numel // pieces), wire, self._collective.name)
-        cost = self._with_copies(one_after_another(*[piece] * pieces), numel, wire)
+        cost = self._with_copies(self._in_pieces(piece, pieces, kind), numel, wire)
         shares = _ring_shares([axis.size for axis in inner_first])
         sent = tuple(cost.sent_bytes * share for share in shares)
         return Work(f"{kind} {operation}", tuple(axis.name for axis in inner_first), cost, sent)
@@ -159,6 +159,11 @@ class Chains:
         """Collectives that one of the schedule's is carried out in."""
         most = self.mechanics.gather_numel
         return max(1, -(-numel // most)) if most and kind == "unshard" else 1
+
+    def _in_pieces(self, piece: CollectiveCost, pieces: int, kind: str) -> CollectiveCost:
+        whole = one_after_another(*[piece] * pieces)
+        waits = pieces * self.mechanics.host_gather_s if kind == "unshard" else 0.0
+        return replace(whole, seconds=whole.seconds + waits)
 
     def _with_copies(self, cost: CollectiveCost, numel: int, wire: str) -> CollectiveCost:
         """They take longer; what they take of the computation is in its rates, which were fitted beside such copies."""

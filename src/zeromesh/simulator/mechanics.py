@@ -11,7 +11,8 @@
 - deepspeed (ZeRO, ZeRO++): over the whole group, on one communicator; parameters are gathered module by module with a
   prefetch of 5e7 elements (`stage3_prefetch_bucket_size`), less than one product of a large model, so a block takes
   several gathers, each with its latency, and compute waits for them (DeepSpeed#1174); the
-  gather of updated parameters at the end of a step is not hidden (#3338, #6876), reductions are (#6876). Quantised
+  gather of updated parameters at the end of a step is not hidden (#3338, #6876), reductions are (#6876). What the host
+  takes for a gather is known of 2021's alone (130 us before and 250 us to launch: #1069), and left out. Quantised
   wires: flat gathers, hierarchical all-to-all for gradients (arXiv 2306.10209).
 - amsp (arXiv 2311.00257, InternEvo): whole tensors belong to ranks, so gradients are all-reduced over all axes that
   replicate parameters and dropped where not owned, and updated parameters are broadcast, once per owner, under the
@@ -40,6 +41,7 @@ class Mechanics:
         lanes: (kind, lane): which queue each kind of work waits in.
         communicators: of each axis.
         gather_numel: elements that one gather of parameters has at most; 0: a unit is gathered as a whole.
+        host_gather_s: that the device stands still for the host to issue a gather of parameters.
         copies: full-size copies beside each gather and each reduction.
         planned: reduce buffers are allocated once; False: they come and go with each unit's backward.
         workspace: collectives work in memory of their own, allocated once.
@@ -57,6 +59,7 @@ class Mechanics:
     lanes: tuple[tuple[LaneKind, str], ...] = tuple((kind, kind) for kind in LANES)
     communicators: int = 2
     gather_numel: int = 0
+    host_gather_s: float = 0.0
     copies: int = 0
     planned: bool = True
     workspace: bool = False

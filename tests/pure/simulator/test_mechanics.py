@@ -178,3 +178,15 @@ def test_exact_sums_off_gloo_are_charged_their_kernel():
     # read; what is there, and then, in fp32, both read and write.
     moved = 8 * 6.74e9 * (2 - 2 / 8)
     assert more_s(1e12) - more_s(2e12) == pytest.approx(moved / 2e12 / default_constants().memory_share, rel=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=0", "node=3,cluster=3"])
+def test_a_device_that_stands_still_for_the_host_does_so_at_each_gather(strategy):
+    """A block of llama-7b has 202 M elements, five gathers of at most 5e7; embedding and head three each, norms one."""
+    engine = find_engine("deepspeed")
+    steps = [
+        simulate(LLAMA, A800.take(64), strategy, WORK, engine=replace(engine, host_gather_s=host)).step_s
+        for host in (0.0, 1e-3)
+    ]
+    forward_and_back = (32 * 5 + 2 * 3 + 1) + 30 * 5  # the last two blocks are still there
+    assert steps[1] - steps[0] == pytest.approx(1e-3 * forward_and_back * WORK.micro_batches(64), rel=0.02)

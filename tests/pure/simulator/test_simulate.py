@@ -167,21 +167,36 @@ def test_less_overlap_never_helps(strategy):
     assert steps[0] <= steps[1] * (1 + 1e-9) <= steps[2] * (1 + 2e-9)
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(
-    st.sampled_from(STRATEGIES),
+    st.sampled_from([*STRATEGIES, "node=2@/int4,cluster=0@/int8"]),
     st.sampled_from(sorted(ENGINES)),
+    st.sampled_from([GPT2, frozen_first_model()]),
+    st.sampled_from(["bandwidth", "latency", "products", "memory"]),
     st.integers(0, 1),
     st.floats(1.1, 20),
     st.integers(1, 3),
+    st.sampled_from([None, 1.0]),
 )
-def test_more_bandwidth_never_slows_a_step(strategy, engine, index, factor, micro_batches):
+def test_faster_hardware_never_slows_a_step(strategy, engine, model, what, index, factor, micro_batches, cores):
+    """But by what computation that ends sooner meets of other transfers."""
     cluster, workload = A800.take(16), work(micro_batches)
-    level = cluster.levels[index]
-    faster = replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * factor)
-    levels = tuple(faster if i == index else lv for i, lv in enumerate(cluster.levels))
-    before = simulate(GPT2, cluster, strategy, workload, engine=engine).step_s
-    assert simulate(GPT2, replace(cluster, levels=levels), strategy, workload, engine=engine).step_s <= before * 1.001
+    cluster = replace(cluster, device=replace(cluster.device, cores=cores))
+    device, level = cluster.device, cluster.levels[index]
+    match what:
+        case "bandwidth":
+            level = replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * factor)
+        case "latency":
+            level = replace(level, latency_s=level.latency_s / factor)
+        case "products":
+            rates = {name: rate * factor for name, rate in dict(device.achievable_flops).items()}
+            device = replace(device, peak_flops=rates, achievable_flops=rates)
+        case "memory":
+            device = replace(device, memory_bytes_per_s=device.memory_bytes_per_s * factor)
+    levels = tuple(level if i == index else lv for i, lv in enumerate(cluster.levels))
+    before = simulate(model, cluster, strategy, workload, engine=engine).step_s
+    faster = replace(cluster, levels=levels, device=device)
+    assert simulate(model, faster, strategy, workload, engine=engine).step_s <= before * 1.001
 
 
 @pytest.mark.parametrize(

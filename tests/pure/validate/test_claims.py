@@ -31,7 +31,7 @@ def test_the_range_and_what_moves_it_most():
         return (
             1.0
             + 0.5 * (point["kernels"] == "eager")
-            + {"deepspeed's": 0, "no overlap": 2, "all overlap": -0.2}[point["peer_engine"]]
+            + {"deepspeed's": 0, "no overlap": 2, "all overlap": -0.2, "deepspeed's of 2021": 1}[point["peer_engine"]]
         )
 
     found = _claim("P", "t", 1.0, "amsp", predict, "")
