@@ -75,8 +75,9 @@ class Engine:
         self._backward: Backward | None = None
         self._half: Half | None = None
         self.pipeline: Pipeline | None = None
-        self._agreement = Agreement(self.interpreter, backend, self.control)
         self.changes = Changes(self.interpreter, backend.units)
+        # Last of those that hold the lanes: they end before the words go that they may still be at work on.
+        self._agreement = Agreement(self.interpreter, backend, self.control)
         self._on_leaves: dict[tuple[int, int], RemovableHandle] = {}
         self._watched: set[int] = set()
 
