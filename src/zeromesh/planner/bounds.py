@@ -21,7 +21,6 @@ from zeromesh.cost.collective import HOST
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
 from zeromesh.model.parallel import WHOLE, Parallel
-from zeromesh.pieces.owners import newton_schulz_flops
 from zeromesh.planner.elements import Elements, state_degree
 from zeromesh.planner.memory_bound import PREFETCH, MemoryBound
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
@@ -40,6 +39,7 @@ from zeromesh.schedule import BUCKET_BYTES, LANES
 from zeromesh.schedule.transfer import Operation, Transfer
 from zeromesh.simulator.computation import Computation, MicroBatchSeconds, idle_seconds
 from zeromesh.simulator.division import Division
+from zeromesh.simulator.owned import newton_schulz_s
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Axis, Stage, Wire
@@ -170,9 +170,13 @@ class Bounds:
         elements = sum(np.asarray(trained / state_degree(own)) for own, (_, trained) in self.elements.layouts(block))
         seconds = elements * self.compute.optimizer(1.0)
         if self.workload.optimizer == "muon":
-            flops = sum(newton_schulz_flops(tensor.shape) for tensor in self.elements.matrices)
-            seconds += flops / (self.compute.matrix_flops * self.compute.constants.matmul_share) / by_state
+            seconds += self._newton_schulz_s / by_state
         return np.asarray(seconds)
+
+    @cached_property
+    def _newton_schulz_s(self) -> float:
+        """Of all that Muon steps on."""
+        return sum(newton_schulz_s(self.compute, tensor.shape) for tensor in self.elements.matrices)
 
     # Communication --------------------------------------------------------------------------------------------------
 

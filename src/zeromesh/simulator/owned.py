@@ -137,7 +137,7 @@ def owned_tensors(
                 wanted=is_matrix,
                 cost=newton_schulz_flops,
                 # And a pass over what is owned.
-                seconds=lambda shape: _newton_schulz_s(compute, shape) + compute.optimizer(prod(shape)),
+                seconds=lambda shape: newton_schulz_s(compute, shape) + compute.optimizer(prod(shape)),
                 state_bytes=ITEM_BYTES[workload.grad_dtype],
             )
         )
@@ -162,8 +162,8 @@ def is_matrix(unit: UnitSpec, tensor: TensorSpec) -> bool:
     return tensor.trainable and unit.kind is UnitKind.BLOCK and matrices
 
 
-def _newton_schulz_s(compute: ComputeModel, shape: Sequence[int]) -> float:
-    """Of the products that `newton_schulz_flops` counts, of each matrix of a batch."""
+def newton_schulz_s(compute: ComputeModel, shape: Sequence[int]) -> float:
+    """Seconds of the products that `newton_schulz_flops` counts, of each matrix of a batch."""
     m, n = sorted(shape[-2:])
     steps = prod(shape[:-2]) * NEWTON_SCHULZ_STEPS
     long, square = 2.0 * m * m * n, 2.0 * m**3

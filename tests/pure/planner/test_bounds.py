@@ -17,7 +17,7 @@ from tests.pure.planner.setups import (
     small_cluster,
     small_model,
 )
-from zeromesh.cluster import find_cluster
+from zeromesh.cluster import Kernel, find_cluster
 from zeromesh.cost import default_constants
 from zeromesh.model import Recomputation, preset, with_trainable
 from zeromesh.planner import Workload
@@ -95,6 +95,22 @@ def test_bounds_are_in_the_dtypes_of_the_workload(dtypes: dict[str, str]) -> Non
         simulation = simulate(model, cluster, strategy, workload.fixed(1, Recomputation.NONE), engine=OURS)
         assert bound_s[row] <= simulation.step_s * (1 + 1e-9), str(strategy)
         assert memory[row] <= (simulation.memory.total - simulation.memory.overhead) * (1 + 1e-9), str(strategy)
+
+
+def test_bounds_of_muon_lie_below_the_simulation_on_a_device_of_measured_kernels() -> None:
+    """Whose products are faster at their shapes than its rate says, which was measured at another."""
+    model, cluster = MODELS["wide"], small_cluster(4, 4)
+    kernel = Kernel(kind="product", dtype="bf16", shape=(256, 1024, 1024), forward=90e12, backward=90e12)
+    cluster = replace(cluster, device=replace(cluster.device, achievable_flops={"bf16": 10e12}, kernels=(kernel,)))
+    workload = Workload(seq_len=256, global_batch_tokens=256 * 16, optimizer="muon")
+    bounds, space = Bounds(model, cluster, workload, default_constants()), Space(cluster.axes, "none")
+    (block,) = space.blocks()
+    compute = bounds.micro_batch_s(1, Recomputation.NONE)
+    bound_s = bounds.time(block).at(1, compute, bounds.optimizer_s(block))
+    for row in range(len(block)):
+        strategy = space.strategy([int(column[row]) for column in block.indices])
+        step_s = simulate(model, cluster, strategy, workload.fixed(1, Recomputation.NONE), engine=OURS).step_s
+        assert bound_s[row] <= step_s * (1 + 1e-9), str(strategy)
 
 
 OF_ITS_OWN_MEMORY = [
