@@ -10,7 +10,7 @@ date.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 from zeromesh.comm import Ticket
 from zeromesh.engine.backend import UnitShards
@@ -41,10 +41,19 @@ class Changes:
         """Gradients of another step are shown."""
         self._stepped.clear()
 
-    def stepped(self, params: Sequence[ShardedParameter], by: Callable[[], object]) -> None:
-        """The optimizer to which `by` refers weakly has changed `params`."""
-        self._take(params, by)
-        self._refresh({unit for unit in self.waiting if not self._awaits(unit)})
+    def stepped(self, params: Sequence[ShardedParameter], by: Callable[[], object] | None) -> None:
+        """The optimizer to which `by` refers weakly has changed `params`. None: somebody else has, and copies follow at
+        once, those of all that has waited too."""
+        units = {param.unit for param in params}
+        self.by_hand.difference_update(params)
+        self._stepped.update(params)
+        self.waiting = self.waiting | units
+        ready = self.waiting if by is None else {unit for unit in self.waiting if not self._awaits(unit)}
+        self._refresh(ready, changed=units)
+        for unit in units:
+            self.units[unit].accepted = True
+        for param in params:
+            param.changed, param.changed_by = self.interpreter.states[param.unit].generation, by
 
     def dropped(self, param: ShardedParameter) -> None:
         """Nobody will step on the gradient that `param` has shown."""
@@ -59,26 +68,14 @@ class Changes:
             self._refresh(self.waiting)
 
     def loaded(self, params: Sequence[ShardedParameter]) -> None:
-        """Somebody who is no optimizer has changed `params`, which the copies follow at once."""
+        """A load has changed `params`, or somebody by hand."""
         for unit in {param.unit for param in params}:
             self.units[unit].forget_owed()
-        self._take(params, None)
-        self._refresh(self.waiting)
+        self.stepped(params, None)
 
     def made_by(self, param: ShardedParameter) -> object:
         """The optimizer that made its values what they are; None if somebody else did."""
         return None if param in self.by_hand or param.changed_by is None else param.changed_by()
-
-    def _take(self, params: Iterable[ShardedParameter], by: Callable[[], object] | None) -> None:
-        units = {param.unit for param in params}
-        self.by_hand.difference_update(params)
-        self._stepped.update(params)
-        self.waiting = self.waiting | units
-        self.interpreter.stepped(units, refresh=())
-        for unit in units:
-            self.units[unit].accepted = True
-        for param in params:
-            param.changed, param.changed_by = self.interpreter.states[param.unit].generation, by
 
     def _awaits(self, unit: int) -> bool:
         return any(
@@ -87,6 +84,6 @@ class Changes:
             for param in buffer.optimizer_params
         )
 
-    def _refresh(self, units: Set[int]) -> None:
+    def _refresh(self, units: Set[int], changed: Set[int] = frozenset()) -> None:
         self.waiting = self.waiting - units
-        self.interpreter.stepped((), refresh=units)
+        self.interpreter.stepped(changed, refresh=units)
