@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
 from zeromesh.checkpoint import extra
@@ -19,7 +18,7 @@ from zeromesh.checkpoint.collect import MODEL, buffers_of
 from zeromesh.checkpoint.full_state import persistent_buffers
 from zeromesh.checkpoint.manifest import TensorEntry
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.control import Control
+from zeromesh.engine.control import Control, gather_over
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.pipeline import Pipeline, require_joint
 from zeromesh.errors import InputError
@@ -91,7 +90,7 @@ class Held:
         extras = {i: extra.extra_names(model) for i, model in zip(indices, own, strict=True)}
         stages: dict[int, Sequence[Saved]] = {}
         states = list[str]()
-        for found, names in _gather((held, extras), pipeline):
+        for found, names in gather_over(pipeline.group, (held, extras)):
             stages |= found
             states += [extra.PREFIX + name for each in names.values() for name in each]
         common = _common(stages) | {name for name in states if states.count(name) > 1}
@@ -101,7 +100,7 @@ class Held:
     def along(self, value: T) -> list[T]:
         """Every value along the pipeline; this rank's alone without one."""
         pipeline = self.engines[0].pipeline
-        return [value] if pipeline is None else _gather(value, pipeline)
+        return gather_over(None if pipeline is None else pipeline.group, value)
 
     def tensors(self) -> list[Saved]:
         """All of the model's parameters and buffers, in whatever stage."""
@@ -121,7 +120,7 @@ def _require_joint(engines: Sequence[Engine], pipeline: Pipeline, directory: str
     except InputError as error:
         problem = str(error)
     worlds = [engine.control.world for engine in engines]
-    found = _gather((problem, worlds, directory), pipeline)
+    found = gather_over(pipeline.group, (problem, worlds, directory))
     for rank, (reason, _, _) in enumerate(found):
         if reason:
             raise InputError(
@@ -139,13 +138,6 @@ def _require_joint(engines: Sequence[Engine], pipeline: Pipeline, directory: str
             f"all stages of a pipeline are saved in one directory; its ranks name {', '.join(directories)}: give all "
             f"ranks the same"
         )
-
-
-def _gather(value: T, pipeline: Pipeline) -> list[T]:
-    """Every value along the pipeline."""
-    values = [value] * dist.get_world_size(pipeline.group)
-    dist.all_gather_object(values, value, group=pipeline.group)
-    return values
 
 
 def _tensors(model: nn.Module, engine: Engine) -> Iterator[Saved]:

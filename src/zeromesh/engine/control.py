@@ -196,13 +196,9 @@ class Control:
 
     def gather(self, value: ResultT) -> list[ResultT]:
         """Every rank's: those of the mesh, then those of the meshes beyond."""
-        values = [value] * self.size
-        if self.group is not None:
-            dist.all_gather_object(values, value, group=self.group)
+        values = gather_over(self.group, value)
         for group in self.beyond:
-            lines = [values] * group.size()
-            dist.all_gather_object(lines, values, group=group)
-            values = [each for line in lines for each in line]
+            values = [each for line in gather_over(group, values) for each in line]
         return values
 
     def require_same(self, what: str, text: str) -> None:
@@ -220,6 +216,15 @@ class Control:
                     f"all ranks must have the same {what}; rank 0 has {_differing(texts[0], other)}, "
                     f"rank {rank} has {_differing(other, texts[0])}: start every rank with the same arguments"
                 )
+
+
+def gather_over(group: dist.ProcessGroup | None, value: ResultT) -> list[ResultT]:
+    """What each rank of `group` says, by rank; of None, this rank alone."""
+    if group is None:
+        return [value]
+    values = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def reduce_over(

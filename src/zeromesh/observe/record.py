@@ -36,7 +36,6 @@ from zeromesh.engine.optim import updates
 from zeromesh.schedule import PointKind
 from zeromesh.trace import Event, Kind, Trace
 
-Mark = float | torch.Event
 Step = Gather | GatherPair | Reduce | ReducePair
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.control import gather_over
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.optim import take_slices
@@ -218,9 +219,9 @@ Seats = Sequence[tuple[int, dict[str, int]]]
 
 def _seats(engine: Engine, home: Home) -> Seats:
     """Collective of a part whose mesh is its own."""
-    control, everyone = engine.control, [(0, rank) for rank in range(engine.control.size)]
-    if home.control is not control:
-        dist.all_gather_object(everyone, (home.control.source, home.control.rank), group=control.group)
+    control, own = engine.control, home.control
+    same = [(0, rank) for rank in range(control.size)]
+    everyone = same if own is control else gather_over(control.group, (own.source, own.rank))
     return [(mesh, home.layout.coordinates(rank)) for mesh, rank in everyone]
 
 
@@ -289,8 +290,6 @@ def _message(engine: Engine, drifts: Sequence[Drift], ranks: Sequence[int]) -> s
 def _differing_parts(engine: Engine, thing: Held, one: int, two: int) -> list[str]:
     """Names of the parts that differ between two ranks of the mesh; collective."""
     own = [(name, int(digest(tensor))) for name, tensor in thing.parts()]
-    everyone: list[Any] = [None] * engine.control.size
-    dist.all_gather_object(everyone, (engine.control.rank, own), group=engine.control.group)
-    parts = {rank: dict(digests) for rank, digests in everyone}
+    parts = {rank: dict(digests) for rank, digests in gather_over(engine.control.group, (engine.control.rank, own))}
     names = dict.fromkeys([*parts[one], *parts[two]])
     return [name for name in names if parts[one].get(name) != parts[two].get(name)]
