@@ -251,10 +251,10 @@ def _sources(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any]) -> dict[str
         "device.memory_bandwidth": "measured: a copy, read and write counted, on all ranks at once",
         "device.peak": "measured: the fastest of a few square products, on all ranks at once; not a data sheet's",
     }
-    for work in raw.get("works", ()):
+    if works := raw.get("works"):
+        shown = "; ".join(f"{w['name']}, {w['sequences']} sequences of {w['tokens']} tokens" for w in works)
         sources["device.kernel"] = (
-            f"measured: products, attention and the rest of a block of {work['name']}, {work['sequences']} sequences "
-            f"of {work['tokens']} tokens, on all ranks at once"
+            f"measured: products, attention and the rest of a block of {shown}, on all ranks at once"
         )
     sources |= {f"level.{name}.size": said for name, said in raw.get("found", {}).get("sources", {}).items()}
     for level in levels:

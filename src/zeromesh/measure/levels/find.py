@@ -12,10 +12,9 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,9 +84,9 @@ def find_levels(ranks: Ranks) -> Found:
 
 
 def _gather(place: Place, ranks: Ranks) -> list[Place]:
-    told: list[Any] = [None] * ranks.world
-    dist.all_gather_object(told, asdict(place))
-    return [Place(**one) for one in told]
+    told = [place] * ranks.world
+    dist.all_gather_object(told, place)
+    return told
 
 
 def _place_of(ranks: Ranks) -> Place:
