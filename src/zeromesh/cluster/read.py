@@ -127,7 +127,7 @@ class _Table:
     def table(self, name: str, default: Any = _REQUIRED) -> _Table:
         return _Table(self.get(name, _mapping, default), self.where, self.key(name))
 
-    def tables(self, name: str, read: Callable[[Any], Any], default: Any = _REQUIRED) -> list[_Table]:
+    def tables(self, name: str, read: Callable[[Any], Sequence[Any]], default: Any = _REQUIRED) -> list[_Table]:
         tables = self.get(name, read, default)
         return [_Table(_mapping(t), self.where, f"{self.key(name)}[{i}]") for i, t in enumerate(tables)]
 
@@ -286,27 +286,23 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _levels(value: Any) -> Sequence[Any]:
     """one [[level]] table per level, innermost first"""
-    if not value or not _are_tables(value):
-        raise InputError(f"expected {_levels.__doc__}, got {value!r}")
-    return value  # type: ignore[no-any-return]  # a list, as was seen
+    return _listed(value, _levels, least=1)
 
 
 def _curves(value: Any) -> Sequence[Any]:
     """one [[level.curve]] table per curve"""
-    if not _are_tables(value):
-        raise InputError(f"expected {_curves.__doc__}, got {value!r}")
-    return value  # type: ignore[no-any-return]  # a list, as was seen
+    return _listed(value, _curves)
 
 
 def _kernels(value: Any) -> Sequence[Any]:
     """one [[device.kernel]] table per kernel"""
-    if not _are_tables(value):
-        raise InputError(f"expected {_kernels.__doc__}, got {value!r}")
-    return value  # type: ignore[no-any-return]  # a list, as was seen
+    return _listed(value, _kernels)
 
 
-def _are_tables(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+def _listed(value: Any, read: Callable[[Any], Sequence[Any]], least: int = 0) -> Sequence[Any]:
+    if isinstance(value, list) and len(value) >= least and all(isinstance(item, Mapping) for item in value):
+        return value
+    raise InputError(f"expected {_expectation(read)}, got {value!r}")
 
 
 def _strings(value: Any) -> dict[str, str]:

@@ -185,9 +185,8 @@ def _of_metrics(text: str, tokens: int, path: Path) -> float:
         raise InputError(f"--like: {path} holds no steps yet")
     kept = steps[-(-len(steps) // 10) :] or steps
     counted = median(count for _, count in kept)
-    least = (
-        tokens * 0.99 if counts_all else tokens / 2
-    )  # older files count what is learned, which answers are a part of
+    # Older files count what is learned, which answers are a part of.
+    least = tokens * (0.99 if counts_all else 0.5)
     if not least <= counted <= tokens * 1.01:
         raise InputError(
             f"--like: a step of {path} has {counted:,.0f} tokens and --global-batch-tokens says {tokens:,}: give the "
