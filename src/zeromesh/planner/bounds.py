@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,10 @@ from zeromesh.planner.time_bound import (
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule import BUCKET_BYTES, LANES
 from zeromesh.schedule.transfer import Operation, Transfer
+from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.simulator.computation import Computation, MicroBatchSeconds, idle_seconds
 from zeromesh.simulator.division import Division
+from zeromesh.simulator.mechanics import ENGINES, Mechanics
 from zeromesh.simulator.owned import newton_schulz_s
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
@@ -55,7 +57,7 @@ class Bounds:
         cluster: cut to the world in use.
         wires: by level, as after `@`; "" for the default.
         collective: of the strategies.
-        planned: the engine allocates reduce slots once, as ours does.
+        mechanics: of the engine.
         division: where the model is cut: it is then that of one kind of rank, and the cluster what is left of it.
         part: which kind.
         known: what has been found for other bounds of one workload.
@@ -67,7 +69,7 @@ class Bounds:
     constants: Constants
     wires: tuple[str, ...] = ()
     collective: str = AUTO
-    planned: bool = True
+    mechanics: Mechanics = ENGINES["zeromesh"]
     division: Division | None = None
     part: int = 0
     known: Known = field(default_factory=lambda: Known(), compare=False)
@@ -87,7 +89,7 @@ class Bounds:
             workload=self.workload,
             world=self.cluster.world,
             wires=self.wires,
-            planned=self.planned,
+            planned=self.mechanics.planned,
             joins=self.joins,
             division=self.division,
             part=self.part,
@@ -135,13 +137,21 @@ class Bounds:
             return self._divided_s(self.division, self.workload.fixed(sequences, recomputation, self._parallel))
         forward = backward = 0.0
         blocks: list[float] = []
+        entered = 0.0, 0.0
         for unit in self.model.units:
             one = self.compute.unit(unit, tokens=sequences * seq_len, seq_len=seq_len, recomputation=recomputation)
             forward += unit.count * one.forward
             backward += unit.count * (one.backward + one.recompute)
             blocks += [one.backward + one.recompute] * (unit.count if _reduces_as_block(unit) else 0)
-        least = min(blocks, default=0.0)
-        return ComputeSeconds(forward=forward, backward=backward, blocks=len(blocks), block_backward=least)
+            if unit is self._entered:
+                entered = one.forward, one.backward + one.recompute
+        return ComputeSeconds(
+            forward=forward,
+            backward=backward,
+            blocks=len(blocks),
+            block_backward=min(blocks, default=0.0),
+            entered=entered,
+        )
 
     def _divided_s(self, division: Division, work: FixedWorkload) -> ComputeSeconds:
         key, known = (division.parallel, work.micro_batch, work.recomputation), self.known.seconds
@@ -156,9 +166,19 @@ class Bounds:
             backward=own.backward,
             blocks=sum(unit.count for unit in blocks),
             block_backward=min((one.backward + one.recompute for one in seconds), default=0.0),
+            entered=self._entered_s(work),
             waiting=own.waiting,
             idle=idle_seconds(division, known[key])[self.part],
         )
+
+    def _entered_s(self, work: FixedWorkload) -> tuple[float, float]:
+        """Not known where it waits for collectives of its own, beside others on the same links."""
+        if self._entered is None:
+            return 0.0, 0.0
+        one = self._computation(self._entered, work)
+        if any(one.within.values()):
+            return inf, inf
+        return one.seconds.forward, one.seconds.backward + one.seconds.recompute
 
     def _computation(self, unit: UnitSpec, work: FixedWorkload) -> Computation:
         assert self.division is not None
@@ -185,6 +205,7 @@ class Bounds:
         lanes = np.zeros((Row.BUSY_MICRO, len(block)))
         busy = np.zeros((len(block.sizes), 4, len(block)))
         lost = np.zeros((2, len(block)))
+        adding = np.zeros(len(block))
         # A unit's transfers of experts come after its others, on the same lane.
         for experts, (own, _) in enumerate(self.elements.layouts(block)):
             of_part = np.zeros_like(lanes)
@@ -195,13 +216,50 @@ class Bounds:
                 of_part += found[: Row.BUSY_MICRO]
                 if self.overlapping:
                     of_part[OVERLAPPING] = longest
-                busy[level] += found[Row.BUSY_MICRO :]
+                busy[level] += found[Row.BUSY_MICRO : Row.ADDING]
                 lost += self._taken[level] * (found[MICRO_AND_STEP] + found[MICRO_AND_STEP + 2])
-            lanes += of_part
+                adding = np.maximum(adding, found[Row.ADDING])
+            added = self._added(own, bool(experts))
+            lanes += of_part + added
+            if self.cluster.device.cores is None:  # else the network shares them out
+                lost[0] += added[Row.REDUCE_MICRO] - added[Row.REDUCE_ROOT] - added[Row.REDUCE_FIRST]
         # Beyond what a device has, less goes missing than is asked for.
         most = max(self._taken)
-        real = min(1.0, MOST_TAKEN / max(len(LANES) * most, 1e-9))
-        return TimeBound(lanes=lanes, busy=busy, lost=lost * real, edge=2 * most * real)
+        real = np.minimum(1.0, MOST_TAKEN / np.maximum(len(LANES) * most + adding, 1e-9))
+        edge = 2 * most * real
+        return TimeBound(lanes=lanes, busy=busy, lost=lost * real, edge=edge, late=edge + adding * real)
+
+    def _added(self, block: Block, experts: bool) -> Floats:
+        """Seconds that kernels take to add what was reduced to the accumulated gradient, in the lane of reductions."""
+        rows = np.zeros((Row.BUSY_MICRO, 1))
+        if self._adds:
+            for unit in self.model.units:
+                seconds = self._adding_s(self.elements.by_unit[experts][id(unit)][0])
+                rows[Row.REDUCE_MICRO] += unit.count * seconds
+                if unit.kind is UnitKind.BLOCK:
+                    rows[Row.BLOCK_REDUCE] = np.maximum(rows[Row.BLOCK_REDUCE], seconds)
+                else:
+                    rows[Row.OTHER_REDUCE] += unit.count * seconds
+                if unit.kind is UnitKind.ROOT:
+                    rows[Row.REDUCE_ROOT] += seconds
+                elif unit is self._entered:
+                    rows[Row.REDUCE_FIRST] += seconds
+        shards = block.degree(*[stage for stage in STAGES if stage.shards_grads])
+        return np.where(shards > 1, rows / shards, 0.0)
+
+    @cached_property
+    def _adds(self) -> bool:
+        return self.mechanics.adds(self.cluster.backend) and not any(map(coded, self._grad_wires))
+
+    def _adding_s(self, numel: float) -> float:
+        narrowest = min(ITEM_BYTES[wire] for wire in self._grad_wires)
+        return self.compute.memory((narrowest + 2 * ITEM_BYTES[self.workload.grad_dtype]) * numel)
+
+    @cached_property
+    def _grad_wires(self) -> list[str]:
+        """Of each level."""
+        wires = [self._axis(level, Stage.ZERO, 2).wire.grad for level in range(len(self.cluster.levels))]
+        return [wire or self.workload.wire_dtype for wire in wires]
 
     @cached_property
     def _taken(self) -> tuple[float, ...]:
@@ -233,7 +291,7 @@ class Bounds:
         for level, sizes in enumerate(block.sizes):
             replicated = sizes[-1] > 1
             whole |= rounded & replicated
-            if coded(self._axis(level, Stage.ZERO, 2).wire.grad):
+            if coded(self._grad_wires[level]):
                 rounded |= replicated
         return ~whole
 
@@ -262,7 +320,7 @@ class Bounds:
 
     def _filled(self, level: int, stage: Stage, experts: bool) -> Floats:
         sizes, pieces = divisors(self.cluster.levels[level].size), divisors(self.cluster.world)
-        filled = np.zeros((Row.BUSY_LAST + 1, len(sizes), len(pieces)))
+        filled = np.zeros((len(Row), len(sizes), len(pieces)))
         for i, size in enumerate(sizes):
             for j, piece in enumerate(pieces):
                 if size > 1 and self.cluster.world % (size * piece) == 0:
@@ -271,8 +329,8 @@ class Bounds:
 
     def _part(self, axis: Axis, pieces: int, experts: bool) -> list[float]:
         """One column of a table."""
-        row = [0.0] * (Row.BUSY_LAST + 1)
-        entered = self._entered
+        row = [0.0] * len(Row)
+        entered, second, trainable = self._entered, self._second, self.elements.total[experts][1]
         for unit, gathers in self._gathers_by_unit(axis.stage):
             numels = self.elements.by_unit[experts][id(unit)]
             is_root = any(unit is root for root in self._roots)
@@ -280,15 +338,23 @@ class Bounds:
             for operation, per_micro in operations(axis.stage):
                 gather = operation == "all_gather"
                 alone, busy = self._cost(axis, operation, numels, pieces, frozen=gather and per_micro)
-                seconds = alone
-                if shared and not axis.stage.shards_params:
-                    seconds, busy = self._share(axis, operation, numels[0], pieces, self.elements.total[experts][1])
+                seconds, together = alone, (numels[0], alone)
+                if shared and not axis.stage.shards_params and trainable:
+                    # With whatever the unit is joined, its share is no less than that of a transfer of all.
+                    whole, links = self._transfer(axis, operation, trainable, pieces)
+                    seconds, busy = numels[0] / trainable * whole, numels[0] / trainable * links
+                    together = trainable, whole
                 times = gathers if gather and per_micro else unit.count
                 row[(Row.GATHER_MICRO if gather else Row.REDUCE_MICRO) + (not per_micro)] += times * seconds
                 row[Row.BUSY_MICRO + (not per_micro)] += times * busy
                 row[Row.BUSY_FIRST] += unit.count * busy if gather else 0.0
                 row[Row.BUSY_LAST] += (times - unit.count if gather else unit.count) * busy
                 self._note_meeting(row, axis.stage, unit, operation, alone, gathers - unit.count)
+                if self._adds and operation == "reduce_scatter" and per_micro and alone:
+                    adding_s = self._adding_s(together[0] / (axis.size * pieces))
+                    row[Row.ADDING] = max(row[Row.ADDING], adding_s / (together[1] + adding_s))
+                if unit is second and per_micro:
+                    row[Row.UNSHARD_SECOND if gather else Row.REDUCE_SECOND] += alone
                 edge = Row.UNSHARD_ROOT if gather else Row.REDUCE_ROOT
                 if is_root:
                     row[edge + (not per_micro)] += seconds
@@ -332,6 +398,12 @@ class Bounds:
         first = next(inner, None)
         return first if first is not None and first.count == 1 else None
 
+    @cached_property
+    def _second(self) -> UnitSpec | None:
+        """The one that runs after it, or first."""
+        inner = [unit for unit in self.model.units if unit.kind is not UnitKind.ROOT and unit is not self._entered]
+        return inner[0] if inner else None
+
     @property
     def _roots(self) -> list[UnitSpec]:
         return [unit for unit in self.model.units if unit.kind is UnitKind.ROOT]
@@ -354,13 +426,6 @@ class Bounds:
                 seconds += one
                 busy += links
         return seconds, busy
-
-    def _share(self, axis: Axis, operation: Operation, numel: int, pieces: int, trainable: int) -> tuple[float, float]:
-        """Of a unit in one transfer of all that is trained: with whatever it is joined, it does not take less."""
-        if not trainable:
-            return 0.0, 0.0
-        seconds, busy = self._transfer(axis, operation, trainable, pieces)
-        return numel / trainable * seconds, numel / trainable * busy
 
     def _transfer(self, axis: Axis, operation: Operation, numel: int, pieces: int) -> tuple[float, float]:
         default = self.workload.param_dtype if operation == "all_gather" else self.workload.wire_dtype

@@ -138,7 +138,7 @@ class Evaluator:
                     self.workload,
                     self.constants,
                     *key[:2],
-                    self.mechanics.planned,
+                    self.mechanics,
                     division if parallel.cuts else None,
                     index,
                     self._known,

@@ -15,12 +15,20 @@ spill into the next micro-batch's forward. A lane never idles while it has work,
     S = r + g + (n - 1) * max(0, r + g - b) + the reductions of units that are no blocks
 
 spills, for n blocks whose backward computes for b seconds, whose reduction takes r and whose backward gather g, which
-may take links away. So also A >= M * (U + R - G_b) - (M - 1) * S. While a collective runs, computation loses a share of
-each second (`zeromesh.cost.contention`): over all collectives L, less what runs while computation waits. It waits for
-E_g, when nothing is reduced yet, and for E_r, when nothing is gathered any more, so that two lanes are at work at the
-most; with s what those two take,
+may take links away. So also A >= M * (U + R - G_b) - (M - 1) * S.
 
-    step >= max(A, C + L + E * (1 - s)),    E = E_g + E_r
+While a collective runs, computation loses a share of each second (`zeromesh.cost.contention`), and all of it while a
+kernel adds what was reduced to the accumulated gradient: over all collectives L, less what runs while computation
+waits, and less those kernels of E_r. It waits for E_g, when nothing is reduced yet, and for E_r, when nothing is
+gathered any more, so that two lanes are at work at the most; with s what those two take,
+
+    step >= max(A, C + L + E * (1 - s) + W),    E = E_g + E_r
+
+Every later micro-batch waits again for its first gathers, E_m. The next unit's gather, of g_2 seconds, is behind them
+in its lane, and its reduction, r_2, ahead of E_r: they hide under what the unit between computes, f_1 and b_1, alone.
+With s' what two lanes and those kernels take,
+
+    W = (M - 1) * E_m * (1 - s') + M * max(0, g_2 * (1 - s') - f_1) + max(0, r_2 * (1 - s') - b_1)
 
 Nor does the first forward end before every unit is refreshed and gathered, a reduction start before the first backward
 has, or the boundary before the last one. Gathers run ahead of a forward or backward by no more than the units that have
@@ -57,9 +65,11 @@ Floats = npt.NDArray[np.float64]
 
 class Row(IntEnum):
     """Rows of a table, in seconds: of a lane per micro-batch and per step; of the root in each lane, and of the unit
-    that runs first if it is one; of all gathers of a backward, of those that may be done before their phase, of one
-    block's, of one block's reduction and of the other units'; of the level's links, per micro-batch and per step, in
-    the first forward and in the last backward."""
+    that runs first if it is one; of the unit after that, per micro-batch; of all gathers of a backward, of those that
+    may be done before their phase, of one block's, of one block's reduction and of the other units'; of the level's
+    links, per micro-batch and per step, in the first forward and in the last backward; and, no seconds, what the kernel
+    that adds to the accumulated gradient takes at most of a collective, if a micro-batch's last reduction is over that
+    axis."""
 
     GATHER_MICRO = 0
     GATHER_STEP = auto()
@@ -73,6 +83,8 @@ class Row(IntEnum):
     BOUNDARY_ROOT = auto()
     REDUCE_FIRST = auto()
     BOUNDARY_FIRST = auto()
+    UNSHARD_SECOND = auto()
+    REDUCE_SECOND = auto()
     GATHER_BACK = auto()
     AHEAD = auto()
     BLOCK_GATHER = auto()
@@ -82,12 +94,13 @@ class Row(IntEnum):
     BUSY_STEP = auto()
     BUSY_FIRST = auto()
     BUSY_LAST = auto()
+    ADDING = auto()
 
 
 MICRO_AND_STEP = np.array([Row.GATHER_MICRO, Row.GATHER_STEP])
 """Rows of the lanes of gathers; those of reductions lie two behind."""
 
-OVERLAPPING = slice(Row.GATHER_MICRO, Row.BOUNDARY_FIRST + 1)
+OVERLAPPING = slice(Row.GATHER_MICRO, Row.REDUCE_SECOND + 1)
 """Rows of which the longest part counts where levels overlap."""
 
 
@@ -99,17 +112,26 @@ class TimeBound:
         lanes: rows as named above, by layout.
         busy: by level, seconds of its links per micro-batch, per step, in the first forward and in the last backward.
         lost: L, per micro-batch and per step, by layout.
-        edge: s.
+        edge: s, by layout.
+        late: s', by layout.
     """
 
     lanes: Floats
     busy: Floats
     lost: Floats
-    edge: float
+    edge: Floats
+    late: Floats
 
     def first(self, count: int) -> TimeBound:
         """Of the first layouts alone."""
-        return replace(self, lanes=self.lanes[:, :count], busy=self.busy[:, :, :count], lost=self.lost[:, :count])
+        return replace(
+            self,
+            lanes=self.lanes[:, :count],
+            busy=self.busy[:, :, :count],
+            lost=self.lost[:, :count],
+            edge=self.edge[:count],
+            late=self.late[:count],
+        )
 
     def at(self, micro_batches: int, compute: ComputeSeconds, optimizer_s: Floats) -> Floats:
         """The bound for a number of micro-batches and the seconds of one's compute."""
@@ -129,6 +151,7 @@ class TimeBound:
         compute_s = micro_batches * compute.total + compute.idle + optimizer_s
         # While the device waits or is idle anyway, nothing slows it down, and the edges may hide.
         slowed = micro_batches * self.lost[0] + self.lost[1] + (edge_gather + edge_reduce) * (1 - self.edge)
+        slowed += self._late(micro_batches, compute)
         slowed = np.maximum(0.0, slowed - micro_batches * compute.waiting - compute.idle)
         gathered = lanes[Row.GATHER_MICRO] - lanes[Row.GATHER_BACK]  # in a forward
         forward = np.maximum(compute.forward, gathered - lanes[Row.AHEAD])
@@ -140,6 +163,14 @@ class TimeBound:
         in_order = first + np.maximum(reduce, last) + optimizer_s
         return np.asarray(np.maximum(np.maximum(active, in_order), compute_s + slowed))
 
+    def _late(self, micro_batches: int, compute: ComputeSeconds) -> Floats:
+        """W."""
+        lanes, (forward, backward) = self.lanes, compute.entered
+        left = 1 - self.late
+        first = (micro_batches - 1) * (lanes[Row.UNSHARD_ROOT] + lanes[Row.UNSHARD_FIRST])
+        gathers = micro_batches * np.maximum(0.0, lanes[Row.UNSHARD_SECOND] * left - forward)
+        return np.asarray(first * left + gathers + np.maximum(0.0, lanes[Row.REDUCE_SECOND] * left - backward))
+
     def _spilled(self, compute: ComputeSeconds) -> Floats:
         """S: reductions still to be done when a backward ends."""
         one = self.lanes[Row.BLOCK_REDUCE] + self.lanes[Row.BLOCK_GATHER]
@@ -149,13 +180,15 @@ class TimeBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeSeconds:
-    """Of one micro-batch; its `blocks` blocks compute for at least `block_backward` each in the backward. `waiting`: of
-    both, for collectives inside of units; `idle`: of a step, in a pipeline."""
+    """Of one micro-batch; its `blocks` blocks compute for at least `block_backward` each in the backward. `entered`:
+    forward and backward of the unit that runs first, if it is one. `waiting`: of both, for collectives inside of units;
+    `idle`: of a step, in a pipeline."""
 
     forward: float
     backward: float
     blocks: int = 0
     block_backward: float = 0.0
+    entered: tuple[float, float] = (0.0, 0.0)
     waiting: float = 0.0
     idle: float = 0.0
 

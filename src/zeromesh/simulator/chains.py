@@ -95,17 +95,12 @@ class Chains:
         return works
 
     def _accumulated(self, works: list[Work], placed: Placed) -> list[Work]:
-        """Our backend's own reduce-scatter leaves the sum in place: a kernel adds it to the accumulator. Others of ours
-        add as they sum, and gloo's is counted with what sums cost it."""
+        """With the kernel that adds the sum to the accumulator."""
         steps = placed.routes["reduce"].steps
-        layout = placed.layout
-        native = layout.strategy.sum == "native" and self.model.cluster.backend != "gloo"
-        if not (works and steps and native and self.mechanics.workspace) or steps[-1].form is not None:
+        adds = self.mechanics.adds(self.model.cluster.backend, placed.layout.strategy.sum)
+        if not steps or not adds or steps[-1].form is not None or steps[-1].operation != "reduce_scatter":
             return works
-        last = steps[-1]
-        if last.operation != "reduce_scatter":
-            return works
-        moved = wire_bytes(last.chunk_numel, last.wire) + 2 * placed.persistent.grads
+        moved = wire_bytes(steps[-1].chunk_numel, steps[-1].wire) + 2 * placed.persistent.grads
         return [*works[:-1], replace(works[-1], cost=self.model.with_kernels(works[-1].cost, moved))]
 
     @property

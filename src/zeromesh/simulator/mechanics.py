@@ -27,6 +27,7 @@ from typing import Literal
 from zeromesh.errors import ConfigError, nearest
 from zeromesh.schedule import BUCKET_BYTES, LANES, LaneKind
 from zeromesh.strategy import Strategy
+from zeromesh.strategy.strategy import Sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,11 @@ class Mechanics:
     def lane(self, kind: LaneKind) -> str:
         """The queue that work of `kind` waits in."""
         return dict(self.lanes)[kind]
+
+    def adds(self, backend: str, sums: Sum = "native") -> bool:
+        """Whether a kernel of its own adds a reduce-scatter's result to the accumulated gradient: a backend's own
+        leaves it in place. What else of ours sums adds as it does so, and gloo's is counted with what sums cost it."""
+        return self.workspace and sums == "native" and backend != "gloo"
 
     def carried_out(self, strategy: Strategy) -> Strategy:
         """The strategy with the collectives that this engine's `auto` means."""
