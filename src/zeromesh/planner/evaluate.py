@@ -1,10 +1,4 @@
-"""Simulated step time and memory of a candidate, at the price of a few blocks.
-
-A model of equal blocks repeats itself: from some block on, one more adds the same seconds and bytes. So a candidate is
-estimated from simulations of two small numbers of blocks, continued. The numbers have the parity of the real one, since
-the gather slots and the reduce slots are two each and take turns. Where compute is the bound this is exact; where a
-queue keeps growing over many blocks it has been seen 3 % off. So estimates only choose what is simulated whole.
-"""
+"""Simulated step time and memory of candidates: from a few blocks where those tell what all do (`simulate_few`)."""
 
 from __future__ import annotations
 
@@ -13,20 +7,17 @@ from typing import Any
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
-from zeromesh.model import ModelSpec, Recomputation, UnitKind
+from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.time_bound import Known
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics, Simulation, find_engine
 from zeromesh.simulator.division import Division
-from zeromesh.simulator.owned import by_owners
+from zeromesh.simulator.few import simulate_few
 from zeromesh.simulator.run import simulate_divided, static_memory
-from zeromesh.strategy import Layout, Strategy
+from zeromesh.strategy import Strategy
 from zeromesh.strategy.collective import AUTO
-
-_FEW = 6
-"""Blocks of the smaller simulation: more than are in flight at once, prefetched, computing and being reduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +42,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Step time and peak memory; `whole` if all blocks were simulated, else continued from a few."""
+    """Step time and peak memory."""
 
     candidate: Candidate
     step_s: float
     memory_bytes: float
-    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,47 +158,25 @@ class Evaluator:
         """Of its estimate."""
         return self.estimate(candidate).step_s
 
-    def measured(self, candidate: Candidate) -> Estimate:
-        """Step time and memory of a whole simulation."""
-        key = replace(candidate, bound_s=0.0)
-        whole = self.simulation(candidate)
-        self._estimates[key] = Estimate(
-            candidate=candidate, step_s=whole.step_s, memory_bytes=whole.memory.total, whole=True
-        )
-        return self._estimates[key]
-
     def simulation(self, candidate: Candidate, *, record: bool = False) -> Simulation:
-        """All blocks of `candidate`; with a trace if `record`."""
+        """Everything about `candidate`; with a trace if `record`."""
         key = replace(candidate, bound_s=0.0)
         if record or key not in self._simulations:
-            self._simulations[key] = self._simulate(self.division(candidate.parallel), candidate, record=record)
+            self._simulations[key] = self._simulate(candidate, record=record)
         return self._simulations[key]
 
     def _estimate(self, candidate: Candidate) -> Estimate:
-        """From few blocks; from all where units are joined, or owners share what all blocks have."""
+        work = self.workload.fixed(candidate.micro_batch, candidate.recomputation, candidate.parallel)
         division = self.division(candidate.parallel)
-        counts = _few_blocks(division)
-        owned = by_owners(self.workload.optimizer, self.workload.ownership, self.mechanics)
-        if counts is None or owned or self._joins(candidate):
-            return self.measured(candidate)
-        few, more, all_of_them = counts
-        low = self._simulate(_with_blocks(division, few), candidate)
-        high = self._simulate(_with_blocks(division, more), candidate)
-        times = (all_of_them - more) / (more - few)
-        return Estimate(
-            candidate=candidate,
-            step_s=high.step_s + times * (high.step_s - low.step_s),
-            memory_bytes=high.memory.total + times * (high.memory.total - low.memory.total),
-        )
+        found = simulate_few(division, candidate.strategy, work, engine=self.engine, constants=self.constants)
+        if found is None:
+            whole = self.simulation(candidate)
+            found = whole.step_s, whole.memory.total
+        return Estimate(candidate=candidate, step_s=found[0], memory_bytes=found[1])
 
-    def _joins(self, candidate: Candidate) -> bool:
-        """Whether blocks are joined, so that one more does not add the same."""
-        layout = Layout.of(candidate.strategy, self.division(candidate.parallel).cluster.axes)
-        return layout.degree(layout.param_axes) == 1 and self.bounds(parallel=candidate.parallel)[0].joins
-
-    def _simulate(self, division: Division, candidate: Candidate, *, record: bool = False) -> Simulation:
+    def _simulate(self, candidate: Candidate, *, record: bool = False) -> Simulation:
         return simulate_divided(
-            division,
+            self.division(candidate.parallel),
             candidate.strategy,
             self.workload.fixed(candidate.micro_batch, candidate.recomputation, candidate.parallel),
             engine=self.engine,
@@ -216,23 +184,3 @@ class Evaluator:
             memory_margin=self.memory_margin,
             record=record,
         )
-
-
-def _few_blocks(division: Division) -> tuple[int, int, int] | None:
-    """The two small numbers of blocks and the real one; None where the model has no single long row of blocks."""
-    rows = {tuple(u.count for u in part.model.units if u.kind is UnitKind.BLOCK) for part in division.parts}
-    counts = rows.pop()
-    if rows or len(counts) != 1 or counts[0] <= _FEW + 4:
-        return None
-    few = _FEW + counts[0] % 2
-    return few, few + 2, counts[0]
-
-
-def _with_blocks(division: Division, count: int) -> Division:
-    parts = [replace(part, model=_of_blocks(part.model, count)) for part in division.parts]
-    return replace(division, parts=tuple(parts))
-
-
-def _of_blocks(model: ModelSpec, count: int) -> ModelSpec:
-    units = tuple(replace(unit, count=count) if unit.kind is UnitKind.BLOCK else unit for unit in model.units)
-    return replace(model, units=units)

@@ -2,8 +2,8 @@
 
 Every candidate (layout, micro-batch, recomputation, wires) gets a bound of its step time and memory (`bounds`). Those
 that cannot fit are dropped; the rest are simulated in the order of their bounds until no bound is below the best time
-found: then the best is the optimum. With a budget, candidates are estimated from a few blocks and the best of those
-simulated whole; the gap is what the lowest bound of a candidate not simulated whole leaves open.
+found: then the best is the optimum. With a budget, the gap is what the lowest bound of a candidate that was not
+simulated leaves open.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ Wires = Literal["lossless", "any"]
 ANY_WIRES = ("", "int8/", "/int4", "int8/int4")
 """Wires tried on each level under `any`: those of ZeRO++ (arXiv 2306.10209), each half on its own."""
 
-_MEASURED = 5
-"""Of the candidates that were estimated, the best so many are simulated whole."""
-
 _FRONT_PER_BLOCK = 4
 """Points of the memory-time front that one block, micro-batch and recomputation may propose."""
 
@@ -51,8 +48,8 @@ class Options:
             with unsplit levels alone.
         collective: to try over several levels beside one after the other; `auto`: those that have been measured on the
             cluster's backend.
-        max_simulations: candidates estimated at most for each kind of collective; None: simulate whole as many as it
-            takes to prove the optimum.
+        max_simulations: candidates simulated at most for each kind of collective; None: as many as it takes to prove
+            the optimum.
         tolerance: stop once the gap is at most this.
         memory_margin: share of the device's memory to leave free.
         front: points of the memory-time front to simulate.
@@ -216,14 +213,12 @@ def search(
         bound_s = min(bound_s, left_s)
     for candidate in _thinned(pool.front, options.front):
         evaluator.estimate(candidate)
-    _measure_best(evaluator)
     ranked = _fitting(evaluator)
     if not ranked:
         assert pool.smallest is not None
         raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)
     if not _bounded(mechanics):
         bound_s = min(_compute_bound_s(evaluator, parallel) for parallel, _ in screened(evaluator))
-    open_bounds = [estimate.candidate.bound_s for estimate in ranked if not estimate.whole]
     found = Found(
         best=ranked[0],
         ranked=tuple(ranked),
@@ -231,7 +226,7 @@ def search(
         searched=pool.searched,
         pruned_memory=pool.pruned,
         simulated=len(evaluator.evaluated),
-        bound_s=min(bound_s, ranked[0].step_s, *open_bounds),
+        bound_s=min(bound_s, ranked[0].step_s),
     )
     return found, evaluator
 
@@ -244,17 +239,6 @@ def _bounded(mechanics: Mechanics) -> bool:
 def _compute_bound_s(evaluator: Evaluator, parallel: Parallel) -> float:
     """What holds for any engine: nothing is faster than its computation."""
     return min(setting.least_s for setting in settings_of(*evaluator.bounds(parallel=parallel), parallel))
-
-
-def _measure_best(evaluator: Evaluator) -> None:
-    """Simulates whole until the best is."""
-    for _ in range(_MEASURED):
-        estimated = [estimate for estimate in _fitting(evaluator) if not estimate.whole]
-        if not estimated:
-            return
-        evaluator.measured(estimated[0].candidate)
-    while (ranked := _fitting(evaluator)) and not ranked[0].whole:
-        evaluator.measured(ranked[0].candidate)
 
 
 def _fitting(evaluator: Evaluator) -> list[Estimate]:
@@ -405,8 +389,7 @@ def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options, best
             seen.add(key)
             if options.max_simulations is not None and simulated >= options.max_simulations and best_s < np.inf:
                 return best_s, left_s
-            exact = options.max_simulations is None
-            estimate = evaluator.measured(candidate) if exact else evaluator.estimate(candidate)
+            estimate = evaluator.estimate(candidate)
             simulated += 1
             if estimate.memory_bytes <= evaluator.limit_bytes:
                 best_s = min(best_s, estimate.step_s)

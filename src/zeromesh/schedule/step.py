@@ -54,9 +54,28 @@ def run_micro_batch(
     parts: Sequence[int] | None = None,
 ) -> None:
     """One forward and backward of `run_step`, for whoever need not run all of them."""
+    interpreter.last = last
+    calls = run_forward(interpreter, compute=compute, returned=returned, parts=parts)
+    for part, call in reversed(calls):
+        interpreter.pre_backward(call)
+        if recompute(part):
+            interpreter.pre_forward(call.unit)
+            compute("recompute", part)
+            interpreter.post_forward(call.unit, backward=False)
+        compute("backward", part)
+    interpreter.end_backward()
+
+
+def run_forward(
+    interpreter: Interpreter[T],
+    *,
+    compute: Callable[[Phase, int], None],
+    returned: Callable[[int], bool] = lambda part: True,
+    parts: Sequence[int] | None = None,
+) -> list[tuple[int, Call]]:
+    """The forward alone; returns the calls that a backward comes back to, in the order in which they end."""
     order = interpreter.schedule.order
     called = zip(order, order, strict=True) if parts is None else enumerate(parts)
-    interpreter.last = last
     calls: list[tuple[int, Call]] = []
     interpreter.pre_forward(ROOT)
     for part, unit in called:
@@ -70,14 +89,7 @@ def run_micro_batch(
     compute("forward", ROOT)
     enclosing = interpreter.post_forward(ROOT, backward=True)
     assert enclosing is not None  # its backward comes
-    for part, call in reversed([*calls, (ROOT, enclosing)]):
-        interpreter.pre_backward(call)
-        if recompute(part):
-            interpreter.pre_forward(call.unit)
-            compute("recompute", part)
-            interpreter.post_forward(call.unit, backward=False)
-        compute("backward", part)
-    interpreter.end_backward()
+    return [*calls, (ROOT, enclosing)]
 
 
 @dataclass(slots=True)

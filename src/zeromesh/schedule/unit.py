@@ -97,7 +97,7 @@ def neighbours(units: Sequence[Unit], bucket_bytes: int) -> list[list[int]]:
     groups: list[list[int]] = []
     room = 0
     for index, unit in enumerate(units):
-        alone = _alone(unit, units)
+        alone = not bucket_bytes or _alone(unit, units)
         if room > 0 and not alone:
             groups[-1].append(index)
             room -= unit.bytes

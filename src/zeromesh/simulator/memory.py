@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from zeromesh.cost.memory import Overhead
@@ -140,6 +140,17 @@ class Activations:
     def leave_backward(self, unit: int, before: float, at_s: float) -> None:
         """The unit's backward has ended; `before` is what `now` was when it was entered."""
         self._set(before - self._freed[unit], at_s)
+
+    def pass_through(self, returned: Collection[int], root: int = 0) -> None:
+        """One micro-batch, in the order of `zeromesh.schedule.step`, whenever things happen."""
+        inner = [unit for unit in range(len(self.specs)) if unit != root]
+        for unit in [*inner, root]:
+            self.forward(unit, 0.0)
+        for unit in [root, *reversed(inner)]:
+            if unit in returned or unit == root:
+                before = self.now
+                self.enter_backward(unit, 0.0)
+                self.leave_backward(unit, before, 0.0)
 
     def _saved(self, unit: int) -> float:
         return self.tokens * self.specs[unit].saved_bytes(self.seq_len, self.recomputation)

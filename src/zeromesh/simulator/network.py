@@ -153,11 +153,12 @@ class Network:
                 raise InternalError(f"{job.kind} of unit {job.unit} waits for something that never ends")
             self._advance(active, step, load, computing=False)
 
-    def signature(self) -> tuple[object, ...]:
-        """What is in flight, relative to now: equal signatures have equal futures."""
-        return tuple(
-            (lane, tuple(_progress(job) for job in queue)) for lane, queue in sorted(self.lanes.items()) if queue
-        )
+    def signature(
+        self, name: Callable[[int], object] = lambda unit: unit
+    ) -> list[tuple[str, list[tuple[object, ...]]]]:
+        """What is in flight, relative to now, of units as `name` has them: equal signatures have equal futures."""
+        queues = sorted(self.lanes.items())
+        return [(lane, [_progress(job, name) for job in queue]) for lane, queue in queues if queue]
 
     # ---- one event at a time
 
@@ -234,5 +235,7 @@ def _seconds_under(load: Load | None, job: Job) -> float:
     return work.transfer_s * max(1.0, slow)
 
 
-def _progress(job: Job) -> tuple[object, ...]:
-    return (job.unit, job.kind, job.position, round(job.share_left, 9), round(job.latency_left, 12))
+def _progress(job: Job, name: Callable[[int], object]) -> tuple[object, ...]:
+    before = job.after if job.after is not None and job.after.done_s is None else None
+    waits = before and (name(before.unit), before.kind)
+    return (name(job.unit), job.kind, job.position, round(job.share_left, 9), round(job.latency_left, 12), waits)

@@ -19,7 +19,7 @@ from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, UnitSpec
 from zeromesh.schedule import Interpreter, Schedule, lent_axes
-from zeromesh.schedule.step import Phase, run_micro_batch
+from zeromesh.schedule.step import Phase, run_forward, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
 from zeromesh.simulator.computation import Computation, MicroBatchSeconds, held_bytes, idle_seconds
@@ -29,6 +29,7 @@ from zeromesh.simulator.memory import Activations, MemoryBytes, memory_bytes, st
 from zeromesh.simulator.network import Job
 from zeromesh.simulator.owned import OwnedTensors, owned_tensors
 from zeromesh.simulator.result import AxisTraffic, PipelineRank, Simulation
+from zeromesh.simulator.steady import Repeats
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Strategy, layouts_of
@@ -97,10 +98,10 @@ def simulate_divided(
     the schedules' papers say, and with unequal ones the step of the slowest, which all wait for, is
     (m - 1) * longest + sum of all.
     """
-    setups = [_Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
+    setups = [Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
     found = []
     for setup, idle_s in zip(setups, idle_seconds(division, [setup.micro_batch_s() for setup in setups]), strict=True):
-        step = _Step(setup, record, idle_s)
+        step = Step(setup, record, idle_s)
         found.append(_result(setup, step, step.run(), memory_margin))
     if len(found) == 1 and division.parallel.pp == 1:
         return found[0]
@@ -122,11 +123,11 @@ def static_memory(
 ) -> MemoryBytes:
     """What `simulate_divided` finds beside activations, on the first rank of a pipeline; micro-batch and recomputation
     do not change it."""
-    return _Setup.of(division, division.parts[0], strategy, workload, engine, constants).memory(0.0)
+    return Setup.of(division, division.parts[0], strategy, workload, engine, constants).memory(0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Setup:
+class Setup:
     division: Division
     part: Part
     workload: FixedWorkload
@@ -148,7 +149,7 @@ class _Setup:
         workload: FixedWorkload,
         engine: str | Mechanics,
         constants: Constants | None,
-    ) -> _Setup:
+    ) -> Setup:
         mechanics, constants = find_engine(engine), constants or default_constants()
         model, cluster = part.model, division.cluster
         asked = Strategy.parse(strategy, [name for name, _ in cluster.axes])
@@ -247,9 +248,24 @@ class _Setup:
         """Of this rank."""
         return MicroBatchSeconds.of((1, one) for one in self.computations())
 
-    @property
-    def held_bytes(self) -> float:
-        return held_bytes(self.part, self.division.parallel, self.workload, self.micro_batches)
+    def activations(self, *, record: bool = False) -> Activations:
+        """Before the step."""
+        held = held_bytes(self.part, self.division.parallel, self.workload, self.micro_batches)
+        return Activations(
+            self.parts(),
+            self.workload.micro_batch_tokens,
+            self.workload.seq_len,
+            self.workload.recomputation,
+            self.by_part(unreduced_bytes(self.schedule, self.specs, planned=self.mechanics.planned)),
+            record=record,
+            now=held,
+            peak=held,
+        )
+
+    def peak_memory(self, activations: Activations) -> MemoryBytes:
+        """Of a step whose activations were these."""
+        stepping = max(step_bytes(self.schedule, self.mechanics.step_bytes), self.room_bytes)
+        return self.memory(max(activations.peak, stepping))
 
     def optimizer_seconds(self) -> float:
         trained = [placed for unit in self.schedule.placed for placed in unit if placed.buffer.trainable]
@@ -274,12 +290,11 @@ def _require_parts(strategy: Strategy, workload: FixedWorkload, mechanics: Mecha
         )
 
 
-class _Step:
+class Step:
     """One step from one optimizer step to the next; in between nothing but updated parameters is in flight."""
 
-    def __init__(self, setup: _Setup, record: bool, idle_s: float) -> None:
-        self.setup, self.record, self.idle_s = setup, record, idle_s
-        workload = setup.workload
+    def __init__(self, setup: Setup, record: bool, idle_s: float, repeats: Repeats | None = None) -> None:
+        self.setup, self.record, self.idle_s, self.repeats = setup, record, idle_s, repeats
         self.backend = ClockBackend(
             Chains(setup.schedule, setup.mechanics, setup.transfers),
             setup.mechanics,
@@ -288,16 +303,7 @@ class _Step:
             cores=setup.cluster.device.cores,
         )
         self.interpreter: Interpreter[Job] = Interpreter(schedule=setup.schedule, backend=self.backend)
-        self.activations = Activations(
-            setup.parts(),
-            workload.micro_batch_tokens,
-            workload.seq_len,
-            workload.recomputation,
-            setup.by_part(unreduced_bytes(setup.schedule, setup.specs, planned=setup.mechanics.planned)),
-            record=record,
-            now=setup.held_bytes,
-            peak=setup.held_bytes,
-        )
+        self.activations = setup.activations(record=record)
         self.computations = setup.computations()
         self.units = setup.by_part(range(len(setup.specs)))
         self.recomputed, self.returned = setup.recomputed(), setup.returned()
@@ -317,6 +323,12 @@ class _Step:
             totals.add_difference(later, earlier, times)
         return totals
 
+    def run_first_forward(self) -> None:
+        """That alone."""
+        self._updated()
+        self.backend.micro_batch = 0
+        run_forward(self.interpreter, compute=self._compute, returned=self.returned.__contains__, parts=self.units)
+
     def _updated(self) -> None:
         self.interpreter.stepped(range(len(self.setup.schedule.units)))
         if not self.setup.mechanics.overlap_refresh:
@@ -325,7 +337,7 @@ class _Step:
     def _micro_batches(self) -> tuple[float, list[tuple[Totals, Totals, int]]]:
         """Runs them all, or skips those that are alike; returns the seconds and totals of what was skipped."""
         count = self.setup.micro_batches
-        before: tuple[object, ...] | None = None
+        before: object = None
         done = 0
         while done < count - 1:
             start_s, start = self.backend.now_s, self.backend.totals.copy()
@@ -339,6 +351,8 @@ class _Step:
                 alike = count - 1 - done
                 skipped = (self.backend.totals.copy(), start, alike)
                 duration = self.backend.now_s - start_s
+                if self.repeats is not None:
+                    self.repeats.end_micro_batch(alike)
                 self._micro_batch(count - 1, last=True)
                 return alike * duration, [skipped]
             before = after
@@ -356,12 +370,17 @@ class _Step:
             parts=self.units,
         )
         self.backend.end_micro_batch()
+        if self.repeats is not None:
+            self.repeats.end_micro_batch()
         if last:
             self.backend.drain()
         self.backend.micro_batch = -1
 
     def _compute(self, phase: Phase, part: int) -> None:
         backend, activations, unit = self.backend, self.activations, self.units[part]
+        if self.repeats is not None and part not in self._entered:
+            forward = phase == "forward"
+            self.repeats.enter(unit, forward=forward, interpreter=self.interpreter, network=backend.network)
         if phase != "forward" and part not in self._entered:
             self._entered[part] = activations.now
             activations.enter_backward(part, backend.now_s)
@@ -374,11 +393,10 @@ class _Step:
             activations.leave_backward(part, self._entered.pop(part), backend.now_s)
 
 
-def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) -> Simulation:
+def _result(setup: Setup, step: Step, totals: Totals, memory_margin: float) -> Simulation:
     workload, cluster = setup.workload, setup.cluster
     tokens_per_s = workload.global_batch_tokens / step.step_s / cluster.devices
-    stepping = max(step_bytes(setup.schedule, setup.mechanics.step_bytes), setup.room_bytes)
-    memory = setup.memory(max(step.activations.peak, stepping))
+    memory = setup.peak_memory(step.activations)
     exposed = sorted(((axes, name, s) for (axes, name), s in totals.exposed_s.items()), key=lambda item: -item[2])
     return Simulation(
         strategy=str(setup.strategy),
@@ -419,12 +437,12 @@ def _result(setup: _Setup, step: _Step, totals: Totals, memory_margin: float) ->
     )
 
 
-def _titled(setup: _Setup) -> str:
+def _titled(setup: Setup) -> str:
     names = (setup.model.name, str(setup.strategy), str(setup.division.parallel))
     return " ".join(name for name in names if name)
 
 
-def _trace(setup: _Setup, step: _Step, static_bytes: float) -> Trace:
+def _trace(setup: Setup, step: Step, static_bytes: float) -> Trace:
     return Trace(
         label=f"{_titled(setup)} on {setup.cluster.name} ({setup.mechanics.name}, simulated)",
         events=tuple(sorted(step.backend.events, key=lambda event: (event.start_s, event.resource))),

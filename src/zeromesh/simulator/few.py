@@ -1,0 +1,77 @@
+"""Step time and memory from a few of a model's blocks: [Note: Rows] of `zeromesh.simulator.steady`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+
+from zeromesh.cost.constants import Constants
+from zeromesh.model import UnitKind
+from zeromesh.schedule.memory import REDUCE_SLOTS
+from zeromesh.simulator.computation import idle_seconds
+from zeromesh.simulator.division import Division, Part
+from zeromesh.simulator.mechanics import Mechanics
+from zeromesh.simulator.run import Setup, Step
+from zeromesh.simulator.steady import Repeats
+from zeromesh.simulator.workload import FixedWorkload
+from zeromesh.strategy import Strategy
+
+FEW_BLOCKS = 8
+"""More than are in flight at once, prefetched, computing and being reduced, and than it takes to come to rest."""
+
+
+def simulate_few(
+    division: Division,
+    strategy: Strategy | str,
+    workload: FixedWorkload,
+    *,
+    engine: str | Mechanics = "zeromesh",
+    constants: Constants | None = None,
+) -> tuple[float, float] | None:
+    """Seconds of the step and bytes of memory that `simulate_divided` finds; None where a few blocks do not tell."""
+    setups = [Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
+    idle = idle_seconds(division, [setup.micro_batch_s() for setup in setups])
+    found = []
+    for setup, idle_s in zip(setups, idle, strict=True):
+        step_s = _step_s(setup, idle_s, engine)
+        if step_s is None:
+            return None
+        activations = setup.activations()
+        activations.pass_through(setup.returned())
+        found.append((step_s, setup.peak_memory(activations).total))
+    return max(step_s for step_s, _ in found), max(memory for _, memory in found)
+
+
+def _step_s(setup: Setup, idle_s: float, engine: str | Mechanics) -> float | None:
+    row = _row(setup)
+    period = lcm(setup.schedule.layout.strategy.prefetch + 1, REDUCE_SLOTS)
+    few = FEW_BLOCKS + (len(row) - FEW_BLOCKS) % period
+    if few + period > len(row):
+        return None
+    part = _with_blocks(setup.part, few)
+    short = Setup.of(setup.division, part, setup.strategy, setup.workload, engine, setup.constants)
+    of_all, of_few = Repeats(row=row, period=period), Repeats(row=row[:few], period=period)
+    Step(setup, False, idle_s, of_all).run_first_forward()
+    step = Step(short, False, idle_s, of_few)
+    step.run()
+    if of_all.first is None or of_few.first is None or of_few.seconds is None:
+        return None
+    (state, first_s), (short_state, short_first_s) = of_all.first, of_few.first
+    if state != short_state:
+        return None
+    later_s = (len(row) - few) // period * of_few.seconds
+    return step.step_s + first_s - short_first_s + later_s + setup.optimizer_seconds() - short.optimizer_seconds()
+
+
+def _row(setup: Setup) -> range:
+    """The blocks, by unit, where they are equal units in one row; else none."""
+    blocks = [index for index, specs in enumerate(setup.specs) if specs[0].kind is UnitKind.BLOCK]
+    row = range(blocks[0], blocks[-1] + 1) if blocks else range(0)
+    equal = len({id(setup.specs[index][0]) for index in row}) == 1
+    joined = any(len(setup.specs[index]) > 1 for index in row)
+    return row if equal and not joined and not setup.owned and not setup.strategy.parts else range(0)
+
+
+def _with_blocks(part: Part, count: int) -> Part:
+    units = [replace(unit, count=count) if unit.kind is UnitKind.BLOCK else unit for unit in part.model.units]
+    return replace(part, model=replace(part.model, units=tuple(units)))

@@ -1,0 +1,133 @@
+"""States that come back in a step, so that not all of a long row of equal blocks has to be simulated.
+
+[Note: Rows] In a row of equal blocks a phase, one micro-batch's forward or backward, comes back to what it was before:
+what is in flight, what lies in which slot and what is known of the units around is the same as some blocks ago, seen
+from the block that runs now. Equal states have equal futures, so any number of blocks more repeats what lies between.
+A few are simulated and looked through for such a state in every phase; if each has one, the step with all blocks is
+theirs plus that many repetitions, and exact. Slots take turns, so states can only be equal where the same slots are
+next (`period`). Where a queue grows from block to block, no state comes back, and all blocks have to be simulated.
+
+The first forward is another matter: the refreshes of all units are in flight as it begins, so that more blocks change
+what happens beside its first ones. It is simulated with all of them, and must come to the state that it comes to with
+few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+from zeromesh.schedule import Interpreter
+from zeromesh.schedule.state import GradState, UnitState
+from zeromesh.simulator.network import Job, Network
+
+
+@dataclass(slots=True)
+class Repeats:
+    """Looks for states that come back in a step.
+
+    Args:
+        row: the blocks, by unit.
+        period: blocks after which the same slots are next.
+        seconds: of `period` blocks more, in all phases but the first so far; None where one did not come back.
+        first: state and time in which the last block's first forward begins.
+    """
+
+    row: range
+    period: int
+    seconds: float | None = 0.0
+    first: tuple[object, float] | None = None
+    _phases: dict[bool, list[tuple[object, float]]] = field(default_factory=lambda: {True: [], False: []})
+    _last_s: float = 0.0
+
+    def enter(self, unit: int, *, forward: bool, interpreter: Interpreter[Job], network: Network) -> None:
+        """The unit's forward or backward begins."""
+        if unit not in self.row or self.seconds is None:
+            return
+        if self.first is not None:
+            self._phases[forward].append((self._state(unit, interpreter, network), network.now_s))
+        elif unit == self.row[-1]:
+            self.first = self._state(unit, interpreter, network), network.now_s
+
+    def end_micro_batch(self, times: int = 1) -> None:
+        """Of micro-batches that are alike."""
+        found = [self._repetition_s(marks) for marks in self._phases.values() if marks]
+        for marks in self._phases.values():
+            marks.clear()
+        if found:
+            self._last_s = 0.0 if None in found else sum(filter(None, found))
+        if None in found:
+            self.seconds = None
+        if self.seconds is not None:
+            self.seconds += times * self._last_s
+
+    def _repetition_s(self, marks: Sequence[tuple[object, float]]) -> float | None:
+        for (state, earlier_s), (later, later_s) in reversed(list(zip(marks, marks[self.period :], strict=False))):
+            if state == later:
+                return later_s - earlier_s
+        return None
+
+    def _state(self, unit: int, interpreter: Interpreter[Job], network: Network) -> object:
+        """Everything that the future depends on; units of the row by their distance."""
+
+        def name(other: int) -> object:
+            if other in self.row:
+                return other - unit
+            return ("before", other) if other < self.row.start else ("after", other - self.row.stop)
+
+        known = [_Known.of(state) for state in interpreter.states]
+        return (
+            [(lane, _queue(jobs, self.row[-1] - unit)) for lane, jobs in network.signature(name)],
+            _runs(known[other] for other in range(unit, self.row.stop)),
+            _runs(known[other] for other in range(unit, self.row.start - 1, -1)),
+            [known[other] for other in range(len(known)) if other not in self.row],
+            # Of reduce slots, those that are still read: who had the others makes no difference.
+            [name(owner) for owner in interpreter.reduce_slots if owner is not None and known[owner].taking],
+        )
+
+
+def _queue(jobs: Sequence[tuple[object, ...]], last: int) -> list[object]:
+    """What waits in a lane; of one after the other of the blocks up to the last there may be any number."""
+    found: list[object] = []
+    for _, equal in groupby(enumerate(jobs), key=lambda each: (_less(each[1][0], each[0]), each[1][1:])):
+        run = [job for _, job in equal]
+        found += [(run[0], "and on")] if run[-1][0] == last else run
+    return found
+
+
+def _less(distance: object, position: int) -> object:
+    return distance - position if isinstance(distance, int) else distance
+
+
+def _runs(known: Iterable[object]) -> list[tuple[object, int]]:
+    """Equal neighbours with their number; of the last ones there may be any number."""
+    runs = [(value, len(list(same))) for value, same in groupby(known)]
+    return [*runs[:-1], (runs[-1][0], 0)]
+
+
+class _Known(NamedTuple):
+    """What the interpreter decides by, of a unit."""
+
+    full: bool
+    kept: bool
+    refreshed: bool
+    in_use: bool
+    grad: GradState
+    gathering: bool
+    refreshing: bool
+    taking: bool
+    reducing: bool
+
+    @classmethod
+    def of(cls, state: UnitState[Job]) -> _Known:
+        tickets = state.ticket, state.refreshing, state.taking, state.reducing
+        return cls(
+            state.full == state.generation,
+            state.kept == state.generation,
+            state.refreshed == state.generation,
+            state.in_use,
+            state.grad,
+            *(ticket is not None and ticket.done_s is None for ticket in tickets),
+        )

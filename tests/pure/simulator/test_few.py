@@ -1,0 +1,62 @@
+"""A few blocks tell what all of them do, or say that they do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.pure.planner.setups import small_cluster, small_model
+from zeromesh.cluster import find_cluster
+from zeromesh.model import Recomputation, preset
+from zeromesh.model.parallel import Parallel
+from zeromesh.planner import Workload
+from zeromesh.planner.space import Space
+from zeromesh.simulator import ENGINES
+from zeromesh.simulator.division import Division
+from zeromesh.simulator.few import simulate_few
+from zeromesh.simulator.run import simulate_divided
+
+OPTIONS = ["", ";prefetch=0", ";prefetch=3", ";overlap=none", ";overlap=gather", ";collective=ho_ring", ";sum=exact"]
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_what_few_blocks_tell_is_what_all_do(data: st.DataObject) -> None:
+    sizes = data.draw(st.sampled_from([(4, 8), (2, 2, 4)]))
+    cluster = small_cluster(*sizes, outer_bytes_per_s=data.draw(st.sampled_from([1e9, 12e9, 200e9])))
+    cluster = replace(cluster, device=replace(cluster.device, cores=data.draw(st.sampled_from([None, 2.0]))))
+    parallel = data.draw(st.sampled_from([Parallel(), Parallel(), Parallel(pp=2), Parallel(tp=2)]))
+    model = small_model(data.draw(st.integers(16, 21)), 768, tied=data.draw(st.booleans()) and parallel.pp == 1)
+    count = data.draw(st.sampled_from([1, 4])) * (2 if parallel.pp > 1 else 1)
+    world = cluster.world // (parallel.tp * parallel.pp)
+    work = Workload(seq_len=256, global_batch_tokens=256 * world * count).fixed(
+        1, data.draw(st.sampled_from(list(Recomputation))), parallel
+    )
+    division = Division.of(model, cluster, parallel, seq_len=256)
+    space = Space(division.cluster.axes, "once" if division.splits_freely else "none")
+    block = next(iter(space.blocks()))
+    row = data.draw(st.integers(0, len(block) - 1))
+    wires = tuple(data.draw(st.sampled_from(["", "int8/int4"])) for _ in division.cluster.axes)
+    strategy = f"{space.strategy([int(c[row]) for c in block.indices], wires)}{data.draw(st.sampled_from(OPTIONS))}"
+    engine = data.draw(st.sampled_from(list(ENGINES)))
+    found = simulate_few(division, strategy, work, engine=engine)
+    if found is not None:
+        whole = simulate_divided(division, strategy, work, engine=engine)
+        assert found == pytest.approx((whole.step_s, whole.memory.total), rel=1e-9), strategy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "pp"),
+    [("node=1,cluster=0", 1), ("node=2,cluster=2", 1), ("node=3,cluster=1", 2), ("node=3,cluster=3k", 1)],
+)
+def test_few_blocks_tell_where_computation_is_the_bound(strategy: str, pp: int) -> None:
+    """So that plans need not simulate all of them."""
+    parallel = Parallel(pp=pp)
+    cluster = find_cluster("a800-8x-hdr").take(64)
+    work = Workload(seq_len=4096, global_batch_tokens=4096 * 64 * 4).fixed(1, Recomputation.NONE, parallel)
+    division = Division.of(preset("llama-7b"), cluster, parallel, seq_len=4096)
+    found, whole = simulate_few(division, strategy, work), simulate_divided(division, strategy, work)
+    assert found == pytest.approx((whole.step_s, whole.memory.total), rel=1e-9)
