@@ -24,7 +24,7 @@ from zeromesh.owners.optimizer import OwnerOptimizer
 from zeromesh.schedule import sent_bytes_per_axis
 from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.simulator.division import Division
-from zeromesh.simulator.run import _Setup
+from zeromesh.simulator.run import Setup
 
 TOKENS = 8
 
@@ -102,7 +102,7 @@ def compare(strategy: str, optimizer: str, ownership: str) -> None:
     )
     spec, cluster = described(), small_cluster(2, 2)
     division = Division.of(spec, cluster, WHOLE, seq_len=TOKENS)
-    setup = _Setup.of(division, division.parts[0], strategy, work, "zeromesh", default_constants())
+    setup = Setup.of(division, division.parts[0], strategy, work, "zeromesh", default_constants())
     for ours, simulated in zip(owned, setup.owned, strict=True):
         known = [
             Counter(

@@ -21,7 +21,7 @@ from zeromesh.schedule import Schedule
 from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.owned import OwnedTensors
-from zeromesh.simulator.run import _Setup
+from zeromesh.simulator.run import Setup
 from zeromesh.strategy import Layout
 from zeromesh.units import format_bytes
 
@@ -44,13 +44,13 @@ def setup(
     *,
     engine: str = "zeromesh",
     model: ModelSpec = LLAMA,
-) -> _Setup:
+) -> Setup:
     workload = work(optimizer, world, ownership=ownership)
     division = Division.of(model, A800.take(world), WHOLE, seq_len=workload.seq_len)
-    return _Setup.of(division, division.parts[0], strategy, workload, engine, default_constants())
+    return Setup.of(division, division.parts[0], strategy, workload, engine, default_constants())
 
 
-def one(run: _Setup) -> OwnedTensors:
+def one(run: Setup) -> OwnedTensors:
     (owned,) = run.owned
     return owned
 
