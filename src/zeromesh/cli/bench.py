@@ -29,9 +29,10 @@ def bench(
     model: Annotated[str, typer.Option(help="Parameters of the Llama: tiny, 1M, 7M, 30M, 60M.")] = "7M",
     sequences: Annotated[int, typer.Option(help="Of a micro-batch.")] = 2,
     tokens: Annotated[int, typer.Option(help="Of a sequence.")] = 64,
-    rounds: Annotated[int, typer.Option(help="How often all cells of a topology are measured, in turn.")] = 3,
-    steps: Annotated[int, typer.Option(help="Steps of a cell in a round that are timed; as many are recorded.")] = 4,
-    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Of the layouts of a setting, in turn, until the fastest is known.")] = 8,
+    all_rounds: Annotated[bool, typer.Option("--all-rounds", help="Of every layout, whatever is known.")] = False,
+    steps: Annotated[int, typer.Option(help="Steps of a cell in a round that are timed, at the most.")] = 4,
+    warmup: Annotated[int, typer.Option(help="Steps before the first round.")] = 1,
     only: Annotated[str, typer.Option(help="Cells whose name contains this: topology strategy xN dtype.")] = "",
     probe_seconds: Annotated[float, typer.Option(help="Of a topology's probe, for each level, about.")] = 12.0,
     probe_rounds: Annotated[int, typer.Option(help="Of a topology's probe: timings of each size.")] = 16,
@@ -67,6 +68,7 @@ def bench(
         steps=steps,
         warmup=warmup,
         rounds=rounds,
+        all_rounds=all_rounds,
         accept_noise=accept_noise,
         probe_s=probe_seconds,
         probe_rounds=probe_rounds,
@@ -82,27 +84,25 @@ def bench(
 
 
 def _announce(cells: list[Cell], run: Bench) -> None:
-    from zeromesh.measure.matrix import estimate_s, estimate_start_s
-    from zeromesh.measure.steps import steps_between_marks
+    from zeromesh.measure.matrix import estimate_rounds_s, estimate_start_s
 
     pending = run.pending(cells)
     if not pending:
         print(f"all {len(cells)} cells are done")
         return
-    steps, cores = run.warmup + steps_between_marks(run.steps), os.cpu_count() or 1
-    rounds = [run.rounds - len(run.records.cell(cell)) for cell in pending]
-    seconds = estimate_start_s(pending, run.probe_s)
-    seconds += sum(
-        count * estimate_s([cell], steps=steps, cores=cores) for count, cell in zip(rounds, pending, strict=True)
-    )
-    print(f"{len(pending)} of {len(cells)} cells to measure, about {max(1, round(seconds / 60))} min", flush=True)
+    start = estimate_start_s(pending, run.probe_s)
+    held = {cell: len(run.records.cell(cell)) for cell in pending}
+    options = {"rounds": run.rounds, "steps": run.steps, "warmup": run.warmup, "cores": os.cpu_count() or 1}
+    least, most = (max(1, round((start + seconds) / 60)) for seconds in estimate_rounds_s(held, **options))
+    span = f"{most}" if run.all_rounds or least == most else f"{least} to {most}"
+    print(f"{len(pending)} of {len(cells)} cells to measure, about {span} min", flush=True)
 
 
 def _print(run: Bench, cells: list[Cell]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from zeromesh.measure.bench import shown
+    from zeromesh.measure.bench import shown, verdicts
 
     rows = run.rows(cells)
     result = run.write_result(rows)
@@ -111,10 +111,13 @@ def _print(run: Bench, cells: list[Cell]) -> None:
     for row in shown(rows):
         table.add_row(*row)
     Console(width=200).print(table)
+    for line in verdicts(run.summarise(rows).settings):
+        print(line)
     summary = result["summary"]
     print(
         f"median error of {summary['cells']} step times: {summary['median_error']:.1%} (from the probe alone "
         f"{summary['planned_median_error']:.1%}); the best predicted strategy is the best measured one, or within 3 % "
-        f"of it, in {summary['right']} of {summary['choices']} settings"
+        f"of it, in {summary['right']} of {summary['choices']} settings; the rounds suffice to say so, with "
+        f"{summary['confidence']:.0%} confidence, in {summary['told']}"
     )
     print(f"all figures: {run.directory / 'result.json'}; timelines for Perfetto: {run.directory / 'traces'}")

@@ -1,9 +1,10 @@
 """Runs a matrix of training steps and lays what was predicted beside it.
 
-For each topology the ranks are started once: to probe it, and then for rounds, in each of which they measure what units
-compute and some steps of every cell in turn. A machine that is faster in one minute than in the next is so for all
-cells. What is measured is written at once (`records`), so a bench that was ended goes on where it stopped. Predictions
-are made from the probe and the units' seconds when the cells are read, and never from the cells.
+For each topology the ranks are started once: to probe it, and then, setting by setting, for rounds, in each of which
+they measure some steps of every cell in turn. A machine that is faster in one minute than in the next is so for all
+cells. Those that are known not to be the fastest are left out of further rounds ([Note: Paired rounds]). What is
+measured is written at once (`records`), so a bench that was ended goes on where it stopped. Predictions are made from
+the probe and the units' seconds when the cells are read, and never from the cells.
 
 A cell's `link_bytes` are the kernel's counts of what crossed each link of an emulated cluster, headers and all.
 """
@@ -12,38 +13,30 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zeromesh.errors import InputError, InternalError, MeasurementError
 from zeromesh.lab import Lab, LinkBytes, by_level, difference
+from zeromesh.measure.cells import MARK
 from zeromesh.measure.launch import on_all_ranks
-from zeromesh.measure.matrix import Cell, Topology
+from zeromesh.measure.matrix import Cell, Topology, by_setting
 from zeromesh.measure.probe import ROUNDS as PROBE_ROUNDS
 from zeromesh.measure.probe import SECONDS_PER_LEVEL, Probe, from_raw, require_patience
+from zeromesh.measure.race import CONFIDENCE, Ratio, Rounds, as_good, compare, fastest, in_question
 from zeromesh.measure.records import Found, Records
-from zeromesh.measure.setting import read_setting
-from zeromesh.measure.steps import Batch, from_json, median_compute, median_step, planned_s, predict
+from zeromesh.measure.steps import from_json, median_compute, median_step, planned_s, predict
 from zeromesh.strategy import Layout
 from zeromesh.trace import Trace
 
-if TYPE_CHECKING:
-    from zeromesh.launch.ranks import Ranks
-
-CLOSE = 0.03
-"""A predicted best counts as right if what it takes is within 3 % of the measured best."""
-
-ROUNDS = 3
-"""Often enough to see that a machine was not as fast all the time."""
-
-_MARK = "zeromesh-mark"
-_MARK_TIMEOUT_S = 60.0
+ROUNDS = 8
+"""At the most, of layouts that cannot be told apart. On a quiet machine a ratio strays by 3 % from round to round, and
+its mean of eight rounds by 1 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +48,7 @@ class Row:
         rounds: how often it was measured.
         at, load_average: when it was measured last, and what the machine had to do then.
         step_s, exposed_s, sent_bytes: medians of the measured steps; bytes by axis.
-        rounds_step_s: the median step of each round.
+        rounds_step_s, round_numbers: the median step of each round, and which that was of its setting's.
         predicted_s, predicted_exposed_s, predicted_bytes: the simulator's.
         planned_s: the simulator's too, fed by the probe alone: `steps.planned_s`.
         link_bytes: counted by the kernel out of the average link of each level of an emulated cluster, outermost
@@ -69,6 +62,7 @@ class Row:
     load_average: Sequence[float]
     step_s: float
     rounds_step_s: tuple[float, ...]
+    round_numbers: tuple[int, ...]
     exposed_s: float
     sent_bytes: Mapping[str, float]
     predicted_s: float
@@ -84,9 +78,41 @@ class Row:
         return self.predicted_s / self.step_s - 1
 
     @property
+    def by_round(self) -> Rounds:
+        """Its step in each round."""
+        return dict(zip(self.round_numbers, self.rounds_step_s, strict=True))
+
+    @property
     def spread(self) -> float:
         """Of the rounds: the longest over the shortest, less 1."""
         return max(self.rounds_step_s) / min(self.rounds_step_s) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A setting (topology and batch) that was run with several strategies, compared in the rounds that they share.
+
+    Args:
+        best: the fastest.
+        ratios: of the others to it.
+        chosen: the one that is predicted to be fastest.
+        right: it is, or within `CLOSE` of it.
+        told: the rounds suffice to say so, with `CONFIDENCE`.
+    """
+
+    best: Row
+    ratios: Mapping[Cell, Ratio]
+    chosen: Row
+    right: bool
+    told: bool
+
+    @classmethod
+    def of(cls, group: Sequence[Row], looks: int) -> Choice:
+        rows, times = {row.cell: row for row in group}, {row.cell: row.by_round for row in group}
+        best, chosen = fastest(times), min(group, key=lambda row: row.predicted_s)
+        right, told = as_good(times, chosen.cell, looks=looks)
+        ratios = compare(times, best, looks=looks)
+        return cls(best=rows[best], ratios=ratios, chosen=chosen, right=right, told=told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +122,27 @@ class Summary:
     Args:
         median_error: of the absolute relative errors of step times.
         planned_median_error: the same of `planned_s`.
-        choices: topologies and batches that were run with several strategies.
-        right: of these, where the best predicted strategy is the measured best, or close to it.
+        settings: that were run with several strategies.
     """
 
     median_error: float
     planned_median_error: float
-    choices: int
-    right: int
+    settings: tuple[Choice, ...]
+
+    @property
+    def choices(self) -> int:
+        """How many there are."""
+        return len(self.settings)
+
+    @property
+    def right(self) -> int:
+        """Of these, where the best predicted strategy is the measured best, or close to it."""
+        return sum(choice.right for choice in self.settings)
+
+    @property
+    def told(self) -> int:
+        """And where the rounds suffice to say whether it is."""
+        return sum(choice.told for choice in self.settings)
 
 
 class Bench:
@@ -112,7 +151,8 @@ class Bench:
     Args:
         directory: made if it is not there; holds what `records` says and, at the end, `result.json`.
         steps, warmup: of each cell in each round, timed and as many recorded, and taken before.
-        rounds: of each cell; those that the directory has count.
+        rounds: of each cell, at the most; those that the directory has count.
+        all_rounds: of every cell, also of those that are known not to be the fastest of their setting.
         accept_noise: use probes that cannot be trusted.
         probe_s, probe_rounds: for each level of a topology, about, and timings of each size.
     """
@@ -124,6 +164,7 @@ class Bench:
         steps: int,
         warmup: int,
         rounds: int = ROUNDS,
+        all_rounds: bool = False,
         accept_noise: bool = False,
         probe_s: float = SECONDS_PER_LEVEL,
         probe_rounds: int = PROBE_ROUNDS,
@@ -137,13 +178,18 @@ class Bench:
         self.records = Records(directory)
         self.steps = steps
         self.warmup = warmup
-        self.rounds = rounds
+        self.rounds, self.all_rounds = rounds, all_rounds
         self.accept_noise = accept_noise
         self.probe_s, self.probe_rounds = probe_s, probe_rounds
 
     def pending(self, cells: Sequence[Cell]) -> list[Cell]:
         """Those that have not been measured as often as they should be."""
-        return [cell for cell in cells if len(self.records.cell(cell)) < self.rounds]
+        found = []
+        for group in by_setting(cells):
+            times = {cell: self.records.rounds(cell) for cell in group}
+            left = set(group) if self.all_rounds else in_question(times, looks=self.rounds)
+            found += [cell for cell in group if cell in left and len(times[cell]) < self.rounds]
+        return found
 
     def claim(self) -> None:
         """Makes the directory this bench's.
@@ -163,15 +209,17 @@ class Bench:
         with self.records.alone():
             self.claim()
             by_topology: dict[str, list[Cell]] = defaultdict(list)
-            for cell in self.pending(cells):
-                by_topology[cell.topology].append(cell)
+            unsettled = {cell.of_compute for cell in self.pending(cells)}
+            for cell in cells:
+                if cell.of_compute in unsettled:  # also what is out already, which the others are compared with
+                    by_topology[cell.topology].append(cell)
             for text, wanted in by_topology.items():
                 self._run_on(Topology(text=text), wanted)
 
     def _run_on(self, topology: Topology, cells: Sequence[Cell]) -> None:
         with nullcontext() if topology.tree is None else Lab(topology.tree) as lab:
             on_all_ranks(
-                "bench:run_cells",
+                "cells:run_cells",
                 self._task(topology, cells, lab),
                 topology.mesh,
                 lab=lab,
@@ -195,6 +243,7 @@ class Bench:
             "probe": probe,
             "accept_noise": self.accept_noise,
             "rounds": self.rounds,
+            "all_rounds": self.all_rounds,
             "cells": [(cell.to_json(), len(self.records.cell(cell))) for cell in cells],
             "steps": self.steps,
             "warmup": self.warmup,
@@ -221,7 +270,8 @@ class Bench:
             at=last.get("at", ""),
             load_average=last.get("load_average", ()),
             step_s=statistics.median(seconds for measured in rounds for seconds in measured["step_s"]),
-            rounds_step_s=tuple(statistics.median(measured["step_s"]) for measured in rounds),
+            rounds_step_s=tuple(self.records.rounds(cell).values()),
+            round_numbers=tuple(self.records.rounds(cell)),
             exposed_s=statistics.median(seconds for measured in rounds for seconds in measured["exposed_s"]),
             sent_bytes=last["sent_bytes"],
             predicted_s=simulated.step_s,
@@ -241,7 +291,7 @@ class Bench:
 
     def write_result(self, rows: Sequence[Row]) -> dict[str, Any]:
         """`result.json`: what measured it, rows, summary."""
-        summary = summarise(rows)
+        summary = self.summarise(rows)
         setting = self.records.setting
         result = {
             "environment": dict(setting),
@@ -251,12 +301,19 @@ class Bench:
                 "planned_median_error": summary.planned_median_error,
                 "choices": summary.choices,
                 "right": summary.right,
+                "told": summary.told,
+                "confidence": CONFIDENCE,
                 "cells": len(rows),
             },
+            "settings": [_choice_json(choice) for choice in summary.settings],
             "rows": [_row_json(row) for row in rows],
         }
         (self.directory / "result.json").write_text(json.dumps(result, indent=1) + "\n")
         return result
+
+    def summarise(self, rows: Sequence[Row]) -> Summary:
+        """`summarise`, of as many rounds as this bench takes."""
+        return summarise(rows, self.rounds)
 
     def _write_traces(self, cell: Cell, measured: Sequence[Trace], predicted: Trace) -> None:
         folder = self.records.traces(cell)
@@ -275,24 +332,20 @@ def trusted(probe: Found, topology: Topology) -> bool:
     return True
 
 
-def summarise(rows: Sequence[Row]) -> Summary:
-    """The median error, and how often the best predicted strategy is as good as the best measured one."""
-    groups: dict[tuple[str, Batch], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row.cell.topology, row.cell.batch].append(row)
-    choices = [group for group in groups.values() if len(group) > 1]
-    right = [_is_right(group) for group in choices]
+def summarise(rows: Sequence[Row], looks: int = ROUNDS) -> Summary:
+    """The median error, and how often the best predicted strategy is as good as the best measured one.
+
+    Args:
+        rows: of all cells.
+        looks: rounds of each, at the most.
+    """
+    by_cell = {row.cell: row for row in rows}
+    groups = [[by_cell[cell] for cell in group] for group in by_setting(by_cell) if len(group) > 1]
     return Summary(
         median_error=statistics.median(abs(row.error) for row in rows) if rows else 0.0,
         planned_median_error=statistics.median(abs(row.planned_s / row.step_s - 1) for row in rows) if rows else 0.0,
-        choices=len(choices),
-        right=sum(right),
+        settings=tuple(Choice.of(group, looks) for group in groups),
     )
-
-
-def _is_right(group: Sequence[Row]) -> bool:
-    chosen = min(group, key=lambda row: row.predicted_s)
-    return chosen.step_s <= (1 + CLOSE) * min(row.step_s for row in group)
 
 
 def _over_links(topology: Topology, layout: Layout, sent: Mapping[str, float]) -> tuple[float, ...]:
@@ -311,6 +364,18 @@ def _over_links(topology: Topology, layout: Layout, sent: Mapping[str, float]) -
     return tuple(found)
 
 
+def _choice_json(choice: Choice) -> dict[str, Any]:
+    cell = choice.best.cell
+    return {
+        **cell.of_compute.to_json(),
+        "strategy": cell.strategy,
+        "predicted": choice.chosen.cell.strategy,
+        "right": choice.right,
+        "told": choice.told,
+        "ratios": {other.strategy: asdict(ratio) for other, ratio in choice.ratios.items()},
+    }
+
+
 def _row_json(row: Row) -> dict[str, Any]:
     return {
         **row.cell.to_json(),
@@ -320,6 +385,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "rounds": row.rounds,
         "step_s": row.step_s,
         "rounds_step_s": list(row.rounds_step_s),
+        "round_numbers": list(row.round_numbers),
         "spread": row.spread,
         "predicted_s": row.predicted_s,
         "error": row.error,
@@ -343,7 +409,7 @@ class _Counted:
 
     def line(self, rank: int, stream: str, line: str) -> None:
         """Called with each line that the ranks print."""
-        if self._lab is None or not line.startswith(_MARK):
+        if self._lab is None or not line.startswith(MARK):
             return
         _, key, what = line.split()
         counters = self._lab.counters()
@@ -355,92 +421,6 @@ class _Counted:
             sent = [level.sent_bytes / count for level, count in zip(levels, links, strict=True)]
             (self._directory / f"{key}.links").write_text(json.dumps(sent))
         (self._directory / f"{key}.{what}").touch()
-
-
-# On every rank --------------------------------------------------------------------------------------------------------
-
-
-def run_cells(
-    ranks: Ranks,
-    *,
-    directory: str,
-    topology: str,
-    probe: Mapping[str, Any] | None,
-    accept_noise: bool,
-    rounds: int,
-    cells: Sequence[tuple[Mapping[str, Any], int]],
-    steps: int,
-    warmup: int,
-    marks: bool,
-) -> None:
-    """A task of `launch`: probes the topology, and measures its cells and what their units compute, round by round.
-
-    Args:
-        ranks: all of them.
-        directory, topology: whose records they are.
-        probe: seconds and rounds; None: it has been probed.
-        accept_noise: keep a probe that cannot be trusted.
-        rounds: of each cell.
-        cells: what to measure, and how many rounds of it there are.
-        steps, warmup: of each round.
-        marks: read the lab's counters around the steps of a cell.
-    """
-    from zeromesh.measure.probe import measure
-    from zeromesh.measure.steps import measure_compute, measure_steps, steps_between_marks
-
-    records, first = Records(Path(directory)), ranks.rank == 0
-    if probe is not None:
-        found = measure(ranks, **probe)
-        if first:
-            if not accept_noise:
-                from_raw(found, Topology(text=topology).mesh, topology).require_trust()
-            records.keep_probe(topology, found)
-    for number in range(rounds):
-        due = [Cell.from_json(each) for each, held in cells if held <= number]
-        for cell in dict.fromkeys(cell.of_compute for cell in due):
-            found = measure_compute(ranks, cell.batch, steps=steps)
-            if first:
-                records.keep_compute(cell, found)
-        for cell in due:
-            marker = _Marker(ranks, cell.key, records.directory) if marks else None
-            mark = marker.mark if marker else lambda what: None
-            found = measure_steps(ranks, cell.batch, cell.strategy, steps=steps, warmup=warmup, mark=mark)
-            if first:
-                if marker is not None:
-                    found["link_bytes"] = [sent / steps_between_marks(steps) for sent in marker.link_bytes()]
-                here = read_setting()
-                records.keep_cell(cell, found | {name: here[name] for name in ("at", "load_average")})
-
-
-@dataclass(frozen=True, slots=True)
-class _Marker:
-    """Asks the lab's owner to read its counters, and waits until it has."""
-
-    ranks: Ranks
-    key: str
-    directory: Path
-
-    def mark(self, what: str) -> None:
-        import torch.distributed as dist
-
-        dist.barrier()
-        if self.ranks.rank == 0:
-            done = self.directory / f"{self.key}.{what}"
-            done.unlink(missing_ok=True)
-            print(_MARK, self.key, what, flush=True)
-            deadline = time.monotonic() + _MARK_TIMEOUT_S
-            while not done.exists():
-                if time.monotonic() > deadline:
-                    raise MeasurementError(f"the lab's counters were not read within {_MARK_TIMEOUT_S:g} s")
-                time.sleep(5e-3)
-            done.unlink()
-        dist.barrier()
-
-    def link_bytes(self) -> list[float]:
-        path = self.directory / f"{self.key}.links"
-        sent: list[float] = json.loads(path.read_text())
-        path.unlink()
-        return sent
 
 
 def shown(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
@@ -468,3 +448,20 @@ def shown(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             ", ".join(axes),
             ", ".join(links),
         )
+
+
+def verdicts(choices: Sequence[Choice]) -> Iterator[str]:
+    """A line a setting: its fastest layout, those that cannot be told from it, and how the predicted one does."""
+    for choice in choices:
+        cell, near = choice.best.cell, [x for x in choice.ratios.items() if x[1].low <= 1]
+        others = ", ".join(f"{other.strategy} {_shown(ratio)}" for other, ratio in near)
+        line = f"{cell.topology} x{cell.batch.micro_batches} {cell.batch.dtype}: {cell.strategy} is fastest"
+        line += f", or {others}" if others else ""
+        if choice.chosen is not choice.best:
+            chosen = choice.chosen.cell
+            line += f"; predicted {chosen.strategy}, {_shown(choice.ratios[chosen])}"
+        yield line + ("" if choice.told else "; more rounds are needed to tell")
+
+
+def _shown(ratio: Ratio) -> str:
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.high < 100 else f"{ratio.value:.2f}"

@@ -12,7 +12,7 @@ from zeromesh.errors import InputError, MeshError
 from zeromesh.lab import Tree
 from zeromesh.measure.launch import Mesh, mesh_of_tree, parse_mesh
 from zeromesh.measure.shapes import SHAPES
-from zeromesh.measure.steps import Batch
+from zeromesh.measure.steps import Batch, steps_between_marks
 from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit, sent_bytes_per_axis
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.strategy import Overlap
@@ -43,6 +43,9 @@ STRATEGIES = {
     ),
 }
 """By the number of levels that have several members."""
+
+VISIT_S = 5.0
+"""For the timed steps of a layout in a round: slow ones get fewer of them, but at least one."""
 
 # For the estimate alone: what a core computes and moves, and what starting the ranks takes.
 _GUESSED_FLOPS = 2e10
@@ -140,6 +143,14 @@ def make_cells(
     return chosen
 
 
+def by_setting(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """The cells of each topology and batch: layouts to choose from."""
+    found: dict[Cell, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell.of_compute, []).append(cell)
+    return list(found.values())
+
+
 def _strategies(topology: Topology, texts: Sequence[str], overlap: str) -> list[str]:
     names = [name for name, _ in topology.axes]
     found = []
@@ -158,6 +169,24 @@ def _strategies(topology: Topology, texts: Sequence[str], overlap: str) -> list[
 def estimate_s(cells: Sequence[Cell], *, steps: int, cores: int) -> float:
     """Roughly how long one round of the cells takes, on the rates that topologies name and guesses for the rest."""
     return sum(_CELL_START_S + steps * _step_s(cell, cores) for cell in cells)
+
+
+def timed_steps(most: int, step_s: float) -> int:
+    """Of one layout in one round."""
+    return max(1, min(most, int(VISIT_S / step_s)))
+
+
+def estimate_rounds_s(
+    held: Mapping[Cell, int], *, rounds: int, steps: int, warmup: int, cores: int
+) -> tuple[float, float]:
+    """Roughly how long cells take of which so many rounds are there: if one round tells all, and if none ever does."""
+    least = more = 0.0
+    for cell, having in held.items():
+        timed = timed_steps(steps, _step_s(cell, cores))
+        first = warmup + steps_between_marks(timed, 1)
+        least += 0.0 if having else estimate_s([cell], steps=first, cores=cores)
+        more += (rounds - max(1, having)) * estimate_s([cell], steps=steps_between_marks(timed, 0), cores=cores)
+    return least, least + more
 
 
 def estimate_start_s(cells: Sequence[Cell], probe_s: float) -> float:

@@ -5,7 +5,7 @@
     setting.json            of all that follows
     probes/TOPOLOGY.json    what `probe.measure` has found
     compute/KEY.json        rounds of `steps.measure_compute` with one batch on one topology
-    cells/KEY.json          rounds of `steps.measure_steps` of one cell
+    cells/KEY.json          rounds of `steps.Measuring` of one cell
 
 The ranks write and the process that started them reads. A file that is there is whole. Torch-free.
 """
@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from zeromesh.errors import InputError
@@ -118,6 +119,10 @@ class Records:
         """Its rounds."""
         found: list[Found] = _read(self._file("cells", cell)) or []
         return found
+
+    def rounds(self, cell: Cell) -> dict[int, float]:
+        """The median step of each of its rounds, by the number that all cells have in common."""
+        return {found.get("round", i): median(found["step_s"]) for i, found in enumerate(self.cell(cell))}
 
     def keep_cell(self, cell: Cell, found: Found) -> None:
         """Adds a round."""

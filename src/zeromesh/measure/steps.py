@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,7 @@ class Training:
         from zeromesh.measure.llama import make_llama
 
         self._ranks = ranks
-        mesh = ranks.mesh if strategy is not None else _alone(ranks)
+        mesh = ranks.mesh if strategy is not None else alone(ranks)
         dtype = {"fp32": None, "bf16": torch.bfloat16}[batch.dtype]
         model = make_llama(batch.model).to(ranks.device)
         # Alone it is cut as finely as it can be, so that seconds are known of every part that is joined elsewhere.
@@ -142,7 +142,8 @@ class Training:
         return recording.steps[1:]
 
 
-def _alone(ranks: Ranks) -> Any:
+def alone(ranks: Ranks) -> Any:
+    """A mesh of this rank: it trains for itself, on its share of what all have."""
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -150,67 +151,84 @@ def _alone(ranks: Ranks) -> Any:
     return DeviceMesh(ranks.device.type, own, mesh_dim_names=("node",), _init_backend=False)
 
 
-def measure_steps(
-    ranks: Ranks,
-    batch: Batch,
-    strategy: str,
-    *,
-    steps: int,
-    warmup: int,
-    mark: Callable[[str], None] = lambda what: None,
-) -> dict[str, Any]:
-    """Steps of `strategy` on all ranks.
+class Measuring:
+    """Steps of one strategy, round after round, on a model that stays where it is.
 
     Args:
         ranks: all of them.
         batch, strategy: what is trained, and how it is sharded.
-        steps, warmup: timed and again recorded, and taken before.
-        mark: called with "begin" and "end" around `steps_between_marks(steps)` steps, while all ranks stand still.
+        warmup: steps that are taken first; at least one, in which the engine learns the order of units.
 
-    Returns:
-        Seconds of each step, of computation and waits in as many steps that are recorded, bytes that a rank sends by
-        axis (all means over the ranks, which wait for each other and so take the same time in the long run), model
-        state in bytes, this rank's events by recorded step, and the schedule.
+    Attributes:
+        step_s: what the last of them has taken on the slowest rank.
     """
-    import torch
-    import torch.distributed as dist
 
-    import zeromesh as zm
-    from zeromesh.engine.api import engine_of
+    def __init__(self, ranks: Ranks, batch: Batch, strategy: str, *, warmup: int) -> None:
+        import torch
+        import torch.distributed as dist
 
-    training = Training(ranks, batch, strategy)
-    for _ in range(max(1, warmup)):
-        training.step()
-    engine_of(training.model).interpreter.quiesce()  # refreshes of the last step before would be counted
-    dist.barrier()
-    mark("begin")
-    with zm.traffic_report(training.model, micro_batches=batch.micro_batches) as traffic:
-        step_s = training.timed(steps + 1)[1:]  # the first waits for no refresh, since none is under way
-    traces = training.recorded(steps)
-    mark("end")
-    split = [(trace.seconds(kind="compute"), trace.seconds(kind="wait")) for trace in traces]
-    found = torch.tensor([(s, *parts) for s, parts in zip(step_s, split, strict=True)], dtype=torch.float64)
-    dist.all_reduce(found)
-    seconds = found / ranks.world
-    schedule = engine_of(training.model).schedule
-    lines = traffic.lines(steps + 1)
-    sent = torch.tensor([line.sent_bytes for line in lines], dtype=torch.float64)
-    dist.all_reduce(sent)
-    memory = zm.memory_report(training.model, training.optimizer)
-    return {
-        "step_s": seconds[:, 0].tolist(),
-        "compute_s": seconds[:, 1].tolist(),
-        "exposed_s": seconds[:, 2].tolist(),
-        "sent_bytes": {line.axis: mean for line, mean in zip(lines, (sent / ranks.world).tolist(), strict=True)},
-        "memory_bytes": {line.kind: (line.predicted_bytes, line.allocated_bytes) for line in memory},
-        "traces": [to_json(trace) for trace in traces],
-        "schedule": schedule_json(schedule),
-    }
+        self._ranks, self._batch = ranks, batch
+        self._training = Training(ranks, batch, strategy)
+        last = torch.tensor(self._training.timed(max(1, warmup))[-1:], dtype=torch.float64)
+        dist.all_reduce(last, dist.ReduceOp.MAX)
+        self.step_s = float(last)
+
+    def round(self, *, steps: int, recorded: int, mark: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+        """Measures on all ranks.
+
+        Args:
+            steps, recorded: that are timed, and recorded after them.
+            mark: called with "begin" and "end" around `steps_between_marks` steps, while all ranks stand still.
+
+        Returns:
+            Seconds of each step, of computation and waits in those that are recorded, bytes that a rank sends by axis
+            (all means over the ranks, which wait for each other and so take the same time in the long run), model state
+            in bytes, this rank's events by recorded step, and the schedule.
+        """
+        import torch.distributed as dist
+
+        import zeromesh as zm
+        from zeromesh.engine.api import engine_of
+
+        training = self._training
+        engine_of(training.model).interpreter.quiesce()  # refreshes of the last step before would be counted
+        dist.barrier()
+        mark("begin")
+        with zm.traffic_report(training.model, micro_batches=self._batch.micro_batches) as traffic:
+            step_s = training.timed(steps + 1)[1:]  # the first waits for no refresh, since none is under way
+        traces = training.recorded(recorded) if recorded else ()
+        mark("end")
+        lines = traffic.lines(steps + 1)
+        memory = zm.memory_report(training.model, training.optimizer)
+        return {
+            "step_s": self._means(step_s),
+            "compute_s": self._means(trace.seconds(kind="compute") for trace in traces),
+            "exposed_s": self._means(trace.seconds(kind="wait") for trace in traces),
+            "sent_bytes": dict(zip([x.axis for x in lines], self._means(x.sent_bytes for x in lines), strict=True)),
+            "memory_bytes": {line.kind: (line.predicted_bytes, line.allocated_bytes) for line in memory},
+            "traces": [to_json(trace) for trace in traces],
+            "schedule": schedule_json(engine_of(training.model).schedule),
+        }
+
+    def _means(self, values: Iterable[float]) -> list[float]:
+        """Of each, over the ranks."""
+        import torch
+        import torch.distributed as dist
+
+        found = torch.tensor([*values], dtype=torch.float64)
+        dist.all_reduce(found)
+        means: list[float] = (found / self._ranks.world).tolist()
+        return means
 
 
-def steps_between_marks(steps: int) -> int:
+def measure_steps(ranks: Ranks, batch: Batch, strategy: str, *, steps: int, warmup: int) -> dict[str, Any]:
+    """One round, in which as many steps are recorded as timed: `Measuring`."""
+    return Measuring(ranks, batch, strategy, warmup=warmup).round(steps=steps, recorded=steps)
+
+
+def steps_between_marks(steps: int, recorded: int) -> int:
     """Timed and recorded ones, each with one before them."""
-    return 2 * (steps + 1)
+    return steps + 1 + (recorded + 1 if recorded else 0)
 
 
 def measure_compute(ranks: Ranks, batch: Batch, *, steps: int) -> dict[str, Any]:

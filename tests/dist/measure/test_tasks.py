@@ -18,7 +18,7 @@ from zeromesh.engine.api import engine_of
 from zeromesh.errors import MeshError
 from zeromesh.launch.ranks import Ranks
 from zeromesh.measure import parity, selftest
-from zeromesh.measure.bench import run_cells
+from zeromesh.measure.cells import run_cells
 from zeromesh.measure.levels import find as find_places
 from zeromesh.measure.links import measure_links
 from zeromesh.measure.matrix import make_cells
