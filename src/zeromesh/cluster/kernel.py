@@ -13,6 +13,7 @@ KERNELS = {
     "product": ("rows", "inner", "outer"),
     "attention": ("context", "head_dim"),
     "elementwise": (),
+    "gradients": (),
     "optimizer": (),
 }
 
@@ -23,10 +24,11 @@ class Kernel:
 
     Args:
         kind: one of `KERNELS`.
-        dtype: computed in; of an optimizer that of its states.
+        dtype: computed in; gradients and an optimizer's states are collected and held in fp32.
         shape: as `KERNELS` lists them.
         forward: rate.
-        backward: rate of the backward pass; of a product that of both gradients. An optimizer has none: its `forward`.
+        backward: rate of the backward pass; of a product that of both gradients; of gradients, which are copied to
+            where they are collected, that of adding them to what is there. An optimizer has none: its `forward`.
     """
 
     kind: str

@@ -69,7 +69,7 @@ class ComputeModel:
         products = sum(self.matmul(m, tokens) for m in unit.matmuls)
         attention = self._attention_forward(unit.attention, tokens, seq_len)
         other = unit.other_forward_flops * tokens / self.matrix_flops
-        forward = products + attention + self._traffic(unit, tokens, seq_len) + other
+        forward = products + attention + self.elementwise(unit, tokens, seq_len) + other
         if not unit.returned:
             return UnitSeconds(forward=forward, backward=0.0, recompute=0.0)
         gradients = [(self.matmul(m, tokens, backward=True), m.trainable_share) for m in unit.matmuls]
@@ -78,7 +78,7 @@ class ComputeModel:
             sum(seconds for seconds, _ in gradients)
             + weights
             + self._attention_backward(unit.attention, tokens, seq_len)
-            + 2 * (self._traffic(unit, tokens, seq_len, backward=True) + other)
+            + 2 * (self.elementwise(unit, tokens, seq_len, backward=True) + other)
         )
         return UnitSeconds(
             forward=forward,
@@ -123,8 +123,13 @@ class ComputeModel:
     def optimizer(self, elements: float) -> float:
         """Seconds of an AdamW step on `elements` of the state shard."""
         moved = elements * self.constants.optimizer_bytes
-        measured = self.device.kernel("optimizer", "fp32")
+        measured = self._kernel("optimizer")
         return moved / measured.forward if measured else self.memory(moved)
+
+    def gradients(self, moved_bytes: float, *, added: bool = False) -> float:
+        """Seconds in which gradients are copied from where autograd leaves them, or added to those that are there."""
+        measured = self._kernel("gradients")
+        return moved_bytes / measured.rate(backward=added) if measured else self.memory(moved_bytes)
 
     def _kernel(self, kind: str, *shape: float) -> Kernel | None:
         return self.device.kernel(kind, self.dtype or self.device.matrix_dtype, shape)
@@ -143,7 +148,7 @@ class ComputeModel:
         again = sum(self.matmul(m, tokens) for m in unit.recomputed_matmuls(recomputation))
         if unit.recomputes_attention(recomputation):
             again += self._attention_forward(unit.attention, tokens, seq_len)
-        return again + self._traffic(unit, tokens, seq_len)
+        return again + self.elementwise(unit, tokens, seq_len)
 
     def _attention_forward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
         if attention is None:
@@ -157,7 +162,8 @@ class ComputeModel:
         flops = attention.backward_flops(seq_len) * causal_share(attention, seq_len) * tokens
         return self.attention(flops, backward=True, shape=(attention.context(seq_len), attention.head_dim))
 
-    def _traffic(self, unit: UnitSpec, tokens: float, seq_len: int, *, backward: bool = False) -> float:
+    def elementwise(self, unit: UnitSpec, tokens: float, seq_len: int, *, backward: bool = False) -> float:
+        """Seconds of what memory bandwidth bounds in a forward, or of as many bytes in a backward (twice)."""
         moved = unit.activations.elementwise.at(seq_len) * tokens
         measured = self._kernel("elementwise")
         return moved / measured.rate(backward=backward) if measured else self.memory(moved * self.constants.traffic)

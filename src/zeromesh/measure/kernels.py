@@ -1,27 +1,36 @@
-"""Rates of the work that a model's micro-batch consists of, on each rank while all others of its machine do the same.
+"""Rates of the work that a training step consists of, on each rank while all others of its machine do the same.
 
-Products and attention are timed at the model's own shapes. What is left of a block's time, once theirs is taken off,
-is what its elementwise kernels and their calls take: that over the bytes which the cost model counts for them is their
-rate.
+Products and attention are timed at the model's own shapes, and the engine's own passes over memory, copies of gradients
+and the optimizer's step, as it does them. What is left of a block's time in the engine, once theirs is taken off, is
+what its elementwise kernels take, all calls and the engine's hooks: that over the bytes which the cost model counts for
+them is their rate.
+
+[Note: Far memory] Between two uses of a weight a step uses all others, their gradients and states. So weights come from
+where a model of that size leaves them, which for all but the smallest is beyond the caches, and activations that the
+backward wants are as far away. Calls here take their operands in turn out of as much memory as a model's state fills.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import zeromesh as zm
 from zeromesh.cluster import Device, Kernel
 from zeromesh.cost import ComputeModel, default_constants
 from zeromesh.cost.compute import causal_share
 from zeromesh.launch.ranks import Ranks
-from zeromesh.measure.llama import make_block
+from zeromesh.measure.llama import Blocks
 from zeromesh.measure.machine import DTYPES, rates
+from zeromesh.measure.steps import alone
 from zeromesh.measure.work import Work
 from zeromesh.model.spec import AttentionSpec, Recomputation
 from zeromesh.model.transformer import build
@@ -31,24 +40,54 @@ MOST_HOST_FLOPS = 4e10
 
 _AT_ONCE = 1e30
 
+_FP32_BYTES = 4
+
+_PATTERN = 1 << 16
+"""Elements: to draw them all would take seconds."""
+
+_ALIGNED = 64
+"""Elements: tensors begin on a cache line."""
+
 LEAST_REST = 0.05
 """Of a block's time, for what is elementwise, where noise leaves less."""
+
+
+MOST_BLOCKS = 16
+
+STATE_BYTES = 16
+"""Of an element: parameter, gradient and two moments, as `Work.elements` are stepped on."""
 
 
 def measure_kernels(ranks: Ranks, work: Work) -> list[dict[str, Any]]:
     """A task of `launch`: kernels as dictionaries, the same on all ranks."""
     if ranks.on_cpu:
         work = work.capped(MOST_HOST_FLOPS)
-    found = [kernel for dtype in work.dtypes for kernel in _of_dtype(ranks, work, dtype)]
-    return [asdict(kernel) for kernel in (*found, _optimizer(ranks, work.elements))]
+    return [asdict(kernel) for dtype in work.dtypes for kernel in _of_dtype(ranks, work, dtype)]
+
+
+class _Far:
+    """[Note: Far memory]."""
+
+    def __init__(self, ranks: Ranks, work: Work, dtype: str) -> None:
+        rows = work.sequences * work.tokens
+        largest = max(max(m * rows * inner, inner * outer) for m, inner, outer in work.all_products)
+        numel = max(STATE_BYTES * work.elements // DTYPES[dtype].itemsize, round(largest))
+        pattern = _random(ranks, dtype, (_PATTERN,))
+        self._memory = pattern.repeat(-(-numel // _PATTERN))
+        self._at = 0
+
+    def take(self, *shape: int) -> Tensor:
+        """The next tensor of that shape."""
+        start = self._at if self._at + prod(shape) <= self._memory.numel() else 0
+        self._at = start + -(-prod(shape) // _ALIGNED) * _ALIGNED
+        return self._memory[start : start + prod(shape)].view(shape)
 
 
 def _of_dtype(ranks: Ranks, work: Work, dtype: str) -> Iterator[Kernel]:
-    own = work.llama
-    ours = {(1.0, own.hidden, own.hidden), (1.0, own.hidden, own.intermediate), (1.0, own.intermediate, own.hidden)}
-    products = [_product(ranks, work, dtype, *shape) for shape in sorted({*work.products, *ours})]
-    attention = _attention(ranks, work, dtype)
-    yield from (*products, attention, _elementwise(ranks, work, dtype, (*products, attention)))
+    far = _Far(ranks, work, dtype)
+    products = [_product(ranks, work, dtype, far, *shape) for shape in work.all_products]
+    known = (*products, _attention(ranks, work, dtype), _gradients(ranks, work, dtype))
+    yield from (*known, _elementwise(ranks, work, dtype, known), _optimizer(ranks, work.elements, dtype))
 
 
 def _seconds(call: Callable[[], object], ranks: Ranks) -> float:
@@ -57,18 +96,24 @@ def _seconds(call: Callable[[], object], ranks: Ranks) -> float:
     return 1 / figure(rates(call, 1.0, ranks))
 
 
-def _product(ranks: Ranks, work: Work, dtype: str, rows_per_token: float, inner: int, outer: int) -> Kernel:
+def _product(ranks: Ranks, work: Work, dtype: str, far: _Far, rows_per_token: float, inner: int, outer: int) -> Kernel:
     rows = max(1, round(rows_per_token * work.sequences * work.tokens))
-    x, weight, gradient = (_random(ranks, dtype, shape) for shape in ((rows, inner), (outer, inner), (rows, outer)))
-    forward = _seconds(lambda: functional.linear(x, weight), ranks)
-    backward = _seconds(lambda: (gradient @ weight, gradient.t() @ x), ranks)
+    x, gradient = (_random(ranks, dtype, (rows, size)) for size in (inner, outer))
+    made = deque[Tensor](maxlen=max(1, work.llama.block_params // (inner * outer)))
+
+    def backward() -> None:
+        made.append(gradient.t() @ far.take(rows, inner))  # in memory of its own, until its unit's are collected
+        gradient @ far.take(outer, inner)
+
+    forward_s = _seconds(lambda: functional.linear(x, far.take(outer, inner)), ranks)
+    backward_s = _seconds(backward, ranks)
     flops = 2.0 * rows * inner * outer
     return Kernel(
         kind="product",
         dtype=dtype,
         shape=(rows, inner, outer),
-        forward=flops / forward,
-        backward=2 * flops / backward,
+        forward=flops / forward_s,
+        backward=2 * flops / backward_s,
     )
 
 
@@ -95,14 +140,22 @@ def _attention(ranks: Ranks, work: Work, dtype: str) -> Kernel:
 
 
 def _elementwise(ranks: Ranks, work: Work, dtype: str, others: tuple[Kernel, ...]) -> Kernel:
-    """What is left of a block."""
-    block = make_block(work.llama).to(ranks.device, DTYPES[dtype])
+    """What is left of a block, of several that the engine runs one after the other, each rank for itself."""
+    count = _blocks(ranks, work, dtype)
+    blocks = Blocks(work.llama, count).to(ranks.device)
+    param_dtype = None if dtype == "fp32" else DTYPES[dtype]
+    model = zm.shard(blocks, alone(ranks), "node=0", param_dtype=param_dtype, bucket_bytes=0)
     shape = (work.sequences, work.tokens, work.llama.hidden)
     x, gradient = _random(ranks, dtype, shape).requires_grad_(), _random(ranks, dtype, shape)
-    wanted = [x, *block.parameters()]
-    whole = _seconds(lambda: block(x), ranks)
-    out = block(x)
-    backward = _seconds(lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True), ranks)
+
+    def step() -> None:
+        model(x).backward(gradient)
+        zm.zero_grad(model)
+        x.grad = None
+
+    step()  # in which the engine learns the order of units
+    forward_s, step_s = _seconds(lambda: model(x), ranks) / count, _seconds(step, ranks) / count
+    backward_s = max(step_s - forward_s, LEAST_REST * step_s)
     # The same block as the cost model has it, on a device whose elementwise kernels take no time.
     spec = next(unit for unit in build(work.llama.transformer, dtype=dtype).units if unit.attention is not None)
     tokens = work.sequences * work.tokens
@@ -110,12 +163,21 @@ def _elementwise(ranks: Ranks, work: Work, dtype: str, others: tuple[Kernel, ...
     known = _without_rest(dtype, others).unit(
         spec, tokens=tokens, seq_len=work.tokens, recomputation=Recomputation.NONE
     )
+    copied = next(kernel for kernel in others if kernel.kind == "gradients").forward
+    backward_rest_s = backward_s - known.backward - _gradient_bytes(work.llama.block_params, dtype) / copied
     return Kernel(
         kind="elementwise",
         dtype=dtype,
-        forward=moved / max(whole - known.forward, LEAST_REST * whole),
-        backward=2 * moved / max(backward - known.backward, LEAST_REST * backward),
+        forward=moved / max(forward_s - known.forward, LEAST_REST * forward_s),
+        backward=2 * moved / max(backward_rest_s, LEAST_REST * backward_s),
     )
+
+
+def _blocks(ranks: Ranks, work: Work, dtype: str) -> int:
+    """As many as fill that memory, in a time that can be waited for."""
+    filling = STATE_BYTES * work.elements // _gradient_bytes(work.llama.block_params, dtype)
+    bearable = MOST_HOST_FLOPS / work.block_flops if ranks.on_cpu else MOST_BLOCKS
+    return max(1, min(MOST_BLOCKS, filling, int(bearable)))
 
 
 def _without_rest(dtype: str, kernels: tuple[Kernel, ...]) -> ComputeModel:
@@ -124,13 +186,40 @@ def _without_rest(dtype: str, kernels: tuple[Kernel, ...]) -> ComputeModel:
     return ComputeModel(device=device, constants=default_constants(), dtype=dtype)
 
 
-def _optimizer(ranks: Ranks, elements: int) -> Kernel:
+def _gradients(ranks: Ranks, work: Work, dtype: str) -> Kernel:
+    """A block's, from where autograd leaves them to a buffer in fp32: copied, and added to what is there."""
+    shapes = [parameter.shape for parameter in Blocks(work.llama, 1).parameters()]
+    left, far = [_random(ranks, dtype, shape) for shape in shapes], _Far(ranks, work, "fp32")
+    copied = _seconds(lambda: torch._foreach_copy_([far.take(*shape) for shape in shapes], left), ranks)
+    added = _seconds(lambda: torch._foreach_add_([far.take(*shape) for shape in shapes], left), ranks)
+    numel = work.llama.block_params
+    return Kernel(
+        kind="gradients",
+        dtype=dtype,
+        forward=_gradient_bytes(numel, dtype) / copied,
+        backward=(_gradient_bytes(numel, dtype) + numel * _FP32_BYTES) / added,
+    )
+
+
+def _gradient_bytes(numel: int, dtype: str) -> int:
+    """Read and written where they are copied."""
+    return numel * (DTYPES[dtype].itemsize + _FP32_BYTES)
+
+
+def _optimizer(ranks: Ranks, elements: int, dtype: str) -> Kernel:
+    """With the cast of what it has changed, where the model does not compute in fp32."""
     params = [nn.Parameter(torch.zeros(elements, device=ranks.device))]
     params[0].grad = torch.ones_like(params[0])
     optimizer = torch.optim.AdamW(params, fused=True)
-    seconds = _seconds(optimizer.step, ranks)
-    rate = default_constants().optimizer_bytes * elements / seconds
-    return Kernel(kind="optimizer", dtype="fp32", forward=rate, backward=rate)
+    copy = torch.empty(elements, device=ranks.device, dtype=DTYPES[dtype])
+
+    def step() -> None:
+        optimizer.step()
+        if dtype != "fp32":
+            copy.copy_(params[0].detach())
+
+    rate = default_constants().optimizer_bytes * elements / _seconds(step, ranks)
+    return Kernel(kind="optimizer", dtype=dtype, forward=rate, backward=rate)
 
 
 def _random(ranks: Ranks, dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -16,9 +16,17 @@ def make_llama(size: str) -> Llama:
         return Llama(SHAPES[size])
 
 
-def make_block(shape: LlamaShape) -> nn.Module:
-    """One block of these sizes: activations [batch, sequence, hidden] to the same."""
-    return _Block(shape)
+class Blocks(nn.Module):
+    """Blocks alone: activations [batch, sequence, hidden] to the same."""
+
+    def __init__(self, shape: LlamaShape, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block(shape) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 class Llama(nn.Module):

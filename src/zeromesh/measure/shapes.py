@@ -18,10 +18,14 @@ class LlamaShape:
     vocab: int = 512
 
     @property
+    def block_params(self) -> int:
+        """Four square and three feed-forward weights and two norms."""
+        return 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
     def num_params(self) -> int:
-        """Embedding and head; in each block four square and three feed-forward weights and two norms; the last norm."""
-        block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return 2 * self.vocab * self.hidden + self.layers * block + self.hidden
+        """Embedding and head; the blocks; the last norm."""
+        return 2 * self.vocab * self.hidden + self.layers * self.block_params + self.hidden
 
     @property
     def transformer(self) -> TransformerShape:

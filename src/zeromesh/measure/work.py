@@ -78,10 +78,21 @@ class Work:
             hidden=self.heads * self.head_dim, intermediate=self.ffn, layers=1, heads=self.heads, vocab=self.head_dim
         )
 
+    @property
+    def all_products(self) -> tuple[tuple[float, int, int], ...]:
+        """The model's, and that block's."""
+        hidden, ffn = self.llama.hidden, self.llama.intermediate
+        own = {(1.0, hidden, hidden), (1.0, hidden, ffn), (1.0, ffn, hidden)}
+        return tuple(sorted({*self.products, *own}))
+
+    @property
+    def block_flops(self) -> float:
+        """Of that block's forward, attention left out."""
+        return 2.0 * self.sequences * self.tokens * self.llama.block_params
+
     def capped(self, most_flops: float) -> Self:
         """The same with fewer tokens, so that the forward of a block takes no more FLOPs than that."""
-        a_token = 2 * (4 * self.hidden**2 + 3 * self.hidden * self.ffn)
-        total = max(1, min(self.sequences * self.tokens, int(most_flops / a_token)))
+        total = max(1, min(self.sequences * self.tokens, int(most_flops / (2 * self.llama.block_params))))
         tokens = min(self.tokens, total)
         return type(self).from_json(self.to_json() | {"tokens": tokens, "sequences": max(1, total // tokens)})
 

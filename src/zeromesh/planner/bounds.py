@@ -140,11 +140,13 @@ class Bounds:
         entered = 0.0, 0.0
         for unit in self.model.units:
             one = self.compute.unit(unit, tokens=sequences * seq_len, seq_len=seq_len, recomputation=recomputation)
+            least, most = self._collecting_s(unit)
+            back = one.backward + one.recompute
             forward += unit.count * one.forward
-            backward += unit.count * (one.backward + one.recompute)
-            blocks += [one.backward + one.recompute] * (unit.count if _reduces_as_block(unit) else 0)
+            backward += unit.count * (back + least)
+            blocks += [back + least] * (unit.count if _reduces_as_block(unit) else 0)
             if unit is self._entered:
-                entered = one.forward, one.backward + one.recompute
+                entered = one.forward, back + most
         return ComputeSeconds(
             forward=forward,
             backward=backward,
@@ -154,7 +156,7 @@ class Bounds:
         )
 
     def _divided_s(self, division: Division, work: FixedWorkload) -> ComputeSeconds:
-        key, known = (division.parallel, work.micro_batch, work.recomputation), self.known.seconds
+        key, known = (division.parallel, work.micro_batch, work.recomputation, *self._held), self.known.seconds
         if key not in known:
             every = [[(unit, self._computation(unit, work)) for unit in part.model.units] for part in division.parts]
             known[key] = [MicroBatchSeconds.of((unit.count, one) for unit, one in units) for units in every]
@@ -178,11 +180,31 @@ class Bounds:
         one = self._computation(self._entered, work)
         if any(one.within.values()):
             return inf, inf
-        return one.seconds.forward, one.seconds.backward + one.seconds.recompute
+        least, most = self._collecting_s(self._entered)
+        return one.seconds.forward, one.seconds.backward + one.seconds.recompute + most - least
 
     def _computation(self, unit: UnitSpec, work: FixedWorkload) -> Computation:
         assert self.division is not None
-        return Computation.of(unit, self.division, self.compute, self.transfers, work)
+        one = Computation.of(unit, self.division, self.compute, self.transfers, work)
+        return one.collecting(self._collecting_s(unit)[0])
+
+    def _collecting_s(self, unit: UnitSpec) -> tuple[float, float]:
+        """Seconds in which a unit's gradients are copied to where they are reduced, at least and at most: that depends
+        on the slot's dtype, and on whether they are added to others."""
+        if not self.mechanics.collects:
+            return 0.0, 0.0
+        made, (narrowest, widest) = ITEM_BYTES[self.workload.param_dtype], self._held
+        added = self.compute.gradients(unit.num_trainable * (made + 2 * widest), added=True)
+        least, most = (self.compute.gradients(unit.num_trainable * (made + held)) for held in (narrowest, widest))
+        return least, max(most, added)
+
+    @cached_property
+    def _held(self) -> tuple[int, int]:
+        """Bytes of an element of a gradient where it is copied to, at least and at most; what is quantised may wait in
+        fp32."""
+        wires = [wire for wire in self._grad_wires if coded(wire) is None]
+        sizes = [ITEM_BYTES[dtype] for dtype in (self.workload.wire_dtype, self.workload.grad_dtype, *wires)]
+        return min(sizes), max(sizes if len(wires) == len(self._grad_wires) else [*sizes, ITEM_BYTES["fp32"]])
 
     def optimizer_s(self, block: Block) -> Floats:
         """Each rank has a part of the elements; of what owners divide, one has at least the mean."""

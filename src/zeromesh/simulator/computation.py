@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from zeromesh.cost.collective import CollectiveCost, Operation, one_after_another
@@ -12,6 +12,7 @@ from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import UnitSpec
 from zeromesh.model.parallel import Parallel
 from zeromesh.model.spec import CollectiveSpec
+from zeromesh.schedule import ITEM_BYTES, Placed
 from zeromesh.schedule.step import Phase
 from zeromesh.simulator.division import Division, Part
 from zeromesh.simulator.network import Work
@@ -54,6 +55,11 @@ class Computation:
             "backward": self.seconds.backward,
         }[phase]
 
+    def collecting(self, seconds: float) -> Computation:
+        """With gradients that are collected for so long at the end of the backward."""
+        backward, weights = self.seconds.backward + seconds, self.seconds.weights + seconds
+        return replace(self, seconds=replace(self.seconds, backward=backward, weights=weights))
+
     def waiting_s(self, phase: Phase) -> float:
         """That its computation waits, where nothing else uses the links."""
         return sum(work.cost.seconds for work in self.within[phase])
@@ -94,6 +100,25 @@ class MicroBatchSeconds:
     @property
     def total(self) -> float:
         return self.forward + self.backward
+
+
+def collecting_seconds(buffers: Iterable[Placed], compute: ComputeModel) -> tuple[float, float]:
+    """In which what autograd leaves of a unit's gradients is copied to where it is reduced; and in later micro-batches,
+    where it is added to the accumulator if it does not wait in a slot. The first is never the longer."""
+    first = later = 0.0
+    for placed in buffers:
+        buffer = placed.buffer
+        if not buffer.trainable:
+            continue
+        made, held = (
+            ITEM_BYTES[buffer.param_dtype],
+            ITEM_BYTES[placed.slot_dtype if placed.waits else buffer.grad_dtype],
+        )
+        copied = compute.gradients(buffer.numel * (made + held))
+        first += copied
+        added = compute.gradients(buffer.numel * (made + 2 * held), added=True)
+        later += copied if placed.waits else max(copied, added)
+    return first, later
 
 
 def idle_seconds(division: Division, ranks: Sequence[MicroBatchSeconds]) -> list[float]:

@@ -44,6 +44,7 @@ class Mechanics:
         gather_numel: elements that one gather of parameters has at most; 0: a unit is gathered as a whole.
         host_gather_s: that the device stands still for the host to issue a gather of parameters.
         copies: full-size copies beside each gather and each reduction.
+        collects: the computation copies what autograd leaves of gradients to where they are reduced.
         planned: reduce buffers are allocated once; False: they come and go with each unit's backward.
         workspace: collectives work in memory of their own, allocated once.
         bucket_bytes: up to which neighbouring units are joined where no parameters are sharded.
@@ -62,6 +63,7 @@ class Mechanics:
     gather_numel: int = 0
     host_gather_s: float = 0.0
     copies: int = 0
+    collects: bool = False
     planned: bool = True
     workspace: bool = False
     bucket_bytes: int = 0
@@ -94,7 +96,7 @@ _ONE_FOR_REDUCTIONS: tuple[tuple[LaneKind, str], ...] = (
 )
 
 ENGINES: dict[str, Mechanics] = {
-    "zeromesh": Mechanics(name="zeromesh", workspace=True, bucket_bytes=BUCKET_BYTES),
+    "zeromesh": Mechanics(name="zeromesh", collects=True, workspace=True, bucket_bytes=BUCKET_BYTES),
     "fsdp": Mechanics(name="fsdp", joint=True, lanes=_ONE_QUEUE, communicators=1, copies=1, planned=False),
     "deepspeed": Mechanics(
         name="deepspeed",

@@ -22,7 +22,13 @@ from zeromesh.schedule import Interpreter, Schedule, lent_axes
 from zeromesh.schedule.step import Phase, run_forward, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, Totals
-from zeromesh.simulator.computation import Computation, MicroBatchSeconds, held_bytes, idle_seconds
+from zeromesh.simulator.computation import (
+    Computation,
+    MicroBatchSeconds,
+    collecting_seconds,
+    held_bytes,
+    idle_seconds,
+)
 from zeromesh.simulator.division import Division, Part
 from zeromesh.simulator.mechanics import Mechanics, find_engine
 from zeromesh.simulator.memory import Activations, MemoryBytes, memory_bytes, step_bytes, unreduced_bytes
@@ -236,10 +242,24 @@ class Setup:
         return frozenset(index for index, spec in enumerate(self.parts()) if spec.returned)
 
     def computations(self) -> list[Computation]:
-        """Of each part."""
-        parts = self.parts()
-        by_spec = {id(spec): self._computation(spec) for spec in {id(spec): spec for spec in parts}.values()}
-        return [by_spec[id(spec)] for spec in parts]
+        """Of each part, in every micro-batch but the first of a step."""
+        parts, collecting = self.parts(), [later for _, later in self.collecting()]
+        kinds = {(id(spec), later): (spec, later) for spec, later in zip(parts, collecting, strict=True)}
+        known = {kind: self._computation(spec).collecting(later) for kind, (spec, later) in kinds.items()}
+        return [known[id(spec), later] for spec, later in zip(parts, collecting, strict=True)]
+
+    def collecting(self) -> list[tuple[float, float]]:
+        """Seconds of each part's gradients on their way from autograd, in the first micro-batch and in later ones."""
+        if not self.mechanics.collects:
+            return [(0.0, 0.0)] * len(self.parts())
+        kinds = {tuple(map(id, placed)): placed for placed in self.schedule.placed}  # equal units have the same
+        known = {kind: collecting_seconds(placed, self.compute) for kind, placed in kinds.items()}
+        found = []
+        for placed, specs in zip(self.schedule.placed, self.specs, strict=True):
+            first, later = known[tuple(map(id, placed))]
+            trained = max(1, sum(spec.num_trainable for spec in specs))
+            found += [(first * share, later * share) for share in (spec.num_trainable / trained for spec in specs)]
+        return found
 
     def _computation(self, spec: UnitSpec) -> Computation:
         return Computation.of(spec, self.division, self.compute, self.transfers, self.workload)
@@ -305,6 +325,7 @@ class Step:
         self.interpreter: Interpreter[Job] = Interpreter(schedule=setup.schedule, backend=self.backend)
         self.activations = setup.activations(record=record)
         self.computations = setup.computations()
+        self.saved_s = [later - first for first, later in setup.collecting()]
         self.units = setup.by_part(range(len(setup.specs)))
         self.recomputed, self.returned = setup.recomputed(), setup.returned()
         self.step_s = 0.0
@@ -385,7 +406,8 @@ class Step:
             self._entered[part] = activations.now
             activations.enter_backward(part, backend.now_s)
         computation = self.computations[part]
-        backend.compute(phase, unit, computation.compute_s(phase))
+        saved_s = self.saved_s[part] if phase == "backward" and backend.micro_batch == 0 else 0.0
+        backend.compute(phase, unit, computation.compute_s(phase) - saved_s)
         backend.communicate(unit, computation.within[phase])
         if phase == "forward":
             activations.forward(part, backend.now_s)

@@ -98,6 +98,7 @@ def test_a_probe_is_a_cluster_that_predicts():
         "product": 4,
         "attention": 1,
         "elementwise": 1,
+        "gradients": 1,
         "optimizer": 1,
     }
     assert 0 < planned_s("node=1", cluster, BATCH) < 5

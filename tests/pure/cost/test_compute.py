@@ -132,7 +132,8 @@ def test_what_was_measured_at_the_models_shapes_is_believed():
             Kernel(kind="product", dtype="bf16", shape=(128, 256, 512), forward=1e9, backward=5e8),
             Kernel(kind="product", dtype="bf16", shape=(128, 4096, 4096), forward=1e13, backward=1e13),
             Kernel(kind="attention", dtype="bf16", shape=(64, 32), forward=2e9, backward=1e9),
-            Kernel(kind="optimizer", dtype="fp32", forward=3e9, backward=3e9),
+            Kernel(kind="optimizer", dtype="bf16", forward=3e9, backward=3e9),
+            Kernel(kind="gradients", dtype="bf16", forward=3e9, backward=1e9),
         ),
     )
     model = ComputeModel(device=device, constants=default_constants(), dtype="bf16")
@@ -140,5 +141,6 @@ def test_what_was_measured_at_the_models_shapes_is_believed():
     assert model.product(128, 256, 512, flops=1e9, backward=True) == pytest.approx(2.0)
     assert model.attention(2e9, shape=(64, 32)) == pytest.approx(1.0)
     assert model.optimizer(1e8) == pytest.approx(1e8 * default_constants().optimizer_bytes / 3e9)
+    assert [model.gradients(3e9, added=added) for added in (False, True)] == pytest.approx([1.0, 3.0])
     other = ComputeModel(device=device, constants=default_constants(), dtype="fp32")
     assert other.product(128, 256, 512, flops=1e9) < 1.0  # nothing measured in it

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.planner.setups import frozen, frozen_first_model, small_model
-from zeromesh.cluster import Cluster, Device, Level, preset
+from zeromesh.cluster import Cluster, Device, Kernel, Level, preset
+from zeromesh.cost import default_constants
 from zeromesh.errors import ConfigError, InputError, MeshError, NotationError
 from zeromesh.model import Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
@@ -344,3 +345,29 @@ def test_units_that_are_gathered_are_never_joined():
     cluster, apart = A800.take(16), replace(ENGINES["zeromesh"], bucket_bytes=0)
     two, one = (simulate(GPT2, cluster, "node=3,cluster=1", work(), engine=e) for e in ("zeromesh", apart))
     assert two == one
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micro_batches", "bytes_each"),
+    [
+        ("node=3,cluster=3", 3, 3 * (2 + 2)),  # into the slot that they are sent from, in bf16
+        ("node=3@/fp32,cluster=3", 1, 2 + 4),
+        ("node=1,cluster=1", 3, (2 + 4) + 2 * (2 + 4 + 4)),  # copied to the accumulator, then added to it
+    ],
+)
+def test_gradients_are_copied_to_where_they_are_reduced(strategy, micro_batches, bytes_each):
+    """By the computation, at the rate of the device's memory or of what was measured; other engines' copies are counted
+    with their collectives."""
+    model, cluster, workload = small_model(), A800.take(16), work(micro_batches)
+    constants = default_constants().at("channel_share", 0.0)  # else collectives slow the copies down
+
+    def compute_s(collects: bool, *kernels: Kernel) -> float:
+        mechanics = replace(ENGINES["zeromesh"], collects=collects, workspace=False)
+        measured = replace(cluster, device=replace(cluster.device, kernels=kernels))
+        return simulate(model, measured, strategy, workload, engine=mechanics, constants=constants).compute_s
+
+    moved, rate = model.num_trainable * bytes_each, cluster.device.memory_bytes_per_s * constants.memory_share
+    assert compute_s(True) - compute_s(False) == pytest.approx(moved / rate, rel=1e-6)
+    kernel = Kernel(kind="gradients", dtype="bf16", forward=1e9, backward=1e9)
+    assert compute_s(True, kernel) - compute_s(False) == pytest.approx(moved / 1e9, rel=1e-6)
+    assert [name for name, mechanics in ENGINES.items() if mechanics.collects] == ["zeromesh"]
