@@ -266,7 +266,7 @@ class Interpreter(Generic[T]):
         match op.action:
             case Action.REFRESH:
                 self._refresh(op.unit)
-            case Action.PREFETCH:
+            case Action.PREFETCH if self.backward is None or op.unit in self.returned:
                 self._gather(op.unit, prefetch=True)
             case Action.UNSHARD:
                 self._unshard(op)

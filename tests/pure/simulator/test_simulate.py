@@ -50,7 +50,7 @@ def test_bytes_on_every_axis_are_the_schedules(strategy, recomputation):
 
 @pytest.mark.parametrize("recomputation", list(Recomputation))
 def test_what_comes_before_all_that_trains_has_no_backward(recomputation):
-    """Its parameters are gathered once, but for the one that the first backward gathers ahead."""
+    """Its parameters are gathered in forwards alone."""
     model, cluster = frozen_first_model(), A800.take(16)
     workload = work(2, recomputation=recomputation)
     ahead = {unit.name for unit in model.units if not unit.returned}
@@ -62,7 +62,7 @@ def test_what_comes_before_all_that_trains_has_no_backward(recomputation):
         for returned in (lambda unit: True, lambda unit: specs[unit][0].returned)
     )
     gathered = sum(t.sent_bytes for placed in schedule.placed[2] for t in placed.routes["unshard"].steps)
-    assert sum(plain.values()) - sum(less.values()) == 2 * 3 * gathered
+    assert sum(plain.values()) - sum(less.values()) == 2 * 4 * gathered
     found = simulate(model, cluster, "node=3,cluster=3", workload)
     assert {axis.axis: axis.bytes_sent_per_device for axis in found.axes} == pytest.approx(less)
     trained = simulate(small_model(6), cluster, "node=3,cluster=3", workload)
