@@ -144,7 +144,7 @@ class RunPage:
             ("steps", "steps", f"{steps[-1]:,} of {self._about.steps:,}"),
             ("loss", "loss of the last step", f"{columns['loss'][-1]:.4g}"),
             *([("eval_loss", f"best held-out loss, step {best[1]:,}", f"{best[0]:.4g}")] if best else []),
-            ("tokens", "tokens learned", f"{sum(columns['tokens']):,.0f}"),
+            ("tokens", "tokens learned", _count(sum(columns["tokens"]))),
             ("tokens_per_s", "tokens/s, median", f"{median(columns['tokens_per_s']):,.0f}"),
             ("trained", "in steps", clock(sum(columns["step_s"]))),
         ]
@@ -175,9 +175,14 @@ class RunPage:
         ]
 
     def _faults(self) -> list[str]:
-        named = (("skipped", "steps were skipped: loss or gradient was not finite"), ("rollbacks", "times rolled back"))
+        named = (("skipped", "Steps skipped, since loss or gradient was not finite"), ("rollbacks", "Rollbacks"))
         last = [(self._columns[name][-1], text) for name, text in named]
-        return [f"{count:.0f} {text}" for count, text in last if count > 0]
+        return [f"{text}: {count:.0f}" for count, text in last if count > 0]
+
+
+def _count(number: float) -> str:
+    """Short enough for a box that is a sixth of the page."""
+    return f"{number:,.0f}" if number < 1e9 else f"{number / 1e9:,.1f} billion"
 
 
 def _chart(memory: Sequence[Sequence[Measured]]) -> MemoryChart:

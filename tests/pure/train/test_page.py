@@ -65,7 +65,7 @@ def test_the_page_has_earlier_starts_this_one_and_no_step_that_was_taken_back(tm
         "step 3: training 1.333, held out 1.5",
     ]
     assert "<b>3 of 9</b>" in html and "<b>1.5</b><span>best held-out loss, step 3" in html
-    assert "a model &amp; more" in html and "1 times rolled back" in html
+    assert "a model &amp; more" in html and "Rollbacks: 1" in html
     assert re.findall(r'data-total-bytes="(\d+)"', html) == ["60", "70"]
     assert "Rank 1, which holds most of 2" in html and "Predicted and allocated differ." in html
     assert not re.search(r"https?://|<script|<link|@import|url\(", html)
