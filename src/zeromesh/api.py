@@ -208,7 +208,7 @@ def require_plannable(strategy: object, *, mesh: object, cluster: object, worklo
 def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]) -> Workload:
     """`workload` in the dtypes that `shard` takes: the options', else the model's own and the workload's others."""
     from zeromesh.engine.api import precision_of
-    from zeromesh.engine.units import DTYPE_NAMES, DTYPES
+    from zeromesh.model.module_units import DTYPE_NAMES, DTYPES
 
     sizes: Counter[Any] = Counter()
     for parameter in model.parameters():

@@ -15,9 +15,8 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards, Place
 from zeromesh.engine.parts import require_one_of_a_name
 from zeromesh.engine.spread import local_of
-from zeromesh.engine.units import DTYPE_NAMES
 from zeromesh.errors import ModelError, nearest
-from zeromesh.model.module_units import clean_name
+from zeromesh.model.module_units import clean_name, is_sharded
 
 
 def full_state_dict(model: nn.Module, *, names: Container[str] | None = None) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What is whole on every rank and belongs to a state dict, by name: buffers, frozen parameters of other dtypes."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        whole = {key: p.data for key, p in module._parameters.items() if p is not None and p.dtype not in DTYPE_NAMES}
+        whole = {key: p.data for key, p in module._parameters.items() if p is not None and not is_sharded(p)}
         kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, held in (whole | kept).items():
             if held is not None:
@@ -122,7 +121,7 @@ def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
     sharded = {axis.name for axis in axes}
     if all(index == 0 for name, index in buffer.coordinates.items() if name not in sharded):
         values[buffer.range_of(axes)] = home
-    return _control_of(engine, buffer).reduce(values)
+    return _control_of(engine, buffer).reduce(values.view(torch.uint8)).view(home.dtype)  # backends know fewer dtypes
 
 
 def _own_part(control: Control, whole: Tensor, place: Place) -> Tensor:

@@ -17,6 +17,7 @@ from zeromesh.checkpoint.safetensors import Spec, read_headers, write_safetensor
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import CheckpointError, ModelError, nearest
+from zeromesh.model.module_units import DTYPE_NAMES
 from zeromesh.pieces.piece import Piece, share, whole
 
 
@@ -46,17 +47,21 @@ def save_safetensors(
     engine.interpreter.quiesce()
     specs, pieces = [], []
     for buffer in buffers_of(engine):
-        kind = dtype or DTYPES[buffer.spec.param_dtype]
+        kind = _written(dtype, DTYPES[buffer.spec.param_dtype])
         specs += [Spec(name=p.full_name, shape=p.region.shape, dtype=kind) for p in buffer.optimizer_params]
         held = [param_piece(param, prefix="") for param in buffer.optimizer_params if param.writes]
         pieces += [row for piece in share(held, *replica_of(buffer)) for row in piece.rows()]
     for name, value in persistent_buffers(model):
-        kind = dtype if dtype is not None and value.dtype in DTYPES.values() else value.dtype  # fp8 are no numbers yet
-        specs.append(Spec(name=name, shape=tuple(value.shape), dtype=kind))
+        specs.append(Spec(name=name, shape=tuple(value.shape), dtype=_written(dtype, value.dtype)))
         unsharded = whole(name, value)  # which raises on all ranks
         pieces += [unsharded] if peers.rank == 0 else []
     _prepare(model, location, peers.rank)
     write_safetensors(location, specs, pieces, peers, max_file_bytes=max_file_bytes)
+
+
+def _written(asked: torch.dtype | None, own: torch.dtype) -> torch.dtype:
+    """What values of a dtype are written in; codes, of fp8 too, are no numbers yet."""
+    return asked if asked is not None and own in DTYPE_NAMES else own
 
 
 def _prepare(model: nn.Module, location: Path, rank: int) -> None:

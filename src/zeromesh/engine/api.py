@@ -27,7 +27,6 @@ from zeromesh.engine.shardable import require_unwrapped
 from zeromesh.engine.spread import require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import (
-    DTYPES,
     ModuleUnit,
     Precision,
     UnitClasses,
@@ -38,6 +37,7 @@ from zeromesh.engine.units import (
 )
 from zeromesh.engine.weight import Weight
 from zeromesh.errors import MeshError, ModelError, NotationError
+from zeromesh.model.module_units import DTYPES
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Stage, Strategy, layouts_of, part_name
 from zeromesh.strategy.parts import with_given

@@ -38,7 +38,7 @@ from zeromesh.comm.quantised import (
 from zeromesh.engine.flat import FlatShards, inside
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError, NotationError
-from zeromesh.schedule import ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
+from zeromesh.schedule import FROZEN_BYTES, ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
 from zeromesh.strategy import Collective, Layout
 from zeromesh.wires import WireFormat
 
@@ -133,7 +133,7 @@ def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, *, from_
     if not from_kept or shards.kept is None:
         route = placed.routes["unshard"]
         return _gather_chain(shards, route, shards.params, shards.full, whole, groups, scratch, shards.kept)
-    restore = _restore(shards, groups) if shards.kept.dtype == torch.uint8 else None
+    restore = _restore(shards, groups) if placed.keeps_messages else None
     source = shards.kept if restore is None else restore.region
     chain = _gather_chain(shards, placed.from_kept, source, shards.full, whole, groups, scratch, None)
     return replace(chain, restore=restore)
@@ -169,11 +169,17 @@ def _gather_chain(
     kept: Tensor | None,
 ) -> GatherChain:
     """Along `route`, in `destination`, which covers `held` of the buffer."""
-    placed, current, steps = shards.placed, source, list[Gather]()
+    placed, steps = shards.placed, list[Gather]()
+
+    def sent(values: Tensor) -> Tensor:
+        """Codes as bytes: backends know fewer dtypes than torch."""
+        return values.view(torch.uint8) if placed.buffer.param_dtype in FROZEN_BYTES else values
+
+    current = sent(source)
     for step in route.steps:
-        region, keep = inside(destination, held, placed.region(step, shards.coordinates)), None
+        region, keep = sent(inside(destination, held, placed.region(step, shards.coordinates))), None
         if kept is not None and step.axis is placed.kept_axis:
-            region, keep = (region, kept) if kept.dtype == torch.uint8 else (kept, None)
+            region, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
         elif step in route.staged:
             region = scratch.region(step.numel, DTYPES[step.wire])
         group = groups[step.axis.name]
@@ -181,10 +187,11 @@ def _gather_chain(
         moved = None if _same(own, current) else current
         steps.append(Gather(group, region, own, moved, step.form, keep))
         current = region
-    todo, last = iter(steps), None if _same(destination, current) else current
+    todo, end = iter(steps), sent(destination)
+    last = None if _same(end, current) else current
     grouped = [[next(todo) for _ in group] for group in route.groups]
     together = tuple(GatherPair(placed.layout.collective, *pair) if len(pair) > 1 else pair[0] for pair in grouped)
-    return GatherChain(together, destination, last, scratch.workspace)
+    return GatherChain(together, end, last, scratch.workspace)
 
 
 def require_wires(

@@ -27,8 +27,8 @@ from torch.optim.optimizer import (
 from zeromesh.engine.hooks import as_python
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.param import ShardedGrad, ShardedParameter
-from zeromesh.engine.units import DTYPE_NAMES
 from zeromesh.errors import OptimizerError
+from zeromesh.model.module_units import DTYPE_NAMES
 from zeromesh.pieces.piece import whole
 from zeromesh.pieces.region import Region
 from zeromesh.pieces.sliced import SlicedTensor, part_of

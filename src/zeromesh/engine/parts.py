@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeromesh.engine.control import Control, Span
 from zeromesh.engine.spread import Spread, groups_beyond
 from zeromesh.errors import MeshError, MismatchError, ModelError
-from zeromesh.model.module_units import clean_name
+from zeromesh.model.module_units import clean_name, is_sharded
 from zeromesh.strategy import Layout, Part
 from zeromesh.strategy.parts import belongs, require_known
 
@@ -221,7 +221,7 @@ def require_known_buffers(model: nn.Module, layouts: Mapping[str, Layout]) -> No
     """Raises ModelError for a buffer that would be saved, in a part that other ranks have another of."""
     for name, module, part in _modules_apart(model, layouts):
         saved = [key for key in module._buffers if key not in module._non_persistent_buffers_set]
-        whole = [key for key, each in module._parameters.items() if each is not None and not each.is_floating_point()]
+        whole = [key for key, each in module._parameters.items() if each is not None and not is_sharded(each)]
         for key in (*saved, *whole):
             raise ModelError(
                 f"{name}.{key} is in part {part}, which other ranks have others of, and would be saved under one "

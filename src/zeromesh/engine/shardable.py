@@ -30,7 +30,7 @@ def require_unwrapped(model: nn.Module) -> None:
 
 
 def can_shard(owner: nn.Module, param: nn.Parameter, name: str) -> bool:
-    """Whether the parameter is sharded; frozen ones of other dtypes (quantised weights, say) stay as they are.
+    """Whether the parameter is sharded; frozen ones of dtypes that no checkpoint holds stay as they are.
 
     Raises:
         ModelError: what it is, or has, would be lost; or another sharded model has it.
@@ -50,12 +50,12 @@ def can_shard(owner: nn.Module, param: nn.Parameter, name: str) -> bool:
         raise ModelError(
             f"{name} is a {type(param).__name__} of bitsandbytes, which keeps scales and layout beside its values, "
             f"where neither sharding nor a checkpoint finds them. Load the base without quantization_config, in bf16, "
-            f"and freeze it: it is sharded so; or hold quantised values and scales in plain tensors, which stay whole"
+            f"and freeze it; or hold quantised values and scales in plain frozen parameters: both are sharded so"
         )
     if param.requires_grad and not is_sharded(param):
         raise ModelError(
             f"{name} has dtype {param.dtype}; parameters that are trained must be fp64, fp32, bf16 or fp16. "
-            f"Convert it, or freeze it (requires_grad=False): it then stays whole on every rank"
+            f"Convert it, or freeze it (requires_grad=False)"
         )
     if not is_sharded(param):
         return False
@@ -80,7 +80,7 @@ def _require_plain(param: nn.Parameter, name: str) -> None:
         raise ModelError(
             f"{name} is a {kind.__name__}, a subclass of Tensor that computes in its own way, and would be a plain "
             f"{param.dtype} tensor once it is sharded. Leave its module out of what zm.shard is given, or make it a "
-            f"plain parameter; a frozen one may hold its values in tensors of integers, which stay whole"
+            f"plain parameter; a frozen one may hold its values in plain tensors of integers or of fp8"
         )
     own = getattr(param, "grad_dtype", param.dtype) if param.requires_grad else param.dtype
     if own != param.dtype:

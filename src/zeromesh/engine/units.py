@@ -20,8 +20,8 @@ from zeromesh.schedule import FlatBuffer, Role, Unit, joined_name, neighbours
 
 UnitClasses = Sequence[type[nn.Module] | str]
 
-DTYPES = module_units.DTYPES
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES = module_units.DTYPES | module_units.FROZEN_DTYPES
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +42,23 @@ class Precision:
 
     def alike(self, dtype: torch.dtype) -> torch.dtype:
         """The same for parameters that are alike once they are sharded, whatever `dtype` they had before."""
-        return dtype if self.param is None or dtype == torch.float64 else self.param
+        return dtype if dtype == torch.float64 else self.computed(dtype)
+
+    def computed(self, dtype: torch.dtype) -> torch.dtype:
+        """What parameters that had `dtype` before sharding have in a forward."""
+        return dtype if self.param is None or dtype not in module_units.DTYPE_NAMES else self.param
 
     def buffer(self, dtype: torch.dtype, numel: int, trainable: bool, part: str = "") -> FlatBuffer:
         """The flat buffer of `numel` elements whose parameters had `dtype` before sharding, of a part of the model."""
-        compute = self.param or dtype
+        compute = self.computed(dtype)
         wide = torch.float64 in (dtype, compute)
         master, grad = (torch.float64, torch.float64) if wide else (self.master, self.grad)
         return FlatBuffer(
             numel=numel,
-            param_dtype=DTYPE_NAMES[compute],
-            master_dtype=DTYPE_NAMES[master] if trainable else None,
-            grad_dtype=DTYPE_NAMES[grad],
-            reduce_dtype=DTYPE_NAMES[self.reduce or compute],
+            param_dtype=_NAMES[compute],
+            master_dtype=_NAMES[master] if trainable else None,
+            grad_dtype=_NAMES[grad],
+            reduce_dtype=_NAMES[self.reduce or compute],
             part=part,
         )
 

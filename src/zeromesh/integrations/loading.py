@@ -30,6 +30,7 @@ from zeromesh.checkpoint.sources import Computed, Last, Tiled, joined, stacked
 from zeromesh.engine.promised import Source, promise
 from zeromesh.errors import InputError, ModelError
 from zeromesh.integrations.versions import require_known
+from zeromesh.model.module_units import DTYPE_NAMES
 
 require_known("transformers")
 
@@ -76,7 +77,7 @@ def from_pretrained(
 
 
 def _dtype_in(stored: Mapping[str, Stored]) -> torch.dtype:
-    return next((tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point), torch.float32)
+    return next((tensor.dtype for tensor in stored.values() if tensor.dtype in DTYPE_NAMES), torch.float32)
 
 
 def _build(kind: Any, location: Path, dtype: torch.dtype, *, explicit: bool, **options: Any) -> Any:

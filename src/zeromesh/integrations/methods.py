@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeromesh.engine.api import ENGINE, accumulate
 from zeromesh.engine.shardable import require_unwrapped
 from zeromesh.errors import InputError, ModelError
+from zeromesh.model.module_units import DTYPE_NAMES
 from zeromesh.sharding import Sharding
 
 MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,7 +73,7 @@ def shard_model(sharding: Sharding, model: nn.Module) -> Any:
         By parameter as it was, the shard that it became; weak in what was.
     """
     before = list(model.named_parameters(remove_duplicate=False))
-    own = next((param.dtype for param in model.parameters() if param.is_floating_point()), None)
+    own = next((param.dtype for param in model.parameters() if param.dtype in DTYPE_NAMES), None)
     if "transformers" not in sys.modules:  # so it is none of theirs
         sharding.shard(model)
     else:

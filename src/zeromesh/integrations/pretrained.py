@@ -24,7 +24,7 @@ from zeromesh.engine.hooks import standing_in
 from zeromesh.errors import InputError
 from zeromesh.integrations.methods import give_method
 from zeromesh.integrations.saved import is_peft
-from zeromesh.model.module_units import find_blocks
+from zeromesh.model.module_units import DTYPE_NAMES, find_blocks
 from zeromesh.sharding import Sharding
 
 
@@ -136,7 +136,7 @@ def _save_adapters(
 
 
 def _floats(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return isinstance(value, torch.Tensor) and value.dtype in DTYPE_NAMES  # codes of fp8 are no numbers yet
 
 
 def _adapter_names(model: nn.Module, options: Mapping[str, Any]) -> frozenset[str]:

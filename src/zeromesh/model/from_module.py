@@ -22,7 +22,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeromesh.errors import ModelError
 from zeromesh.model.module_trace import Product, UnitTrace, trace
-from zeromesh.model.module_units import DTYPES, CutUnit, cut, is_sharded, without_recomputation
+from zeromesh.model.module_units import (
+    DTYPE_NAMES,
+    DTYPES,
+    FROZEN_DTYPES,
+    CutUnit,
+    cut,
+    is_sharded,
+    without_recomputation,
+)
 from zeromesh.model.spec import (
     ActivationSpec,
     AttentionSpec,
@@ -33,6 +41,8 @@ from zeromesh.model.spec import (
     UnitKind,
     UnitSpec,
 )
+
+_CODES = {dtype: name for name, dtype in FROZEN_DTYPES.items()}
 
 Measured = dict[str, UnitTrace]
 
@@ -94,7 +104,7 @@ def _fake_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A structural copy whose tensors are fake; tied parameters stay tied, since the memo holds each once."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        fake = torch.empty(tensor.shape, dtype=dtype if is_sharded(tensor) else tensor.dtype)
+        fake = torch.empty(tensor.shape, dtype=dtype if tensor.dtype in DTYPE_NAMES else tensor.dtype)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
     return copy.deepcopy(module, memo)
 
@@ -183,6 +193,7 @@ def _tensor(key: str, parameter: nn.Parameter, unit: CutUnit, products: Sequence
         name=key,
         shape=tuple(parameter.shape) or (1,),
         trainable=parameter.requires_grad,
+        dtype=_CODES.get(parameter.dtype),
         lookup=isinstance(owner, nn.Embedding) and not _is_head(unit, key),
         active_share=_active_share(parameter, products, seq_len),
     )

@@ -18,8 +18,22 @@ from torch import nn
 from zeromesh.model.spec import UnitKind
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Of parameters that a strategy says the place of. Frozen ones of other dtypes (quantised weights, say) stay whole on
-every rank."""
+"""That a model computes and trains in."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+FROZEN_DTYPES = {
+    "i8": torch.int8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+"""Of frozen parameters that layers make numbers of (quantised weights): they are never cast. Those of others stay whole
+on every rank."""
 
 _CHECKPOINT = "_checkpoint_wrapped_module"
 WRAPPERS = ("_orig_mod", _CHECKPOINT)
@@ -41,8 +55,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """Whether it has one of the `DTYPES`."""
-    return param.dtype in DTYPES.values()
+    """Whether a strategy says the place of it."""
+    return param.dtype in DTYPE_NAMES or (not param.requires_grad and param.dtype in FROZEN_DTYPES.values())
 
 
 def recomputes(module: nn.Module) -> bool:

@@ -59,6 +59,7 @@ class TensorSpec:
     lookup: bool = False  # read by index, never multiplied: an input or position embedding
     active_share: float = 1.0  # of its elements, those that one token uses: top_k / experts
     ep: int = 1  # ranks that share it by experts: the others of theirs hold the same of it
+    dtype: str | None = None  # of frozen codes, which no precision changes
 
     def __post_init__(self) -> None:
         if any(size < 1 for size in self.shape):

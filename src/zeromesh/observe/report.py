@@ -44,8 +44,8 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         Lines params, grads, optimizer (masters and states), buffers (slots, kept copies, residuals, staging,
         workspace), total. Of an optimizer from `zm.by_owner` the values that owners keep count too, and a line step
         follows the total: what comes to this rank inside a step, when no activation is alive, and goes with it. Not in
-        them: what is not sharded, that is the model's buffers and frozen parameters of dtypes such as uint8, which
-        every rank holds whole.
+        them: the model's buffers and frozen parameters of dtypes that are not sharded (complex ones), which every
+        rank holds whole.
 
     Predictions look at nothing that was allocated. What an optimizer keeps for each element of its state shard is found
     by one step of its like on an element or two of its own, with each group's own options: see `_state_bytes`. So its

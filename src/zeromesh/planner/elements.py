@@ -16,7 +16,8 @@ from zeromesh.simulator.owned import is_matrix
 
 @dataclass(frozen=True)
 class Elements:
-    """Of a model, by whether they are experts that `ep` ranks divide.
+    """Of a model, by whether they are experts that `ep` ranks divide; frozen codes, whose elements are of other sizes
+    than those of parameters, are left out of what bounds from below.
 
     Args:
         model: whose.
@@ -36,10 +37,10 @@ class Elements:
     @cached_property
     def total(self) -> dict[bool, tuple[int, int]]:
         """All and trainable, of what is no experts and of those."""
-        units = self.model.units
+        units, codes = self.model.units, sum(u.count * _num_codes(u) for u in self.model.units)
         whole, trained = (sum(u.count * _num_experts(u, trainable=only) for u in units) for only in (False, True))
         return {
-            False: (self.model.num_params - whole, self.model.num_trainable - trained),
+            False: (self.model.num_params - whole - codes, self.model.num_trainable - trained),
             True: (whole, trained),
         }
 
@@ -49,7 +50,10 @@ class Elements:
         found: dict[bool, dict[int, tuple[int, int]]] = {False: {}, True: {}}
         for unit in self.model.units:
             experts, trained = _num_experts(unit), _num_experts(unit, trainable=True)
-            found[False][id(unit)] = (unit.num_trainable - trained, unit.num_frozen - (experts - trained))
+            found[False][id(unit)] = (
+                unit.num_trainable - trained,
+                unit.num_frozen - (experts - trained) - _num_codes(unit),
+            )
             found[True][id(unit)] = (trained, experts - trained)
         return found
 
@@ -68,6 +72,11 @@ class Elements:
 def _num_experts(unit: UnitSpec, *, trainable: bool = False) -> int:
     """Elements of the experts that ep cuts."""
     return sum(t.num_elements for t in unit.tensors if t.ep > 1 and (t.trainable or not trainable))
+
+
+def _num_codes(unit: UnitSpec) -> int:
+    """Elements of frozen codes."""
+    return sum(t.num_elements for t in unit.tensors if t.dtype is not None)
 
 
 def state_degree(block: Block) -> npt.NDArray[np.float64]:

@@ -15,6 +15,7 @@ from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes, lent_axes
 from zeromesh.schedule.unit import (
     BUCKET_BYTES,
+    FROZEN_BYTES,
     ITEM_BYTES,
     FlatBuffer,
     Role,
@@ -26,6 +27,7 @@ from zeromesh.schedule.unit import (
 
 __all__ = [
     "BUCKET_BYTES",
+    "FROZEN_BYTES",
     "ITEM_BYTES",
     "LANES",
     "Bucket",

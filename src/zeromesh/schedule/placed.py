@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from zeromesh.schedule.transfer import LaneKind, Operation, Transfer, lane_axes, wire_bytes
-from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
+from zeromesh.schedule.unit import FROZEN_BYTES, ITEM_BYTES, FlatBuffer, Role, Unit
 from zeromesh.strategy import Axis, Layout
 from zeromesh.wires import coded
 
@@ -118,7 +118,8 @@ class Placed:
         cls, layout: Layout, buffer: FlatBuffer, role: Role = Role.BLOCK, *, beside: Iterable[Layout] = ()
     ) -> Placed:
         """What follows from the three, and from the layouts of the unit's other buffers."""
-        padded, param = layout.padded(buffer.numel), buffer.param_dtype
+        param = buffer.param_dtype
+        padded = layout.padded(buffer.numel, ITEM_BYTES[param])
         stays = role is Role.RESIDENT or all(map(_keeps_all, (layout, *beside)))
         kept = None if stays else _kept_axis(layout)
         gathers = _gathers(layout, padded, param, "unshard")
@@ -192,7 +193,13 @@ class Placed:
     @property
     def kept_wire(self) -> str:
         """How the kept copy is held: as it came over the wire of the last gather that fills it."""
-        return (self.kept_axis and self.kept_axis.wire.param) or self.buffer.param_dtype
+        dtype = self.buffer.param_dtype
+        return dtype if self.kept_axis is None else _param_wire(self.kept_axis, dtype)
+
+    @property
+    def keeps_messages(self) -> bool:
+        """Whether the kept copy is the messages of a coded wire."""
+        return coded(self.kept_wire) is not None
 
     @property
     def feedback_numel(self) -> int:
@@ -261,11 +268,16 @@ def _gathers(layout: Layout, padded: int, dtype: str, lane: LaneKind) -> list[Tr
             operation="all_gather",
             axis=axis,
             numel=padded // layout.degree(layout.above(axis)),
-            wire=axis.wire.param or dtype,
+            wire=_param_wire(axis, dtype),
         )
         for axis in reversed(lane_axes(layout, lane))
         if axis.size > 1
     ]
+
+
+def _param_wire(axis: Axis, dtype: str) -> str:
+    """How values of `dtype` are gathered over an axis."""
+    return dtype if dtype in FROZEN_BYTES else axis.wire.param or dtype
 
 
 def _reductions(layout: Layout, padded: int, dtype: str) -> tuple[list[Transfer], list[Transfer]]:

@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 
 from zeromesh.errors import InternalError
 
-ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of one element of each dtype that parameters, gradients and states may have."""
+FROZEN_BYTES = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "u8": 1, "bool": 1, "e4m3": 1, "e5m2": 1}
+"""Bytes of one element of each dtype that frozen parameters alone may have. It is theirs on every wire."""
+
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2} | FROZEN_BYTES
+"""Bytes of one element of each dtype."""
 
 BUCKET_BYTES = 25 << 20
 """Of units that are joined where no parameters are sharded; DDP's. On 4 gloo ranks that share 2 cores a model of 29 MB
@@ -53,6 +56,8 @@ class FlatBuffer:
         for dtype in (self.param_dtype, self.master_dtype or "fp32", self.grad_dtype, self.reduce_dtype):
             if dtype not in ITEM_BYTES:
                 raise InternalError(f"dtype must be one of {', '.join(ITEM_BYTES)}; got {dtype!r}")
+        if self.trainable and self.param_dtype in FROZEN_BYTES:
+            raise InternalError(f"a buffer of {self.param_dtype} must be frozen")
 
     @property
     def trainable(self) -> bool:

@@ -74,7 +74,7 @@ def unreduced_bytes(schedule: Schedule, specs: Sequence[Sequence[UnitSpec]], *, 
     block = max((own[i] for i in range(len(own)) if not schedule.resident(i)), default=0.0)
     found = []
     for index, (unit, held) in enumerate(zip(schedule.units, specs, strict=True)):
-        item = max((ITEM_BYTES[b.param_dtype] for b in unit.buffers), default=0)
+        item = max((ITEM_BYTES[b.param_dtype] for b in unit.buffers if b.trainable), default=0)
         largest = max((t.num_elements for spec in held for t in spec.tensors if t.trainable), default=0) * item
         found.append(largest + own[index] + (0.0 if schedule.resident(index) else block))
     return tuple(found)

@@ -68,18 +68,18 @@ def _pairs(model: ModelSpec, workload: FixedWorkload, parts: Sequence[str]) -> I
 
 
 def _buffers(spec: UnitSpec, workload: FixedWorkload, homes: Mapping[str, str]) -> tuple[FlatBuffer, ...]:
-    reduce = workload.reduce_dtype or workload.param_dtype
-    sizes: Counter[tuple[str, bool]] = Counter()
+    sizes: Counter[tuple[str, bool, str]] = Counter()
     for tensor in spec.tensors:
-        sizes[EXPERTS if tensor.ep > 1 else homes.get(tensor.name, ""), tensor.trainable] += tensor.num_elements
+        part = EXPERTS if tensor.ep > 1 else homes.get(tensor.name, "")
+        sizes[part, tensor.trainable, tensor.dtype or workload.param_dtype] += tensor.num_elements
     return tuple(
         FlatBuffer(
             numel=numel,
-            param_dtype=workload.param_dtype,
+            param_dtype=dtype,
             master_dtype=workload.master_dtype if trainable else None,
             grad_dtype=workload.grad_dtype,
-            reduce_dtype=reduce,
+            reduce_dtype=workload.reduce_dtype or dtype,
             part=part,
         )
-        for (part, trainable), numel in sizes.items()
+        for (part, trainable, dtype), numel in sizes.items()
     )

@@ -9,9 +9,10 @@ inside the other two, and each one-axis collective works on one contiguous regio
     params, grads   [0 1 2 3 | 4 5 6 7]                     node 0 | node 1
     states          [0 1 | 2 3 | 4 5 | 6 7]                 (0,0) | (1,0) | (0,1) | (1,1)
 
-[Note: Padding] A buffer's length is padded to a multiple of `CHUNK_NUMEL` for each rank, whatever the stages: so all
-chunks of a collective, over any of its axes and in any dtype, are equally long and begin at multiples of 16 bytes, as
-backends want them (uneven gathers are a broadcast from each rank on NCCL, and unaligned ones go slowly).
+[Note: Padding] A buffer's length is padded to a multiple of 8 elements for each rank, whatever the stages (codes of one
+byte: of 16): so all chunks of a collective, over any of its axes and in any dtype, are equally long and begin at
+multiples of `CHUNK_BYTES`, as backends want them (uneven gathers are a broadcast from each rank on NCCL, and unaligned
+ones go slowly).
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from zeromesh.strategy.collective import Collective, find_collective
 from zeromesh.strategy.stage import Stage, Wire
 from zeromesh.strategy.strategy import AxisStage, Strategy
 
-CHUNK_NUMEL = 8
-"""16 bytes, what a card loads and stores at once, of the narrowest dtype: [Note: Padding]."""
+CHUNK_BYTES = 16
+"""What a card loads and stores at once: [Note: Padding]."""
+
+COMPUTED_BYTES = 2
+"""Of an element of the narrowest dtype that is computed in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,14 +166,14 @@ class Layout:
         """Number of shards over the given axes."""
         return prod(axis.size for axis in axes)
 
-    @property
-    def multiple(self) -> int:
-        """What a flat buffer's length is padded to a multiple of."""
-        return self.world * CHUNK_NUMEL
+    def multiple(self, item_bytes: int = COMPUTED_BYTES) -> int:
+        """What the length of a flat buffer with elements of that size is padded to a multiple of."""
+        return self.world * (CHUNK_BYTES // min(item_bytes, COMPUTED_BYTES))
 
-    def padded(self, numel: int) -> int:
+    def padded(self, numel: int, item_bytes: int = COMPUTED_BYTES) -> int:
         """`numel` rounded up: [Note: Padding]."""
-        return -(-numel // self.multiple) * self.multiple
+        multiple = self.multiple(item_bytes)
+        return -(-numel // multiple) * multiple
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Index of `rank` along each axis of the layout; rank numbers grow innermost axis fastest."""

@@ -246,9 +246,8 @@ def test_dtypes_that_cannot_train():
     codes = torch.arange(4, dtype=torch.int8) + dist.get_rank()
     model.codes = nn.Parameter(codes, requires_grad=False)
     zm.shard(model, mesh_2x2(), "node=3,cluster=1")
-    assert model.codes.tolist() == [0, 1, 2, 3]  # the first rank's, like every value
     state = zm.full_state_dict(model)
-    assert dist.get_rank() or state["codes"].tolist() == [0, 1, 2, 3]
+    assert dist.get_rank() or state["codes"].tolist() == [0, 1, 2, 3]  # the first rank's, like every value
 
 
 # ---- unused

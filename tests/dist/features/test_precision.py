@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
 from tests.dist.features.parity import (
@@ -229,7 +230,7 @@ def test_float_inputs_of_a_vision_transformer_are_cast(strategy):
 
 
 class Quantised(nn.Module):
-    """A frozen weight of few bits with its scales, beneath adapters, as QLoRA has it."""
+    """A frozen weight of few bits with its scales, beneath adapters, as QLoRA has it; recomputed in the backward."""
 
     def __init__(self, dtype: torch.dtype, width: int = 12) -> None:
         super().__init__()
@@ -238,36 +239,73 @@ class Quantised(nn.Module):
         self.weight = nn.Parameter((weight / scale).to(dtype), requires_grad=False)
         self.register_buffer("scale", scale)
         self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+        self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(nn.functional.linear(x, self.weight.to(x.dtype) * self.scale) + self.up(self.down(x)))
+        return checkpoint(self.compute, x, use_reentrant=False)
+
+    def compute(self, x: Tensor) -> Tensor:
+        self.seen.append(self.weight.detach().clone())
+        return torch.tanh(
+            nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype)) + self.up(self.down(x))
+        )
 
 
+CODES = {
+    torch.int8: ("node=3,cluster=1", {}, 1e-6),
+    torch.float8_e4m3fn: ("node=3,cluster=3k", {}, 1e-6),
+    torch.int32: ("node=1,cluster=1", {}, 1e-6),
+    torch.uint8: ("node=3@int8/,cluster=3k@int8/", {"debug": True}, 0.1),  # of adapters in 8 bits
+    torch.float8_e5m2: ("node=3,cluster=3", {"param_dtype": torch.bfloat16}, 0.05),
+}
+
+
+@pytest.mark.parametrize("dtype", CODES)
 @on_ranks(4)
-def test_frozen_weights_of_few_bits_are_computed_with_saved_and_loaded(tmp_path):
-    for dtype in (torch.int8, torch.float8_e4m3fn):
-        torch.manual_seed(0)
-        plain = nn.Sequential(*(Quantised(dtype) for _ in range(3)))
-        torch.manual_seed(dist.get_rank())  # values are the first rank's
-        models = [nn.Sequential(*(Quantised(dtype) for _ in range(3))) for _ in range(2)]
-        model, other = (zm.shard(m, mesh_2x2(), "node=3,cluster=1") for m in models)
-        ours, theirs = (optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain))
-        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+def test_frozen_weights_of_few_bits_are_sharded_in_their_dtype_saved_and_loaded(dtype, tmp_path):
+    strategy, options, bound = CODES[dtype]
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Quantised(dtype) for _ in range(3)))
+    torch.manual_seed(dist.get_rank())  # values are the first rank's
+    models = [nn.Sequential(*(Quantised(dtype) for _ in range(3))) for _ in range(2)]
+    model = zm.shard(models[0], mesh_2x2(), strategy, **options)
+    other = zm.shard(models[1], mesh_2x2(), "node=1,cluster=3")
+    ours, theirs = (optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain))
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+    with zm.traffic_report(model, micro_batches=1) as traffic:
         for _ in range(3):
             model(x[dist.get_rank() :: 4]).square().mean().backward()
             plain(x).square().mean().backward()
             for optimizer in (ours, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
-        for part in other:
-            part.weight.data.zero_()
-        with zm.Checkpoints(tmp_path / str(dtype), model, ours, keep=1) as checkpoints:
-            checkpoints.save(3)
-        zm.Checkpoints(tmp_path / str(dtype), other).load(optimizers=False)
-        zm.save_safetensors(model, tmp_path / f"{dtype} files", dtype=torch.bfloat16)
-        with torch.no_grad():
-            for trained in (model, other):
-                torch.testing.assert_close(trained(x), plain(x), rtol=0, atol=1e-6)
-        stored = load_file(tmp_path / f"{dtype} files" / "model.safetensors")
-        assert stored["2.weight"].dtype == dtype and stored["2.up.weight"].dtype == torch.bfloat16
-        assert torch.equal(stored["2.weight"].float(), plain[2].weight.float())
+    lines = traffic.lines(steps=3)
+    assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines] != [0, 0]
+    for part, whole in zip(model, plain, strict=True):
+        assert part.weight.dtype == dtype and len(part.seen) == 6
+        assert all(torch.equal(seen.float(), whole.weight.float()) for seen in part.seen)
+    memory = zm.memory_report(model, ours)
+    assert [line.allocated_bytes for line in memory] == [line.predicted_bytes for line in memory]
+    held = [b for unit in engine_of(model).units for b in unit.buffers if b.params.dtype == dtype]
+    degree = {"node=1,cluster=1": 1, "node=3,cluster=1": 2}.get(strategy, 4)
+    assert [b.params.nbytes * degree for b in held] == [b.padded * dtype.itemsize for b in held] != []
+    zm.check_replicas(model, ours)
+
+    for part in other:
+        part.weight.local.zero_()
+    zm.refresh(other)
+    with zm.Checkpoints(tmp_path / "states", model, ours, keep=1) as checkpoints:
+        checkpoints.save(3)
+    zm.Checkpoints(tmp_path / "states", other).load(optimizers=False)
+    zm.save_safetensors(model, tmp_path / "files", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for trained in (model, other):
+            torch.testing.assert_close(trained(x).float(), plain(x), rtol=0, atol=bound)
+    stored = load_file(tmp_path / "files" / "model.safetensors")
+    assert stored["2.weight"].dtype == dtype and stored["2.up.weight"].dtype == torch.bfloat16
+    state = zm.full_state_dict(model)
+    assert dist.get_rank() or state["2.weight"].dtype == dtype
+    for found in (stored, state) if dist.get_rank() == 0 else (stored,):
+        assert torch.equal(found["2.weight"].float(), plain[2].weight.float())
+    zm.load_full_state_dict(other, state)
+    zm.load_safetensors(other, tmp_path / "files")

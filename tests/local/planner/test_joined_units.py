@@ -115,6 +115,7 @@ class Quantised(nn.Module):
         for block in self.blocks:
             block.codes = nn.Parameter(torch.zeros(2048, dtype=torch.uint8), requires_grad=False)
             block.small = nn.Parameter(torch.zeros(64, dtype=torch.float8_e4m3fn), requires_grad=False)
+            block.phase = nn.Parameter(torch.zeros(8, dtype=torch.complex64), requires_grad=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -123,14 +124,15 @@ class Quantised(nn.Module):
         return x
 
 
-def test_frozen_parameters_of_other_dtypes_are_whole_on_every_rank() -> None:
+def test_frozen_codes_are_planned_in_their_own_dtype_and_what_is_not_sharded_is_whole() -> None:
     module = Quantised()
     spec, plain = from_module(module, seq_len=64), replace(from_module(module, seq_len=64), whole_bytes=0.0)
     workload = FixedWorkload(seq_len=64, global_batch_tokens=256)
     planned = [unit.buffers for unit in schedule_units(spec, workload)[0] if unit.buffers]
     engine = [unit.describe(Precision(param=torch.bfloat16)).buffers for unit in find_units(module)]
     assert planned == [buffers for buffers in engine if buffers]
-    assert spec.whole_bytes == 3 * (2048 + 64)
+    assert [(each.param_dtype, each.numel) for each in planned[1]][1:] == [("u8", 2048), ("e4m3", 64)]
+    assert spec.whole_bytes == 3 * 8 * 8
     memory = [simulate(one, small_cluster(2, 2), "node=3,cluster=3", workload).memory for one in (spec, plain)]
     assert memory[0].params - memory[1].params == spec.whole_bytes
 

@@ -44,7 +44,7 @@ def degrees(layout):
 def test_shards_cover_exactly(layout, numel):
     """Disjoint, complete, in bounds, equally long; each held by as many ranks as there are replicas."""
     padded = layout.padded(numel)
-    assert padded % layout.multiple == 0 and numel <= padded < numel + layout.multiple
+    assert padded % layout.multiple() == 0 and numel <= padded < numel + layout.multiple()
     for axes in degrees(layout):
         held = [layout.shard(padded, axes, coordinates) for coordinates in ranks(layout)]
         shards = sorted({(shard.start, shard.stop) for shard in held})
