@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zeromesh.checkpoint.full_state import whole_state
 from zeromesh.engine.api import accumulate, engine_of
 from zeromesh.engine.optim import check_optimizer, updates
 from zeromesh.errors import CheckpointError, InputError
@@ -191,12 +192,13 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
+        models, optimizers, rest = _sorted(state)
+        if not models and not optimizers:  # state dicts, say: a file as any strategy writes it
+            super().save_checkpoint(path, whole_state(state), storage_options, filter)
+            return
         if storage_options is not None or filter is not None:
             raise InputError("checkpoints of sharded models take no storage_options and no filter: leave them out")
         directory = _directory(self.broadcast(path))
-        models, optimizers, rest = _sorted(state)
-        if not models:
-            raise InputError("a checkpoint of sharded models holds one at least: give the dict {'model': model, ...}")
         name = self.broadcast(f"{REST}-{uuid4().hex}.pt")
         _save(directory, models, optimizers, rest, step=0, name=name, first=self.is_global_zero)
         self.barrier()
@@ -206,6 +208,8 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Returns what was saved beside models and optimizers and `state` does not ask for."""
         directory = _directory(self.broadcast(path))
+        if self.broadcast(directory.is_file()):  # with whole tensors
+            return super().load_checkpoint(path, state, strict, weights_only)  # type: ignore[no-any-return]
         if not isinstance(state, dict) or not any(isinstance(value, nn.Module) for value in state.values()):
             raise InputError("to load a checkpoint of sharded models give the dict of what was saved: {'model': model}")
         models, optimizers, rest = _sorted(state)

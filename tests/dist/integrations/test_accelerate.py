@@ -14,6 +14,7 @@ from tests.dist.integrations.hugging import (
     SAMPLES,
     STEPS,
     STRATEGIES,
+    Curve,
     assert_base_left_out,
     assert_same_curve,
     build,
@@ -25,8 +26,6 @@ from tests.dist.integrations.hugging import (
 )
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.errors import InputError, MeshError, ModelError, OptimizerError
-
-Curve = list[tuple[int, float, float]]
 
 CLIP = 0.2
 

@@ -20,6 +20,7 @@ from tests.dist.integrations.hugging import (
     SAMPLES,
     STEPS,
     STRATEGIES,
+    Curve,
     assert_base_left_out,
     assert_same_curve,
     build,
@@ -31,8 +32,6 @@ from tests.dist.integrations.hugging import (
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
 from zeromesh.integrations.methods import is_sharded
-
-Curve = list[tuple[int, float, float]]
 
 CLIP = 0.2
 
@@ -251,7 +250,7 @@ def test_resumes_from_a_file_of_another_strategy(tmp_path):
 class FabricLoop:
     """A user's script with Fabric; the optimizer is made of the plain model's parameters."""
 
-    def __init__(self, how: zm.Sharding | None = None, *, on_meta: bool = False) -> None:
+    def __init__(self, kind: str = "tied", how: zm.Sharding | None = None, *, on_meta: bool = False) -> None:
         import lightning
 
         from zeromesh.integrations.lightning import FabricStrategy
@@ -261,8 +260,9 @@ class FabricLoop:
         self.fabric = lightning.Fabric(accelerator="cpu", devices=world, strategy=strategy)
         self.fabric.launch()
         with self.fabric.init_module(empty_init=on_meta):
-            model = build("tied")
-        self.model, self.optimizer = self.fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            model = build(kind)
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+        self.model, self.optimizer = self.fabric.setup(model, optimizer)
         self.loader = self.fabric.setup_dataloaders(loader(world), use_distributed_sampler=False)
         self.step = 0
 
@@ -295,10 +295,10 @@ def test_fabric_trains_and_resumes(pool: Pool, tmp_path):
 
 
 def fabric_stopped(directory: str) -> None:
-    expected = plain(lambda: FabricLoop().run(STEPS))
-    for strategy in STRATEGIES:
+    for strategy, kind in zip(STRATEGIES, ("tied", "lora", "llama"), strict=True):
+        expected = plain(lambda kind=kind: FabricLoop(kind).run(STEPS))
         with started():
-            loop = FabricLoop(sharding(strategy))
+            loop = FabricLoop(kind, sharding(strategy))
             if strategy == STRATEGIES[0]:
                 loop.fabric.save(f"{directory}/ten", loop.state())  # written over
             assert_same_curve(loop.run(10), expected[:10])
@@ -315,7 +315,7 @@ def fabric_resumed(directory: str) -> None:
     expected = plain(lambda: FabricLoop().run(STEPS))
     ten = f"{directory}/ten"
     with started():
-        loop = FabricLoop(sharding("node=3", {"node": 2}), on_meta=True)
+        loop = FabricLoop("tied", sharding("node=3", {"node": 2}), on_meta=True)
         loop.run(1)  # its states are replaced
         state = loop.state()
         assert loop.fabric.load(ten, state) == {}
@@ -328,8 +328,18 @@ def fabric_resumed(directory: str) -> None:
             loop.fabric.load(ten, {"model": loop.model, "epoch": 0})
         with pytest.raises(InputError, match="an optimizer is saved and loaded with the model that it updates"):
             loop.fabric.save(f"{directory}/no", {"model": other(loop.fabric), "optimizer": loop.optimizer})
-        with pytest.raises(InputError, match="a checkpoint of sharded models holds one at least"):
-            loop.fabric.save(f"{directory}/no", {"step": 1})
+        full = zm.full_state_dict(loop.model.module)
+        loop.fabric.save(f"{directory}/named.pt", {"net": loop.model.state_dict(), "step": 20})  # files, as elsewhere
+        loop.fabric.save(f"{directory}/raw.pt", loop.model.state_dict())
+        saved = loop.fabric.load(f"{directory}/named.pt")
+        assert saved["step"] == 20 and all(torch.equal(value, saved["net"][name]) for name, value in full.items())
+        with torch.no_grad():
+            for param in loop.model.parameters():
+                param.zero_()
+        loop.fabric.load_raw(f"{directory}/raw.pt", loop.model)
+        again = zm.full_state_dict(loop.model.module)
+        assert all(torch.equal(value, again[name]) for name, value in full.items())
+
         with pytest.raises(InputError, match="take no storage_options and no filter"):
             loop.fabric.save(f"{directory}/no", loop.state(), filter={"model": lambda name, value: True})
         with pytest.raises(InputError, match="go to a directory that all ranks see; got s3://bucket/ten"):
