@@ -3,6 +3,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.up-to-date
+# Tests and checks start hundreds of interpreters: where the environment forbids files of bytecode, each would compile
+# what it imports of src and tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo test test-gpu gpu check check-format check-lint check-types check-layers check-docs format clean docs FORCE
 
@@ -27,12 +30,13 @@ $(STAMP): pyproject.toml constraints.txt tools/venv.sh tools/torchtitan.txt
 demo: $(STAMP)
 	@$(BIN)/zeromesh train examples/demo.toml
 
-# Two processes, as most tests wait for ranks now and then; those on emulated clusters are timed, and so run by themselves.
+# Two processes, as most tests wait for ranks now and then. Each takes the half of all files that comes first or last, and
+# then from what the other has left. Tests on emulated clusters are timed, and so run by themselves.
 test: $(STAMP)
 ifdef TESTS
 	@$(BIN)/python -m pytest $(TESTS)
 else
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/netlab tests; others=$$?; \
+	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --ignore tests/netlab tests; others=$$?; \
 	$(BIN)/python -m pytest tests/netlab && exit $$others
 endif
 
