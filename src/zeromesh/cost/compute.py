@@ -145,10 +145,7 @@ class ComputeModel:
             return 0.0
         if recomputation is Recomputation.FULL:
             return forward
-        again = sum(self.matmul(m, tokens) for m in unit.recomputed_matmuls(recomputation))
-        if unit.recomputes_attention(recomputation):
-            again += self._attention_forward(unit.attention, tokens, seq_len)
-        return again + self.elementwise(unit, tokens, seq_len)
+        return sum(self.matmul(m, tokens) for m in unit.selected_matmuls) + self.elementwise(unit, tokens, seq_len)
 
     def _attention_forward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
         if attention is None:

@@ -250,16 +250,10 @@ class UnitSpec:
         """Whether any of its forward is repeated in the backward."""
         return self.kind is UnitKind.BLOCK and recomputation is not Recomputation.NONE and self.returned
 
-    def recomputed_matmuls(self, recomputation: Recomputation) -> tuple[MatmulSpec, ...]:
-        """The products that the backward pass computes again before its own."""
-        if not self.recomputes(recomputation):
-            return ()
-        if recomputation is Recomputation.FULL:
-            return self.matmuls
-        return self.matmuls[1::2]  # the policy keeps the 1st, 3rd, 5th ... in order of execution
-
-    def recomputes_attention(self, recomputation: Recomputation) -> bool:
-        return self.recomputes(recomputation) and recomputation is Recomputation.FULL
+    @property
+    def selected_matmuls(self) -> tuple[MatmulSpec, ...]:
+        """Those that selective recomputation computes again: it keeps the 1st, 3rd, 5th ... in order of execution."""
+        return self.matmuls[1::2]
 
     def recomputed_collectives(self, recomputation: Recomputation) -> tuple[CollectiveSpec, ...]:
         """Those of the forward that the backward repeats."""
@@ -267,15 +261,6 @@ class UnitSpec:
             return ()
         selective = recomputation is Recomputation.SELECTIVE
         return tuple(one for one in self.collectives if not one.backward and not (selective and one.kept))
-
-    def recomputed_flops(self, seq_len: int, recomputation: Recomputation) -> float:
-        """Per token, on top of `backward_flops`."""
-        products = sum(matmul.forward_flops for matmul in self.recomputed_matmuls(recomputation))
-        if self.attention and self.recomputes_attention(recomputation):
-            products += self.attention.forward_flops(seq_len)
-        if self.recomputes(recomputation) and recomputation is Recomputation.FULL:
-            products += self.other_forward_flops
-        return products
 
     def saved_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
         """Per token, alive from the unit's forward to its backward."""
@@ -334,21 +319,6 @@ class ModelSpec:
     @property
     def num_trainable(self) -> int:
         return sum(unit.count * unit.num_trainable for unit in self.units)
-
-    def forward_flops_per_token(self, seq_len: int) -> float:
-        return sum(unit.count * unit.forward_flops(seq_len) for unit in self.units)
-
-    def step_flops_per_token(self, seq_len: int, recomputation: Recomputation = Recomputation.NONE) -> float:
-        """What the hardware computes for one token of one step, recomputation included."""
-        return sum(
-            unit.count
-            * (
-                unit.forward_flops(seq_len)
-                + unit.backward_flops(seq_len)
-                + unit.recomputed_flops(seq_len, recomputation)
-            )
-            for unit in self.units
-        )
 
     def model_flops_per_token(self, seq_len: int) -> float:
         """What MFU credits: 6 per parameter that multiplies, 4 where it is frozen, and 12 * layers * hidden * seq_len;

@@ -66,7 +66,7 @@ def test_module_and_config_agree(name: str) -> None:
         assert {(t.name, t.shape, t.lookup, t.active_share) for t in ours.tensors} == {
             (t.name, t.shape, t.lookup, t.active_share) for t in theirs.tensors
         }
-    assert config.forward_flops_per_token(SEQ_LEN) == module.forward_flops_per_token(SEQ_LEN)
+        assert ours.forward_flops(SEQ_LEN) == theirs.forward_flops(SEQ_LEN)
     assert config.model_flops_per_token(SEQ_LEN) == module.model_flops_per_token(SEQ_LEN)
     tolerance = TOLERANCE.get(name, 2e-3)
     for kind in Recomputation:
@@ -127,7 +127,7 @@ def test_any_module_is_cut_and_counted() -> None:
     ]
     assert model.num_params == sum(parameter.numel() for parameter in Blocks().parameters())
     convolution, head = 2 * 3 * 32 * 32, 2 * 32 * 100
-    assert model.forward_flops_per_token(97) == pytest.approx(4 * convolution + head)
+    assert [unit.forward_flops(97) for unit in model.units] == pytest.approx([0, convolution, head])
 
 
 def test_frozen_parameters_are_read_as_frozen() -> None:
@@ -163,7 +163,13 @@ def make_wrong_shape() -> nn.Module:
 
 def test_factories_are_called() -> None:
     assert load_model(f"{__name__}:make_blocks", seq_len=97).units[1].count == 4
-    assert from_factory(f"{__name__}:make_with_inputs", seq_len=31).forward_flops_per_token(31) == 2 * 2 * 8 * 8
+    assert (
+        sum(
+            unit.count * unit.forward_flops(31)
+            for unit in from_factory(f"{__name__}:make_with_inputs", seq_len=31).units
+        )
+        == 2 * 2 * 8 * 8
+    )
 
 
 @pytest.mark.parametrize(
