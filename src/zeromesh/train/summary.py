@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -17,6 +17,7 @@ from zeromesh.train.corpus import Corpus
 from zeromesh.train.nonfinite import NonFinite
 from zeromesh.train.resize import mesh_text
 from zeromesh.train.sampler import Sampler
+from zeromesh.train.sequences import Documents
 
 T = TypeVar("T")
 
@@ -55,14 +56,28 @@ def header(
     tokens = config.batch.global_sequences * config.data.seq_len
     lines = [
         f"{type(model).__name__}, {parameters:,} parameters; mesh {mesh_text(config.mesh)}, strategy {config.chosen()}",
-        f"{corpus.num_documents:,} documents, {corpus.training.tokens.numel():,} tokens;"
-        f" vocabulary {corpus.vocab_size:,}",
+        *_data(corpus),
         f"{tokens:,} tokens a step: {sampler.micro_batches} micro-batches of up to {config.batch.micro} sequences"
         f" of {config.data.seq_len} on each of {config.world} ranks ({device_name(device)})",
     ]
     if steps_done >= config.run.steps:
         lines.append(f"all {config.run.steps} steps are done: nothing is left to do")
     return lines
+
+
+def _data(corpus: Corpus) -> Iterator[str]:
+    rows = corpus.training
+    yield f"{corpus.num_documents:,} documents, {rows.tokens.numel():,} tokens; vocabulary {corpus.vocab_size:,}"
+    if isinstance(rows, Documents):
+        yield packed(rows)
+
+
+def packed(documents: Documents) -> str:
+    """How they came into rows, and what did not."""
+    return (
+        f"in {len(documents):,} rows of {documents.seq_len} tokens; cut off: {documents.cut_off:,};"
+        f" left out, since a row would hold nothing to learn of them: {documents.left_out:,}"
+    )
 
 
 def fault_lines(counts: NonFinite) -> list[str]:

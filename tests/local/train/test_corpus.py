@@ -14,6 +14,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.train.config import DataConfig, ModelConfig
 from zeromesh.train.corpus import load_corpus
 from zeromesh.train.sequences import NOT_LEARNED, Documents, Sequences
+from zeromesh.train.summary import packed
 
 
 def test_targets_are_inputs_shifted_by_one_and_nothing_is_lost() -> None:
@@ -35,7 +36,9 @@ def test_documents_lie_side_by_side_and_each_begins_anew() -> None:
     tokens, starts = torch.arange(20, dtype=torch.int32), np.array([0, 8, 11, 14, 20])
     learned = torch.tensor([0, 1] * 4 + [0, 0, 1] + [1, 0, 0] + [0, 0, 1, 1, 0, 1], dtype=torch.uint8)
     documents = Documents(tokens=tokens, seq_len=5, starts=starts, learned=learned)
-    assert (len(documents), documents.cut_off, documents.left_out) == (3, 1, 1)
+    assert packed(documents) == (
+        "in 3 rows of 5 tokens; cut off: 1; left out, since a row would hold nothing to learn of them: 1"
+    )
     inputs, targets, positions = documents.batch([0, 1, 2])
     n = NOT_LEARNED
     assert inputs.tolist() == [[0, 1, 2, 3, 4], [14, 15, 16, 17, 18], [8, 9, 0, 0, 0]]
