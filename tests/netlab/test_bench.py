@@ -1,104 +1,90 @@
 """A bench on an emulated cluster: the kernel's own counters beside the formulas."""
 
-import functools
-import json
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from tests.pure.measure.test_bench import raw
 from zeromesh.errors import MeasurementError
 from zeromesh.lab import Lab
-from zeromesh.measure.bench import Bench
+from zeromesh.measure.bench import Bench, Row
 from zeromesh.measure.matrix import Topology, make_cells
+from zeromesh.measure.probe import probe
 from zeromesh.measure.steps import Batch
 
-# Wide enough that headers and the words that ranks exchange beside the data (a kilobyte a step) do not matter.
 BATCH = Batch(model="1M", sequences=1, tokens=16, micro_batches=2)
 
-TREES = {
-    "2@1gbit,2": [
-        "node=0,cluster=0",
-        "node=0,cluster=0;collective=ho_ring",
-        "node=0,cluster=0@/int8",
-        "node=1,cluster=0",
-        "node=1,cluster=1",
-        "node=2,cluster=1",
-        "node=2,cluster=2",
-        "node=3,cluster=0",
-        "node=3,cluster=1",
-        "node=3,cluster=3k",
-        "node=3,cluster=3",
-        "node=3,cluster=3;collective=ho_ring",
-        "node=3d,cluster=1",
-        "node=3,cluster=3d",
-        "node=3@bf16,cluster=1@bf16",
-        "node=3@int8/int4,cluster=3k@int8/int4",
-        "node=1@/int8,cluster=3dk@int8/int4+ef",
-        "node=1,cluster=1@int8/int4",
-        "node=1,cluster=2;overlap=none",
-    ],
-    # All three levels are links.
-    "2@500mbit,2@1gbit,2@1gbit": [
-        "package=0,node=0,cluster=0",
-        "package=3,node=1,cluster=0",
-        "package=3,node=3,cluster=3;collective=ho_ring",
-    ],
-}
+WORDS_BYTES = 24 << 10
+"""At most, of a step, beside the data: gloo's words about each message, and what ranks agree on. 3 to 20 kB are counted
+with these strategies, on a busy machine too, where TCP sends nothing again."""
 
+TREE = "2@1gbit,2@1gbit,1"
+"""Both axes are links, and what crosses the outer ones crosses the inner ones too."""
 
-PROBED = "2@1gbit,2"
-
-
-def test_ranks_find_the_levels_of_an_emulated_cluster():
-    """All are on one machine, whose hosts, devices and switches say nothing: links are told apart by their rates."""
-    program = Path(__file__).parent / "programs" / "find_levels.py"
-    with Lab("2@100mbit,2") as lab:
-        results = lab.run([sys.executable, str(program)], timeout_s=50, check=True)
-    mesh, sources = json.loads(results[0].stdout.splitlines()[-1])
-    assert mesh == {"cluster": 2, "node": 2}
-    assert sources["node"].startswith("measured")
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> Callable[[str], Bench]:
-    """The bench of a tree, run once."""
-
-    @functools.cache
-    def run(tree: str) -> Bench:
-        folder = tmp_path_factory.mktemp("bench")
-        bench = Bench(folder, steps=1, warmup=1, rounds=1, accept_noise=True, probe_s=1.5, probe_rounds=8)
-        if tree != PROBED:
-            bench.claim()
-            level = raw()["levels"]["node"]  # bytes depend on no rate
-            bench.records.keep_probe(tree, raw() | {"levels": dict.fromkeys(Topology(text=tree).mesh, level)})
-        bench.run(make_cells([tree], TREES[tree], [BATCH]))
-        return bench
-
-    return run
+STRATEGIES = [
+    "node=0,cluster=0",
+    "node=0,cluster=0;collective=ho_ring",
+    "node=0,cluster=0@/int8",
+    "node=1,cluster=0",
+    "node=1,cluster=1",
+    "node=2,cluster=1",
+    "node=2,cluster=2",
+    "node=3,cluster=0",
+    "node=3,cluster=1",
+    "node=3,cluster=3k",
+    "node=3,cluster=3",
+    "node=3,cluster=3;collective=ho_ring",
+    "node=3d,cluster=1",
+    "node=3,cluster=3d",
+    "node=3@bf16,cluster=1@bf16",
+    "node=3@int8/int4,cluster=3k@int8/int4",
+    "node=1@/int8,cluster=3dk@int8/int4+ef",
+    "node=1,cluster=1@int8/int4",
+    "node=1,cluster=2;overlap=none",
+]
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("tree", TREES)
-def test_bytes_over_every_link_are_the_predicted_ones(measured, tree):
-    rows = measured(tree).rows(make_cells([tree], TREES[tree], [BATCH]))
-    assert len(rows) == len(TREES[tree])
+def test_bytes_over_every_link_are_the_predicted_ones(tmp_path):
+    """What waits too long on a busy machine is sent again, so the least of up to three measurements counts."""
+    wrong = cells = make_cells([TREE], STRATEGIES, [BATCH])
+    for rounds in (1, 2, 3):
+        bench = Bench(tmp_path, steps=1, warmup=1, rounds=rounds, all_rounds=True, accept_noise=True)
+        bench.claim()
+        # Bytes depend on no rate.
+        levels = dict.fromkeys(Topology(text=TREE).mesh, raw()["levels"]["node"])
+        bench.records.keep_probe(TREE, raw() | {"levels": levels, "works": [BATCH.work.to_json()]})
+        bench.run(wrong)
+        rows = bench.rows(cells)
+        beside = {row.cell: list(bytes_beside_data(bench, row)) for row in rows}
+        wrong = [cell for cell, levels in beside.items() if not all(0 <= sent <= WORDS_BYTES for sent in levels)]
+        if not wrong:
+            break
+    assert not wrong, [(cell.name, beside[cell]) for cell in wrong]
+    assert len(rows) == len(STRATEGIES)
     for row in rows:
-        # On three ranks an all-reduce's chunks are not equal.
-        assert row.sent_bytes == pytest.approx(row.predicted_bytes, rel=1e-5), row.cell.name
-        assert len(row.link_bytes) == tree.count("@")
-        assert row.link_bytes == pytest.approx(row.predicted_link_bytes, rel=0.02), row.cell.name
+        assert row.sent_bytes == pytest.approx(row.predicted_bytes), row.cell.name
+        assert len(row.link_bytes) == 2
 
 
-@pytest.mark.timeout(180)
-def test_a_probe_finds_the_rate_of_a_link(measured):
-    probe = measured(PROBED).probe_of(PROBED)
+def bytes_beside_data(bench: Bench, row: Row) -> Iterator[float]:
+    """Of each level of links, in the round in which they were least."""
+    counted = zip(*(found["link_bytes"] for found in bench.records.cell(row.cell)), strict=True)
+    for level, predicted in zip(counted, row.predicted_link_bytes, strict=True):
+        yield min(level) - predicted
+
+
+@pytest.mark.timeout(120)
+def test_a_probe_finds_the_levels_and_the_rate_of_a_link():
+    """All ranks are on one machine, whose hosts, devices and switches say nothing: rates tell links apart."""
+    with Lab("2@1gbit,2") as lab:
+        found = probe(None, ranks=4, rounds=8, seconds=1.5, lab=lab)
+    assert found.raw["found"]["mesh"] == {"cluster": 2, "node": 2}
+    assert found.raw["found"]["sources"]["node"].startswith("measured")
+    assert found.raw["machine"]["ranks_per_machine"] == 4
     try:
-        probe.require_trust()
+        found.require_trust()
     except MeasurementError as noisy:
         pytest.skip(f"too noisy to tell how fast a link is: {noisy}")
-    # Half of a node's 125 MB/s (less headers) is a rank's.
-    assert probe.cluster.level("cluster").bandwidth_bytes_per_s == pytest.approx(119e6, rel=0.15)
-    assert probe.raw["machine"]["ranks_per_machine"] == 4
+    # What leaves a node: 125 MB/s less headers.
+    assert found.cluster.level("cluster").bandwidth_bytes_per_s == pytest.approx(119e6, rel=0.15)

@@ -14,6 +14,9 @@ from typing import Any
 from zeromesh.lab.plan import Command, Wiring, port
 from zeromesh.lab.tree import Link, TreePath
 
+HEADER_BYTES = 66
+"""Of a frame of TCP: 14 of Ethernet, 20 of IP, 32 of TCP with timestamps."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkBytes:
@@ -30,6 +33,12 @@ class LinkBytes:
     received_bytes: int = 0
     sent_packets: int = 0
     received_packets: int = 0
+
+    @property
+    def sent_payload_bytes(self) -> int:
+        """Of `sent_bytes`, what TCP carried, if nothing else was sent: how many frames that takes differs from run to
+        run, and as many again only acknowledge."""
+        return self.sent_bytes - HEADER_BYTES * self.sent_packets
 
     def __add__(self, other: LinkBytes) -> LinkBytes:
         return LinkBytes(

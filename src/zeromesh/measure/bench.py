@@ -6,7 +6,7 @@ cells. Those that are known not to be the fastest are left out of further rounds
 measured is written at once (`records`), so a bench that was ended goes on where it stopped. Predictions are made from
 the probe and the units' seconds when the cells are read, and never from the cells.
 
-A cell's `link_bytes` are the kernel's counts of what crossed each link of an emulated cluster, headers and all.
+A cell's `link_bytes` are the kernel's counts of what crossed each link of an emulated cluster, less headers of frames.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Row:
         predicted_s, predicted_exposed_s, predicted_bytes: the simulator's.
         planned_s: the simulator's too, fed by the probe alone: `steps.planned_s`.
         link_bytes: counted by the kernel out of the average link of each level of an emulated cluster, outermost
-            first; empty on loopback.
+            first, less the frames' headers; empty on loopback.
         predicted_link_bytes: the same from the simulator's bytes.
     """
 
@@ -418,7 +418,7 @@ class _Counted:
         else:
             levels = by_level(self._lab.wiring, difference(counters, self._begun))
             links = [prod(self._lab.tree.sizes[: depth + 1]) for depth in range(len(levels))]
-            sent = [level.sent_bytes / count for level, count in zip(levels, links, strict=True)]
+            sent = [level.sent_payload_bytes / count for level, count in zip(levels, links, strict=True)]
             (self._directory / f"{key}.links").write_text(json.dumps(sent))
         (self._directory / f"{key}.{what}").touch()
 

@@ -25,6 +25,7 @@ def test_what_the_upper_end_receives_was_sent_from_below():
     }
     assert read["0"].sent_packets == 5
     assert [level.sent_bytes for level in by_level(WIRING, read)] == [500, 504]
+    assert [level.sent_payload_bytes for level in by_level(WIRING, read)] == [500 - 5 * 66, 504 - 5 * 66]
 
 
 def test_counts_are_read_once_for_each_switch():
