@@ -25,6 +25,9 @@ further groups through `kept` (hashable arguments only), which makes each once p
 
     mesh = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
 
+Processes outnumber cores, so what one rank can do for all, such as plain training, the first does alone
+(`told_by_first`).
+
 A test that leaves a group unusable (a collective that timed out on purpose) says `spoils=True`. Ranks rendezvous
 through a FileStore: no port to guess. Warnings are errors on the ranks too. If a rank fails or the time is over, every
 rank's traceback (of those that hang: the stacks of all threads) is in the message, and the pool is built anew.
@@ -60,7 +63,7 @@ import torch
 import torch.distributed as dist
 
 MAX_WORLD = 16
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "hypothesis", "pytest", "zeromesh.comm", __name__]
+PRELOAD = ["torch._dynamo", "hypothesis", "pytest", "zeromesh.engine.api", __name__]
 GRACE_S = 3.0
 """How long the other ranks may take to notice that one has failed."""
 
@@ -303,14 +306,10 @@ def _join(rank: int, path: str, world: int, timeout: timedelta) -> None:
         return
     # Not at the end of the last call: a rank that is done must not leave while others still join.
     _kept.clear()
-    if "torch.distributed.tensor" in sys.modules:  # whose caches hold meshes, equal to new ones, of groups that go
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
+    _forget_meshes()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-        _forget_meshes()
     store = dist.FileStore(path, world)  # type: ignore[attr-defined]  # torch does not list it in __all__
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     _joined[:] = [path]
@@ -333,4 +332,12 @@ def kept(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     if key not in _kept:
         _kept[key] = make(*args, **kwargs)
     value: T = _kept[key]
+    return value
+
+
+def told_by_first(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """On a rank: `make(*args, **kwargs)` of rank 0; all ranks must call it."""
+    told: list[Any] = [make(*args, **kwargs) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    value: T = told[0]
     return value

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
 from tests.dist.engine.comparison import Comparison, Unequal
-from tests.dist.pool import kept
+from tests.dist.pool import kept, told_by_first
 from zeromesh.engine.api import engine_of
 
 VOCABULARY, WIDTH, BATCH, SEQUENCE = 11, 7, 2, 5
@@ -228,11 +228,8 @@ class Plain:
 
 @functools.cache
 def plain(case: Case) -> Plain:
-    """Plain training, done by rank 0 for all: processes outnumber cores."""
-    result = [train_plainly(case) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(result)
-    assert result[0] is not None
-    return result[0]
+    """Plain training, done by rank 0 for all."""
+    return told_by_first(train_plainly, case)
 
 
 def train_plainly(case: Case) -> Plain:

@@ -1,8 +1,9 @@
 """Trains one model plainly and sharded on the same global batch, and holds the two against each other.
 
-Every rank runs the plain training of all ranks' data itself, in fp64, so that what differs is zeromesh's doing. After
-each backward all gradients are compared, after each step all parameters: this rank's slices with the same parts of
-the whole tensors, and at the end the whole state dict.
+The first rank runs the plain forwards and backwards of all ranks' data, in fp64, so that what differs is zeromesh's
+doing, and tells the others its gradients, since processes outnumber cores. After each backward all gradients are
+compared, after each step all parameters: this rank's slices with the same parts of the whole tensors, and at the end
+the whole state dict.
 """
 
 from __future__ import annotations
@@ -120,6 +121,20 @@ def shown(model: nn.Module) -> list[bool]:
     return [param.grad is not None for param in model.parameters()]
 
 
+def share_grads(model: nn.Module) -> None:
+    """The first rank's gradients of a plain model of real numbers, on all ranks."""
+    params = list(model.parameters())
+    there = torch.tensor([param.grad is not None for param in params])
+    dist.broadcast(there, src=0)
+    having = [param for param, has in zip(params, there.tolist(), strict=True) if has]
+    whole = torch.cat([(param if param.grad is None else param.grad).detach().double().flatten() for param in having])
+    dist.broadcast(whole, src=0)
+    for param in params:
+        param.grad = None
+    for param, grad in zip(having, whole.split([param.numel() for param in having]), strict=True):
+        param.grad = grad.view_as(param).to(param.dtype)
+
+
 def same_grads(model: nn.Module, plain: nn.Module, bound: float = BOUND) -> None:
     """This rank's gradients are slices of the plain model's; both have one, or neither has."""
     params = sharded_params(model)
@@ -206,10 +221,12 @@ class Pair:
         zm.shard(self.model, mesh_2x2(self.device), self.strategy, **self.options)
 
     def plain_backward(self, step: int, micros: Iterable[int] | None = None) -> None:
-        for micro in range(self.micro_batches) if micros is None else micros:
-            for rank in range(WORLD):
-                loss = self.loss_of(self.plain, self.data_of(step, micro, rank))
-                (loss / self.micro_batches / WORLD).backward()
+        if dist.get_rank() == 0:
+            for micro in range(self.micro_batches) if micros is None else micros:
+                for rank in range(WORLD):
+                    loss = self.loss_of(self.plain, self.data_of(step, micro, rank))
+                    (loss / self.micro_batches / WORLD).backward()
+        share_grads(self.plain)
 
     def backward(self, step: int) -> None:
         before = shown(self.model)

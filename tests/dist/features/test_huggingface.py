@@ -9,20 +9,11 @@ import torch
 from torch import nn
 
 from tests.dist.features.parity import STRATEGIES, Pair, tokens, train_side_by_side
+from tests.dist.hugging import SMALL, VOCABULARY
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 
-VOCABULARY = 23
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-    "attention_dropout": 0.0,
-}
+SIZES = SMALL | {"num_hidden_layers": 3, "num_key_value_heads": 1}
 
 
 def build(kind: str) -> nn.Module:
@@ -31,12 +22,12 @@ def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
     match kind:
         case "llama":
-            return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)).double()
+            return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)).double()
         case "qwen2":
-            return hf.Qwen2ForCausalLM(hf.Qwen2Config(**SMALL, tie_word_embeddings=True)).double()
+            return hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES, tie_word_embeddings=True)).double()
         case "mixtral":
             experts = {"num_local_experts": 6, "num_experts_per_tok": 1, "output_router_logits": True}
-            config = hf.MixtralConfig(**SMALL, **experts)
+            config = hf.MixtralConfig(**SIZES, **experts)
             config._experts_implementation = "eager"  # torch's grouped product has no fp64
             return hf.MixtralForCausalLM(config).double()
         case "gpt2":
@@ -49,7 +40,7 @@ def build(kind: str) -> nn.Module:
             starts = {"decoder_start_token_id": 0}
             return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=VOCABULARY, **sizes, **starts)).double()
         case "vit":
-            sizes = {k: SMALL[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+            sizes = {k: SIZES[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers")}
             image = {"image_size": 8, "patch_size": 4, "num_labels": 3, "num_attention_heads": 2}
             return hf.ViTForImageClassification(hf.ViTConfig(**sizes, **image)).double()
     raise AssertionError(kind)

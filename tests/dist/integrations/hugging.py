@@ -18,21 +18,9 @@ import torch
 import torch.distributed as dist
 
 import zeromesh as zm
+from tests.dist.hugging import SMALL, VOCABULARY
 
-VOCABULARY = 23
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-    "attention_dropout": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+SIZES = SMALL | {"num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 MESH = {"cluster": 2, "node": 2}
 STRATEGIES = ("node=3,cluster=1", "node=1,cluster=1", "node=3,cluster=0")
@@ -59,7 +47,7 @@ def build(kind: str = "llama") -> Any:
     import transformers as hf
 
     torch.manual_seed(0)
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, tie_word_embeddings=kind == "tied"))
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=kind == "tied"))
     if kind not in ("lora", "bf16 base"):
         return model
     import peft

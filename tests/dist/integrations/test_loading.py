@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from tests.dist.integrations.hugging import (
-    SMALL,
+    SIZES,
     arguments,
     build,
     curve,
@@ -36,10 +36,10 @@ def saved(directory: Path, kind: str) -> Any:
         experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
         vision: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
         model: Any = {
-            "tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, tie_word_embeddings=True)),
-            "packed experts": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, **experts)),
+            "tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=True)),
+            "packed experts": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, **experts)),
             "cut in three": lambda: hf.RadioModel(hf.RadioConfig(**vision, patch_size=4)),
-            "bf16": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)).bfloat16(),
+            "bf16": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)).bfloat16(),
         }[kind]()
         with torch.no_grad():
             for tensor in model.state_dict().values():

@@ -36,7 +36,7 @@ from tests.dist.owners.test_parity import (
     shard,
 )
 from tests.dist.owners.test_use import elements_that_move
-from tests.dist.pool import Pool, kept
+from tests.dist.pool import Pool, kept, told_by_first
 from zeromesh.engine.api import engine_of
 
 TIMEOUT_S = 300.0
@@ -51,7 +51,7 @@ def every() -> Iterator[tuple[int, tuple[int, ...], str]]:
 
 def parity(kind: str, sizes: tuple[int, ...], strategy: str) -> None:
     """The steps of one process."""
-    expected = kept(in_one_process, kind, dist.get_world_size(), STEPS)
+    expected = kept(told_by_first, in_one_process, kind, dist.get_world_size(), STEPS)
     model = shard(net(), sizes, strategy)
     optimizers = optimizers_of(kind, model, owned(kind))
     for step in range(STEPS):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeromesh as zm
 from tests.dist.features.parity import close, same_params, same_state, sharded_params
 from tests.dist.owners.optimizers import LAMB, SOAP, Orthogonal, Shampoo
-from tests.dist.pool import kept, on_ranks
+from tests.dist.pool import kept, on_ranks, told_by_first
 from zeromesh.engine.optim import WHOLE
 
 MICRO_BATCHES = 3
@@ -64,15 +64,18 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Its head is tied to its embedding; one layer gets no gradient."""
+    """Of blocks of any kind; `odd`: its head is tied to its embedding, and one layer gets no gradient."""
 
-    def __init__(self, dim: int = 5, num_blocks: int = 3) -> None:
+    def __init__(
+        self, block: Callable[[int], nn.Module] = Block, dim: int = 5, num_blocks: int = 3, *, odd: bool = True
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_blocks))
-        self.unused = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(block(dim) for _ in range(num_blocks))
         self.head = nn.Linear(dim, 11, bias=False)
-        self.head.weight = self.embed.weight
+        if odd:
+            self.unused = nn.Linear(dim, dim)
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -259,7 +262,7 @@ def all_in_one_process(ranks: int, steps: int = STEPS) -> ExpectedOfAll:
 
 def train(sizes: tuple[int, ...], strategies: Sequence[str], steps: int = STEPS) -> None:
     """Under each of the strategies, the steps of one process."""
-    expected = kept(all_in_one_process, dist.get_world_size(), steps)
+    expected = kept(told_by_first, all_in_one_process, dist.get_world_size(), steps)
     for strategy in strategies:
         model = shard(many(), sizes, strategy)
         optimizers = all_kinds(model, owned_kind)

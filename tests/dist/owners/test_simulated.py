@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import zeromesh as zm
-from tests.dist.owners.test_parity import MICRO_BATCHES, backward, shard
+from tests.dist.owners.test_parity import MICRO_BATCHES, Net, backward, shard
 from tests.dist.pool import on_ranks
 from tests.pure.planner.setups import small_cluster
 from zeromesh.cost.constants import default_constants
@@ -43,23 +43,9 @@ class Block(nn.Module):
         return x + torch.stack([hidden @ expert for expert in self.experts]).sum(0)
 
 
-class Net(nn.Module):
-    def __init__(self, dim: int = 6, num_blocks: int = 5) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_blocks))
-        self.head = nn.Linear(dim, 11, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def net() -> Net:
     torch.manual_seed(0)
-    return Net().double()
+    return Net(Block, dim=6, num_blocks=5, odd=False).double()
 
 
 @cache

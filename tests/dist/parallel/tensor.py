@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -26,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zeromesh as zm
-from tests.dist.pool import kept
+from tests.dist.pool import kept, told_by_first
 from zeromesh.engine.api import engine_of
 
 WIDTH, HIDDEN, VOCABULARY, BATCH, SEQUENCE = 6, 5, 11, 2, 4
@@ -149,10 +148,7 @@ Record = dict[str, Any]
 @functools.cache
 def plain(ranks: int, optimizer: str) -> list[Record]:
     """Plain training on the tokens of so many data-parallel ranks, done by rank 0 for all."""
-    result = [_train_plainly(ranks, optimizer) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(result)
-    assert result[0] is not None
-    return result[0]
+    return told_by_first(_train_plainly, ranks, optimizer)
 
 
 def _train_plainly(ranks: int, optimizer: str) -> list[Record]:

@@ -35,7 +35,7 @@ from tests.dist.parallel.tensor import (
     sharded,
 )
 from tests.dist.parallel.test_states import shared_path
-from tests.dist.pool import kept, on_ranks
+from tests.dist.pool import kept, on_ranks, told_by_first
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import WHOLE
 
@@ -109,7 +109,7 @@ def train(model: nn.Module, optimizers: list[optim.Optimizer], plan: str, first:
 
 def check(strategy: str, plan: str, *shape: int, tp: int = 2, steps: int = STEPS, **options: Any) -> None:
     mesh = mesh_of(*shape, tp=tp)
-    wanted = kept(one_process, mesh.size() // tp, steps)
+    wanted = kept(told_by_first, one_process, mesh.size() // tp, steps)
     model = sharded(strategy, plan, mesh, **options)
     optimizers = optimizers_of(model, by_owner)
     train(model, optimizers, plan, 0, wanted)
@@ -188,7 +188,7 @@ def test_bytes_and_memory_are_predicted():
 @on_ranks(4)
 def test_resumes_under_another_degree(tmp_path):
     """Under degrees 1 and 4 what was saved under 2; and, by `state_dict`, states of what a rank owns."""
-    path, wanted = shared_path(tmp_path), kept(one_process, 2, 3)
+    path, wanted = shared_path(tmp_path), kept(told_by_first, one_process, 2, 3)
     model = sharded("node=3", "blocks", mesh_of(2))
     optimizers = optimizers_of(model, by_owner)
     train(model, optimizers, "blocks", 0, wanted[:2])
