@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -152,10 +152,8 @@ class Stop(Exception):
     """Ends the training, and not the process by itself."""
 
 
-def script(rank: int, store: str, strategy: str, ending: str, moment: str) -> None:
+def script(rank: int, strategy: str, ending: str, moment: str) -> None:
     """What one rank's process runs; it ends as it returns."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("node",))
     torch.manual_seed(0)
     model = zm.shard(Net().double(), mesh, strategy, bucket_bytes=0)
@@ -193,17 +191,23 @@ def fork_and_wait() -> None:
     assert worker.exitcode == 0
 
 
-def run_cell(directory: Path, *cell: str) -> list[int] | None:
-    """The exit codes of both ranks; None in a child, which goes on to its end."""
+def exit_codes(world: int, store: Path, run: Callable[[int], None]) -> list[int] | None:
+    """Of so many ranks that run this in processes of their own; None in those, which go on to their end.
+
+    What they print lies in files beside `store`.
+    """
     children = []
-    for rank in range(2):
+    for rank in range(world):
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
+            printed = os.open(f"{store}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
             for stream in (1, 2):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+                os.dup2(printed, stream)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            script(rank, str(directory / "-".join(cell).replace(" ", "-")), *cell)
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            run(rank)
             return None
         children.append(child)
     return [wait_for(child) for child in children]
@@ -220,38 +224,17 @@ def wait_for(child: int) -> int:
         time.sleep(0.005)
 
 
-def run_cells(directory: Path) -> None:
-    """Forked from one process that has imported everything; a child falls through to the end of the interpreter."""
-    parameter = nn.Parameter(torch.zeros(1))
-    sgd(nn.ParameterList([parameter])).step()  # imports what torch imports late
-    gc.freeze()  # else each child spends a second on what it has inherited
-    found = {}
-    for strategy in PROCESS_STAGES:
-        for ending in ENDED:
-            for moment in PROCESS_MOMENTS:
-                codes = run_cell(directory, strategy, ending, moment)
-                if codes is None:
-                    return
-                found[f"{strategy}, {ending}, {moment}"] = codes
-    print(json.dumps(found))
+def cells() -> Iterator[tuple[str, str, str]]:
+    """Strategy, ending and moment: each ending at each moment, under the strategies by turns, so that any two of the
+    three come together."""
+    for i, ending in enumerate(ENDED):
+        for j, moment in enumerate(PROCESS_MOMENTS):
+            yield PROCESS_STAGES[(i + j) % len(PROCESS_STAGES)], ending, moment
 
 
-@pytest.mark.timeout(240)  # 20 s on two idle cores
-def test_processes_end_with_their_own_code(tmp_path):
-    command = [sys.executable, "-m", "tests.dist.features.test_endings", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == len(PROCESS_STAGES) * len(ENDED) * len(PROCESS_MOMENTS)
-    wrong = {cell: codes for cell, codes in found.items() if codes != [ENDED[cell.split(", ")[1]]] * 2}
-    assert not wrong
-
-
-PREAMBLE = """
+SURROUNDINGS = """
 from dataclasses import dataclass
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-torch.set_num_threads(1)
+import torch
 
 @dataclass
 class Output:
@@ -266,19 +249,54 @@ data = [[{"x": torch.randn(2, 8)}] * 2] * 3
 """
 
 
-@pytest.mark.timeout(180)  # of several starts
-def test_the_loop_of_the_readme_ends_with_0(tmp_path):
-    """As a script on four ranks, whose last statement is the last step's."""
+def loop_of_the_readme(rank: int) -> None:
+    """As a script, whose last statement is the last step's: what it has made is there until the interpreter ends."""
     readme = Path(__file__).parents[3].joinpath("README.md").read_text()
     loop = readme.split("```python\n")[1].split("```")[0]
     small = loop.replace('"cuda", (16, 8)', '"cpu", (2, 2)')
     assert small != loop and "optimizer.step()" in small
-    script = tmp_path / "train.py"
-    script.write_text(PREAMBLE + small)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    exec(SURROUNDINGS + small, vars(sys.modules["__main__"]))
+
+
+README = "the loop of the README"
+
+
+def run_all(directory: Path) -> None:
+    """Forked from one process that has imported everything; a child falls through to the end of the interpreter."""
+    parameter = nn.Parameter(torch.zeros(1))
+    sgd(nn.ParameterList([parameter])).step()  # imports what torch imports late
+    gc.freeze()  # else each child spends a second on what it has inherited
+    runs = {", ".join(cell): (2, lambda rank, cell=cell: script(rank, *cell)) for cell in cells()}
+    found = {}
+    for name, (world, run) in {**runs, README: (4, loop_of_the_readme)}.items():
+        codes = exit_codes(world, directory / name, run)
+        if codes is None:
+            return
+        found[name] = codes
+    print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The exit codes of all ranks, by run, and where what they have printed lies."""
+    directory = tmp_path_factory.mktemp("endings")
+    command = [sys.executable, "-m", "tests.dist.features.test_endings", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), directory
+
+
+@pytest.mark.timeout(240)  # 10 s on two idle cores
+def test_processes_end_with_their_own_code(ended):
+    expected = {", ".join(cell): [ENDED[cell[1]]] * 2 for cell in cells()}
+    assert {name: codes for name, codes in ended[0].items() if name != README} == expected
+
+
+@pytest.mark.timeout(240)
+def test_the_loop_of_the_readme_ends_with_0(ended):
+    codes, directory = ended
+    assert codes[README] == [0] * 4, [path.read_text() for path in directory.glob(f"{README}-*.txt")]
 
 
 if __name__ == "__main__":
-    run_cells(Path(sys.argv[1]))
+    run_all(Path(sys.argv[1]))

@@ -61,23 +61,6 @@ def zeromesh_train(
     )
 
 
-def test_run_of_two_local_processes(file: Path) -> None:
-    pytest.importorskip("tensorboard")
-    pytest.importorskip("wandb")
-    done = zeromesh_train(file, "--set", 'run.trackers=["tensorboard", "wandb"]')
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (file.parent / "out/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert lines[-1]["loss"] < lines[0]["loss"]
-    assert [line["tokens"] for line in lines] == [80, 80, 80]
-    assert "step 3/3" in done.stdout
-    assert "predicted and measured agree on all 2 devices" in done.stdout
-    assert tensorboard_losses(file.parent / "out/tensorboard") == pytest.approx([line["loss"] for line in lines])
-    page = (file.parent / "out/run.html").read_text()
-    assert "<b>3 of 3</b>" in page and "Predicted and allocated agree on all ranks" in page
-    assert len(list(file.parent.glob("out/wandb/offline-run-*/*.wandb"))) == 1
-
-
 def tensorboard_losses(directory: Path) -> list[float]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -88,9 +71,12 @@ def tensorboard_losses(directory: Path) -> list[float]:
 
 @pytest.mark.timeout(240)  # 4 processes that import transformers: most of it on a busy machine
 def test_the_demo(tmp_path: Path) -> None:
-    """`make demo`, but for the number of its steps: from the sources of Python's standard library to the table."""
+    """`make demo`, but for the number of its steps: from the sources of Python's standard library to table and page."""
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
     demo = Path(__file__).parents[3] / "examples/demo.toml"
-    changes = (f'run.directory="{tmp_path}"', "run.steps=3", "eval.sequences=4")
+    trackers = 'run.trackers=["tensorboard", "wandb"]'
+    changes = (f'run.directory="{tmp_path}"', "run.steps=3", "eval.sequences=4", trackers)
     done = zeromesh_train(demo, *(word for change in changes for word in ("--set", change)), timeout_s=230)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -100,7 +86,12 @@ def test_the_demo(tmp_path: Path) -> None:
     for name in names:
         row = re.search(rf"^{re.escape(name)} +([\d,]+) +([\d,]+)$", done.stdout, re.MULTILINE)
         assert row and row[1] == row[2] != "0", (name, done.stdout)
+    assert "step 3/3" in done.stdout
     assert "predicted and measured agree on all 4 devices" in done.stdout
+    assert tensorboard_losses(tmp_path / "tensorboard") == pytest.approx([line["loss"] for line in lines])
+    page = (tmp_path / "run.html").read_text()
+    assert "<b>3 of 3</b>" in page and "Predicted and allocated agree on all ranks" in page
+    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
 def test_wrong_key_is_one_message_and_exit_code_2(file: Path) -> None:
