@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zeromesh.cli import workload as shared
+
 if TYPE_CHECKING:
     from zeromesh.cluster import Cluster
 
 
 def clusters(
     name: Annotated[str, typer.Argument(help="A preset or a TOML file to show; none: list all presets.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: shared.Json = False,
 ) -> None:
     """List the known clusters, or show one."""
     from zeromesh.cluster import find_cluster, preset, preset_names

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def validate(
     tables: Annotated[list[str] | None, typer.Argument(help="Sources to predict; none: all, and the claims.")] = None,
     rows: Annotated[bool, typer.Option("--rows", help="Print every row.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: shared.Json = False,
     write: Annotated[Path | None, typer.Option("--write", help="Write the whole page as Markdown.")] = None,
 ) -> None:
     """Hold the simulator against published measurements: measured, predicted, error."""

@@ -1,10 +1,13 @@
-"""The options that `plan` and `simulate` share, and what they stand for."""
+"""What `plan` and `simulate` are both told, each option declared once, and what it stands for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -16,132 +19,154 @@ if TYPE_CHECKING:
     from zeromesh.planner import Calibration, Workload
     from zeromesh.simulator import Simulation
 
-Model = Annotated[
-    str,
-    typer.Option(
-        help="A preset (llama-7b, ...), a Hugging Face config.json of any architecture, or package.module:function."
-    ),
-]
-ClusterName = Annotated[str, typer.Option("--cluster", help="A preset (see `zeromesh clusters`) or a TOML file.")]
-World = Annotated[int, typer.Option(help="Devices to use, inner levels filled first; 0: all of the cluster.")]
-SeqLen = Annotated[int, typer.Option(help="Tokens in a sequence.")]
-GlobalBatchTokens = Annotated[int, typer.Option(help="Tokens of one step, all devices together.")]
-MicroBatch = Annotated[int, typer.Option(help="Sequences per device and micro-batch; 0: the planner's choice.")]
-Trainable = Annotated[str, typer.Option(help="all, a fraction of every tensor, or lora:RANK.")]
-GradDtype = Annotated[str, typer.Option(help="Of the accumulated gradient: fp32 or bf16.")]
-Checkpointing = Annotated[str, typer.Option(help="none, selective, full or auto.")]
-Margin = Annotated[float, typer.Option(help="Share of the device's memory to leave free.")]
-Engine = Annotated[str, typer.Option(help="Whose mechanics: zeromesh, fsdp, deepspeed or amsp.")]
-Optimizer = Annotated[str, typer.Option(help="adamw, or muon for the blocks' matrices and adamw for the rest.")]
-Ownership = Annotated[str, typer.Option(help="What adamw steps on: slices, or whole tensors of owners.")]
-Tp = Annotated[int, typer.Option("--tp", help="Ranks that share each layer (tensor parallel), the innermost.")]
-Cp = Annotated[int, typer.Option("--cp", help="Ranks that share each sequence (context parallel).")]
-Pp = Annotated[int, typer.Option("--pp", help="Ranks that share the layers (pipeline), the outermost.")]
-Ep = Annotated[int, typer.Option("--ep", help="Ranks that share the experts.")]
-PpSchedule = Annotated[str, typer.Option(help="Of the pipeline: gpipe, 1f1b, interleaved or zero-bubble.")]
-PpChunks = Annotated[int, typer.Option(help="Stages that one rank of a pipeline holds; 0: 2 if interleaved, else 1.")]
-SequenceParallel = Annotated[
-    bool, typer.Option("--sequence-parallel/--no-sequence-parallel", help="With tp: norms and residuals too.")
-]
-Like = Annotated[
-    str,
-    typer.Option(
-        help="A run of this model on these devices, whose measured step sets the device's rate: a metrics.jsonl, a "
-        "Trainer's trainer_state.json, a directory of either, or tokens a second."
-    ),
-]
-LikeStrategy = Annotated[str, typer.Option(help="The layout that --like's run had.")]
+MODEL = "A preset (llama-7b, ...), a Hugging Face config.json of any architecture, or package.module:function."
+LIKE = (
+    "A run of this model on these devices, whose measured step sets the device's rate: a metrics.jsonl, a Trainer's "
+    "trainer_state.json, a directory of either, or tokens a second."
+)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan, for train and shard.")]
+EMIT = "Print a configuration: fsdp2, deepspeed, megatron-fsdp or torchtitan."
 
 
-def load(
-    model: str, cluster: str, world: int, seq_len: int, trainable: str, param_dtype: str | None = None
-) -> tuple[ModelSpec, Cluster]:
-    """The model and the cluster that the options name, the cluster cut to the world."""
-    from zeromesh.cluster import find_cluster
-    from zeromesh.model import load_model
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """The options of both commands."""
 
-    found = find_cluster(cluster)
-    if world:
-        found = found.take(world)
-    dtype = param_dtype or found.device.matrix_dtype
-    return load_model(model, seq_len=seq_len, trainable=trainable, dtype=dtype), found
-
-
-def workload(
-    cluster: Cluster,
-    seq_len: int,
-    tokens: int,
-    micro_batch: int,
-    grad_dtype: str,
-    checkpointing: str,
-    optimizer: str = "adamw",
-    ownership: str = "slices",
-    *,
-    degrees: Mapping[str, int | None],
-    pp_schedule: str = "1f1b",
-    pp_chunks: int = 0,
-    sequence_parallel: bool = True,
-) -> Workload:
-    """The workload that the options describe; compute is in the device's own matrix dtype."""
-    from zeromesh.model import Recomputation
-    from zeromesh.model.parallel import SCHEDULES
-    from zeromesh.planner import Workload
-    from zeromesh.simulator.workload import OPTIMIZERS, OWNERSHIPS
-
-    check_choice("--grad-dtype", grad_dtype, ("fp32", "bf16"))
-    check_choice("--optimizer", optimizer, OPTIMIZERS)
-    check_choice("--ownership", ownership, OWNERSHIPS)
-    check_choice("--pp-schedule", pp_schedule, SCHEDULES)
-    for name, degree in degrees.items():
-        if degree is not None and degree < 1:
-            raise InputError(f"--{name} must be at least 1, got {degree}")
-    if pp_chunks < 0:
-        raise InputError(f"--pp-chunks must be at least 1 (0: as the schedule needs), got {pp_chunks}")
-    check_choice("--activation-checkpointing", checkpointing, ("none", "selective", "full", "auto"))
-    if micro_batch < 0:
-        raise InputError(f"--micro-batch must be at least 1 (0: the planner's choice), got {micro_batch}")
-    return Workload(
-        seq_len=seq_len,
-        global_batch_tokens=tokens,
-        micro_batch=micro_batch or None,
-        recomputation=None if checkpointing == "auto" else Recomputation(checkpointing),
-        param_dtype=cluster.device.matrix_dtype,
-        grad_dtype=grad_dtype,
-        optimizer=optimizer,
-        ownership=ownership,
-        tp=degrees["tp"],
-        cp=degrees["cp"],
-        pp=degrees["pp"],
-        ep=degrees["ep"],
-        pp_schedule=pp_schedule,
-        pp_chunks=pp_chunks or (2 if pp_schedule == "interleaved" else 1),
-        sequence_parallel=sequence_parallel,
+    model: Annotated[str, typer.Option(help=MODEL)]
+    cluster: Annotated[str, typer.Option(help="A preset (see `zeromesh clusters`) or a TOML file.")]
+    seq_len: Annotated[int, typer.Option(help="Tokens in a sequence.")]
+    global_batch_tokens: Annotated[int, typer.Option(help="Tokens of one step, all devices together.")]
+    world: Annotated[int, typer.Option(help="Devices to use, inner levels filled first; 0: all of the cluster.")] = 0
+    micro_batch: Annotated[int, typer.Option(help="Sequences per device and micro-batch; 0: the planner's choice.")] = 0
+    trainable: Annotated[str, typer.Option(help="all, a fraction of every tensor, or lora:RANK.")] = "all"
+    grad_dtype: Annotated[str, typer.Option(help="Of the accumulated gradient: fp32 or bf16.")] = "fp32"
+    optimizer: Annotated[str, typer.Option(help="adamw, or muon for the blocks' matrices and adamw for the rest.")] = (
+        "adamw"
     )
+    ownership: Annotated[str, typer.Option(help="What adamw steps on: slices, or whole tensors of owners.")] = "slices"
+    activation_checkpointing: Annotated[str, typer.Option(help="none, selective, full or auto.")] = "auto"
+    tp: Annotated[int, typer.Option(help="Ranks that share each layer (tensor parallel), the innermost.")] = 1
+    cp: Annotated[int, typer.Option(help="Ranks that share each sequence (context parallel).")] = 1
+    pp: Annotated[int, typer.Option(help="Ranks that share the layers (pipeline), the outermost.")] = 1
+    ep: Annotated[int, typer.Option(help="Ranks that share the experts.")] = 1
+    pp_schedule: Annotated[str, typer.Option(help="Of the pipeline: gpipe, 1f1b, interleaved or zero-bubble.")] = "1f1b"
+    pp_chunks: Annotated[
+        int, typer.Option(help="Stages that one rank of a pipeline holds; 0: 2 if interleaved, else 1.")
+    ] = 0
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel/--no-sequence-parallel", help="With tp: norms and residuals too.")
+    ] = True
+    memory_margin: Annotated[float, typer.Option(help="Share of the device's memory to leave free.")] = 0.08
+    engine: Annotated[str, typer.Option(help="Whose mechanics: zeromesh, fsdp, deepspeed or amsp.")] = "zeromesh"
+    like: Annotated[str, typer.Option(help=LIKE)] = ""
+    like_strategy: Annotated[
+        str, typer.Option(help="The layout that --like's run had; the command's own where not given.")
+    ] = ""
+    as_json: Json = False
+    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan, for train and shard.")] = None
+    emit: Annotated[str, typer.Option(help=EMIT)] = ""
+
+    def load(self) -> tuple[ModelSpec, Cluster]:
+        """The model and the cluster, cut to the world; raises InputError for options that are none."""
+        from zeromesh.cluster import find_cluster
+        from zeromesh.model import load_model
+        from zeromesh.planner.emit import EMITTERS
+        from zeromesh.simulator import find_engine
+
+        if not 0.0 <= self.memory_margin < 1.0:
+            raise InputError(f"--memory-margin must lie in [0, 1), got {self.memory_margin}")
+        if self.emit:
+            check_choice("--emit", self.emit, tuple(EMITTERS))
+        find_engine(self.engine)
+        found = find_cluster(self.cluster)
+        if self.world:
+            found = found.take(self.world)
+        dtype = found.device.matrix_dtype
+        return load_model(self.model, seq_len=self.seq_len, trainable=self.trainable, dtype=dtype), found
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep}
+
+    def workload(self, cluster: Cluster, degrees: Mapping[str, int | None]) -> Workload:
+        """What one step computes, in the device's own matrix dtype; `degrees`: None for those to be found."""
+        from zeromesh.model import Recomputation
+        from zeromesh.model.parallel import SCHEDULES
+        from zeromesh.planner import Workload
+        from zeromesh.simulator.workload import OPTIMIZERS, OWNERSHIPS
+
+        check_choice("--grad-dtype", self.grad_dtype, ("fp32", "bf16"))
+        check_choice("--optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("--ownership", self.ownership, OWNERSHIPS)
+        check_choice("--pp-schedule", self.pp_schedule, SCHEDULES)
+        for name, degree in degrees.items():
+            if degree is not None and degree < 1:
+                raise InputError(f"--{name} must be at least 1, got {degree}")
+        if self.pp_chunks < 0:
+            raise InputError(f"--pp-chunks must be at least 1 (0: as the schedule needs), got {self.pp_chunks}")
+        recomputation = self.activation_checkpointing
+        check_choice("--activation-checkpointing", recomputation, ("none", "selective", "full", "auto"))
+        if self.micro_batch < 0:
+            raise InputError(f"--micro-batch must be at least 1 (0: the planner's choice), got {self.micro_batch}")
+        return Workload(
+            seq_len=self.seq_len,
+            global_batch_tokens=self.global_batch_tokens,
+            micro_batch=self.micro_batch or None,
+            recomputation=None if recomputation == "auto" else Recomputation(recomputation),
+            param_dtype=cluster.device.matrix_dtype,
+            grad_dtype=self.grad_dtype,
+            optimizer=self.optimizer,
+            ownership=self.ownership,
+            tp=degrees["tp"],
+            cp=degrees["cp"],
+            pp=degrees["pp"],
+            ep=degrees["ep"],
+            pp_schedule=self.pp_schedule,
+            pp_chunks=self.pp_chunks or (2 if self.pp_schedule == "interleaved" else 1),
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def calibrated(self, spec: ModelSpec, hardware: Cluster, work: Workload, strategy: str) -> Calibration:
+        """What `--like` says of the cluster's device, whose layout was `strategy`."""
+        from zeromesh import planner
+        from zeromesh.strategy import Strategy
+
+        parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
+
+        def predict(cluster: Cluster) -> Simulation:
+            choices = planner.simulate_choices(
+                spec, cluster, work, parsed, engine=self.engine, memory_margin=self.memory_margin
+            )
+            return choices[0].simulation
+
+        return planner.calibrate(hardware, planner.read_run(self.like, work.global_batch_tokens), strategy, predict)
 
 
-def calibrated(
-    run: str,
-    spec: ModelSpec,
-    hardware: Cluster,
-    work: Workload,
-    strategy: str,
-    *,
-    engine: str,
-    memory_margin: float,
-) -> Calibration:
-    """What `--like RUN` says of the cluster's device, whose layout was `strategy`."""
-    from zeromesh import planner
-    from zeromesh.strategy import Strategy
+def described(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameter `given` is a `Described`, as one with all of its options."""
+    shared = get_type_hints(Described, include_extras=True)
+    own = inspect.signature(command, eval_str=True).parameters
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=shared[field.name],
+        )
+        for field in fields(Described)
+    ]
+    rest = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, each in own.items() if name != "given"]
 
-    parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        given = Described(**{name: options.pop(name) for name in shared})
+        command(given=given, **options)
 
-    def predict(cluster: Cluster) -> Simulation:
-        choices = planner.simulate_choices(spec, cluster, work, parsed, engine=engine, memory_margin=memory_margin)
-        return choices[0].simulation
-
-    return planner.calibrate(hardware, planner.read_run(run, work.global_batch_tokens), strategy, predict)
+    signature = inspect.Signature([*parameters, *rest])
+    run.__signature__ = signature  # type: ignore[attr-defined]  # what typer looks at, beside the annotations
+    run.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}
+    return run
 
 
 def check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
@@ -154,12 +179,6 @@ def check_top(top: int) -> None:
     """Raises InputError unless there is something to list."""
     if top < 1:
         raise InputError(f"--top must be at least 1, got {top}")
-
-
-def check_margin(margin: float) -> None:
-    """Raises InputError unless some memory is left to use."""
-    if not 0.0 <= margin < 1.0:
-        raise InputError(f"--memory-margin must lie in [0, 1), got {margin}")
 
 
 def write(path: Path, text: str) -> None:

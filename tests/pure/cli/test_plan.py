@@ -168,7 +168,7 @@ def test_published_spaces_refuse_what_they_do_not_take(zeromesh: Any, tmp_path: 
             in err
         )
     assert not list(tmp_path.iterdir())
-    assert "nothing of --exact, --emit:" in zeromesh("plan", *BASE, "--space", "mics", "--exact", "--emit", "fsdp2")[2]
+    assert "nothing of --emit, --exact:" in zeromesh("plan", *BASE, "--space", "mics", "--exact", "--emit", "fsdp2")[2]
 
 
 def test_simulate_writes_a_plan_and_lists_choices(zeromesh: Any, tmp_path: Path) -> None:
