@@ -166,7 +166,12 @@ def _read_file(path: Path, tokens: int) -> MeasuredStep:
         if found is None:
             raise InputError(f"--like: {path} holds none of {', '.join(NAMES)}")
         path = found
-    text = read_text(path, kind="a run's metrics, or tokens a second as a number,")
+    elif not path.exists():
+        raise InputError(
+            f"--like must be the file or the directory of a run, or tokens a second of all devices together as a "
+            f"number (120000, or '120000 tokens/s'), got {str(path)!r}, which is none and is not there"
+        )
+    text = read_text(path, kind="a run's metrics")
     step_s = _of_metrics(text, tokens, path) if path.suffix == ".jsonl" else _of_trainer(text, path)
     return MeasuredStep(step_s=step_s, source=str(path))
 
@@ -179,7 +184,7 @@ def _of_metrics(text: str, tokens: int, path: Path) -> float:
             found = json.loads(line)
             counts_all = counts_all and "positions" in found
             steps.append((float(found["step_s"]), int(found.get("positions", found["tokens"]))))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise InputError(f"--like: {path}, line {number}, is no step of zeromesh train's: {error!r}") from error
     if not steps:
         raise InputError(f"--like: {path} holds no steps yet")
@@ -198,14 +203,25 @@ def _of_metrics(text: str, tokens: int, path: Path) -> float:
 def _of_trainer(text: str, path: Path) -> float:
     """The mean step of a Trainer's run, which counts evaluation and saving in."""
     found = parse_json(text, where=f"--like: {path}")
-    entries = found.get("log_history", [found]) if isinstance(found, dict) else []
-    rates = [entry["train_steps_per_second"] for entry in entries if "train_steps_per_second" in entry]
-    if not rates:
+    state = found if isinstance(found, dict) else {}
+    history = state.get("log_history", [state])
+    entries = [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
+    ends = [entry for entry in entries if _number(entry, "train_steps_per_second")]
+    if not ends:
         raise InputError(
             f"--like: {path} has no train_steps_per_second, which the Trainer writes when a run ends: give the "
             f"trainer_state.json or train_results.json of its output directory, or tokens a second as a number"
         )
-    return 1 / _positive(float(rates[-1]), path)
+    runtime, steps = _number(ends[-1], "train_runtime"), _number(state, "max_steps")
+    if runtime and steps:  # what that rate is made of, which is written with three places only
+        return _positive(runtime / steps, path)
+    return _positive(1 / _number(ends[-1], "train_steps_per_second"), path)
+
+
+def _number(entry: dict[str, Any], key: str) -> float:
+    """0 where there is none."""
+    value = entry.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _positive(value: float, path: Path) -> float:

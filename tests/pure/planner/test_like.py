@@ -63,11 +63,20 @@ def test_what_a_run_has_written_is_read(tmp_path: Path):
     state = {"log_history": [{"loss": 1.0}, {"train_steps_per_second": 0.25}]}
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     assert read_run(str(tmp_path / "trainer_state.json"), 1000).step_s == 4.0
+    state["log_history"][1]["train_runtime"] = 41.0
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state | {"max_steps": 10}))
+    assert read_run(str(tmp_path / "trainer_state.json"), 1000).step_s == 4.1  # and not what that rounds to
     (tmp_path / "trainer_state.json").write_text('{"log_history": [{"loss": 1.0}]}')
+    for name, text in (("odd", '{"log_history": [3, {"train_steps_per_second": "fast"}]}'), ("none", "[1]")):
+        (tmp_path / f"{name}.json").write_text(text)
+        with pytest.raises(InputError, match=f"{name}.json has no train_steps_per_second"):
+            read_run(str(tmp_path / f"{name}.json"), 1000)
+    (tmp_path / "endless.jsonl").write_text('{"step_s": 1.0, "tokens": 1e400}\n')
     assert read_run("500 tokens/s", 1000).step_s == 2.0
     for run, message in (
         (tmp_path / "trainer_state.json", "has no train_steps_per_second"),
-        (tmp_path / "missing.jsonl", "missing.jsonl"),
+        (tmp_path / "missing.jsonl", "must be the file or the directory of a run.*missing.jsonl"),
+        (tmp_path / "endless.jsonl", "line 1, is no step"),
         ("-5", "must be positive"),
     ):
         with pytest.raises(InputError, match=message):
