@@ -151,7 +151,9 @@ class Reader:
             text = prompt + completion
             learned = ((len(prompt), len(text)),) if self.answers_only else None
             return Document(name=name, text=text, learned=learned, apart=True)
-        if not isinstance(row.get("text"), str):
+        if "text" in row and not isinstance(row["text"], str):
+            return f"text must be a text, got {type(row['text']).__name__}"
+        if "text" not in row:
             return (
                 f"a record must have text, prompt and completion, or messages; this has {', '.join(row) or 'nothing'}"
             )
@@ -221,7 +223,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _json_line(line: bytes) -> Any:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip())
     except json.JSONDecodeError as error:  # whose line is that of the text which it was given
         return f"not JSON: {error.msg} at column {error.colno}"
     except (ValueError, RecursionError) as error:

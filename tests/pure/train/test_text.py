@@ -176,6 +176,8 @@ def test_records_that_cannot_be_used_are_named_with_their_lines_and_counted(tmp_
     assert f"{path}:6: a record must have text, prompt and completion, or messages; this has txt" in text
     assert f"{path}:7: messages must be a list of objects" in text
     assert text.endswith("and 2 more")
+    _, reader = read(lines(tmp_path / "b.jsonl", {"text": 3}, '{"text": [\n'))
+    assert set(reader.problems) == {"text must be a text, got int", "not JSON: Expecting value at column 11"}
     _, reader = read(path)
     (template,) = (reason for reason in reader.problems if "messages need a chat template" in reason)
     assert reader.problems[template] == (f"{path}:7", 3)
