@@ -169,4 +169,4 @@ class ComputeModel:
 def causal_share(attention: AttentionSpec, seq_len: int) -> float:
     # A fused causal kernel skips what is masked; an unfused one computes all of it. The first tokens of a sequence see
     # 1, 2, 3 ... tokens, half a context on average; those behind them the whole context.
-    return 1 - attention.context(seq_len) / (2 * seq_len) if attention.fused else 1.0
+    return 1 - attention.causal * attention.context(seq_len) / (2 * seq_len) if attention.fused else 1.0

@@ -1,7 +1,8 @@
 """Reads any `nn.Module`: run on fake tensors, twice, since some terms grow with the sequence. Imports torch.
 
 FLOPs are torch's own count of each operation (torch.utils.flop_counter); activation bytes are what autograd's
-saved-tensor hooks see, each storage once. Nothing is allocated: FakeTensorMode runs on shapes alone.
+saved-tensor hooks see, each storage once. FakeTensorMode runs on shapes alone; what small values a model asks for, and
+how they are known, is `module_values`'s.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from zeromesh.errors import ModelError
-from zeromesh.model.module_trace import Product, UnitTrace, trace
+from zeromesh.model.module_trace import AttentionTrace, Product, StepByStep, UnitTrace, storage_of, trace
 from zeromesh.model.module_units import (
     DTYPE_NAMES,
     DTYPES,
@@ -46,8 +47,16 @@ _CODES = {dtype: name for name, dtype in FROZEN_DTYPES.items()}
 
 Measured = dict[str, UnitTrace]
 
+SHORT = (61, 31)
+"""Lengths of a sequence at which a module runs that computes one token after another; primes, as `_prime` says. What
+does not grow with the tokens (the padding of a convolution) counts for 1/61 of each."""
 
-def from_factory(text: str, *, seq_len: int, dtype: str = "bf16") -> ModelSpec:
+OWN_OPERATIONS = 300
+"""Of one call of a module, without its children's: more, and more than two a token, and it is such a module. A loop
+over as many experts is taken for one too; what it computes for a token is the same in short sequences."""
+
+
+def from_factory(text: str, *, seq_len: int | None, dtype: str = "bf16") -> ModelSpec:
     """The model that `package.module:function` returns, built and run on fake tensors.
 
     Args:
@@ -59,6 +68,7 @@ def from_factory(text: str, *, seq_len: int, dtype: str = "bf16") -> ModelSpec:
     Raises:
         ModelError: it cannot be imported, called, or run, or its inputs have another length.
     """
+    seq_len = required(seq_len)
     function = _find(text)
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
@@ -87,6 +97,13 @@ def from_module(
         return _read(fake, name=name or type(module).__name__, inputs=inputs, seq_len=seq_len, dtype=dtype)
 
 
+def required(seq_len: int | None) -> int:
+    """The length of the sequence that a module is run on, which nothing but the user says."""
+    if seq_len is None:
+        raise ModelError("seq_len is required, the tokens of a sequence: this model is read by a run on that many")
+    return seq_len
+
+
 def _find(text: str) -> Any:
     where, _, what = text.partition(":")
     here = str(Path.cwd())
@@ -106,7 +123,13 @@ def _fake_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     for tensor in [*module.parameters(), *module.buffers()]:
         fake = torch.empty(tensor.shape, dtype=dtype if tensor.dtype in DTYPE_NAMES else tensor.dtype)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-    return copy.deepcopy(module, memo)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:  # anything that the user's module holds
+        raise ModelError(
+            f"{type(module).__name__} cannot be copied without its values ({type(error).__name__}: {error}): give a "
+            "module that has not run, and holds nothing but parameters, buffers and plain values"
+        ) from error
 
 
 def _read(module: nn.Module, *, name: str, inputs: Any, seq_len: int, dtype: str) -> ModelSpec:
@@ -114,8 +137,7 @@ def _read(module: nn.Module, *, name: str, inputs: Any, seq_len: int, dtype: str
     module.train()
     units = cut(module)
     if inputs is None:
-        lengths = [_prime(seq_len), _prime(max(2, seq_len // 2))]
-        runs = [(length, trace(module, units, _token_inputs(module, length))) for length in lengths]
+        runs = _token_runs(module, units, seq_len)
     else:
         runs = [(seq_len, trace(module, units, _given_inputs(inputs, name, seq_len)))]
     specs = [_unit(unit, runs) for unit in units]
@@ -132,11 +154,35 @@ def _read(module: nn.Module, *, name: str, inputs: Any, seq_len: int, dtype: str
     )
 
 
-def _token_inputs(module: nn.Module, seq_len: int) -> Mapping[str, Any]:
-    ids = torch.zeros(1, seq_len, dtype=torch.int64)
-    if hasattr(module, "config") and hasattr(module, "_no_split_modules"):  # a transformers model
-        return {"input_ids": ids, "labels": ids, "use_cache": False}
-    return {"*": (ids,)}
+def _token_runs(module: nn.Module, units: Sequence[CutUnit], seq_len: int) -> list[tuple[int, Measured]]:
+    """Runs of two lengths: the sequence's and half of it; of a module that computes one token after another, as a scan
+    without its kernel, short ones, since what it takes grows in line with the tokens."""
+    lengths = _prime(seq_len), _prime(max(2, seq_len // 2))
+    most = max(OWN_OPERATIONS, 2 * seq_len) if seq_len > SHORT[0] else None
+    try:
+        return [(length, trace(module, units, token_inputs(module, length), most)) for length in lengths]
+    except StepByStep:
+        return [(length, trace(module, units, token_inputs(module, length))) for length in SHORT]
+
+
+def token_inputs(module: nn.Module, seq_len: int) -> Mapping[str, Any]:
+    """What a module is run on if nothing is said: ids of one plain token, and for labels the same."""
+    config = getattr(module, "config", None)
+    with unset_fake_temporarily():
+        ids = torch.full((1, seq_len), _plain_token(module, config))
+    if config is None or not hasattr(module, "_no_split_modules"):
+        return {"*": (ids,)}
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}  # a transformers model
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids  # else it would shift the labels, by tokens that few configs name
+    return inputs
+
+
+def _plain_token(module: nn.Module, config: Any) -> int:
+    """An id that means nothing to the model: padding would be masked."""
+    fields = config.to_dict() if hasattr(config, "to_dict") else {}
+    special = {value for key, value in fields.items() if key.endswith("token_id") and isinstance(value, int)}
+    return next((token for token in range(_vocab(module) - 1) if token not in special), 0)
 
 
 def _prime(limit: int) -> int:
@@ -171,7 +217,10 @@ def _unit(unit: CutUnit, runs: Sequence[tuple[int, Measured]]) -> UnitSpec:
     seq_len, measured = runs[0]
     found = measured[unit.name]
     products = sum(2.0 * p.rows * p.inner * p.outer * p.count for p in found.products)
-    trainable = {key.rpartition(".")[0] for key, parameter in unit.parameters if parameter.requires_grad}
+    frozen = {storage_of(p) for p in unit.module.parameters() if not p.requires_grad}
+    frozen |= {storage_of(buffer) for buffer in unit.module.buffers()}
+    attention = _attention(unit.name, runs)
+    grows = attention.forward_flops(seq_len) * seq_len if attention else 0.0
     return UnitSpec(
         name=unit.name,
         kind=unit.kind,
@@ -180,10 +229,10 @@ def _unit(unit: CutUnit, runs: Sequence[tuple[int, Measured]]) -> UnitSpec:
             for key, parameter in unit.parameters
             if parameter.numel()
         ),
-        matmuls=tuple(_matmul(product, seq_len, trainable) for product in found.products),
-        attention=_attention(found, seq_len),
+        matmuls=tuple(_matmul(product, seq_len, frozen) for product in found.products),
+        attention=attention,
         activations=_activations(unit, runs),
-        other_forward_flops=max(0.0, found.forward_flops - products - found.attention_flops) / seq_len,
+        other_forward_flops=max(0.0, found.forward_flops - products - grows) / seq_len,
     )
 
 
@@ -200,11 +249,9 @@ def _tensor(key: str, parameter: nn.Parameter, unit: CutUnit, products: Sequence
 
 
 def _active_share(parameter: nn.Parameter, products: Sequence[Product], tokens: int) -> float:
-    """Of a stack of experts' weights, the share that one token meets: rows of one expert's product per token."""
-    for product in products:
-        if product.count > 1 and parameter.numel() == product.count * product.inner * product.outer:
-            return min(1.0, product.rows / tokens)
-    return 1.0
+    """The share of its elements that one token meets: less than 1 for a stack of experts' weights."""
+    met = [p.rows * p.count * p.inner * p.outer for p in products if p.weight == storage_of(parameter)]
+    return min(1.0, sum(met) / tokens / parameter.numel()) if met else 1.0
 
 
 def _is_head(unit: CutUnit, key: str) -> bool:
@@ -214,25 +261,35 @@ def _is_head(unit: CutUnit, key: str) -> bool:
     return any(part.weight is weight for part in others)
 
 
-def _matmul(product: Product, tokens: int, trainable: set[str]) -> MatmulSpec:
+def _matmul(product: Product, tokens: int, frozen: set[int]) -> MatmulSpec:
     return MatmulSpec(
         name=product.name or "linear",
         inner=product.inner,
         outer=product.outer,
         rows_per_token=product.rows / tokens,
         count=product.count,
-        trainable_share=1.0 if product.name in trainable or not product.name else 0.0,
+        trainable_share=0.0 if product.weight in frozen else 1.0,
     )
 
 
-def _attention(found: UnitTrace, seq_len: int) -> AttentionSpec | None:
-    """One term for all attention of the unit: heads are scaled where a unit has more than one layer of it."""
-    if found.attention_heads is None:
+def _attention(name: str, runs: Sequence[tuple[int, Measured]]) -> AttentionSpec | None:
+    """One term for the products of activations with one another whose FLOPs per token grow with the sequence. The rest,
+    as of windows and linear attention, grows in line with it, and so do those written out beside fused ones, nearly."""
+    seq_len, measured = runs[0]
+    kind = "fused" if measured[name].fused.heads else "written"
+    found: AttentionTrace = getattr(measured[name], kind)
+    per_token = [(length, getattr(traces[name], kind).flops / length) for length, traces in runs]
+    growth = _line(per_token)[1] if len(runs) > 1 else found.flops / seq_len**2
+    if found.heads is None or growth <= 0.0:
         return None
-    heads, kv_heads, head_dim = found.attention_heads
-    layers = round(found.attention_flops / (4.0 * heads * head_dim * seq_len * seq_len)) or 1
+    heads, kv_heads, head_dim = found.heads
     return AttentionSpec(
-        heads=heads * layers, kv_heads=kv_heads * layers, head_dim=head_dim, fused=found.attention_fused
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        fused=kind == "fused",
+        causal=found.causal_flops / found.flops,
+        layers=growth / (4.0 * heads * head_dim),
     )
 
 
@@ -242,7 +299,7 @@ def _activations(unit: CutUnit, runs: Sequence[tuple[int, Measured]]) -> Activat
     saved = _per_token([(length, traces[unit.name].saved_bytes) for length, traces in runs])
     peak = _per_token([(length, traces[unit.name].backward_peak_bytes) for length, traces in runs])
     output = found.output_bytes / seq_len
-    kept = sum(product.output_bytes for product in found.products[0::2]) + found.attention_output_bytes
+    kept = sum(product.output_bytes for product in found.products[0::2]) + found.fused.output_bytes
     block = unit.kind is UnitKind.BLOCK
     return ActivationSpec(
         output=output,
@@ -251,18 +308,24 @@ def _activations(unit: CutUnit, runs: Sequence[tuple[int, Measured]]) -> Activat
         saved_full=PerToken() if block else saved,
         # the gradient that arrives at a block was there before its peak was noted
         working=peak + PerToken(constant=output) if block else peak,
-        elementwise=PerToken(constant=found.elementwise_bytes / seq_len),
+        elementwise=_per_token([(length, traces[unit.name].elementwise_bytes) for length, traces in runs]),
     )
 
 
 def _per_token(points: Sequence[tuple[int, float]]) -> PerToken:
     """The line through bytes per token at one or two sequence lengths."""
-    (long, at_long), *rest = [(length, total / length) for length, total in points]
+    constant, slope = _line([(length, total / length) for length, total in points])
+    return PerToken(constant=constant, per_context=slope)
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Height and slope through one or two points, nowhere falling."""
+    (long, at_long), *rest = points
     if not rest or rest[0][0] == long:
-        return PerToken(constant=at_long)
+        return at_long, 0.0
     short, at_short = rest[0]
     slope = max(0.0, (at_long - at_short) / (long - short))
-    return PerToken(constant=at_long - slope * long, per_context=slope)
+    return at_long - slope * long, slope
 
 
 def _with_inputs(specs: list[UnitSpec]) -> list[UnitSpec]:

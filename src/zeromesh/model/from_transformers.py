@@ -6,15 +6,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
 
 from zeromesh.errors import ModelError, nearest
-from zeromesh.model.from_module import from_module
+from zeromesh.model.from_module import from_module, required
 from zeromesh.model.huggingface import Config
 from zeromesh.model.spec import ModelSpec
 
+HEADS = (AutoModelForSeq2SeqLM, AutoModelForMaskedLM, AutoModelForCausalLM)
 
-def from_architecture(config: Config, *, name: str, where: str, seq_len: int, dtype: str = "bf16") -> ModelSpec:
+
+def from_architecture(config: Config, *, name: str, where: str, seq_len: int | None, dtype: str = "bf16") -> ModelSpec:
     """The model that a config, already read, describes, with the head that it is trained with, where it has one.
 
     Args:
@@ -30,24 +41,15 @@ def from_architecture(config: Config, *, name: str, where: str, seq_len: int, dt
     with torch.device("meta"):
         module = _build(dict(config), where)
     try:
-        return from_module(module, seq_len=seq_len, dtype=dtype, name=name)
+        return from_module(module, seq_len=required(seq_len), dtype=dtype, name=name)
     except ModelError as error:
         raise ModelError(
-            f"{where}: {type(module).__name__} has been built, but not read: {error}. Give package.module:function "
-            f"that returns the module with inputs that it runs on instead"
+            f"{where}: {type(module).__name__} has been built, but not read: {error}. Or give "
+            f"package.module:function that returns the module with inputs that it runs on"
         ) from error
 
 
 def _build(fields: dict[str, Any], where: str) -> nn.Module:
-    from transformers import (
-        CONFIG_MAPPING,
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-        AutoModelForSeq2SeqLM,
-    )
-
     model_type = fields.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         close = nearest(model_type, CONFIG_MAPPING.keys())
@@ -55,12 +57,22 @@ def _build(fields: dict[str, Any], where: str) -> nn.Module:
         raise ModelError(f"{where}: model_type must be one that transformers knows, got {model_type!r}; {clause}")
     try:
         config: Any = AutoConfig.for_model(model_type, **fields)
-        # An encoder may be made a decoder too, as BERT: a config that does not say its class is of what it is for.
-        heads = (AutoModelForSeq2SeqLM, AutoModelForMaskedLM, AutoModelForCausalLM)
-        named = next(iter(config.architectures or ()), "")
-        suits = [auto for auto in heads if type(config) in auto._model_mapping]
-        auto = next((one for one in suits if one._model_mapping[type(config)].__name__ == named), None)
-        module: nn.Module = (auto or next(iter(suits), AutoModel)).from_config(config, trust_remote_code=False)
+        module: nn.Module = trained_as(config).from_config(config, trust_remote_code=False)
     except Exception as error:  # each version and model of transformers has its own classes for a bad value
-        raise ModelError(f"{where}: transformers cannot build model_type {model_type!r}: {error}") from error
+        raise ModelError(
+            f"{where}: transformers {transformers.__version__} cannot build model_type {model_type!r} from these "
+            f"{len(fields)} keys and its own defaults for the rest: {type(error).__name__}: {str(error).strip()}. Give "
+            f"the config.json that a published model has, or package.module:function that returns the module"
+        ) from error
     return module
+
+
+def trained_as(config: Any) -> Any:
+    """The class of transformers that makes a config's model with the head that it is trained with.
+
+    An encoder may be made a decoder too, as BERT: a config that does not say its class is of what it is for.
+    """
+    named = next(iter(config.architectures or ()), "")
+    suits = [auto for auto in HEADS if type(config) in auto._model_mapping]
+    auto = next((one for one in suits if one._model_mapping[type(config)].__name__ == named), None)
+    return auto or next(iter(suits), AutoModel)

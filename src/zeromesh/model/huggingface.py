@@ -1,7 +1,8 @@
 """Reads a Hugging Face `config.json` without transformers: Llama-like, GPT-2, MPT and Mixtral-like models. Of others
 `zeromesh.model.from_transformers` builds the module itself.
 
-Defaults of keys that a file leaves out are those of the transformers class of that `model_type`.
+A key that a file leaves out has the default of the transformers class of that `model_type`, which `_DEFAULTS` repeats,
+and a key may have the other name that the class knows it by (`_ALIASES`); a test holds both against the classes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from zeromesh.model.transformer import build
 Config = Mapping[str, Any]
 
 
-def read_config(path: Path, *, seq_len: int = 2048, dtype: str = "bf16", kernels: Kernels = EAGER) -> ModelSpec:
+def read_config(path: Path, *, seq_len: int | None = None, dtype: str = "bf16", kernels: Kernels = EAGER) -> ModelSpec:
     """The model that a `config.json` describes.
 
     Args:
         path: of the file.
-        seq_len: of what a model that has no reader here is run on.
+        seq_len: of what a model that has no reader here is run on, which needs it.
         dtype: of compute and activations.
         kernels: as `load_model` takes them.
 
@@ -36,7 +37,7 @@ def read_config(path: Path, *, seq_len: int = 2048, dtype: str = "bf16", kernels
     config = parse_json(text, where=str(path), hint="; a model is given by its config.json", error=ModelError)
     if not isinstance(config, dict):
         raise ModelError(f"{path}: a table of keys is required, got {type(config).__name__}")
-    if isinstance(config.get("model_type"), str) and config["model_type"] not in _READERS:
+    if isinstance(config.get("model_type"), str) and not _is_read_here(config):
         try:
             from zeromesh.model.from_transformers import from_architecture  # imports torch
         except ModuleNotFoundError as error:
@@ -69,77 +70,82 @@ def shape_from_config(config: Config, *, name: str, where: str = "config") -> Tr
     return TransformerShape(name=name, source=where, **fields)
 
 
+def _is_read_here(config: Config) -> bool:
+    """Not where windows are some layers' alone, which a `TransformerShape` cannot say."""
+    return config["model_type"] in _READERS and not config.get("use_sliding_window")
+
+
 class _Keys:
     """A config's keys, checked as they are read."""
 
     def __init__(self, config: Config, where: str) -> None:
-        self._config = config
+        aliases = _ALIASES.get(config["model_type"], {})
+        given = {aliases.get(key, key): value for key, value in config.items()}
+        self._config = _DEFAULTS[config["model_type"]] | given
         self._where = where
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """`default`: of null, where the class takes that."""
         value = self._config.get(key)
-        if value is None:
-            if default is None:
-                raise ModelError(f"{self._where}: key {key} is required, a whole number of at least {minimum}")
+        if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise ModelError(f"{self._where}: {key} must be a whole number of at least {minimum}, got {value!r}")
         return value
 
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._config.get(key, default)
+    def flag(self, key: str) -> bool:
+        value = self._config[key]
         if not isinstance(value, bool):
             raise ModelError(f"{self._where}: {key} must be true or false, got {value!r}")
         return value
 
-    def number(self, key: str, default: float) -> float:
-        value = self._config.get(key, default)
+    def number(self, key: str) -> float:
+        value = self._config[key]
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ModelError(f"{self._where}: {key} must be a number, got {value!r}")
         return float(value)
 
-    def text(self, key: str, default: str) -> str:
-        return str(self._config.get(key) or default)
+    def text(self, key: str) -> str:
+        return str(self._config[key])
 
-    def optional(self, key: str, default: int | None = None) -> int | None:
-        """null is None, and not the default."""
-        return None if self._config.get(key, default) is None else self.integer(key, default)
+    def optional(self, key: str) -> int | None:
+        return None if self._config[key] is None else self.integer(key)
 
 
-def _llama(keys: _Keys, kv_heads: int | None = None) -> dict[str, Any]:
-    """`kv_heads`: what the class takes where the file does not name the key; for null it takes as many as heads."""
+def _llama(keys: _Keys) -> dict[str, Any]:
     heads = keys.integer("num_attention_heads")
-    bias = keys.flag("attention_bias", False)
+    bias = keys.flag("attention_bias")
     return {
         "family": "llama",
         "hidden": keys.integer("hidden_size"),
         "layers": keys.integer("num_hidden_layers"),
         "heads": heads,
-        "kv_heads": keys.optional("num_key_value_heads", kv_heads) or heads,
+        "kv_heads": keys.optional("num_key_value_heads") or heads,
         "head_dim": keys.integer("head_dim", 0),
         "ffn": keys.integer("intermediate_size"),
         "vocab": keys.integer("vocab_size"),
-        "tied": keys.flag("tie_word_embeddings", False),
+        "tied": keys.flag("tie_word_embeddings"),
         "qkv_bias": bias,
         "output_bias": bias,
-        "mlp_bias": keys.flag("mlp_bias", False),
+        "mlp_bias": keys.flag("mlp_bias"),
     }
 
 
+_UNBIASED = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
+
+
 def _mistral(keys: _Keys) -> dict[str, Any]:
-    return _llama(keys, 8) | {"window": keys.optional("sliding_window", 4096)}
+    return _llama(keys) | _UNBIASED | {"window": keys.optional("sliding_window")}
 
 
 def _qwen2(keys: _Keys) -> dict[str, Any]:
-    window = keys.optional("sliding_window") if keys.flag("use_sliding_window", False) else None
-    return _llama(keys, 32) | {"qkv_bias": True, "output_bias": False, "window": window}
+    return _llama(keys) | _UNBIASED | {"qkv_bias": True}
 
 
 def _mixtral(keys: _Keys) -> dict[str, Any]:
-    return _llama(keys, 8) | {
-        "window": keys.optional("sliding_window"),
+    return _mistral(keys) | {
         "experts": keys.integer("num_local_experts"),
-        "experts_per_token": keys.integer("num_experts_per_tok", 2),
+        "experts_per_token": keys.integer("num_experts_per_tok"),
     }
 
 
@@ -148,7 +154,7 @@ _UNGATED = {"gated": False, "rms_norm": False}
 
 def _gpt2(keys: _Keys) -> dict[str, Any]:
     hidden = keys.integer("n_embd")
-    dropouts = 2 if keys.number("resid_pdrop", 0.1) > 0 else 0
+    dropouts = 2 if keys.number("resid_pdrop") > 0 else 0
     return {
         **_UNGATED,
         "family": "gpt2",
@@ -157,22 +163,22 @@ def _gpt2(keys: _Keys) -> dict[str, Any]:
         "heads": keys.integer("n_head"),
         "ffn": keys.integer("n_inner", 4 * hidden),
         "vocab": keys.integer("vocab_size"),
-        "max_positions": keys.integer("n_positions", 1024),
-        "tied": keys.flag("tie_word_embeddings", True),
+        "max_positions": keys.integer("n_positions"),
+        "tied": keys.flag("tie_word_embeddings"),
         "norm_bias": True,
         "qkv_bias": True,
         "output_bias": True,
         "mlp_bias": True,
         # the tanh approximation is written out, operation by operation; every other activation is one kernel
-        "activation_saves": 4.0 if keys.text("activation_function", "gelu_new") == "gelu_new" else 1.0,
+        "activation_saves": 4.0 if keys.text("activation_function") == "gelu_new" else 1.0,
         "dropouts_per_block": dropouts,
     }
 
 
 def _mpt(keys: _Keys) -> dict[str, Any]:
     hidden = keys.integer("d_model")
-    bias = not keys.flag("no_bias", True)
-    ratio = keys.integer("expansion_ratio", 4)
+    bias = not keys.flag("no_bias")
+    ratio = keys.integer("expansion_ratio")
     return {
         **_UNGATED,
         "family": "mpt",
@@ -181,7 +187,7 @@ def _mpt(keys: _Keys) -> dict[str, Any]:
         "heads": keys.integer("n_heads"),
         "ffn": ratio * hidden,
         "vocab": keys.integer("vocab_size"),
-        "tied": keys.flag("tie_word_embeddings", True),
+        "tied": keys.flag("tie_word_embeddings"),
         "fused_attention": False,  # transformers' MPT writes the scores out
         "norm_bias": bias,
         "qkv_bias": bias,
@@ -197,6 +203,56 @@ _READERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "mixtral": _mixtral,
     "gpt2": _gpt2,
     "mpt": _mpt,
+}
+
+_LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_MISTRAL = _LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "qwen2": _LLAMA | {"intermediate_size": 22016, "num_key_value_heads": 32, "vocab_size": 151936},
+    "mixtral": _MISTRAL | {"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt2": {
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_inner": None,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+        "tie_word_embeddings": True,
+        "resid_pdrop": 0.1,
+        "activation_function": "gelu_new",
+    },
+    "mpt": {
+        "d_model": 2048,
+        "n_heads": 16,
+        "n_layers": 24,
+        "vocab_size": 50368,
+        "expansion_ratio": 4,
+        "no_bias": True,
+        "tie_word_embeddings": True,
+    },
+}
+_ALIASES: dict[str, dict[str, str]] = {
+    "mixtral": {"num_experts": "num_local_experts"},
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    "mpt": {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
 }
 
 

@@ -23,7 +23,7 @@ def load_model(
     Args:
         text: a preset, the path of a Hugging Face `config.json`, or `package.module:function` returning an
             `nn.Module`. The last, and configs of architectures that have no reader of their own, import torch.
-        seq_len: tokens in a sequence; those two are run on fake tensors of that length.
+        seq_len: tokens in a sequence; those two are run on fake tensors of that length, and need it.
         trainable: see `with_trainable`.
         dtype: of compute and activations.
         kernels: which operations are fused, for presets and configs; a module shows it itself.
@@ -42,11 +42,11 @@ def load_model(
 
 def _read(text: str, seq_len: int | None, dtype: str, kernels: Kernels) -> ModelSpec:
     if text.endswith(".json") or Path(text).is_file():
-        return read_config(Path(text), seq_len=seq_len or 2048, dtype=dtype, kernels=kernels)
+        return read_config(Path(text), seq_len=seq_len, dtype=dtype, kernels=kernels)
     if Path(text).is_dir():
-        return read_config(Path(text) / "config.json", seq_len=seq_len or 2048, dtype=dtype, kernels=kernels)
+        return read_config(Path(text) / "config.json", seq_len=seq_len, dtype=dtype, kernels=kernels)
     if _FACTORY.fullmatch(text):
         from zeromesh.model.from_module import from_factory  # imports torch: only for a module
 
-        return from_factory(text, seq_len=seq_len or 2048, dtype=dtype)
+        return from_factory(text, seq_len=seq_len, dtype=dtype)
     return preset(text, dtype=dtype, kernels=kernels)

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zeromesh.errors import ModelError
 from zeromesh.model.module_units import CutUnit, clean_name
+from zeromesh.model.module_values import KnownValues
 from zeromesh.model.spec import UnitKind
 
 aten = torch.ops.aten
@@ -43,6 +46,21 @@ class Product:
     outer: int
     count: int
     output_bytes: int
+    weight: int  # the storage of the parameter or buffer that it comes from
+
+
+@dataclass(slots=True)
+class AttentionTrace:
+    """Products of activations with one another, in FLOPs of the whole batch."""
+
+    heads: tuple[int, int, int] | None = None  # of the first: query heads, key heads, head size
+    flops: float = 0.0
+    causal_flops: float = 0.0  # of those, where a kernel may leave out what a causal mask hides
+    output_bytes: int = 0
+
+
+class StepByStep(Exception):  # a question for a shorter sequence, and no error
+    """A module computes one token after another."""
 
 
 @dataclass(slots=True)
@@ -50,10 +68,8 @@ class UnitTrace:
     """What one unit did in one forward and backward, in bytes and FLOPs of the whole batch."""
 
     products: list[Product] = field(default_factory=list)
-    attention_heads: tuple[int, int, int] | None = None  # query heads, key heads, head size
-    attention_fused: bool = True
-    attention_flops: float = 0.0
-    attention_output_bytes: int = 0
+    fused: AttentionTrace = field(default_factory=AttentionTrace)
+    written: AttentionTrace = field(default_factory=AttentionTrace)  # operation by operation
     forward_flops: float = 0.0
     saved_bytes: int = 0
     output_bytes: int = 0
@@ -64,12 +80,17 @@ class UnitTrace:
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Attributes every operation of the forward pass to the unit, and to the module, that runs it."""
 
-    def __init__(self, module: nn.Module, units: Sequence[CutUnit]) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[CutUnit], most: int | None) -> None:
+        """`most`: operations that a module may run by itself; more raise StepByStep."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.values = KnownValues()
+        self._most = most
+        self._own = [0]  # operations of each module that is running, without its children's
         self.traces: dict[str, UnitTrace] = {unit.name: UnitTrace() for unit in units}
         self._names = {id(part): clean_name(name) for name, part in module.named_modules()}
         self._units = {id(unit.module): unit for unit in units}
-        self._weights = {_storage(p) for p in module.parameters()} | {_storage(b) for b in module.buffers()}
+        self._weights = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._origins = {storage: storage for storage in self._weights}
         self._weight_sizes = {p.numel() for p in module.parameters()}
         self._unit_stack: list[str] = [""]
         self._name_stack: list[str] = [""]
@@ -88,52 +109,99 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is _GROUPED:
+            out = _grouped(**_named(func, args, kwargs or {}))
+        else:
+            out = self.values.run(func, args, kwargs or {})
         self._note_live(out)
-        if not self._in_backward:
-            self._note_forward(func.overloadpacket, args, kwargs or {}, out)
+        if self._in_backward:
+            return out
+        self._note_origin(args, out)
+        self._note_forward(func, args, kwargs or {}, out)
         return out
+
+    def count(self) -> None:
+        """One more operation of the module that is running; asked at its call, since raising inside of it may abort."""
+        self._own[-1] += 1
+        if self._most is not None and self._own[-1] > self._most and not self._in_backward:
+            raise StepByStep(self._name_stack[-1])
 
     # Forward --------------------------------------------------------------------------------------------------------
 
-    def _note_forward(self, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        trace = self.trace
+    def _note_origin(self, args: tuple[Any, ...], out: Any) -> None:
+        """What is computed from weights alone, as one in another dtype, is one of them to the products."""
+        given = [storage_of(tensor) for tensor in _tensors(args)]
+        if not given or not all(storage in self._origins for storage in given):
+            return
+        for tensor in _tensors(out):
+            key = storage_of(tensor)
+            if key not in self._origins:
+                self._origins[key] = self._origins[given[0]]
+                weakref.finalize(tensor.untyped_storage(), self._origins.pop, key, None)
+
+    def _note_forward(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        trace, packet = self.trace, func.overloadpacket
         if packet is _CPU_ATTENTION:
             trace.forward_flops += _attention_flops(args)
         elif packet is _GROUPED:
             trace.forward_flops += 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[2]
             experts, inner, outer = args[1].shape
-            self._add_product(args[0].shape[0] / experts, inner, outer, experts, out)
+            self._add_product(args[0].shape[0] / experts, inner, outer, experts, out, args[1])
         elif packet in flop_registry:
             trace.forward_flops += flop_registry[packet](*args, **kwargs, out_val=out)
         else:
             trace.elementwise_bytes += _traffic(args, out)
         if packet in _ATTENTION:
-            self._note_attention(args, out)
+            self._note_attention(_named(func, args, kwargs), out)
         elif packet in _PRODUCTS:
             self._note_product(packet, args, out)
 
-    def _note_attention(self, args: tuple[Any, ...], out: Any) -> None:
-        query, key = args[0], args[1]
-        self.trace.attention_heads = (query.shape[1], key.shape[1], query.shape[-1])
-        self.trace.attention_flops += _attention_flops(args)
-        self.trace.attention_output_bytes += sum(_nbytes(tensor) for tensor in _tensors(out))
+    def _note_attention(self, given: Mapping[str, Any], out: Any) -> None:
+        query, key = given["query"], given["key"]
+        found, flops = self.trace.fused, _attention_flops((query, key, given["value"]))
+        found.heads = found.heads or (query.shape[1], key.shape[1], query.shape[-1])
+        found.flops += flops
+        found.causal_flops += flops if given.get("is_causal") else 0.0
+        found.output_bytes += sum(_nbytes(tensor) for tensor in _tensors(out))
 
     def _note_product(self, packet: Any, args: tuple[Any, ...], out: Tensor) -> None:
         left, right = args[-2:] if packet in (aten.addmm, aten.baddbmm) else args[:2]
         count = left.shape[0] if left.ndim == 3 else 1
         rows, inner, outer = left.shape[-2], left.shape[-1], right.shape[-1]
-        if _storage(left) in self._weights or _storage(right) in self._weights:
-            self._add_product(rows, inner, outer, count, out)
-        else:  # two activations: attention written out
-            self.trace.attention_fused = False
-            self.trace.attention_flops += 2.0 * count * rows * inner * outer
-            self.trace.attention_heads = self.trace.attention_heads or (count, count, inner)
+        weight = next((one for one in (right, left) if storage_of(one) in self._origins), None)
+        if weight is not None:
+            self._add_product(rows, inner, outer, count, out, weight)
+            return
+        found = self.trace.written
+        found.heads = found.heads or (count, count, inner)
+        found.flops += 2.0 * count * rows * inner * outer
 
-    def _add_product(self, rows: float, inner: int, outer: int, count: int, out: Tensor) -> None:
+    def _add_product(self, rows: float, inner: int, outer: int, count: int, out: Tensor, weight: Tensor) -> None:
         name = self._name_stack[-1].removeprefix(self._unit_stack[-1]).lstrip(".")
-        product = Product(name=name, rows=rows, inner=inner, outer=outer, count=count, output_bytes=_nbytes(out))
-        self.trace.products.append(product)
+        self.trace.products.append(
+            Product(
+                name=name,
+                rows=rows,
+                inner=inner,
+                outer=outer,
+                count=count,
+                output_bytes=_nbytes(out),
+                weight=self._origins[storage_of(weight)],
+            )
+        )
+
+    def faked(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """`inputs` as fake tensors, whose values are known where they were real."""
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+                return value
+            made = torch.empty_like(value)
+            if not value.is_floating_point():
+                self.values.learn(made, value)
+            return made
+
+        return tree_map(fake, dict(inputs))  # type: ignore[no-any-return]  # torch's
 
     def note_result(self, output: Any) -> None:
         """What the module returns stays alive until its backward, saved or not: the logits above all."""
@@ -142,7 +210,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Counts what autograd saves, each storage once, for the unit that saved it first."""
-        key = _storage(tensor)
+        key = storage_of(tensor)
         if key not in self._saved and key not in self._weights:
             self._saved.add(key)
             self._pinned.append(tensor.untyped_storage())
@@ -162,7 +230,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
 
     def _note_live(self, out: Any) -> None:
         for tensor in _tensors(out):
-            key = _storage(tensor)
+            key = storage_of(tensor)
             if key in self._live or key in self._weights or (self._in_backward and self._is_weight_gradient(tensor)):
                 continue
             self._live[key] = tensor.untyped_storage().nbytes()
@@ -185,11 +253,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
 
     def _enter(self, part: nn.Module, args: Any) -> None:
         self._name_stack.append(self._names[id(part)])
+        self._own.append(0)
         if id(part) in self._units:
             self._unit_stack.append(self._units[id(part)].name)
 
     def _leave(self, part: nn.Module, args: Any, output: Any) -> None:
         self._name_stack.pop()
+        self._own.pop()
         if id(part) not in self._units:
             return
         self._unit_stack.pop()
@@ -209,19 +279,26 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         return enter
 
 
-def trace(module: nn.Module, units: Sequence[CutUnit], inputs: Mapping[str, Any]) -> dict[str, UnitTrace]:
+def trace(
+    module: nn.Module, units: Sequence[CutUnit], inputs: Mapping[str, Any], most: int | None = None
+) -> dict[str, UnitTrace]:
     """One forward and backward of `module` on `inputs`, inside a FakeTensorMode.
+
+    Args:
+        inputs: by keyword, and "*" for a tuple of positional ones; of those that are no fake tensors the values count.
+        most: operations that one call of a module may run by itself, not counting its children's.
 
     Raises:
         ModelError: the module cannot run on fake tensors, or gives nothing that a loss could be made of.
+        StepByStep: it runs more than `most`.
     """
-    tracer = Tracer(module, units)
+    tracer = Tracer(module, units, most)
     with ExitStack() as stack:
         tracer.hook(module, stack)
-        stack.enter_context(_as_on_an_accelerator())
+        stack.enter_context(_as_on_an_accelerator(tracer))
         stack.enter_context(tracer)
-        with torch.autograd.graph.saved_tensors_hooks(tracer.pack, lambda tensor: tensor):
-            output = _run(module, inputs)
+        with torch.autograd.graph.saved_tensors_hooks(tracer.pack, lambda tensor: tensor), _told(module):
+            output = _run(module, tracer.faked(inputs))
             tracer.note_result(output)
             loss = _loss(output)
         tracer.start_backward()
@@ -231,16 +308,38 @@ def trace(module: nn.Module, units: Sequence[CutUnit], inputs: Mapping[str, Any]
                 handle = hook(_drop_gradient)  # type: ignore[no-untyped-call]  # torch's
                 stack.callback(handle.remove)
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without annotations
+            with _told(module):
+                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without annotations
     return tracer.traces
 
 
-class _NoAttentionDropout(TorchFunctionMode):
-    """The CPU's fused attention has no dropout and falls back to scores; an accelerator's keeps a seed alone."""
+@contextmanager
+def _told(module: nn.Module) -> Iterator[None]:
+    """What the user's module raises, as what it means here."""
+    try:
+        yield
+    except (ModelError, StepByStep):
+        raise
+    except Exception as error:  # anything: it is the user's module that runs
+        raise ModelError(
+            f"{type(module).__name__} does not run on fake tensors of this shape ({type(error).__name__}: {error}). "
+            "Let the function return (module, inputs) with inputs as a tuple or a dictionary of tensors; a module "
+            "that branches on what its weights compute cannot be read"
+        ) from error
+
+
+class _Calls(TorchFunctionMode):
+    """Counts calls, and has no dropout in attention: the CPU's fused one falls back to scores for it, where an
+    accelerator's keeps a seed alone."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self._tracer.count()
         given = dict(kwargs or {})
         if func is torch.nn.functional.scaled_dot_product_attention:
             given["dropout_p"] = 0.0
@@ -248,7 +347,7 @@ class _NoAttentionDropout(TorchFunctionMode):
 
 
 @contextmanager
-def _as_on_an_accelerator() -> Iterator[None]:
+def _as_on_an_accelerator(tracer: Tracer) -> Iterator[None]:
     """transformers cannot see in fake tensors that a batch holds no packed sequences, and would build a causal mask
     that a real run leaves out; so it is told."""
     masking: Any = sys.modules.get("transformers.masking_utils")
@@ -256,11 +355,23 @@ def _as_on_an_accelerator() -> Iterator[None]:
     if original is not None:
         setattr(masking, _PACKED, lambda position_ids: None)
     try:
-        with _NoAttentionDropout():
+        with _Calls(tracer):
             yield
     finally:
         if original is not None:
             setattr(masking, _PACKED, original)
+
+
+def _grouped(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **others: Any) -> Tensor:
+    """The shape of a grouped product, of any dtype and alignment: torch's own fake kernel takes those of one device."""
+    last = mat2.shape[-1]
+    if self.ndim == 2 and mat2.ndim == 2 and offs is not None:
+        return self.new_empty(offs.shape[0], self.shape[0], last)
+    return self.new_empty(*(self.shape[:-1] if self.ndim == 2 or mat2.ndim == 3 else self.shape[1:-1]), last)
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
 
 
 def _attention_flops(args: Sequence[Any]) -> float:
@@ -273,15 +384,8 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    try:
-        positional = inputs.get("*", ())
-        return module(*positional, **{key: value for key, value in inputs.items() if key != "*"})
-    except Exception as error:  # anything: it is the user's module that runs
-        raise ModelError(
-            f"{type(module).__name__} does not run on fake tensors of this shape ({type(error).__name__}: {error}). "
-            "Let the function return (module, inputs) with inputs as a tuple or a dictionary of tensors; a module "
-            "whose shapes depend on data, as experts with a varying number of tokens, needs a config.json instead"
-        ) from error
+    positional = inputs.get("*", ())
+    return module(*positional, **{key: value for key, value in inputs.items() if key != "*"})
 
 
 def _loss(output: Any) -> Tensor:
@@ -304,7 +408,8 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """Its storage's identity, which views share."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
@@ -318,7 +423,7 @@ def _traffic(args: Sequence[Any], out: Any) -> int:
     outputs, inputs = _tensors(out), _tensors(args)
     storages: defaultdict[int, int] = defaultdict(int)
     for tensor in inputs:
-        storages[_storage(tensor)] += _nbytes(tensor)
-    if all(_storage(tensor) in storages for tensor in outputs):
+        storages[storage_of(tensor)] += _nbytes(tensor)
+    if all(storage_of(tensor) in storages for tensor in outputs):
         return 0
     return sum(storages.values()) + sum(_nbytes(tensor) for tensor in outputs)

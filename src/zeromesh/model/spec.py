@@ -103,7 +103,9 @@ class AttentionSpec:
     """Scores and weighted sum of one attention layer: the term that grows with the sequence.
 
     A query sees `window` tokens where the layer is windowed, else the whole sequence. `fused` is a kernel that keeps
-    no scores and computes them again in its backward (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
+    no scores and computes them again in its backward (FlashAttention-2, arXiv 2307.08691, section 3.1.2). `causal` is
+    the share of it where such a kernel leaves out what a causal mask hides; with any other mask it computes all.
+    `layers`: of such attention in the unit, in FLOPs.
     """
 
     heads: int
@@ -111,13 +113,15 @@ class AttentionSpec:
     head_dim: int
     window: int | None = None
     fused: bool = True
+    causal: float = 1.0
+    layers: float = 1.0
 
     def context(self, seq_len: int) -> int:
         return seq_len if self.window is None else min(seq_len, self.window)
 
     def forward_flops(self, seq_len: int) -> float:
         """Per token."""
-        return 4.0 * self.heads * self.head_dim * self.context(seq_len)
+        return 4.0 * self.layers * self.heads * self.head_dim * self.context(seq_len)
 
     def backward_flops(self, seq_len: int) -> float:
         """Per token."""

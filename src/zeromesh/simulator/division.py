@@ -213,7 +213,7 @@ def _with_context(model: ModelSpec, cp: int) -> ModelSpec:
     def gathered(unit: UnitSpec) -> UnitSpec:
         if unit.attention is None or cp == 1:
             return unit
-        elements = 2.0 * cp * unit.attention.kv_heads * unit.attention.head_dim
+        elements = 2.0 * cp * unit.attention.layers * unit.attention.kv_heads * unit.attention.head_dim
         found = tuple(
             CollectiveSpec(axis="cp", operation=operation, elements=elements, backward=backward, kept=True)
             for operation, backward in (("all_gather", False), ("all_gather", True), ("reduce_scatter", True))

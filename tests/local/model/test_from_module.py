@@ -188,6 +188,15 @@ def test_wrong_factories_say_what_is_wrong(function: str, message: str) -> None:
         from_factory(f"{__name__}:{function}", seq_len=64)
 
 
+def test_a_module_that_holds_what_it_has_computed_is_refused() -> None:
+    module = nn.Linear(4, 4)
+    module.last = module.weight * 2
+    with pytest.raises(
+        ModelError, match=r"Linear cannot be copied without its values .*give a module that has not run"
+    ):
+        from_module(module, seq_len=31)
+
+
 class Classifier(nn.Module):
     """A head that is no vocabulary, and a norm that belongs to nothing else."""
 

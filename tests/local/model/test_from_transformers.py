@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.architectures import real_flops
 from zeromesh.errors import ModelError
-from zeromesh.model import ModelSpec, UnitKind, load_model
+from zeromesh.model import ModelSpec, huggingface, load_model
+from zeromesh.model.from_transformers import trained_as
 
 SMALL = {
     "hidden_size": 16,
@@ -21,29 +23,73 @@ SMALL = {
 }
 
 
-def load(directory: Path, **config: Any) -> ModelSpec:
+def load(directory: Path, seq_len: int | None = 32, **config: Any) -> ModelSpec:
     path = directory / "config.json"
     path.write_text(json.dumps(SMALL | config))
-    return load_model(str(path), seq_len=32)
+    return load_model(str(path), seq_len=seq_len, dtype="fp32")
 
 
-def test_architectures_without_a_reader_are_built_and_read(tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+PAIR = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
 
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    for auto, model_type, more in (
-        (AutoModelForMaskedLM, "bert", {}),
-        (AutoModelForCausalLM, "qwen3_moe", experts),
-    ):
-        found = load(tmp_path, model_type=model_type, **more)
-        built = auto.from_config(AutoConfig.for_model(model_type, **SMALL, **more))
-        assert found.num_params == sum(parameter.numel() for parameter in built.parameters()), model_type
-        blocks = [unit for unit in found.units if unit.kind is UnitKind.BLOCK and ".layer" in unit.name]
-        assert sum(unit.count for unit in blocks) == 2 and all(unit.matmuls for unit in blocks), model_type
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "seq_len"),
+    [
+        ("bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, 31),  # sees both ways
+        ("qwen3_moe", EXPERTS, 31),
+        ("jetmoe", ROUTED, 31),  # asks how many tokens each expert has
+        ("m2m_100", PAIR, 31),  # two stacks, whose layers are dropped at random
+        ("t5", {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2}, 31),  # names no start of labels
+        ("mamba", {"state_size": 4, "num_hidden_layers": 1}, 149),  # one token after another: read from shorter runs
+    ],
+)
+def test_what_is_read_is_what_torch_counts(tmp_path: Path, model_type: str, more: Any, seq_len: int) -> None:
+    """All parameters, and the FLOPs of a real step, forward and backward."""
+    from transformers import AutoConfig
+
+    found = load(tmp_path, seq_len, model_type=model_type, **more)
+    quiet = {"attention_dropout": 0.0, "dropout": 0.0, "dropout_rate": 0.0}
+    config = AutoConfig.for_model(model_type, **(SMALL | more), **quiet, encoder_layerdrop=0.0, decoder_layerdrop=0.0)
+    built = trained_as(config).from_config(config).train()
+    assert found.num_params == sum(parameter.numel() for parameter in built.parameters())
+    forward, backward = real_flops(built, seq_len)
+    own = found.forward_flops_per_token(seq_len) * seq_len
+    # Read from 61 tokens and not 149, to which a convolution adds three at the end.
+    assert own == pytest.approx(forward, rel=0.01 if model_type == "mamba" else 1e-6)
+    assert found.step_flops_per_token(seq_len) * seq_len - own == pytest.approx(
+        backward, rel=0.01 if model_type == "mamba" else 1e-3
+    )
+
+
+def test_a_kernel_skips_what_a_causal_mask_hides_and_nothing_else(tmp_path: Path) -> None:
+    for model_type, causal in (("bert", 0.0), ("qwen3", 1.0)):
+        units = load(tmp_path, model_type=model_type).units
+        assert {unit.attention.causal for unit in units if unit.attention} == {causal}
+
+
+def test_defaults_are_those_of_the_classes() -> None:
+    from transformers import CONFIG_MAPPING
+
+    for model_type, defaults in huggingface._DEFAULTS.items():
+        known = CONFIG_MAPPING[model_type]
+        # Mistral's and Qwen2's classes have no biases to switch.
+        absent = {key for key in defaults if not hasattr(known, key)}
+        assert absent <= {"attention_bias", "mlp_bias", "head_dim"}, model_type
+        assert {key: getattr(known, key) for key in defaults if key not in absent} == {
+            key: value for key, value in defaults.items() if key not in absent
+        }
+        assert huggingface._ALIASES.get(model_type, {}) == known.attribute_map
+    assert set(huggingface._DEFAULTS) == set(huggingface._READERS)
 
 
 def test_what_cannot_be_built_or_run_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="one that transformers knows, got 'lama'; did you mean"):
         load(tmp_path, model_type="lama")
-    with pytest.raises(ModelError, match=r"ViTModel has been built, but not read: .*Give package.module:function"):
+    with pytest.raises(ModelError, match=r"ViTModel has been built, but not read: .*Or give package.module:function"):
         load(tmp_path, model_type="vit")
+    with pytest.raises(ModelError, match=r"cannot build model_type 'bert' from these .*: \w+: .*Give the config.json"):
+        load(tmp_path, model_type="bert", num_attention_heads=3)
+    with pytest.raises(ModelError, match="seq_len is required"):
+        load(tmp_path, None, model_type="bert")

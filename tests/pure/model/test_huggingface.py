@@ -40,6 +40,7 @@ def test_a_config_equals_its_preset(tmp_path: Path) -> None:
         ("mixtral", {"num_local_experts": 4}, 8, None),
         ("qwen2", {}, 32, None),
         ("llama", {}, 32, None),
+        ("mixtral", {"num_experts": 4}, 8, None),
     ],
 )
 def test_a_key_that_is_missing_has_its_classs_default(
@@ -64,7 +65,7 @@ def test_a_directory_with_a_config_is_read(tmp_path: Path) -> None:
         ("[]", "a table of keys is required, got list"),
         ({}, "model_type is required"),
         ({"model_type": ["llama"]}, r"model_type \['llama'\] has no reader"),
-        (LLAMA_7B | {"hidden_size": None}, "hidden_size is required"),
+        (LLAMA_7B | {"hidden_size": None}, "hidden_size must be a whole number of at least 1, got None"),
         (LLAMA_7B | {"hidden_size": "4096"}, "hidden_size must be a whole number of at least 1, got '4096'"),
         (LLAMA_7B | {"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1, got 0"),
         (LLAMA_7B | {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),

@@ -1,0 +1,278 @@
+"""Plans for every text architecture of transformers: which are read, and whether what is read is right.
+
+    python benchmarks/architectures.py -o benchmarks/results/architectures.json     # about ten minutes on two cores
+
+Of each config class that a causal, masked or encoder-decoder language model is made of, a config.json that names the
+type alone is loaded as `zeromesh plan --model` loads it, and a step of it simulated. Parameters are held against the
+model's own on the meta device. For FLOPs the config is made small by the names of its keys (see SMALLER), where that
+gives a model that runs; the FLOPs of a plan for it are held against what torch's counter sees of a real step on the
+CPU, forward and backward. An architecture that takes more than --limit seconds of a processor counts as failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_flop_count
+
+from zeromesh.cluster import find_cluster
+from zeromesh.errors import ModelError
+from zeromesh.files import write_whole
+from zeromesh.measure.setting import read_setting
+from zeromesh.model import ModelSpec, Recomputation, load_model
+from zeromesh.model.from_module import from_module, token_inputs
+from zeromesh.model.from_transformers import HEADS, trained_as
+from zeromesh.planner import Workload, simulate_choices
+from zeromesh.strategy import Strategy
+
+SEQ_LEN = 512
+SMALL_LEN = 61
+
+SMALLER = (
+    (r"vocab_size", lambda value: min(value, 120)),
+    (r"(num_(hidden_|decoder_|encoder_)?layers|n_layers?|(en|de)coder_layers|num_hidden_groups)", lambda v: min(v, 4)),
+    (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts|.*_num_experts)", lambda value: min(value, 8)),
+    (r"(num_experts_per_tok|moe_topk|moe_top_k|top_k|moe_k)", lambda value: min(value, 2)),
+    (r"(n_group|topk_group)", lambda value: 1),
+    (
+        r"(?!max_|num_|type_|chunk|.*(window|image|patch|position|kernel|chunk|state|conv)).*"
+        r"(hidden|intermediate|ffn|dim|d_model|d_ff|d_kv|d_inner|n_embd|embedding|_size|rank|width).*",
+        lambda value: value // 8 if value >= 64 else value,
+    ),
+)
+"""What a key that is a whole number becomes, by the first of these that its whole name matches."""
+
+AUTO = {"layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers"}
+"""Lists as long as a model has layers, which the class makes where they are left out."""
+
+aten = torch.ops.aten
+
+
+class TookTooLong(BaseException):
+    """Of one architecture; no `except Exception` between takes it."""
+
+
+def types() -> list[str]:
+    """The model types of all text architectures."""
+    known = transformers.CONFIG_MAPPING
+    return [name for name in known if any(known[name] in auto._model_mapping for auto in HEADS)]
+
+
+def check(model_type: str, limit: int) -> dict[str, Any]:
+    """Whether one architecture plans, and whether what was read of it is right."""
+
+    def stop(*_: Any) -> None:
+        raise TookTooLong
+
+    signal.signal(signal.SIGPROF, stop)
+    start = time.process_time()
+    record: dict[str, Any] = {"model_type": model_type}
+    signal.setitimer(signal.ITIMER_PROF, limit)
+    try:
+        record |= _check(model_type)
+    except TookTooLong:
+        record |= {"plans": False, "why": f"takes more than {limit} s of a processor"}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return record | {"seconds": round(time.process_time() - start, 1)}
+
+
+def _check(model_type: str) -> dict[str, Any]:
+    try:
+        spec = load(model_type, {})
+        step_s = step(spec)
+    except ModelError as error:
+        return {"plans": False, "why": reason(str(error)), "message": str(error)}
+    except Exception as error:  # what this is to find
+        return {"plans": False, "why": f"raw {type(error).__name__}", "message": str(error)[:500]}
+    own = sum(parameter.numel() for parameter in meta_model(model_type).parameters())
+    found = {"plans": True, "params": spec.num_params, "params_off": spec.num_params - own, "step_s": step_s}
+    return found | compared(model_type)
+
+
+def step(spec: ModelSpec) -> float:
+    """Seconds that the simulator gives for a step on sixteen GPUs."""
+    cluster = find_cluster("a800-8x-hdr").take(16)
+    work = Workload(
+        seq_len=SEQ_LEN, global_batch_tokens=16 * SEQ_LEN, micro_batch=1, recomputation=Recomputation.SELECTIVE
+    )
+    strategy = Strategy.parse("node=3,cluster=1", [name for name, _ in cluster.axes])
+    return simulate_choices(spec, cluster, work, strategy)[0].simulation.step_s
+
+
+def load(model_type: str, keys: dict[str, Any], seq_len: int = SEQ_LEN) -> ModelSpec:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "config.json"
+        path.write_text(json.dumps({"model_type": model_type} | keys))
+        return load_model(str(path), seq_len=seq_len)
+
+
+def reason(message: str) -> str:
+    """The class of a failure: what transformers raised, while it built or ran the model."""
+    found = re.search(r"cannot build .*?: (\w+): ", message, re.DOTALL)
+    if found:
+        return f"cannot be built: {found[1]}"
+    found = re.search(r"does not run .*?\((\w+): ([^.:]*)", message, re.DOTALL)
+    return f"does not run: {found[1]} {found[2][:60]}" if found else message.partition(": ")[2][:80]
+
+
+def meta_model(model_type: str) -> nn.Module:
+    config = transformers.AutoConfig.for_model(model_type)
+    with torch.device("meta"):
+        return trained_as(config).from_config(config)  # type: ignore[no-any-return]  # transformers'
+
+
+# FLOPs ----------------------------------------------------------------------------------------------------------------
+
+
+def compared(model_type: str) -> dict[str, Any]:
+    """Our FLOPs over torch's, of a small instance."""
+    try:
+        module = small_model(model_type)
+        spec = from_module(module, seq_len=SMALL_LEN, dtype="fp32")  # before it runs, which may leave states in it
+        real = real_flops(module, SMALL_LEN)
+    except Exception as error:  # a config made small by names alone may be none
+        return {"flops": f"not compared: {type(error).__name__}: {str(error)[:150]}"}
+    forward = spec.forward_flops_per_token(SMALL_LEN) * SMALL_LEN
+    backward = spec.step_flops_per_token(SMALL_LEN) * SMALL_LEN - forward
+    return {"forward": round(forward / real[0], 6), "backward": round(backward / real[1], 6)}
+
+
+def small_model(model_type: str) -> nn.Module:
+    config = transformers.AutoConfig.for_model(model_type)
+    keys = smaller(config.to_dict())
+    config = transformers.AutoConfig.for_model(model_type, **{k: v for k, v in keys.items() if k != "model_type"})
+    module: nn.Module = trained_as(config).from_config(config)
+    if sum(parameter.numel() for parameter in module.parameters()) > 3e8:
+        raise ValueError("more than 300 M parameters are left")
+    return module.train()
+
+
+def smaller(keys: dict[str, Any]) -> dict[str, Any]:
+    made = {}
+    for key, value in keys.items():
+        if key in AUTO:
+            continue
+        if isinstance(value, dict):
+            value = smaller(value)
+        elif isinstance(value, bool):
+            pass
+        elif isinstance(value, float) and re.search(r"drop", key):
+            value = 0.0
+        elif isinstance(value, int) and key.endswith("token_id"):
+            value = min(value, 119)
+        elif isinstance(value, int):
+            rule = next((change for pattern, change in SMALLER if re.fullmatch(pattern, key)), None)
+            value = rule(value) if rule else value
+        made[key] = value
+    return made
+
+
+def real_flops(module: nn.Module, seq_len: int) -> tuple[int, int]:
+    """Those of a forward and of a backward, counted while they compute."""
+    inputs = dict(token_inputs(module, seq_len))
+    with FlopCounterMode(display=False, custom_mapping=dict(formulas())) as counter:
+        output = module(**inputs)
+        loss = output.loss if getattr(output, "loss", None) is not None else output[0].float().sum()
+    forward = counter.get_total_flops()
+    with FlopCounterMode(display=False, custom_mapping=dict(formulas())) as counter:
+        loss.backward()
+    return forward, counter.get_total_flops()
+
+
+def formulas() -> Iterator[tuple[Any, Any]]:
+    """Operations of the CPU that torch's counter does not know, and the backward of convolutions, in which it leaves
+    out that groups have fewer products."""
+
+    def attention(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]  # torch's
+
+    def attention_backward(
+        grad: Any, query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any
+    ) -> int:
+        return int(2.5 * sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]  # torch's
+
+    def grouped(left: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+        return int(2 * left[-2] * left[-1] * right[-1] * (left[0] if len(left) == 3 and len(right) == 3 else 1))
+
+    def convolution_backward(grad: Any, x: Any, weight: Any, *given: Any, out_shape: Any = None, **__: Any) -> int:
+        transposed, wanted = given[4], given[7]
+        return int(sum(wanted[:2]) * conv_flop_count(x, weight, grad, transposed=transposed))
+
+    yield aten.convolution_backward, convolution_backward
+    yield aten._scaled_dot_product_flash_attention_for_cpu, attention
+    yield aten._scaled_dot_product_flash_attention_for_cpu_backward, attention_backward
+    yield aten._grouped_mm, grouped
+
+
+# The sweep ------------------------------------------------------------------------------------------------------------
+
+
+def start() -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+
+
+def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
+    plans = [one for one in records if one["plans"]]
+    compared = [one for one in plans if "forward" in one]
+    return {
+        "architectures": len(records),
+        "plan": len(plans),
+        "fail": dict(Counter(one["why"].partition(":")[0] for one in records if not one["plans"])),
+        "parameters_differ": [one["model_type"] for one in plans if one["params_off"]],
+        "flops_compared": len(compared),
+        "forward_off_by_more_than_0.1%": {
+            one["model_type"]: one["forward"] for one in compared if abs(one["forward"] - 1) > 1e-3
+        },
+        "backward_off_by_more_than_5%": {
+            one["model_type"]: one["backward"] for one in compared if abs(one["backward"] - 1) > 0.05
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], help="model types; all if none")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit", type=int, default=120, help="seconds of a processor for one architecture")
+    given = parser.parse_args()
+    start()
+    chosen = given.only or types()
+    records = []
+    with get_context("spawn").Pool(given.jobs, start, maxtasksperchild=20) as pool:
+        for record in pool.imap_unordered(_check_one, [(name, given.limit) for name in chosen]):
+            records.append(record)
+            print(json.dumps(record)[:400], flush=True)
+    records.sort(key=lambda record: record["model_type"])
+    found = summary(records)
+    print(json.dumps(found, indent=2))
+    if given.output:
+        setting = read_setting() | {"transformers": transformers.__version__, "seq_len": SEQ_LEN}
+        write_whole(
+            given.output, json.dumps({"setting": setting, "summary": found, "records": records}, indent=1) + "\n"
+        )
+
+
+def _check_one(given: tuple[str, int]) -> dict[str, Any]:
+    return check(*given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Values beside fake tensors: what a model computes from lengths, ids and masks alone, so that it may ask for them.
+
+A model in eager mode asks its data small things: whether a mask hides anything, how many tokens an expert has. Fake
+tensors hold no values. So what does not depend on weights is computed for real as well, as long as it is small. What a
+router chooses does depend on them: as in every other prediction, tokens are taken to spread evenly over what there is
+to choose from. Imports torch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+LARGEST = 1 << 24
+"""Elements of a tensor whose values are kept: a mask over 4,096 by 4,096 tokens."""
+
+_CHOICES = {aten.topk: 1, aten.sort: 1, aten.argsort: None, aten.argmax: None, aten.max: 1}
+"""Operations that choose, and which of their outputs holds places: None where there is one output."""
+
+
+_RANDOM = {aten.rand}
+"""Of these the mean counts: a layer that is dropped with a chance below half is there."""
+
+
+class KnownValues:
+    """The values of fake tensors, where they are known: by storage and place in it, since autograd saves tensors as
+    other objects. Views share theirs, as the tensors do."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, dict[tuple[Any, ...], Tensor]] = {}
+
+    def learn(self, tensor: Tensor, value: Tensor) -> None:
+        """From now on `value` is what `tensor` holds."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._values:
+            self._values[storage._cdata] = {}
+            weakref.finalize(storage, self._values.pop, storage._cdata, None)
+        self._values[storage._cdata][_place(tensor)] = value
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """`func` on fake tensors, and beside them on what they hold.
+
+        Raises:
+            DataDependentOutputException: it asks for values that are not known.
+            DynamicOutputShapeException: the shape of its result depends on such.
+        """
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = torch.Tag.nondeterministic_seeded not in func.tags and all(self._knows(one) for one in given)
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if known:
+                return self._fake(self._compute(func, args, kwargs))
+            masks = [one for one in args[1] if one is not None] if func.overloadpacket is aten.index else []
+            if not masks or not all(self._knows(one) for one in masks):
+                raise
+            return func(args[0], [place for one in args[1] for place in self._places(one)])
+        if known and all(leaf.numel() <= LARGEST for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
+            self._pair(out, self._compute(func, args, kwargs))
+            return out
+        if func.overloadpacket in _RANDOM and out.numel() <= LARGEST:
+            with unset_fake_temporarily():
+                value = torch.full(out.shape, 0.5, dtype=out.dtype)
+            self.learn(out, value)
+        elif func._schema.is_mutable:
+            self._forget_written(func, args, kwargs)
+        elif func.overloadpacket in _CHOICES:
+            self._spread(func, args, kwargs, out)
+        return out
+
+    def _places(self, index: Tensor | None) -> list[Tensor | None]:
+        """What an index of a known mask says, as places."""
+        if index is None or index.dtype is not torch.bool:
+            return [index]
+        value = self._value(index)
+        assert value is not None  # asked before
+        with unset_fake_temporarily():
+            places = list(value.nonzero().unbind(1))
+        return [self._fake(place) for place in places]
+
+    def _fake(self, real: Any) -> Any:
+        """Fake tensors of these shapes, whose values are known."""
+        out = tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, real)
+        self._pair(out, real)
+        return out
+
+    def _knows(self, tensor: Tensor) -> bool:
+        return self._value(tensor) is not None
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        if not isinstance(tensor, FakeTensor):
+            return None if tensor.device.type == "meta" else tensor
+        return self._values.get(tensor.untyped_storage()._cdata, {}).get(_place(tensor))
+
+    def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def value(leaf: Any) -> Any:
+            return self._value(leaf) if isinstance(leaf, Tensor) else leaf
+
+        with unset_fake_temporarily():
+            return func(*tree_map(value, tuple(args)), **tree_map(value, dict(kwargs)))
+
+    def _pair(self, out: Any, real: Any) -> None:
+        for fake, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
+            if isinstance(fake, FakeTensor):
+                self.learn(fake, value)
+
+    def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Nothing is known any more of storages that have been written to with unknown values."""
+        named = zip(func._schema.arguments, args, strict=False)
+        written = [value for argument, value in named if _writes(argument)]
+        written += [kwargs[one.name] for one in func._schema.arguments if one.name in kwargs and _writes(one)]
+        for tensor in tree_leaves(written):
+            if isinstance(tensor, Tensor):
+                self._values.get(tensor.untyped_storage()._cdata, {}).clear()
+
+    def _spread(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Choices spread evenly: the first row takes the first ones, the next row the ones after those."""
+        which = _CHOICES[func.overloadpacket]
+        places = out if which is None else out[which] if isinstance(out, tuple | list) else None
+        if not isinstance(places, FakeTensor) or places.numel() > LARGEST:
+            return
+        named = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | dict(kwargs)
+        dim = named.get("dim", -1)
+        choices = args[0].shape[dim] if dim is not None else args[0].numel()
+        # a reduction over a dimension leaves the others' order as it is
+        last = places.movedim(dim, -1).shape if places.ndim == args[0].ndim and places.ndim else places.shape
+        with unset_fake_temporarily():
+            value = (torch.arange(places.numel()) % max(1, choices)).reshape(last)
+            value = value.movedim(-1, dim) if places.ndim == args[0].ndim and places.ndim else value
+        self.learn(places, value)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
