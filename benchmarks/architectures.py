@@ -14,13 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import resource
 import signal
 import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +64,8 @@ AUTO = {"layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers"
 
 aten = torch.ops.aten
 
-
-class TookTooLong(BaseException):
-    """Of one architecture; no `except Exception` between takes it."""
+PROCESSES = get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "transformers", "zeromesh.planner"])
 
 
 def types() -> list[str]:
@@ -73,22 +75,29 @@ def types() -> list[str]:
 
 
 def check(model_type: str, limit: int) -> dict[str, Any]:
-    """Whether one architecture plans, and whether what was read of it is right."""
-
-    def stop(*_: Any) -> None:
-        raise TookTooLong
-
-    signal.signal(signal.SIGPROF, stop)
-    start = time.process_time()
-    record: dict[str, Any] = {"model_type": model_type}
-    signal.setitimer(signal.ITIMER_PROF, limit)
+    """Whether one architecture plans, and whether what was read of it is right; in a process of its own, which ends
+    when its time does, or by an error of torch's."""
+    reader, writer = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_work, args=(model_type, limit, writer))
+    process.start()
+    writer.close()
     try:
-        record |= _check(model_type)
-    except TookTooLong:
-        record |= {"plans": False, "why": f"takes more than {limit} s of a processor"}
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-    return record | {"seconds": round(time.process_time() - start, 1)}
+        found: dict[str, Any] = reader.recv()
+    except EOFError:
+        found = {"plans": False}
+    process.join()
+    if process.exitcode:
+        slow = process.exitcode == -signal.SIGXCPU
+        found["why"] = f"takes more than {limit} s of a processor" if slow else f"ended with {process.exitcode}"
+    return {"model_type": model_type} | found
+
+
+def _work(model_type: str, limit: int, writer: Connection) -> None:
+    used = int(time.process_time())
+    resource.setrlimit(resource.RLIMIT_CPU, (used + limit, used + limit + 5))
+    start()
+    found = _check(model_type)
+    writer.send(found | {"seconds": round(time.process_time() - used, 1)})
 
 
 def _check(model_type: str) -> dict[str, Any]:
@@ -147,8 +156,7 @@ def compared(model_type: str) -> dict[str, Any]:
         real = real_flops(module, SMALL_LEN)
     except Exception as error:  # a config made small by names alone may be none
         return {"flops": f"not compared: {type(error).__name__}: {str(error)[:150]}"}
-    forward = spec.forward_flops_per_token(SMALL_LEN) * SMALL_LEN
-    backward = spec.step_flops_per_token(SMALL_LEN) * SMALL_LEN - forward
+    forward, backward = planned_flops(spec, SMALL_LEN)
     return {"forward": round(forward / real[0], 6), "backward": round(backward / real[1], 6)}
 
 
@@ -180,6 +188,12 @@ def smaller(keys: dict[str, Any]) -> dict[str, Any]:
             value = rule(value) if rule else value
         made[key] = value
     return made
+
+
+def planned_flops(spec: ModelSpec, seq_len: int) -> tuple[float, float]:
+    """Those of a forward and of a backward of one sequence, as planned for."""
+    forward = sum(unit.count * unit.forward_flops(seq_len) for unit in spec.units)
+    return forward * seq_len, sum(unit.count * unit.backward_flops(seq_len) for unit in spec.units) * seq_len
 
 
 def real_flops(module: nn.Module, seq_len: int) -> tuple[int, int]:
@@ -253,11 +267,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=int, default=120, help="seconds of a processor for one architecture")
     given = parser.parse_args()
-    start()
     chosen = given.only or types()
     records = []
-    with get_context("spawn").Pool(given.jobs, start, maxtasksperchild=20) as pool:
-        for record in pool.imap_unordered(_check_one, [(name, given.limit) for name in chosen]):
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for record in pool.map(check, chosen, [given.limit] * len(chosen)):
             records.append(record)
             print(json.dumps(record)[:400], flush=True)
     records.sort(key=lambda record: record["model_type"])
@@ -268,10 +281,6 @@ def main() -> None:
         write_whole(
             given.output, json.dumps({"setting": setting, "summary": found, "records": records}, indent=1) + "\n"
         )
-
-
-def _check_one(given: tuple[str, int]) -> dict[str, Any]:
-    return check(*given)
 
 
 if __name__ == "__main__":
