@@ -189,6 +189,23 @@ def test_rounds_are_added_up(bench):
     assert next(iter(shown([row])))[5] == "200%"
 
 
+def test_what_is_far_off_is_measured_once(bench, capsys):
+    """Unless all rounds are wanted; what is left is compared in the rounds that both have, and said to be untold."""
+    cells, bench.rounds = make_cells([TREE], ["node=0,cluster=0", "node=3,cluster=1", "node=3,cluster=3"], [BATCH]), 3
+    for cell, step_s in zip(cells, (0.1, 0.11, 0.9), strict=True):
+        measured(bench, cell, step_s, link_bytes=[1e6])
+    assert bench.pending(cells) == cells[:2]
+    bench.all_rounds = True
+    assert bench.pending(cells) == cells
+    for cell, step_s in zip(cells[:2], (0.2, 0.18), strict=True):
+        bench.records.keep_cell(cell, a_round(cell, step_s, link_bytes=[1e6]))
+    (choice,) = bench.summarise(bench.rows(cells)).settings
+    assert choice.best.cell == cells[1] and not choice.told
+    assert choice.ratios[cells[2]].value == pytest.approx(0.9 / 0.11)
+    print_table(bench, cells)
+    assert f"{cells[1].strategy} is fastest, or {cells[0].strategy} 1.01" in capsys.readouterr().out
+
+
 def test_units_take_the_median_of_their_rounds():
     rounds = [{**compute(), "forward": dict.fromkeys(UNITS, s), "agreement_s": s} for s in (1.0, 5.0, 2.0)]
     assert median_compute(rounds) == rounds[2]
