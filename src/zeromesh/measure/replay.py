@@ -46,16 +46,28 @@ class Compute:
     elements: int
     agreement_s: float = 0.0
 
-    def seconds(self, phase: Phase, unit: str) -> float:
-        """Of a unit, or of several that are joined.
+    def seconds(self, phase: Phase, name: str) -> float:
+        """Of what was measured under this name.
 
         Raises:
-            InputError: it has not been measured.
+            InputError: it is recomputed.
         """
         if phase == "recompute":
             raise InputError("seconds of units were measured without activation checkpointing")
-        known = self.forward if phase == "forward" else self.backward
-        return sum(known[name] for name in self._members(unit))
+        return (self.forward if phase == "forward" else self.backward)[name]
+
+    def parts(self, schedule: Schedule) -> dict[str, int]:
+        """By what was measured, root first, the unit of `schedule` that holds it: its own, or one of several that the
+        engine has joined; the root has whatever no other unit names.
+
+        Raises:
+            InputError: a unit has not been measured.
+        """
+        unit_of = dict.fromkeys(self.forward, 0)
+        for index, unit in enumerate(schedule.units):
+            if unit.name:
+                unit_of |= dict.fromkeys(self._members(unit.name), index)
+        return dict(sorted(unit_of.items(), key=lambda part: (part[0] != "", schedule.order.index(part[1]))))
 
     def _members(self, unit: str) -> Sequence[str]:
         names = list(self.forward)
@@ -64,7 +76,7 @@ class Compute:
             raise InputError(
                 f"unit {unit!r} has not been measured; known: {', '.join(name or 'root' for name in names)}"
             )
-        return names[names.index(first) : names.index(last or first) + 1]  # the root, which is never joined, is first
+        return names[names.index(first) : names.index(last or first) + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +106,18 @@ def replay(schedule: Schedule, cluster: Cluster, compute: Compute, *, micro_batc
     clock = ClockBackend(chains, mechanics, names, record=True, cores=cluster.device.cores)
     interpreter: Interpreter[Job] = Interpreter(schedule=schedule, backend=clock)
 
-    def computed(phase: Phase, unit: int) -> None:
-        clock.compute(phase, unit, compute.seconds(phase, names[unit]))
+    parts = compute.parts(schedule)
+    measured = list(parts)
+
+    def computed(phase: Phase, part: int) -> None:
+        name = measured[part]
+        clock.compute(phase, parts[name], compute.seconds(phase, name))
 
     interpreter.stepped(range(len(names)))
     for micro in range(micro_batches):
         clock.micro_batch = micro
-        run_micro_batch(interpreter, last=micro == micro_batches - 1, compute=computed)
+        last = micro == micro_batches - 1
+        run_micro_batch(interpreter, last=last, compute=computed, parts=list(parts.values()))
     clock.drain()
     clock.micro_batch = -1
     share = schedule.layout.degree(schedule.layout.significant)

@@ -147,13 +147,23 @@ def test_a_schedule_survives_its_file():
 
 
 def test_joined_units_take_what_their_members_take():
-    found = compute_of({**compute(), "forward": {"": 8.0, "layers.0": 1.0, "layers.1": 2.0, "layers.2": 4.0}})
-    assert found.seconds("forward", "layers.0 to layers.1") == 3.0
-    assert found.seconds("forward", "layers.0 to layers.2") == 7.0
-    assert found.seconds("forward", "layers.1") == 2.0 and found.seconds("forward", "") == 8.0
+    """Also where the engine has joined them with the root, whose name they then have."""
+    found = compute_of(compute())
+    for names, units in [
+        (UNITS, [0, 1, 2, 3]),
+        (["", "layers.0 to layers.1", "layers.2"], [0, 1, 1, 2]),
+        (["", "layers.1 to layers.2"], [0, 0, 1, 1]),
+        ([""], [0, 0, 0, 0]),
+    ]:
+        made = schedule("node=0,cluster=0", names)
+        assert found.parts(made) == dict(zip(UNITS, units, strict=True))
+        whole = predict(schedule_json(made), from_raw(raw(), MESH, TREE).cluster, BATCH, compute())
+        assert whole.compute_s >= 2 * len(UNITS) * 3e-3 + 4e-3  # two micro-batches and the optimizer, slowed or not
+    turned = schedule("node=3,cluster=3").reordered([0, 2, 1, 3])
+    assert list(found.parts(turned).items()) == [("", 0), ("layers.1", 2), ("layers.0", 1), ("layers.2", 3)]
     for unknown in ("layers.7", "layers.0 to layers.7"):
         with pytest.raises(InputError, match=r"has not been measured; known: root, layers\.0"):
-            found.seconds("forward", unknown)
+            found.parts(schedule("node=0,cluster=0", ["", unknown]))
     with pytest.raises(InputError, match="activation checkpointing"):
         found.seconds("recompute", "layers.0")
 
