@@ -1,6 +1,6 @@
 """Plans for every text architecture of transformers: which are read, and whether what is read is right.
 
-    python benchmarks/architectures.py -o benchmarks/results/architectures.json     # about ten minutes on two cores
+    python benchmarks/architectures.py -o benchmarks/results/architectures.json     # 35 minutes of a processor
 
 Of each config class that a causal, masked or encoder-decoder language model is made of, a config.json that names the
 type alone is loaded as `zeromesh plan --model` loads it, and a step of it simulated. Parameters are held against the
