@@ -25,6 +25,9 @@ SIZES = SMALL | {"num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 1,
 MESH = {"cluster": 2, "node": 2}
 STRATEGIES = ("node=3,cluster=1", "node=1,cluster=1", "node=3,cluster=0")
 
+PUSHED = {"llama": STRATEGIES[2:], "tied": STRATEGIES[:2], "lora": STRATEGIES[1:]}
+"""By model, the strategies that it is compared under on each push; `by_hand` does all."""
+
 BOUND = 1e-6
 """Of losses and norms in fp32, which are of the order of 1 here."""
 

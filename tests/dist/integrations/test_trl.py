@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch.distributed as dist
 import zeromesh as zm
 from tests.dist.integrations.hugging import (
     STRATEGIES,
+    Curve,
     arguments,
     assert_same_curve,
     build,
@@ -21,11 +25,14 @@ from tests.dist.integrations.hugging import (
     plain,
     sharding,
 )
-from tests.dist.pool import on_ranks
+from tests.dist.pool import Pool, on_ranks
 from zeromesh.errors import ModelError
 from zeromesh.integrations.methods import is_sharded
 
 TOKENS = "abcdefghijklmnopqrst"
+
+PREFERRED_CLIP = 0.05
+"""Gradients of DPO are smaller."""
 
 
 def tokenizer() -> Any:
@@ -44,7 +51,18 @@ def words(count: int, seed: int) -> list[str]:
     return ["".join(TOKENS[i] for i in torch.randint(0, len(TOKENS), (6,), generator=generator)) for _ in range(count)]
 
 
-def supervised(directory: Path, kind: str, how: zm.Sharding | None = None) -> Any:
+@contextmanager
+def quiet() -> Iterator[None]:
+    """TRL and PEFT call what transformers and torch deprecate."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@quiet()
+def supervised(
+    directory: Path, kind: str, how: zm.Sharding | None = None, *, resume: str | None = None, **options: Any
+) -> Any:
     import datasets
     import trl
 
@@ -54,11 +72,14 @@ def supervised(directory: Path, kind: str, how: zm.Sharding | None = None) -> An
         pass
 
     data = datasets.Dataset.from_dict({"prompt": words(48, 1), "completion": words(48, 2)})
-    args = arguments(directory, kind=trl.SFTConfig, max_steps=8, max_length=32, bf16=False, dataset_num_proc=None)
-    return trained(trl.SFTTrainer if how is None else Sharded, how, build(kind), args, data)
+    args = arguments(directory, kind=trl.SFTConfig, max_length=32, bf16=False, dataset_num_proc=None, **options)
+    return trained(trl.SFTTrainer if how is None else Sharded, how, build(kind), args, data, resume)
 
 
-def preferred(directory: Path, kind: str, how: zm.Sharding | None = None) -> Any:
+@quiet()
+def preferred(
+    directory: Path, kind: str, how: zm.Sharding | None = None, *, resume: str | None = None, **options: Any
+) -> Any:
     import datasets
     import trl
 
@@ -68,29 +89,28 @@ def preferred(directory: Path, kind: str, how: zm.Sharding | None = None) -> Any
         pass
 
     columns = {"prompt": words(48, 1), "chosen": words(48, 2), "rejected": words(48, 3)}
-    args = arguments(directory, kind=trl.DPOConfig, max_steps=8, max_length=32, bf16=False)
-    more: dict[str, Any] = {"ref_model": build()}
+    options |= {"max_length": 32, "bf16": False, "max_grad_norm": PREFERRED_CLIP}
+    args = arguments(directory, kind=trl.DPOConfig, **options)
+    model = build("llama" if kind == "lora" else kind)
+    more: dict[str, Any] = {"ref_model": copy.deepcopy(model)}
     if kind == "lora":  # made by the trainer, whose reference is the model without it
         import peft
 
         more = {"peft_config": peft.LoraConfig(r=2, target_modules="all-linear")}
     data = datasets.Dataset.from_dict(columns)
-    return trained(trl.DPOTrainer if how is None else Sharded, how, build(), args, data, **more)
+    return trained(trl.DPOTrainer if how is None else Sharded, how, model, args, data, resume, **more)
 
 
-def trained(trainer: Any, how: zm.Sharding | None, model: Any, args: Any, data: Any, **more: Any) -> Any:
+def trained(
+    kind: Any, how: zm.Sharding | None, model: Any, args: Any, data: Any, resume: str | None = None, **more: Any
+) -> Any:
+    """A trainer that has run."""
     if how is not None:
         more["sharding"] = how
     torch.manual_seed(0)
-    made = trainer(model=model, args=args, train_dataset=data, processing_class=tokenizer(), **more)
-    made.train()
+    made = kind(model=model, args=args, train_dataset=data, processing_class=tokenizer(), **more)
+    made.train(resume_from_checkpoint=resume)
     return made
-
-
-def quietly(run: Any, *args: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TRL and PEFT call what transformers and torch deprecate
-        return run(*args)
 
 
 @on_ranks(2, timeout_s=60)
@@ -99,6 +119,7 @@ def test_an_adapter_as_reference_is_refused_before_training(tmp_path):
 
     from zeromesh.integrations.transformers import TrainerMixin
 
+    @quiet()
     def make() -> None:
         import datasets
 
@@ -112,7 +133,7 @@ def test_an_adapter_as_reference_is_refused_before_training(tmp_path):
         Sharded(model=build("lora"), args=args, train_dataset=data, processing_class=tokenizer(), sharding=how)
 
     with launched(), pytest.raises(ModelError, match="has given the model a second adapter, 'ref'"):
-        quietly(make)
+        make()
 
 
 CASES = {
@@ -123,19 +144,37 @@ CASES = {
 }
 
 
+STOP = 4
+"""The step after which a run is saved, of twice as many."""
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", CASES)
-@on_ranks(4, timeout_s=190)
-def test_losses_are_those_of_plain_training(case, tmp_path):
+def test_losses_are_those_of_plain_training(pool: Pool, case, tmp_path):
+    expected = pool.run(4, compared, case, tmp_path, timeout_s=190)[0]
+    pool.run(2, resumed, case, tmp_path, expected, timeout_s=190)
+
+
+def compared(case: str, directory: Path) -> Curve:
     run, kind = CASES[case]
-    expected = plain(lambda: curve(quietly(run, tmp_path / "plain", kind)))
+    expected: Curve = plain(lambda: curve(run(directory / "plain", kind, max_steps=2 * STOP)))
     with launched():
-        trainer = quietly(run, tmp_path, kind, sharding(STRATEGIES[0]))
+        saving = {"save_strategy": "steps", "save_steps": STOP}
+        trainer = run(directory, kind, sharding(STRATEGIES[0]), max_steps=2 * STOP, **saving)
         assert_same_curve(curve(trainer), expected)
         assert is_sharded(trainer.model)
         if case == "dpo":
             assert is_sharded(trainer.ref_model)
         trainer.save_model()
     dist.barrier()
-    names = {path.name for path in tmp_path.iterdir()}
+    names = {path.name for path in directory.iterdir()}
     assert ("adapter_model.safetensors" in names) == (kind == "lora") != ("model.safetensors" in names)
+    return expected
+
+
+def resumed(case: str, directory: Path, expected: Curve) -> None:
+    run, kind = CASES[case]
+    with launched():
+        how = sharding("node=3", {"node": 2})
+        trainer = run(directory, kind, how, resume=str(directory / f"checkpoint-{STOP}"), max_steps=2 * STOP)
+    assert_same_curve(curve(trainer), expected)
