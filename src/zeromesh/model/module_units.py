@@ -23,14 +23,14 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 FROZEN_DTYPES = {
-    "i8": torch.int8,
-    "i16": torch.int16,
-    "i32": torch.int32,
-    "i64": torch.int64,
-    "u8": torch.uint8,
-    "bool": torch.bool,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
+    "code i8": torch.int8,
+    "code i16": torch.int16,
+    "code i32": torch.int32,
+    "code i64": torch.int64,
+    "code u8": torch.uint8,
+    "code bool": torch.bool,
+    "code e4m3": torch.float8_e4m3fn,
+    "code e5m2": torch.float8_e5m2,
 }
 """Of frozen parameters that layers make numbers of (quantised weights): they are never cast. Those of others stay whole
 on every rank."""

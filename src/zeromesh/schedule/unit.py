@@ -8,8 +8,18 @@ from dataclasses import dataclass, replace
 
 from zeromesh.errors import InternalError
 
-FROZEN_BYTES = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "u8": 1, "bool": 1, "e4m3": 1, "e5m2": 1}
-"""Bytes of one element of each dtype that frozen parameters alone may have. It is theirs on every wire."""
+FROZEN_BYTES = {
+    "code i8": 1,
+    "code i16": 2,
+    "code i32": 4,
+    "code i64": 8,
+    "code u8": 1,
+    "code bool": 1,
+    "code e4m3": 1,
+    "code e5m2": 1,
+}
+"""Bytes of one element of each dtype that frozen parameters alone may have. It is theirs on every wire, and its name
+that of no wire, of users' own neither: none has a space."""
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2} | FROZEN_BYTES
 """Bytes of one element of each dtype."""

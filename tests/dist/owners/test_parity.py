@@ -72,9 +72,10 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(11, dim)
         self.blocks = nn.ModuleList(block(dim) for _ in range(num_blocks))
-        self.head = nn.Linear(dim, 11, bias=False)
         if odd:
             self.unused = nn.Linear(dim, dim)
+        self.head = nn.Linear(dim, 11, bias=False)
+        if odd:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:

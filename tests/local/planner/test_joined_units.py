@@ -131,7 +131,7 @@ def test_frozen_codes_are_planned_in_their_own_dtype_and_what_is_not_sharded_is_
     planned = [unit.buffers for unit in schedule_units(spec, workload)[0] if unit.buffers]
     engine = [unit.describe(Precision(param=torch.bfloat16)).buffers for unit in find_units(module)]
     assert planned == [buffers for buffers in engine if buffers]
-    assert [(each.param_dtype, each.numel) for each in planned[1]][1:] == [("u8", 2048), ("e4m3", 64)]
+    assert [(each.param_dtype, each.numel) for each in planned[1]][1:] == [("code u8", 2048), ("code e4m3", 64)]
     assert spec.whole_bytes == 3 * 8 * 8
     memory = [simulate(one, small_cluster(2, 2), "node=3,cluster=3", workload).memory for one in (spec, plain)]
     assert memory[0].params - memory[1].params == spec.whole_bytes

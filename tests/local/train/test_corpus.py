@@ -69,7 +69,7 @@ def test_records_are_held_out_by_themselves_or_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a token to learn within their first data.seq_len = 1; none does"):
         load_corpus(config.model_copy(update={"seq_len": 1}))
     (tmp_path / "a.jsonl").write_text('{"text": 3}\n')
-    with pytest.raises(ConfigError, match=r"1 of 1 records cannot be used; .*\n.*a.jsonl:1: a record must have text"):
+    with pytest.raises(ConfigError, match=r"1 of 1 records cannot be used; .*\n.*a.jsonl:1: text must be a text"):
         load_corpus(config)
 
 

@@ -231,7 +231,7 @@ def test_all_buffers_are_added_up():
 
 
 def test_a_dtype_that_cannot_be():
-    with pytest.raises(InternalError, match=r"dtype must be one of fp64, fp32, bf16, fp16, i8, .*; got 'int8'"):
+    with pytest.raises(InternalError, match=r"dtype must be one of fp64, fp32, bf16, fp16, code i8, .*; got 'int8'"):
         FlatBuffer(numel=1, param_dtype="int8", master_dtype="fp32")
-    with pytest.raises(InternalError, match="a buffer of e4m3 must be frozen"):
-        FlatBuffer(numel=1, param_dtype="e4m3", master_dtype="fp32")
+    with pytest.raises(InternalError, match="a buffer of code e4m3 must be frozen"):
+        FlatBuffer(numel=1, param_dtype="code e4m3", master_dtype="fp32")
