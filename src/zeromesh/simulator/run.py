@@ -399,12 +399,13 @@ class Step:
 
     def _compute(self, phase: Phase, part: int) -> None:
         backend, activations, unit = self.backend, self.activations, self.units[part]
-        if self.repeats is not None and part not in self._entered:
+        if part not in self._entered:
             forward = phase == "forward"
-            self.repeats.enter(unit, forward=forward, interpreter=self.interpreter, network=backend.network)
-        if phase != "forward" and part not in self._entered:
-            self._entered[part] = activations.now
-            activations.enter_backward(part, backend.now_s)
+            if self.repeats is not None:
+                self.repeats.enter(unit, forward=forward, interpreter=self.interpreter, network=backend.network)
+            if not forward:
+                self._entered[part] = activations.now
+                activations.enter_backward(part, backend.now_s)
         computation = self.computations[part]
         saved_s = self.saved_s[part] if phase == "backward" and backend.micro_batch == 0 else 0.0
         backend.compute(phase, unit, computation.compute_s(phase) - saved_s)

@@ -101,10 +101,12 @@ def _less(distance: object, position: int) -> object:
     return distance - position if isinstance(distance, int) else distance
 
 
-def _runs(known: Iterable[object]) -> list[tuple[object, int]]:
-    """Equal neighbours with their number; of the last ones there may be any number."""
+def _runs(known: Iterable[_Known]) -> list[tuple[_Known, int]]:
+    """Equal neighbours with their number; of the last ones there may be any number, unless they wait for something that
+    is done once for each: deferred reductions, which no lane has yet."""
     runs = [(value, len(list(same))) for value, same in groupby(known)]
-    return [*runs[:-1], (runs[-1][0], 0)]
+    last, count = runs[-1]
+    return [*runs[:-1], (last, count if last.taking or last.reducing else 0)]
 
 
 class _Known(NamedTuple):

@@ -20,6 +20,13 @@ from zeromesh.simulator.few import simulate_few
 from zeromesh.simulator.run import simulate_divided
 
 OPTIONS = ["", ";prefetch=0", ";prefetch=3", ";overlap=none", ";overlap=gather", ";collective=ho_ring", ";sum=exact"]
+KINDS = [
+    *ENGINES.values(),
+    *(
+        replace(ENGINES["zeromesh"], **{f"overlap_{kind}": False})
+        for kind in ("gather", "reduce", "boundary", "refresh")
+    ),
+]
 
 
 @settings(max_examples=60)
@@ -41,7 +48,7 @@ def test_what_few_blocks_tell_is_what_all_do(data: st.DataObject) -> None:
     row = data.draw(st.integers(0, len(block) - 1))
     wires = tuple(data.draw(st.sampled_from(["", "int8/int4"])) for _ in division.cluster.axes)
     strategy = f"{space.strategy([int(c[row]) for c in block.indices], wires)}{data.draw(st.sampled_from(OPTIONS))}"
-    engine = data.draw(st.sampled_from(list(ENGINES)))
+    engine = data.draw(st.sampled_from(KINDS))
     found = simulate_few(division, strategy, work, engine=engine)
     if found is not None:
         whole = simulate_divided(division, strategy, work, engine=engine)
@@ -60,3 +67,16 @@ def test_few_blocks_tell_where_computation_is_the_bound(strategy: str, pp: int) 
     division = Division.of(preset("llama-7b"), cluster, parallel, seq_len=4096)
     found, whole = simulate_few(division, strategy, work), simulate_divided(division, strategy, work)
     assert found == pytest.approx((whole.step_s, whole.memory.total), rel=1e-9)
+
+
+def test_few_blocks_do_not_tell_what_waits_for_the_end_of_a_backward() -> None:
+    """Each of more blocks would add to it."""
+    cluster = find_cluster("a800-8x-hdr").take(64)
+    work = Workload(seq_len=4096, global_batch_tokens=4096 * 64 * 4).fixed(1, Recomputation.NONE)
+    division = Division.of(preset("llama-7b"), cluster, Parallel(), seq_len=4096)
+    deferring = replace(ENGINES["zeromesh"], overlap_boundary=False)
+    assert simulate_few(division, "node=1,cluster=0", work, engine=deferring) is None
+    for strategy in ("node=1,cluster=0", "node=2,cluster=1", "node=3,cluster=1"):
+        found = simulate_few(division, strategy, work, engine=deferring)
+        whole = simulate_divided(division, strategy, work, engine=deferring)
+        assert found is None or found == pytest.approx((whole.step_s, whole.memory.total), rel=1e-9)
