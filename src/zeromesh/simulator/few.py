@@ -8,10 +8,9 @@ from math import lcm
 from zeromesh.cost.constants import Constants
 from zeromesh.model import UnitKind
 from zeromesh.schedule.memory import REDUCE_SLOTS
-from zeromesh.simulator.computation import idle_seconds
 from zeromesh.simulator.division import Division, Part
 from zeromesh.simulator.mechanics import Mechanics
-from zeromesh.simulator.run import Setup, Step
+from zeromesh.simulator.run import Setup, Step, setups_of
 from zeromesh.simulator.steady import Repeats
 from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Strategy
@@ -29,10 +28,8 @@ def simulate_few(
     constants: Constants | None = None,
 ) -> tuple[float, float] | None:
     """Seconds of the step and bytes of memory that `simulate_divided` finds; None where a few blocks do not tell."""
-    setups = [Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
-    idle = idle_seconds(division, [setup.micro_batch_s() for setup in setups])
     found = []
-    for setup, idle_s in zip(setups, idle, strict=True):
+    for setup, idle_s in setups_of(division, strategy, workload, engine, constants):
         step_s = _step_s(setup, idle_s, engine)
         if step_s is None:
             return None

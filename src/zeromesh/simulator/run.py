@@ -7,7 +7,7 @@ states have equal futures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -104,9 +104,8 @@ def simulate_divided(
     the schedules' papers say, and with unequal ones the step of the slowest, which all wait for, is
     (m - 1) * longest + sum of all.
     """
-    setups = [Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
     found = []
-    for setup, idle_s in zip(setups, idle_seconds(division, [setup.micro_batch_s() for setup in setups]), strict=True):
+    for setup, idle_s in setups_of(division, strategy, workload, engine, constants):
         step = Step(setup, record, idle_s)
         found.append(_result(setup, step, step.run(), memory_margin))
     if len(found) == 1 and division.parallel.pp == 1:
@@ -117,6 +116,18 @@ def simulate_divided(
         for part, one in zip(division.parts, found, strict=True)
     )
     return replace(slowest, memory=fullest.memory, ranks=ranks)
+
+
+def setups_of(
+    division: Division,
+    strategy: Strategy | str,
+    workload: FixedWorkload,
+    engine: str | Mechanics,
+    constants: Constants | None,
+) -> Iterator[tuple[Setup, float]]:
+    """What each kind of rank of a pipeline runs, and the seconds that it is idle."""
+    setups = [Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
+    return zip(setups, idle_seconds(division, [setup.micro_batch_s() for setup in setups]), strict=True)
 
 
 def static_memory(
