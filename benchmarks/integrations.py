@@ -1,11 +1,12 @@
 """What Trainer, Accelerate and Fabric add to a step of our own loop, beside what they add to plain PyTorch's.
 
-    python benchmarks/integrations.py -o benchmarks/results/integrations.json     # about three minutes
+    python benchmarks/integrations.py -o benchmarks/results/integrations.json     # about six minutes
 
 Two gloo ranks (torchrun is started by itself), a Llama of 3.7 M parameters in fp32, one batch of 4 x 64 tokens a rank,
-AdamW and clipping. Eight sides take turns, some steps each: a loop and three libraries, once in DistributedDataParallel
-and once sharded. A side's figure is the median of its steps. `adds` is a library's step over its loop's; `beyond` is
-how much more the sharded one adds than the plain one: the ratio of the two, of rounds in pairs, with quartiles.
+clipping, and torch's AdamW, not its fused one, which the Trainer would take by itself. Eight sides take turns, some
+steps each: a loop and three libraries, once in DistributedDataParallel and once sharded. A side's figure is the median
+of its steps. `adds` is a library's step over its loop's; `beyond` is how much more the sharded one adds than the plain
+one: the ratio of the two, of rounds in pairs, with quartiles.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def trainer(sharding: zm.Sharding | None) -> Side:
     arguments = transformers.TrainingArguments(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=BATCH, learning_rate=1e-4, max_grad_norm=1.0,
         report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
-        dataloader_pin_memory=False, lr_scheduler_type="constant", max_steps=1,
+        dataloader_pin_memory=False, lr_scheduler_type="constant", max_steps=1, optim="adamw_torch",
     )  # fmt: skip
     options: dict[str, Any] = {
         "model": build(), "args": arguments, "train_dataset": samples(4096), "callbacks": [Clock()],
