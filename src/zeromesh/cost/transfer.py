@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
+from typing import Self
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost.collective import HOST, CollectiveCost, Operation, collective_cost, one_after_another
@@ -24,7 +26,7 @@ _COMPUTE_BYTES = 2  # a quantiser reads and writes 16-bit values
 
 @dataclass(frozen=True, slots=True)
 class TransferModel:
-    """A cluster with the constants, and a memory of what has been asked: a step repeats few distinct transfers.
+    """A cluster with the constants, and a memory of what has been asked: steps repeat few distinct transfers.
 
     Args:
         cluster: cut to the world in use; its levels are the mesh axes by name.
@@ -42,6 +44,12 @@ class TransferModel:
         init=False, default_factory=dict, compare=False, repr=False
     )
     _busy: list[TransferModel] = field(init=False, default_factory=list, compare=False, repr=False)
+
+    @classmethod
+    @lru_cache(maxsize=16)
+    def of(cls, cluster: Cluster, constants: Constants, compute: ComputeModel) -> Self:
+        """The one that all share who ask for the same."""
+        return cls(cluster, constants, compute)
 
     def group(self, axes: Sequence[Axis]) -> Group:
         """The group that spans `axes`."""

@@ -205,6 +205,7 @@ class UnitSpec:
     """`count` equal units in a row, described once. `name` is the module path of the first.
 
     `returned`: a backward comes back to it; what comes before all that trains has none. Its `ModelSpec` says so.
+    `num_params`, `num_trainable`: elements of one of the units.
     """
 
     name: str
@@ -217,22 +218,19 @@ class UnitSpec:
     count: int = 1
     collectives: tuple[CollectiveSpec, ...] = ()  # where the model is cut inside of a data-parallel rank
     returned: bool = True
+    num_params: int = field(init=False, repr=False, compare=False)
+    num_trainable: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "num_params", sum(tensor.num_elements for tensor in self.tensors))
+        trainable = sum(tensor.num_elements for tensor in self.tensors if tensor.trainable)
+        object.__setattr__(self, "num_trainable", trainable)
         if self.count < 1:
             raise ModelError(f"unit {self.name}: count must be at least 1, got {self.count}")
         names = [tensor.name for tensor in self.tensors]
         if len(set(names)) != len(names):
             repeated = sorted({name for name in names if names.count(name) > 1})
             raise ModelError(f"unit {self.name}: tensor names must differ, repeated: {', '.join(repeated)}")
-
-    @property
-    def num_params(self) -> int:
-        return sum(tensor.num_elements for tensor in self.tensors)
-
-    @property
-    def num_trainable(self) -> int:
-        return sum(tensor.num_elements for tensor in self.tensors if tensor.trainable)
 
     @property
     def num_frozen(self) -> int:

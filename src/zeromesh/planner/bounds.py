@@ -126,9 +126,7 @@ class Bounds:
 
     @cached_property
     def transfers(self) -> TransferModel:
-        if self.cluster not in self.known.transfers:
-            self.known.transfers[self.cluster] = TransferModel(self.cluster, self.constants, self.compute)
-        return self.known.transfers[self.cluster]
+        return TransferModel.of(self.cluster, self.constants, self.compute)
 
     def micro_batch_s(self, sequences: int, recomputation: Recomputation) -> ComputeSeconds:
         """Seconds of the forward and backward of one micro-batch."""

@@ -54,8 +54,6 @@ from enum import IntEnum, auto
 import numpy as np
 import numpy.typing as npt
 
-from zeromesh.cluster import Cluster
-from zeromesh.cost.transfer import TransferModel
 from zeromesh.schedule.transfer import Operation
 from zeromesh.simulator.computation import MicroBatchSeconds
 from zeromesh.strategy import Stage
@@ -203,12 +201,10 @@ class Known:
 
     Args:
         seconds: of all kinds of ranks, by degrees, micro-batch and recomputation.
-        transfers: by what is left of the cluster.
-        tables: by that, and by what is sent over it.
+        tables: by what is left of the cluster, and by what is sent over it.
     """
 
     seconds: dict[tuple[object, ...], list[MicroBatchSeconds]] = field(default_factory=dict)
-    transfers: dict[Cluster, TransferModel] = field(default_factory=dict)
     tables: dict[tuple[object, ...], Floats] = field(default_factory=dict)
 
 

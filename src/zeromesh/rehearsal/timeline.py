@@ -209,7 +209,7 @@ class _Device:
             case Communication() as sent:
                 if queued.job is None:
                     work = Work(sent.operation, (sent.axis,), sent.cost, (sent.sent_bytes,))
-                    queued.job = Job((work,), self.now_s, 0, sent.micro_batch, sent.lane)
+                    queued.job = Job((work,), 0, sent.micro_batch, sent.lane)
                     self._sending[queued.job] = queued
                     self.network.submit(queued.job, str(number))
                 return queued.job.done_s is not None

@@ -214,7 +214,7 @@ def _program(strategy: Strategy, sharded: bool, units: Sequence[Unit], order: Se
     program: Program = {}
     count = strategy.prefetch if sharded and strategy.overlap != "none" else 0
     for position, unit in enumerate(order):
-        ahead, behind = order[position + 1 :], tuple(reversed(order[:position]))
+        ahead, behind = order[position + 1 :], order[:position][::-1]
         program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(count, units, ahead))
         # A block's content stays in its slot: where forward turns into backward the last ones need no second gather.
         program[PointKind.POST_FORWARD, unit] = (Op(Action.RESHARD, unit),) if sharded else ()

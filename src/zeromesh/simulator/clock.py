@@ -167,9 +167,7 @@ class ClockBackend:
         if not chain:
             return None
         kind = "reduce" if lane == "boundary" else lane  # one reduction, in two lanes
-        job = Job(
-            chain, self.now_s, unit, self.micro_batch, kind, None if after and after.done_s is not None else after
-        )
+        job = Job(chain, unit, self.micro_batch, kind, None if after and after.done_s is not None else after)
         for work in chain:
             for axis, size in zip(work.axes, work.sent_bytes, strict=True):
                 self.totals.sent_bytes[axis] += size  # type: ignore[assignment]  # counters of bytes are floats here
@@ -177,14 +175,13 @@ class ClockBackend:
 
     def _defer(self, unit: int, micro: tuple[Work, ...], boundary: tuple[Work, ...], after: Job | None) -> Job:
         first = self._submit("reduce", unit, micro, after)
-        job = Job(boundary, self.now_s, unit, self.micro_batch, "reduce", first)
+        job = Job(boundary, unit, self.micro_batch, "reduce", first)
         self._deferred.append(job)
         self._reducing[unit] = job
         return job
 
     def _submit_deferred(self) -> None:
         for job in self._deferred:
-            job.ready_s = self.now_s
             for work in job.chain:
                 for axis, size in zip(work.axes, work.sent_bytes, strict=True):
                     self.totals.sent_bytes[axis] += size  # type: ignore[assignment]  # as in _submit

@@ -35,13 +35,16 @@ class Work:
     transfer_s: float = field(init=False)
     latency_s: float = field(init=False)
     stretch: float = field(init=False)  # of the latency while the device computes
+    shares: tuple[tuple[int, float], ...] = field(init=False)  # of each level's links, while it transfers
 
     def __post_init__(self) -> None:
-        busy_latency_s = self.cost.busy_latency_s
+        busy_latency_s, transfer_s = self.cost.busy_latency_s, self.cost.transfer_s
         latency_s = max(self.cost.latency_s, _SHORTEST_S if busy_latency_s else 0.0)
-        object.__setattr__(self, "transfer_s", self.cost.transfer_s)
+        shares = tuple((level, busy / transfer_s if transfer_s else 0.0) for level, busy in self.cost.busy)
+        object.__setattr__(self, "transfer_s", transfer_s)
         object.__setattr__(self, "latency_s", latency_s)
         object.__setattr__(self, "stretch", 1.0 + busy_latency_s / latency_s if latency_s else 1.0)
+        object.__setattr__(self, "shares", shares)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,13 +53,11 @@ class Job:
 
     Args:
         chain: carried out one after another.
-        ready_s: not before.
         after: a job that must have ended first.
         unit, micro_batch: for the trace.
     """
 
     chain: tuple[Work, ...]
-    ready_s: float
     unit: int
     micro_batch: int
     kind: str
@@ -98,60 +99,33 @@ class Network:
     def go_on(self, compute_s: float, most_s: float = inf) -> float:
         """Lets time pass to the next event of a job, until so much undisturbed compute is done (inf: nothing computes),
         or for `most_s`; how much compute that was."""
-        active, computing = self._active(), compute_s < inf
-        load = self._load(active, computing=computing)
-        slow = self._slowness(active, load)
+        running, slow = self._running(computing=compute_s < inf)
         whole = compute_s * slow
-        step = min(whole, self._next_event(active, load, computing=computing), most_s)
-        self._advance(active, step, load, computing=computing)
+        step = min(whole, _next_event(running), most_s)
+        self._advance(running, step)
         return compute_s if step == whole else step / slow
 
     def idle(self, seconds: float) -> None:
         """Lets time pass in which the device does nothing."""
         end = self.now_s + seconds
         while self.now_s < end:
-            active = self._active()
-            load = self._load(active, computing=False)
-            step = min(end - self.now_s, self._next_event(active, load, computing=False))
-            if step == end - self.now_s:
-                self._advance(active, step, load, computing=False)
+            running, _ = self._running(computing=False)
+            left_s = end - self.now_s
+            step = min(left_s, _next_event(running))
+            self._advance(running, step)
+            if step == left_s:
                 return
-            self._advance(active, step, load, computing=False)
-
-    def _slowness(self, active: list[Job], load: Load | None) -> float:
-        """Seconds that a second of compute takes now."""
-        if not active:
-            return 1.0
-        if self.cores is None:
-            return slowdown(sum(job.chain[job.position].cost.taken for job in active))
-        return 1.0 if load is None else max(1.0, load.get(HOST, 0.0))
-
-    def _load(self, active: list[Job], *, computing: bool) -> Load | None:
-        """By level: the share of its links that is asked for, above 1 where all who ask must slow down; None where a
-        single job has everything to itself."""
-        alone = len(active) <= 1 and not (computing and active and self.cores is not None)
-        if alone:
-            return None
-        load: Load = {HOST: min(1.0, self.cores) / self.cores} if computing and self.cores is not None else {}
-        for job in active:
-            if job.latency_left <= 0:
-                work = job.chain[job.position]
-                whole = work.transfer_s
-                for level, busy in work.cost.busy:
-                    load[level] = load.get(level, 0.0) + (busy / whole if whole else 0.0)
-        return load
 
     def wait_for(self, job: Job) -> None:
         """Lets time pass until `job` has ended."""
         while True:
-            active = self._active()
+            running, _ = self._running(computing=False)
             if job.done_s is not None:
                 return
-            load = self._load(active, computing=False)
-            step = self._next_event(active, load, computing=False)
+            step = _next_event(running)
             if step == inf:
                 raise InternalError(f"{job.kind} of unit {job.unit} waits for something that never ends")
-            self._advance(active, step, load, computing=False)
+            self._advance(running, step)
 
     def signature(
         self, name: Callable[[int], object] = lambda unit: unit
@@ -162,13 +136,43 @@ class Network:
 
     # ---- one event at a time
 
+    def _running(self, *, computing: bool) -> tuple[list[tuple[Job, float]], float]:
+        """The jobs that run, with the seconds of what each is at, its latency or its transfer, over what is left of it;
+        and those that a second of compute takes."""
+        active = self._active()
+        if not active:
+            return [], 1.0
+        cores = self.cores if computing else None
+        if len(active) == 1 and cores is None:
+            job = active[0]
+            work = job.chain[job.position]
+            pace = work.transfer_s if job.latency_left <= 0 else work.stretch if computing else 1.0
+            return [(job, pace)], slowdown(work.cost.taken) if self.cores is None else 1.0
+        # By level, the share of its links that is asked for: above 1 all who ask slow down.
+        load: Load = {} if cores is None else {HOST: min(1.0, cores) / cores}
+        works = [job.chain[job.position] for job in active]
+        for job, work in zip(active, works, strict=True):
+            if job.latency_left <= 0:
+                for level, share in work.shares:
+                    load[level] = load.get(level, 0.0) + share
+        running = []
+        for job, work in zip(active, works, strict=True):
+            if job.latency_left > 0:
+                pace = work.stretch if computing else 1.0
+            else:
+                pace = work.transfer_s * max([1.0, *(load[level] for level, _ in work.shares)])
+            running.append((job, pace))
+        if self.cores is not None:
+            return running, max(1.0, load.get(HOST, 0.0))
+        return running, slowdown(sum(work.cost.taken for work in works))
+
     def _active(self) -> list[Job]:
         """The head of each lane that may run now; heads with nothing to do are ended on the way."""
         active = []
         for queue in self.lanes.values():
             while queue:
                 head = queue[0]
-                if head.ready_s > self.now_s or (head.after is not None and head.after.done_s is None):
+                if head.after is not None and head.after.done_s is None:
                     break
                 if head.position == len(head.chain):
                     head.done_s = self.now_s
@@ -185,31 +189,17 @@ class Network:
             job.begun, job.started_s, job.share_left = True, self.now_s, 1.0
             job.latency_left = work.latency_s
 
-    def _next_event(self, active: list[Job], load: Load | None, *, computing: bool) -> float:
-        """Seconds until a latency or transfer ends or a waiting job becomes ready."""
-        step = inf
-        for job in active:
-            if job.latency_left > 0:
-                step = min(step, job.latency_left * _stretch(job, computing))
-            else:
-                step = min(step, job.share_left * _seconds_under(load, job))
-        for queue in self.lanes.values():
-            if queue and queue[0].ready_s > self.now_s:
-                step = min(step, queue[0].ready_s - self.now_s)
-        return step
-
-    def _advance(self, active: list[Job], step: float, load: Load | None, *, computing: bool) -> None:
+    def _advance(self, running: list[tuple[Job, float]], step: float) -> None:
         self.now_s += step
-        for job in active:
+        for job, pace in running:
             if job.latency_left > 0:
-                job.latency_left -= step / _stretch(job, computing)
+                job.latency_left -= step / pace
                 if job.latency_left <= 1e-15:
                     job.latency_left = 0.0
                     if job.chain[job.position].transfer_s == 0.0:
                         self._finish(job)
                 continue
-            total = _seconds_under(load, job)
-            job.share_left -= step / total if total > 0 else 1.0
+            job.share_left -= step / pace if pace > 0 else 1.0
             if job.share_left <= 1e-12:
                 self._finish(job)
 
@@ -222,17 +212,9 @@ class Network:
             self.lanes[job.lane].popleft()
 
 
-def _stretch(job: Job, computing: bool) -> float:
-    return job.chain[job.position].stretch if computing else 1.0
-
-
-def _seconds_under(load: Load | None, job: Job) -> float:
-    """Seconds of the job's whole transfer under `load`; None: it is alone."""
-    work = job.chain[job.position]
-    if load is None:
-        return work.transfer_s
-    slow = max((load.get(level, 0.0) for level, _ in work.cost.busy), default=1.0)
-    return work.transfer_s * max(1.0, slow)
+def _next_event(running: list[tuple[Job, float]]) -> float:
+    """Seconds until a latency or a transfer ends."""
+    return min([pace * (job.latency_left if job.latency_left > 0 else job.share_left) for job, pace in running] or [inf])
 
 
 def _progress(job: Job, name: Callable[[int], object]) -> tuple[object, ...]:

@@ -190,7 +190,7 @@ class Setup:
             strategy=asked,
             constants=constants,
             compute=compute,
-            transfers=TransferModel(cluster, constants, compute),
+            transfers=TransferModel.of(cluster, constants, compute),
             schedule=schedule,
             specs=specs,
             owned=owned,

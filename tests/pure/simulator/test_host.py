@@ -24,7 +24,7 @@ def started(clock: Network, *busy: tuple[tuple[int, float], ...]) -> None:
     for number, shares in enumerate(busy):
         cost = CollectiveCost(seconds=max(s for _, s in shares), busy=shares, sent_bytes=1.0, taken=1 / 3)
         work = Work("gather", ("node",), cost, (1.0,))
-        clock.submit(Job((work,), 0.0, 0, 0, "unshard"), f"lane {number}")
+        clock.submit(Job((work,), 0, 0, "unshard"), f"lane {number}")
 
 
 def computed(cores: float | None, *busy: tuple[tuple[int, float], ...]) -> float:
@@ -142,7 +142,7 @@ def test_latency_is_longer_beside_computation():
     """3 ms of latency take 12 ms while the device computes, and what is left of them no longer than alone."""
     clock = network(0.5)
     cost = CollectiveCost(seconds=3e-3, busy=(), sent_bytes=1.0, busy_latency_s=9e-3)
-    job = clock.submit(Job((Work("gather", ("node",), cost, (1.0,)),), 0.0, 0, 0, "unshard"), "gather")
+    job = clock.submit(Job((Work("gather", ("node",), cost, (1.0,)),), 0, 0, "unshard"), "gather")
     clock.compute(8e-3)
     assert clock.now_s == pytest.approx(8e-3)
     clock.wait_for(job)

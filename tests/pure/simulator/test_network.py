@@ -16,8 +16,8 @@ def network() -> Network:
     return Network(lambda job, done, start, end: None)
 
 
-def job(*chain: Work, ready_s: float = 0.0, after: Job | None = None) -> Job:
-    return Job(chain, ready_s, 0, 0, "unshard", after)
+def job(*chain: Work, after: Job | None = None) -> Job:
+    return Job(chain, 0, 0, "unshard", after)
 
 
 def test_a_lane_carries_out_its_jobs_one_after_another():
@@ -73,15 +73,12 @@ def test_when_one_of_two_ends_the_other_has_the_links_alone():
     assert net.now_s == pytest.approx(4.0)
 
 
-def test_a_job_waits_for_another_lanes_job_and_for_its_time():
+def test_a_job_waits_for_another_lanes_job():
     net = network()
     first = net.submit(job(work(l0=1.0)), "refresh")
     after = net.submit(job(work(l1=1.0), after=first), "gather")
     net.wait_for(after)
     assert after.done_s == pytest.approx(2.0)
-    late = net.submit(job(work(l1=1.0), ready_s=5.0), "gather")
-    net.wait_for(late)
-    assert late.done_s == pytest.approx(6.0)
 
 
 def test_compute_slows_down_only_while_something_runs():
