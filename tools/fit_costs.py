@@ -87,6 +87,7 @@ def ranges() -> dict[str, Span]:
         "kernels of 5 blocks instead of 24 (NVIDIA/Fuser#5837); computation 1.189 times as long on average and 1.400 "
         "at most, on A100, H100, MI210 and MI250 (arXiv 2507.03114)",
     )
+    found["host_issue_s"] = 0.0, 1e-3, "none seen, and what a unit's pre-forward takes in FSDP2 (pytorch#173680)"
     return found
 
 
@@ -428,6 +429,12 @@ def cited() -> dict[str, Entry]:
             "galvatron_hardware_profile: overlap_coe, of 24 channels on 108 multiprocessors",
         ),
         "multiprocessors": (132.0, "assumed", "H100's, for devices that state none"),
+        "host_issue_s": (
+            0.0,
+            "assumed",
+            "no engine's on a GPU is known; the collective's call alone: 76 us (pytorch#102434)",
+        ),
+        "host_ahead_s": (4.5e-3, "cited", "about 1000 launches are queued, of 4 to 5 us each (stackoverflow 53970187)"),
         "context_bytes": (
             0.75e9,
             "assumed",

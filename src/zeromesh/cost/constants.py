@@ -41,6 +41,8 @@ class Constants:
         node_channels, card_channels: of a collective inside a node, and for each network card; see `contention`.
         channel_share: of a multiprocessor's computation, that a channel takes.
         multiprocessors: of a device that states none.
+        host_issue_s: of the host for a transfer of a unit; `simulator.clock` says when that is seen.
+        host_ahead_s: of the host, for what it can have issued before the device gets there.
         context_bytes: of the driver's context and libraries.
         communicator_bytes: of one communicator's buffers.
         allocator_share: unusable share of what the allocator has reserved.
@@ -67,6 +69,8 @@ class Constants:
     card_channels: float
     channel_share: float
     multiprocessors: float
+    host_issue_s: float
+    host_ahead_s: float
     context_bytes: float
     communicator_bytes: float
     allocator_share: float

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Provenance, provenance, taken_share
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.strategy import Layout
+from zeromesh.units import format_seconds
+
+Unit = Literal["share", "s"]
 
 CONTENDERS = 4
 """Layouts that are compared: the fastest of each kind."""
@@ -38,7 +41,8 @@ class Dependence:
 
     Args:
         constant: its name.
-        quantity: what it means on this cluster, a share.
+        quantity: what it means on this cluster.
+        unit: of it: "share" or "s".
         low, high: of the quantity, as measured elsewhere.
         at: the quantity's value from which on the choice is another.
         below, above: which strategy is faster on either side.
@@ -47,6 +51,7 @@ class Dependence:
 
     constant: str
     quantity: str
+    unit: Unit
     low: float
     high: float
     at: float
@@ -56,14 +61,18 @@ class Dependence:
 
     def __str__(self) -> str:
         return (
-            f"{self.below} if {self.quantity} is below {self.at:.1%}, else {self.above}; measured elsewhere between "
-            f"{self.low:.1%} and {self.high:.1%}"
+            f"{self.below} if {self.quantity} is below {self._shown(self.at)}, else {self.above}; measured elsewhere "
+            f"between {self._shown(self.low)} and {self._shown(self.high)}"
         )
+
+    def _shown(self, value: float) -> str:
+        return f"{value:.1%}" if self.unit == "share" else format_seconds(value)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "constant": self.constant,
             "quantity": self.quantity,
+            "unit": self.unit,
             "measure": self.measure,
             "low": self.low,
             "high": self.high,
@@ -109,7 +118,7 @@ def robust(evaluator: Evaluator, ranked: Sequence[Estimate]) -> Robust:
         ranked: what fits, fastest first.
     """
     contenders = _contenders(ranked)
-    ends = [(constant, value) for constant in open_constants(evaluator.cluster) for value in _ends(constant)]
+    ends = [(constant, value) for constant in open_constants(evaluator.cluster) for value in _others(constant)]
     if len(contenders) == 1 or not ends:
         only = contenders[0]
         return Robust(candidate=only, regret=0.0, fastest=only, of_fastest=0.0, depends=())
@@ -160,6 +169,11 @@ def _ends(constant: Provenance) -> tuple[float, float]:
     return constant.low, constant.high
 
 
+def _others(constant: Provenance) -> list[float]:
+    """The ends of its range that it is not at as shipped."""
+    return [end for end in _ends(constant) if end != constant.value]
+
+
 def _dependence(evaluator: Evaluator, constant: Provenance, end: float, one: Candidate, other: Candidate) -> Dependence:
     """Where the two change places on the way from the constant as shipped, where `one` is faster, to `end`."""
     start = evaluator.constants.value(constant.name)
@@ -169,27 +183,31 @@ def _dependence(evaluator: Evaluator, constant: Provenance, end: float, one: Can
         there = replace(evaluator, constants=evaluator.constants.at(constant.name, middle))
         near, far = (middle, far) if there.step_s(one) <= there.step_s(other) else (near, middle)
     below, above = (other, one) if end < start else (one, other)
-    quantity, measure, unit = _meaning(evaluator, constant.name)
+    quantity, measure, unit, one_is = _meaning(evaluator, constant.name)
     low, high = _ends(constant)
     return Dependence(
         constant=constant.name,
         quantity=quantity,
-        low=low * unit,
-        high=high * unit,
-        at=(near + far) / 2 * unit,
+        unit=unit,
+        low=low * one_is,
+        high=high * one_is,
+        at=(near + far) / 2 * one_is,
         below=below.named,
         above=above.named,
         measure=measure,
     )
 
 
-def _meaning(evaluator: Evaluator, name: str) -> tuple[str, str, float]:
-    """A constant as a quantity of this cluster, what measures that, and how much of it the constant's 1 is."""
+def _meaning(evaluator: Evaluator, name: str) -> tuple[str, str, Unit, float]:
+    """A constant as a quantity of this cluster, what measures it, its unit, and how much of it the constant's 1 is."""
     kind = name.removeprefix("link_share.")
     if kind != name:
-        return f"the share of their nominal rate that {kind} links reach", "`zeromesh probe`", 1.0
+        return f"the share of their nominal rate that {kind} links reach", "`zeromesh probe`", "share", 1.0
+    if name == "host_issue_s":
+        profile = "a profile of a step on the device: what the host takes from unit to unit, without its computation"
+        return "the host's time to issue a transfer", profile, "s", 1.0
     one = evaluator.constants.at(name, 1.0)
     inner = replace(evaluator.cluster, levels=evaluator.cluster.levels[:1])
     unit = taken_share(inner, Layout.of(f"{inner.levels[0].name}=3", inner.axes).axes, one)
     beside = "a block's computation alone and beside gathers of its parameters"
-    return "the share of computation that a gather inside a node takes", beside, unit
+    return "the share of computation that a gather inside a node takes", beside, "share", unit

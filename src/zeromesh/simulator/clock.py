@@ -1,16 +1,27 @@
-"""The schedule's back end on a virtual clock."""
+"""The schedule's back end on a virtual clock.
+
+[Note: Host] The host issues what the device carries out, in the same order, and takes a time of its own for every
+transfer. As long as the device computes for longer than that, the host is ahead and nothing is seen of it; but it is
+ahead by no more than the launches that the device's driver queues. Where units are small it falls behind, and the
+device stands still until the host has issued the transfer that comes before its next computation. A step begins with
+host and device abreast: the one before has ended with numbers that the host reads.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zeromesh.schedule import LaneKind, Op, Reducing, Reduction
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.mechanics import Mechanics
-from zeromesh.simulator.network import Job, Network, Work
+from zeromesh.simulator.network import InLane, Job, Network, Work
 from zeromesh.trace import Event
+
+Signature = tuple[float, list[InLane]]
+"""How far the host is ahead, and what is in flight."""
 
 
 @dataclass(slots=True)
@@ -35,6 +46,17 @@ class Totals:
                 mine[key] += times * (new[key] - old[key])  # type: ignore[index]  # same counter thrice
 
 
+class HostSeconds(NamedTuple):
+    """Of issuing one transfer, and of the launches that it can be ahead."""
+
+    issue: float
+    ahead: float
+
+
+ABREAST = HostSeconds(0.0, 0.0)
+"""Issuing takes no time."""
+
+
 class ClockBackend:
     """Carries out ops by letting a virtual clock run. Ticket: the job.
 
@@ -44,6 +66,7 @@ class ClockBackend:
         unit_names: for the trace.
         record: keep events.
         cores: of the device, where it moves the bytes itself.
+        host: of a transfer, and of all that it can be ahead: [Note: Host].
     """
 
     def __init__(
@@ -54,12 +77,15 @@ class ClockBackend:
         *,
         record: bool,
         cores: float | None = None,
+        host: HostSeconds = ABREAST,
     ) -> None:
         self.chains = chains
         self.mechanics = mechanics
         self.unit_names = unit_names
         self.record = record
         self.network = Network(self._finished, cores)
+        self.host = host
+        self.host_s = 0.0  # it has issued what it has until then
         self.totals = Totals()
         self.events: list[Event] = []
         self.micro_batch = -1
@@ -139,14 +165,23 @@ class ClockBackend:
             assert job is not None  # the chain is not empty
             self._let_end(job)
 
-    def idle(self, axis: str, seconds: float) -> None:
-        """Lets the device wait for what other ranks of a pipeline compute."""
+    def idle(self, axis: str, name: str, seconds: float) -> None:
+        """Lets the device wait for what is none of its own: other ranks of a pipeline, or its host."""
         start = self.now_s
         self.network.idle(seconds)
         if seconds > 0:
-            self.totals.exposed_s[axis, "bubble"] += seconds  # type: ignore[assignment]  # seconds
+            self.totals.exposed_s[axis, name] += seconds  # type: ignore[assignment]  # seconds
             if self.record:
-                self._event("bubble", "wait", "compute", start, -1)
+                self._event(name, "wait", "compute", start, -1)
+
+    def begin_step(self) -> None:
+        """The host is abreast of the device."""
+        self.host_s = self.now_s
+
+    def signature(self, name: Callable[[int], object] = lambda unit: unit) -> Signature:
+        """What the future depends on beside the interpreter's state; of units as `name` has them."""
+        lead_s = self.now_s - max(self.host_s, self._host_from()) if self.host.issue else 0.0
+        return round(lead_s, 12), self.network.signature(name)
 
     def end_micro_batch(self) -> None:
         """Reductions that the engine does not hide under the backward are carried out now."""
@@ -161,11 +196,22 @@ class ClockBackend:
 
     # ---- inside
 
+    def _issue(self) -> None:
+        """[Note: Host]."""
+        if self.host.issue:
+            self.host_s = max(self.host_s, self._host_from()) + self.host.issue
+            self.idle("host", "issue", self.host_s - self.now_s)
+
+    def _host_from(self) -> float:
+        """The earliest that the host can have come to now: further ahead no launch is queued."""
+        return self.now_s - self.host.ahead
+
     def _submit(
         self, lane: LaneKind | Literal["within"], unit: int, chain: tuple[Work, ...], after: Job | None
     ) -> Job | None:
         if not chain:
             return None
+        self._issue()
         kind = "reduce" if lane == "boundary" else lane  # one reduction, in two lanes
         job = Job(chain, unit, self.micro_batch, kind, None if after and after.done_s is not None else after)
         for work in chain:

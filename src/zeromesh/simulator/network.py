@@ -20,6 +20,9 @@ from zeromesh.errors import InternalError
 
 Load = dict[int, float]
 
+InLane = tuple[str, list[tuple[object, ...]]]
+"""A lane with how far each of its jobs is."""
+
 _SHORTEST_S = 1e-9
 """Of a latency that is longer beside computation."""
 
@@ -127,9 +130,7 @@ class Network:
                 raise InternalError(f"{job.kind} of unit {job.unit} waits for something that never ends")
             self._advance(running, step)
 
-    def signature(
-        self, name: Callable[[int], object] = lambda unit: unit
-    ) -> list[tuple[str, list[tuple[object, ...]]]]:
+    def signature(self, name: Callable[[int], object]) -> list[InLane]:
         """What is in flight, relative to now, of units as `name` has them: equal signatures have equal futures."""
         queues = sorted(self.lanes.items())
         return [(lane, [_progress(job, name) for job in queue]) for lane, queue in queues if queue]
@@ -214,7 +215,9 @@ class Network:
 
 def _next_event(running: list[tuple[Job, float]]) -> float:
     """Seconds until a latency or a transfer ends."""
-    return min([pace * (job.latency_left if job.latency_left > 0 else job.share_left) for job, pace in running] or [inf])
+    return min(
+        [pace * (job.latency_left if job.latency_left > 0 else job.share_left) for job, pace in running] or [inf]
+    )
 
 
 def _progress(job: Job, name: Callable[[int], object]) -> tuple[object, ...]:

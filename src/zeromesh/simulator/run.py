@@ -21,7 +21,7 @@ from zeromesh.model import ModelSpec, UnitSpec
 from zeromesh.schedule import Interpreter, Schedule, lent_axes
 from zeromesh.schedule.step import Phase, run_forward, run_micro_batch
 from zeromesh.simulator.chains import Chains
-from zeromesh.simulator.clock import ClockBackend, Totals
+from zeromesh.simulator.clock import ABREAST, ClockBackend, HostSeconds, Totals
 from zeromesh.simulator.computation import (
     Computation,
     MicroBatchSeconds,
@@ -210,6 +210,13 @@ class Setup:
     def micro_batches(self) -> int:
         return self.workload.micro_batches(self.cluster.world)
 
+    @property
+    def host(self) -> HostSeconds:
+        """Where the processor computes itself, its calls are the collectives' own."""
+        if self.cluster.device.cores is not None:
+            return ABREAST
+        return HostSeconds(self.constants.host_issue_s, self.constants.host_ahead_s)
+
     def memory(self, dynamic_bytes: float) -> MemoryBytes:
         """Of one device, where so much comes and goes at the most."""
         lent = lent_axes(self.schedule.layouts, lambda _, axis: (axis.mesh_axis, axis.size, axis.stride))
@@ -332,6 +339,7 @@ class Step:
             tuple(unit.name for unit in setup.schedule.units),
             record=record,
             cores=setup.cluster.device.cores,
+            host=setup.host,
         )
         self.interpreter: Interpreter[Job] = Interpreter(schedule=setup.schedule, backend=self.backend)
         self.activations = setup.activations(record=record)
@@ -362,6 +370,7 @@ class Step:
         run_forward(self.interpreter, compute=self._compute, returned=self.returned.__contains__, parts=self.units)
 
     def _updated(self) -> None:
+        self.backend.begin_step()
         self.interpreter.stepped(range(len(self.setup.schedule.units)))
         if not self.setup.mechanics.overlap_refresh:
             self.backend.drain()
@@ -376,9 +385,9 @@ class Step:
             self._micro_batch(done, last=False)
             if done == 0:
                 # The first rank of a pipeline, which ends last, waits between its first forward and its last backward.
-                self.backend.idle("pp", self.idle_s)
+                self.backend.idle("pp", "bubble", self.idle_s)
             done += 1
-            after = self.backend.network.signature()
+            after = self.backend.signature()
             if after == before and not self.record:
                 alike = count - 1 - done
                 skipped = (self.backend.totals.copy(), start, alike)
@@ -413,7 +422,7 @@ class Step:
         if part not in self._entered:
             forward = phase == "forward"
             if self.repeats is not None:
-                self.repeats.enter(unit, forward=forward, interpreter=self.interpreter, network=backend.network)
+                self.repeats.enter(unit, forward=forward, interpreter=self.interpreter, backend=backend)
             if not forward:
                 self._entered[part] = activations.now
                 activations.enter_backward(part, backend.now_s)

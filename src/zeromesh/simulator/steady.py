@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from zeromesh.schedule import Interpreter
 from zeromesh.schedule.state import GradState, UnitState
-from zeromesh.simulator.network import Job, Network
+from zeromesh.simulator.clock import ClockBackend
+from zeromesh.simulator.network import Job
 
 
 @dataclass(slots=True)
@@ -42,14 +43,14 @@ class Repeats:
     _phases: dict[bool, list[tuple[object, float]]] = field(default_factory=lambda: {True: [], False: []})
     _last_s: float = 0.0
 
-    def enter(self, unit: int, *, forward: bool, interpreter: Interpreter[Job], network: Network) -> None:
+    def enter(self, unit: int, *, forward: bool, interpreter: Interpreter[Job], backend: ClockBackend) -> None:
         """The unit's forward or backward begins."""
         if unit not in self.row or self.seconds is None:
             return
         if self.first is not None:
-            self._phases[forward].append((self._state(unit, interpreter, network), network.now_s))
+            self._phases[forward].append((self._state(unit, interpreter, backend), backend.now_s))
         elif unit == self.row[-1]:
-            self.first = self._state(unit, interpreter, network), network.now_s
+            self.first = self._state(unit, interpreter, backend), backend.now_s
 
     def end_micro_batch(self, times: int = 1) -> None:
         """Of micro-batches that are alike."""
@@ -69,7 +70,7 @@ class Repeats:
                 return later_s - earlier_s
         return None
 
-    def _state(self, unit: int, interpreter: Interpreter[Job], network: Network) -> object:
+    def _state(self, unit: int, interpreter: Interpreter[Job], backend: ClockBackend) -> object:
         """Everything that the future depends on; units of the row by their distance."""
 
         def name(other: int) -> object:
@@ -78,8 +79,10 @@ class Repeats:
             return ("before", other) if other < self.row.start else ("after", other - self.row.stop)
 
         known = [_Known.of(state) for state in interpreter.states]
+        lead_s, lanes = backend.signature(name)
         return (
-            [(lane, _queue(jobs, self.row[-1] - unit)) for lane, jobs in network.signature(name)],
+            lead_s,
+            [(lane, _queue(jobs, self.row[-1] - unit)) for lane, jobs in lanes],
             _runs(known[other] for other in range(unit, self.row.stop)),
             _runs(known[other] for other in range(unit, self.row.start - 1, -1)),
             [known[other] for other in range(len(known)) if other not in self.row],

@@ -70,7 +70,7 @@ def test_layouts_that_differ_in_cuts_alone_are_one_contender():
 
 def test_what_bears_on_a_cluster_is_open_there_and_nothing_else():
     names = {constant.name for constant in open_constants(find_cluster("a800-8x-hdr"))}
-    assert names == {"channel_share", "link_share.nvlink", "link_share.infiniband"}
+    assert names == {"channel_share", "host_issue_s", "link_share.nvlink", "link_share.infiniband"}
     assert "link_share.infiniband" not in {c.name for c in open_constants(find_cluster("a800-8x-hdr").take(8))}
     cpu = find_cluster("gloo-laptop")
     assert not list(open_constants(cpu))

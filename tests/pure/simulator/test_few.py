@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.pure.planner.setups import small_cluster, small_model
 from zeromesh.cluster import find_cluster
+from zeromesh.cost import default_constants
 from zeromesh.model import Recomputation, preset
 from zeromesh.model.parallel import Parallel
 from zeromesh.planner import Workload
@@ -49,9 +50,10 @@ def test_what_few_blocks_tell_is_what_all_do(data: st.DataObject) -> None:
     wires = tuple(data.draw(st.sampled_from(["", "int8/int4"])) for _ in division.cluster.axes)
     strategy = f"{space.strategy([int(c[row]) for c in block.indices], wires)}{data.draw(st.sampled_from(OPTIONS))}"
     engine = data.draw(st.sampled_from(KINDS))
-    found = simulate_few(division, strategy, work, engine=engine)
+    constants = default_constants().at("host_issue_s", data.draw(st.sampled_from([0.0, 0.0, 1e-5, 1e-4, 1e-3])))
+    found = simulate_few(division, strategy, work, engine=engine, constants=constants)
     if found is not None:
-        whole = simulate_divided(division, strategy, work, engine=engine)
+        whole = simulate_divided(division, strategy, work, engine=engine, constants=constants)
         assert found == pytest.approx((whole.step_s, whole.memory.total), rel=1e-9), strategy
 
 
