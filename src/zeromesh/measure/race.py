@@ -22,7 +22,7 @@ CONFIDENCE = 0.95
 
 FAR = 2.0
 """Beyond this ratio a layout is out after a single round, which tells of no noise. Under a load of 20 on 2 cores ratios
-stray by 6 to 21 % (standard deviation by setting, paired rounds of benchmarks/results/bench-xeon-8-ranks.json)."""
+stray by 6 to 21 % (standard deviation by setting, paired rounds of eight ranks on two cores)."""
 
 K = TypeVar("K", bound=Hashable)
 

@@ -118,7 +118,7 @@ def robust(evaluator: Evaluator, ranked: Sequence[Estimate]) -> Robust:
         ranked: what fits, fastest first.
     """
     contenders = _contenders(ranked)
-    ends = [(constant, value) for constant in open_constants(evaluator.cluster) for value in _others(constant)]
+    ends = [(constant, value) for constant in open_constants(evaluator.cluster) for value in other_ends(constant)]
     if len(contenders) == 1 or not ends:
         only = contenders[0]
         return Robust(candidate=only, regret=0.0, fastest=only, of_fastest=0.0, depends=())
@@ -154,6 +154,11 @@ def open_constants(cluster: Cluster) -> Iterator[Provenance]:
             yield constant
 
 
+def other_ends(constant: Provenance) -> list[float]:
+    """The ends of its range that it is not at as shipped."""
+    return [end for end in _ends(constant) if end != constant.value]
+
+
 def _contenders(ranked: Sequence[Estimate]) -> list[Candidate]:
     kinds: dict[tuple[object, ...], Candidate] = {}
     for estimate in ranked:
@@ -167,11 +172,6 @@ def _contenders(ranked: Sequence[Estimate]) -> list[Candidate]:
 def _ends(constant: Provenance) -> tuple[float, float]:
     assert constant.low is not None and constant.high is not None
     return constant.low, constant.high
-
-
-def _others(constant: Provenance) -> list[float]:
-    """The ends of its range that it is not at as shipped."""
-    return [end for end in _ends(constant) if end != constant.value]
 
 
 def _dependence(evaluator: Evaluator, constant: Provenance, end: float, one: Candidate, other: Candidate) -> Dependence:

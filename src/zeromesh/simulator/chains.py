@@ -156,12 +156,14 @@ class Chains:
         return max(1, -(-numel // most)) if most and kind == "unshard" else 1
 
     def _in_pieces(self, piece: CollectiveCost, pieces: int, kind: str) -> CollectiveCost:
-        whole = one_after_another(*[piece] * pieces)
+        whole = one_after_another(*[piece] * pieces) if pieces > 1 else piece
         waits = pieces * self.mechanics.host_gather_s if kind == "unshard" else 0.0
-        return replace(whole, seconds=whole.seconds + waits)
+        return replace(whole, seconds=whole.seconds + waits) if waits else whole
 
     def _with_copies(self, cost: CollectiveCost, numel: int, wire: str) -> CollectiveCost:
         """They take longer; what they take of the computation is in its rates, which were fitted beside such copies."""
+        if not self.mechanics.copies:
+            return cost
         moved = 2 * self.mechanics.copies * wire_bytes(numel, wire)
         return replace(cost, seconds=cost.seconds + self.model.compute.memory(moved))
 

@@ -102,7 +102,8 @@ class Network:
     def go_on(self, compute_s: float, most_s: float = inf) -> float:
         """Lets time pass to the next event of a job, until so much undisturbed compute is done (inf: nothing computes),
         or for `most_s`; how much compute that was."""
-        running, slow = self._running(computing=compute_s < inf)
+        running, load = self._running(computing=compute_s < inf)
+        slow = self._slowness(running, load)
         whole = compute_s * slow
         step = min(whole, _next_event(running), most_s)
         self._advance(running, step)
@@ -137,20 +138,16 @@ class Network:
 
     # ---- one event at a time
 
-    def _running(self, *, computing: bool) -> tuple[list[tuple[Job, float]], float]:
+    def _running(self, *, computing: bool) -> tuple[list[tuple[Job, float]], Load]:
         """The jobs that run, with the seconds of what each is at, its latency or its transfer, over what is left of it;
-        and those that a second of compute takes."""
+        and, where several ask for the same, by level the share of its links: above 1 all who ask slow down."""
         active = self._active()
-        if not active:
-            return [], 1.0
         cores = self.cores if computing else None
         if len(active) == 1 and cores is None:
             job = active[0]
             work = job.chain[job.position]
-            pace = work.transfer_s if job.latency_left <= 0 else work.stretch if computing else 1.0
-            return [(job, pace)], slowdown(work.cost.taken) if self.cores is None else 1.0
-        # By level, the share of its links that is asked for: above 1 all who ask slow down.
-        load: Load = {} if cores is None else {HOST: min(1.0, cores) / cores}
+            return [(job, work.transfer_s if job.latency_left <= 0 else work.stretch if computing else 1.0)], {}
+        load: Load = {HOST: min(1.0, cores) / cores} if cores is not None and active else {}
         works = [job.chain[job.position] for job in active]
         for job, work in zip(active, works, strict=True):
             if job.latency_left <= 0:
@@ -161,11 +158,15 @@ class Network:
             if job.latency_left > 0:
                 pace = work.stretch if computing else 1.0
             else:
-                pace = work.transfer_s * max([1.0, *(load[level] for level, _ in work.shares)])
+                pace = work.transfer_s * max([1.0, *[load[level] for level, _ in work.shares]])
             running.append((job, pace))
+        return running, load
+
+    def _slowness(self, running: list[tuple[Job, float]], load: Load) -> float:
+        """Seconds that a second of compute takes now."""
         if self.cores is not None:
-            return running, max(1.0, load.get(HOST, 0.0))
-        return running, slowdown(sum(work.cost.taken for work in works))
+            return max(1.0, load.get(HOST, 0.0))
+        return slowdown(sum([job.chain[job.position].cost.taken for job, _ in running])) if running else 1.0
 
     def _active(self) -> list[Job]:
         """The head of each lane that may run now; heads with nothing to do are ended on the way."""
@@ -179,16 +180,15 @@ class Network:
                     head.done_s = self.now_s
                     queue.popleft()
                     continue
-                self._begin(head)
+                if not head.begun:
+                    self._begin(head)
                 active.append(head)
                 break
         return active
 
     def _begin(self, job: Job) -> None:
-        if not job.begun:
-            work = job.chain[job.position]
-            job.begun, job.started_s, job.share_left = True, self.now_s, 1.0
-            job.latency_left = work.latency_s
+        job.begun, job.started_s, job.share_left = True, self.now_s, 1.0
+        job.latency_left = job.chain[job.position].latency_s
 
     def _advance(self, running: list[tuple[Job, float]], step: float) -> None:
         self.now_s += step

@@ -127,6 +127,8 @@ def setups_of(
 ) -> Iterator[tuple[Setup, float]]:
     """What each kind of rank of a pipeline runs, and the seconds that it is idle."""
     setups = [Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
+    if division.parallel.pp == 1:
+        return iter([(setup, 0.0) for setup in setups])
     return zip(setups, idle_seconds(division, [setup.micro_batch_s() for setup in setups]), strict=True)
 
 
@@ -259,9 +261,9 @@ class Setup:
         """The parts that a backward comes back to."""
         return frozenset(index for index, spec in enumerate(self.parts()) if spec.returned)
 
-    def computations(self) -> list[Computation]:
-        """Of each part, in every micro-batch but the first of a step."""
-        parts, collecting = self.parts(), [later for _, later in self.collecting()]
+    def computations(self, collecting: Sequence[float]) -> list[Computation]:
+        """Of each part, whose gradients' way takes so long."""
+        parts = self.parts()
         kinds = {(id(spec), later): (spec, later) for spec, later in zip(parts, collecting, strict=True)}
         known = {kind: self._computation(spec).collecting(later) for kind, (spec, later) in kinds.items()}
         return [known[id(spec), later] for spec, later in zip(parts, collecting, strict=True)]
@@ -283,8 +285,8 @@ class Setup:
         return Computation.of(spec, self.division, self.compute, self.transfers, self.workload)
 
     def micro_batch_s(self) -> MicroBatchSeconds:
-        """Of this rank."""
-        return MicroBatchSeconds.of((1, one) for one in self.computations())
+        """Of this rank, in every micro-batch but the first of a step."""
+        return MicroBatchSeconds.of((1, one) for one in self.computations([later for _, later in self.collecting()]))
 
     def activations(self, *, record: bool = False) -> Activations:
         """Before the step."""
@@ -343,8 +345,9 @@ class Step:
         )
         self.interpreter: Interpreter[Job] = Interpreter(schedule=setup.schedule, backend=self.backend)
         self.activations = setup.activations(record=record)
-        self.computations = setup.computations()
-        self.saved_s = [later - first for first, later in setup.collecting()]
+        collecting = setup.collecting()
+        self.computations = setup.computations([later for _, later in collecting])
+        self.saved_s = [later - first for first, later in collecting]
         self.units = setup.by_part(range(len(setup.specs)))
         self.recomputed, self.returned = setup.recomputed(), setup.returned()
         self.step_s = 0.0

@@ -11,7 +11,7 @@ from functools import cache
 
 from zeromesh.cluster import preset
 from zeromesh.cost import Constants, default_constants
-from zeromesh.planner.robust import open_constants
+from zeromesh.planner.robust import open_constants, other_ends
 from zeromesh.simulator import Mechanics
 from zeromesh.validate.row import published
 from zeromesh.validate.score import GOALS
@@ -64,10 +64,9 @@ def variants() -> Iterator[Variant]:
         for gathers, hidden in (("hidden", True), ("exposed", False)):
             yield _variant(f"gathers {gathers}, broadcast {refresh}", _overlapping(engine, hidden))
     yield _variant("nothing overlaps", NO_OVERLAP)
-    ends = [(each.name, end) for each in open_constants(preset("a800-8x-hdr")) for end in (each.low, each.high)]
+    ends = [(each.name, end) for each in open_constants(preset("a800-8x-hdr")) for end in other_ends(each)]
     for where, constants in (("measured", ends), ("nowhere measured", BEYOND)):
         for name, value in constants:
-            assert value is not None  # open constants have both
             text = f"gathers hidden, broadcast hidden, {name} = {value:g} ({where})"
             yield _variant(text, OVERLAPPED, default_constants().at(name, value))
 
