@@ -232,9 +232,9 @@ class Bounds:
             for level, stage, sizes, pieces in self._parts(own):
                 table = self._table(level, stage, bool(experts))
                 found = table[:, self._size_position[level][sizes], self._piece_position[pieces]]
-                longest = np.maximum(of_part[OVERLAPPING], found[OVERLAPPING])
+                longest = np.maximum(of_part[OVERLAPPING], found[OVERLAPPING]) if self.overlapping else None
                 of_part += found[: Row.BUSY_MICRO]
-                if self.overlapping:
+                if longest is not None:
                     of_part[OVERLAPPING] = longest
                 busy[level] += found[Row.BUSY_MICRO : Row.ADDING]
                 lost += self._taken[level] * (found[MICRO_AND_STEP] + found[MICRO_AND_STEP + 2])

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import combinations, permutations
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,9 @@ STAGES = (
 """Most significant first, as parts of one level stand in the notation, innermost first."""
 
 _BLOCK_ROWS = 1 << 18
+
+_NONE = np.iinfo(np.int16).max
+"""A position behind all others."""
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -225,23 +228,24 @@ class Space:
 
     def _legal(self, indices: Sequence[Integers]) -> npt.NDArray[np.bool_]:
         """Not 2 beside 3d, and no kept axis more significant than one that is not kept."""
-        flags = [self._flags[level][index] for level, index in enumerate(indices)]
-        two, deferred = (np.any([flag[:, column] for flag in flags], axis=0) for column in (0, 1))
-        first_kept = np.min([flag[:, 2] for flag in flags], axis=0)
-        last_dropped = np.max([flag[:, 3] for flag in flags], axis=0)
-        return np.asarray(~(two & deferred) & (first_kept > last_dropped))
+        two, deferred, kept, dropped = (
+            [flags[index] for flags, index in zip(by_level, indices, strict=True)] for by_level in self._flags
+        )
+        mixed = reduce(np.logical_or, two) & reduce(np.logical_or, deferred)
+        return np.asarray(~mixed & (reduce(np.minimum, kept) > reduce(np.maximum, dropped)))
 
     @cached_property
-    def _flags(self) -> tuple[Integers, ...]:
-        """By level and cut: has 2, has 3d, first kept and last dropped position in the order of significance."""
-        return tuple(self._level_flags(level, cuts.sizes > 1) for level, cuts in enumerate(self.cuts))
+    def _flags(self) -> Sequence[Sequence[npt.NDArray[Any]]]:
+        """Has 2, has 3d, first kept and last dropped position in the order of significance: each by level and cut."""
+        by_level = [self._level_flags(level, cuts.sizes > 1) for level, cuts in enumerate(self.cuts)]
+        return list(zip(*by_level, strict=True))
 
-    def _level_flags(self, level: int, has: npt.NDArray[np.bool_]) -> Integers:
+    def _level_flags(self, level: int, has: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[Any], ...]:
         three, kept, two, deferred, deferred_kept = (has[:, column] for column in range(5))
         later = 2 * (len(self.mesh) + level)
-        first_kept = np.where(kept, 2 * level + 1, np.where(deferred_kept, later + 1, 1 << 30))
+        first_kept = np.where(kept, 2 * level + 1, np.where(deferred_kept, later + 1, _NONE))
         last_dropped = np.where(deferred, later, np.where(three, 2 * level, -1))
-        return np.stack([two, deferred | deferred_kept, first_kept, last_dropped], axis=1).astype(np.int64)
+        return two, deferred | deferred_kept, first_kept.astype(np.int16), last_dropped.astype(np.int16)
 
     def _block(self, indices: Sequence[Integers]) -> Block:
         sizes = tuple(
