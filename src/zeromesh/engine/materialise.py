@@ -1,13 +1,15 @@
 """Gives parameters and buffers on the meta device memory, a unit at a time, and on the first rank values.
 
 What is fresh holds NaN (integers and flags: a pattern of bits) until its initialisation has run, so that one that
-forgets a tensor is noticed. The first rank keeps its errors until all ranks can hear of them: the others wait for its
-values meanwhile.
+forgets a tensor is noticed. What has values keeps them, whatever an initialisation does to it: adapters beside weights that
+come later, a weight beside a new bias. The first rank keeps its errors until all ranks can hear of them: the others wait
+for its values meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +82,8 @@ class Materialiser:
         self._done.update(modules)
         fresh = {module: list(self._fresh(module)) for module in modules}
         if self.first and any(fresh.values()) and not self.error:
-            self.error = self._initialise(fresh)
+            with torch.no_grad(), _values_kept(fresh):
+                self.error = self._initialise(fresh)
 
     def _fresh(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, param in list(module._parameters.items()):
@@ -108,9 +111,12 @@ class Materialiser:
         return empty
 
     def _initialise(self, fresh: dict[nn.Module, list[tuple[str, Tensor]]]) -> str:
+        around: set[nn.Module] = set()
         for module, tensors in fresh.items():
             rule = self._init or self._rules[module]
-            if not tensors and (self._init or not rule):
+            if tensors or not around.isdisjoint(module.children()):
+                around.add(module)
+            if not tensors and (self._init or not rule or module not in around):
                 continue
             if rule is None and not hasattr(module, "reset_parameters"):
                 return (
@@ -118,8 +124,7 @@ class Materialiser:
                     f"reset_parameters(); pass init=..., a function that initialises one module in place"
                 )
             try:
-                with torch.no_grad():
-                    rule(module) if rule else module.reset_parameters()  # type: ignore[operator]  # tested above
+                rule(module) if rule else module.reset_parameters()  # type: ignore[operator]  # tested above
             except Exception as error:  # the other ranks wait for this one's values
                 self.cause = error
                 name = self._names[module] or "the model"
@@ -137,6 +142,23 @@ class Materialiser:
 
     def _label(self, module: nn.Module, key: str) -> str:
         return ".".join(part for part in (self._names[module], key) if part)
+
+
+@contextmanager
+def _values_kept(fresh: Mapping[nn.Module, Sequence[tuple[str, Tensor]]]) -> Iterator[None]:
+    """What these modules hold beside the fresh is afterwards what it was."""
+    made = {id(tensor) for tensors in fresh.values() for _, tensor in tensors}
+    held = [
+        (tensors, key, tensor, tensor.detach().clone())
+        for module in fresh
+        for tensors in (module._parameters, module._buffers)
+        for key, tensor in tensors.items()
+        if tensor is not None and not tensor.is_meta and id(tensor) not in made
+    ]
+    yield
+    for tensors, key, tensor, values in held:
+        tensors[key] = tensor  # type: ignore[assignment]  # what it held
+        tensor.copy_(values)
 
 
 def _take_assigned(module: nn.Module, tensors: list[tuple[str, Tensor]]) -> None:

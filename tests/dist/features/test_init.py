@@ -184,6 +184,24 @@ class Raising(Bare):
         raise ValueError("no bias to initialise")
 
 
+@pytest.mark.parametrize("init", [None, nn.Linear.reset_parameters], ids=["own", "given"])
+@pytest.mark.parametrize("strategy", ["node=0,cluster=0", "node=1,cluster=1", "node=3,cluster=3"])
+@on_ranks(4)
+def test_what_has_values_keeps_them_beside_what_is_made(strategy, init):
+    """A new bias; a new layer beside others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model[0].bias = nn.Parameter(torch.empty(8, device="meta"))
+    model[1].to("meta")
+    given = init and (lambda module: init(module) if isinstance(module, nn.Linear) else None)
+    whole = zm.full_state_dict(zm.shard(model, mesh_2x2(), strategy, init=given))
+    if dist.get_rank() == 0:
+        made = {name for name, value in expected.items() if not torch.equal(whole[name], value)}
+        assert made == {"0.bias", "1.weight", "1.bias"}
+        assert all(torch.isfinite(whole[name]).all() for name in made)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -109,6 +109,28 @@ def test_adapters_and_trained_copies_of_modules(tmp_path):
     assert tuned(tmp_path, whole=False) == tuned(tmp_path, whole=True)
 
 
+@pytest.mark.parametrize("strategy", ["node=0", "node=1", "node=3"])
+@on_ranks(2, timeout_s=60)
+def test_adapters_keep_what_they_have(strategy, tmp_path):
+    """The library's initialisation, which makes buffers that no file has, goes over all modules of a unit: where nothing is
+    sharded of all units that are joined."""
+    import peft
+
+    if dist.get_rank() == 0:
+        build().save_pretrained(tmp_path)
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = peft.get_peft_model(base(tmp_path, whole=False), peft.LoraConfig(r=2, target_modules="all-linear"))
+    with torch.no_grad():  # as trained ones, of which no number is what an initialisation gives
+        before = {name: param.add_(1).clone() for name, param in model.named_parameters() if param.requires_grad}
+    zm.shard(model, kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",)), strategy)
+    whole = zm.full_state_dict(model)
+    assert len(before) == 28
+    for name, value in before.items() if dist.get_rank() == 0 else ():
+        assert torch.equal(whole[name], value), name
+
+
 @on_ranks(2, timeout_s=60)
 def test_a_new_head_begins_anew_and_is_named(tmp_path):
     import transformers as hf
