@@ -1,9 +1,9 @@
 """Gives parameters and buffers on the meta device memory, a unit at a time, and on the first rank values.
 
 What is fresh holds NaN (integers and flags: a pattern of bits) until its initialisation has run, so that one that
-forgets a tensor is noticed. What has values keeps them, whatever an initialisation does to it: adapters beside weights that
-come later, a weight beside a new bias. The first rank keeps its errors until all ranks can hear of them: the others wait
-for its values meanwhile.
+forgets a tensor is noticed. What has values keeps them, whatever an initialisation does to it: adapters beside weights
+that come later, a weight beside a new bias. The first rank keeps its errors until all ranks can hear of them: others
+wait for its values meanwhile.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def _engine_of(params: Sequence[Any], kind: type[Optimizer]) -> Engine:
         found = "none" if strange is None else f"{type(params[strange]).__name__} at place {strange}"
         raise OptimizerError(
             f"zm.by_owner({kind.__name__}, params) needs parameters of one sharded model; got {found}: call it after "
-            f"zm.shard, with parameters from model.parameters()"
+            f"zm.shard, or the library's prepare or setup of the model alone, with parameters from model.parameters()"
         )
     engine = engines[0]
     assert isinstance(engine, Engine)

@@ -206,6 +206,8 @@ def _read(config: DataConfig, model: ModelConfig | None, prompts: Sequence[str],
     for part in parts:
         part.close()
     reader.require_usable()
+    if not sum(part.documents for part in parts):
+        raise ConfigError("data.files hold no document: all are empty")
     if not parts[0].documents or (config.holds_out and not parts[1].documents):
         raise ConfigError(
             f"data.holdout = {config.holdout} leaves {parts[0].documents} documents to train on and "

@@ -112,8 +112,8 @@ def test_adapters_and_trained_copies_of_modules(tmp_path):
 @pytest.mark.parametrize("strategy", ["node=0", "node=1", "node=3"])
 @on_ranks(2, timeout_s=60)
 def test_adapters_keep_what_they_have(strategy, tmp_path):
-    """The library's initialisation, which makes buffers that no file has, goes over all modules of a unit: where nothing is
-    sharded of all units that are joined."""
+    """The library's initialisation, made for buffers that no file has, sees all modules of a unit, and where nothing
+    is sharded of all units that are joined."""
     import peft
 
     if dist.get_rank() == 0:
