@@ -255,7 +255,7 @@ class RunCheckpoints:
         changed = [f"{k} was {saved[k]!r}, is {v!r}" for k, v in self._data().items() if k in saved and saved[k] != v]
         if changed and self._ranks.rank == 0:
             warnings.warn(
-                f"{found.where} was saved by a run with other samples in a step, so some will repeat or be left out: "
+                f"{found.where} was saved by a run with other data or batches, so samples will repeat or be left out: "
                 + "; ".join(changed),
                 stacklevel=2,
             )

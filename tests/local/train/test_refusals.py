@@ -318,7 +318,7 @@ def test_a_tokenizer_that_was_trained_on_other_text(
         said = refused(directory, monkeypatch, capsys, "data.tokenizer=bpe:265", *overrides)
         assert "step-00000002 needs the tokenizer of digest" in said
         assert "set data.tokenizer to the tokenizer.json in that run's directory" in said
-    with pytest.warns(UserWarning, match="with other data, so samples .* number of training tokens was"):
+    with pytest.warns(UserWarning, match="with other data or batches, so samples .* number of training tokens was"):
         assert train(monkeypatch, "data.tokenizer=out/tokenizer.json", *elsewhere) == 0
 
 
