@@ -111,12 +111,9 @@ class Materialiser:
         return empty
 
     def _initialise(self, fresh: dict[nn.Module, list[tuple[str, Tensor]]]) -> str:
-        around: set[nn.Module] = set()
         for module, tensors in fresh.items():
             rule = self._init or self._rules[module]
-            if tensors or not around.isdisjoint(module.children()):
-                around.add(module)
-            if not tensors and (self._init or not rule or module not in around):
+            if not tensors and (self._init or not rule):
                 continue
             if rule is None and not hasattr(module, "reset_parameters"):
                 return (

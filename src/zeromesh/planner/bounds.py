@@ -27,6 +27,7 @@ from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.time_bound import (
     MICRO_AND_STEP,
     OVERLAPPING,
+    SUMMED,
     ComputeSeconds,
     Floats,
     Known,
@@ -226,16 +227,15 @@ class Bounds:
         busy = np.zeros((len(block.sizes), 4, len(block)))
         lost = np.zeros((2, len(block)))
         adding = np.zeros(len(block))
+        met = np.maximum if self.overlapping else np.add
         # A unit's transfers of experts come after its others, on the same lane.
         for experts, (own, _) in enumerate(self.elements.layouts(block)):
             of_part = np.zeros_like(lanes)
             for level, stage, sizes, pieces in self._parts(own):
                 table = self._table(level, stage, bool(experts))
                 found = table[:, self._size_position[level][sizes], self._piece_position[pieces]]
-                longest = np.maximum(of_part[OVERLAPPING], found[OVERLAPPING]) if self.overlapping else None
-                of_part += found[: Row.BUSY_MICRO]
-                if longest is not None:
-                    of_part[OVERLAPPING] = longest
+                met(of_part[OVERLAPPING], found[OVERLAPPING], out=of_part[OVERLAPPING])
+                of_part[SUMMED] += found[SUMMED]
                 busy[level] += found[Row.BUSY_MICRO : Row.ADDING]
                 lost += self._taken[level] * (found[MICRO_AND_STEP] + found[MICRO_AND_STEP + 2])
                 adding = np.maximum(adding, found[Row.ADDING])

@@ -21,7 +21,7 @@ from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.strategy import Layout
 from zeromesh.units import format_seconds
 
-Unit = Literal["share", "s"]
+Dimension = Literal["share", "s"]
 
 CONTENDERS = 4
 """Layouts that are compared: the fastest of each kind."""
@@ -51,7 +51,7 @@ class Dependence:
 
     constant: str
     quantity: str
-    unit: Unit
+    unit: Dimension
     low: float
     high: float
     at: float
@@ -198,7 +198,7 @@ def _dependence(evaluator: Evaluator, constant: Provenance, end: float, one: Can
     )
 
 
-def _meaning(evaluator: Evaluator, name: str) -> tuple[str, str, Unit, float]:
+def _meaning(evaluator: Evaluator, name: str) -> tuple[str, str, Dimension, float]:
     """A constant as a quantity of this cluster, what measures it, its unit, and how much of it the constant's 1 is."""
     kind = name.removeprefix("link_share.")
     if kind != name:

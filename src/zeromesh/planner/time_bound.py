@@ -101,6 +101,9 @@ MICRO_AND_STEP = np.array([Row.GATHER_MICRO, Row.GATHER_STEP])
 OVERLAPPING = slice(Row.GATHER_MICRO, Row.REDUCE_SECOND + 1)
 """Rows of which the longest part counts where levels overlap."""
 
+SUMMED = slice(OVERLAPPING.stop, Row.BUSY_MICRO)
+"""The other rows of the lanes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBound:

@@ -196,11 +196,15 @@ class ClockBackend:
 
     # ---- inside
 
-    def _issue(self) -> None:
-        """[Note: Host]."""
+    def _issue(self, job: Job, lane: str) -> Job:
+        """Hands it to its lane, once the host has come to it: [Note: Host]."""
         if self.host.issue:
             self.host_s = max(self.host_s, self._host_from()) + self.host.issue
             self.idle("host", "issue", self.host_s - self.now_s)
+        for work in job.chain:
+            for axis, size in zip(work.axes, work.sent_bytes, strict=True):
+                self.totals.sent_bytes[axis] += size  # type: ignore[assignment]  # counters of bytes are floats here
+        return self.network.submit(job, lane)
 
     def _host_from(self) -> float:
         """The earliest that the host can have come to now: further ahead no launch is queued."""
@@ -211,13 +215,9 @@ class ClockBackend:
     ) -> Job | None:
         if not chain:
             return None
-        self._issue()
         kind = "reduce" if lane == "boundary" else lane  # one reduction, in two lanes
         job = Job(chain, unit, self.micro_batch, kind, None if after and after.done_s is not None else after)
-        for work in chain:
-            for axis, size in zip(work.axes, work.sent_bytes, strict=True):
-                self.totals.sent_bytes[axis] += size  # type: ignore[assignment]  # counters of bytes are floats here
-        return self.network.submit(job, lane if lane == "within" else self.mechanics.lane(lane))
+        return self._issue(job, lane if lane == "within" else self.mechanics.lane(lane))
 
     def _defer(self, unit: int, micro: tuple[Work, ...], boundary: tuple[Work, ...], after: Job | None) -> Job:
         first = self._submit("reduce", unit, micro, after)
@@ -228,10 +228,7 @@ class ClockBackend:
 
     def _submit_deferred(self) -> None:
         for job in self._deferred:
-            for work in job.chain:
-                for axis, size in zip(work.axes, work.sent_bytes, strict=True):
-                    self.totals.sent_bytes[axis] += size  # type: ignore[assignment]  # as in _submit
-            self.network.submit(job, self.mechanics.lane("boundary"))
+            self._issue(job, self.mechanics.lane("boundary"))
         self._deferred.clear()
 
     def _let_end(self, job: Job) -> None:

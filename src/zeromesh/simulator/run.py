@@ -127,7 +127,7 @@ def setups_of(
 ) -> Iterator[tuple[Setup, float]]:
     """What each kind of rank of a pipeline runs, and the seconds that it is idle."""
     setups = [Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
-    if division.parallel.pp == 1:
+    if division.parallel.pp == 1:  # no others to wait for; a search comes here thousands of times
         return iter([(setup, 0.0) for setup in setups])
     return zip(setups, idle_seconds(division, [setup.micro_batch_s() for setup in setups]), strict=True)
 

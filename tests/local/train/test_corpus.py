@@ -71,6 +71,9 @@ def test_records_are_held_out_by_themselves_or_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": 3}\n')
     with pytest.raises(ConfigError, match=r"1 of 1 records cannot be used; .*\n.*a.jsonl:1: text must be a text"):
         load_corpus(config)
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"data.files hold no document: all are empty"):
+        load_corpus(config)
 
 
 @pytest.mark.usefixtures("alone")

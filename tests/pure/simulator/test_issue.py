@@ -11,21 +11,28 @@ from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.cost import default_constants
 from zeromesh.model import preset
 from zeromesh.model.parallel import Parallel
-from zeromesh.simulator import FixedWorkload, Simulation, simulate
+from zeromesh.simulator import FixedWorkload, Mechanics, Simulation, find_engine, simulate
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, HostSeconds
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.run import Setup
 
 CLUSTER = find_cluster("a800-8x-hdr").take(16)
+OURS = find_engine("zeromesh")
 
 
 def simulated(
-    strategy: str, issue_s: float, cluster: Cluster = CLUSTER, *, micro_batches: int = 3, record: bool = False
+    strategy: str,
+    issue_s: float,
+    cluster: Cluster = CLUSTER,
+    *,
+    micro_batches: int = 3,
+    record: bool = False,
+    engine: Mechanics = OURS,
 ) -> Simulation:
     constants = default_constants().at("host_issue_s", issue_s)
     work = FixedWorkload(seq_len=512, global_batch_tokens=512 * cluster.world * micro_batches)
-    return simulate(small_model(12), cluster, strategy, work, constants=constants, record=record)
+    return simulate(small_model(12), cluster, strategy, work, engine=engine, constants=constants, record=record)
 
 
 def stood_still(simulation: Simulation) -> float:
@@ -55,14 +62,15 @@ def backend(host: HostSeconds) -> ClockBackend:
     )
 
 
+@pytest.mark.parametrize("engine", [OURS, replace(OURS, overlap_boundary=False)], ids=["overlapping", "deferring"])
 @pytest.mark.parametrize("strategy", ["node=0", "node=1", "node=2", "node=3", "node=3d"])
-def test_a_step_takes_as_long_as_its_host(strategy: str) -> None:
+def test_a_step_takes_as_long_as_its_host(strategy: str, engine: Mechanics) -> None:
     """Where nothing else takes long: of all transfers of the step."""
     node = CLUSTER.take(8)
-    before, short = (simulated(f"{strategy},cluster=0", issue_s, node) for issue_s in (0.0, 1e-6))
+    before, short = (simulated(f"{strategy},cluster=0", issue_s, node, engine=engine) for issue_s in (0.0, 1e-6))
     assert stood_still(before) == 0.0
     assert before.step_s <= short.step_s <= before.step_s + 50e-6
-    long = simulated(f"{strategy},cluster=0", 0.1, node, record=True)
+    long = simulated(f"{strategy},cluster=0", 0.1, node, record=True, engine=engine)
     assert long.trace is not None
     sent = sum(event.kind == "communicate" for event in long.trace.events)  # one a transfer, on one level
     assert sent * 0.1 <= long.step_s <= sent * 0.1 + before.step_s
@@ -70,7 +78,7 @@ def test_a_step_takes_as_long_as_its_host(strategy: str) -> None:
 
 
 def test_large_units_hide_their_host() -> None:
-    """All but what is issued before the first of them computes: the refreshes."""
+    """All but what is issued before the first of them computes: the first gathers."""
     work = FixedWorkload(seq_len=4096, global_batch_tokens=4096 * 16 * 8)
     steps = [
         simulate(preset("llama-7b"), CLUSTER, "node=3,cluster=3", work, constants=default_constants().at(*host))
