@@ -18,9 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from zeromesh.cluster import Cluster, Device, Level, preset, preset_names
-from zeromesh.cost import Group, collective_cost, slowdown, taken_share
+from zeromesh.cost import Group, collective_cost, memory_passes, slowdown, taken_share
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants
+from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
 from zeromesh.model.shape import FUSED
@@ -66,7 +67,7 @@ def _median_entry(values: Sequence[float], source: str) -> Entry:
     return round(statistics.median(values), 4), "fitted", source
 
 
-def ranges() -> dict[str, Span]:
+def ranges(constants: Constants) -> dict[str, Span]:
     """(low, high, source) of constants that public measurements leave open and a choice of layout may depend on."""
     measured = {
         "nvlink": (_nvlink_shares(), "the devices it is the median of"),
@@ -83,12 +84,25 @@ def ranges() -> dict[str, Span]:
     one = (1 - 1 / _overlap()) * A100_MULTIPROCESSORS / NODE_CHANNELS
     found["channel_share"] = (
         _digits(one * 5 / NODE_CHANNELS),
-        _digits((1 - 1 / 1.4) * A100_MULTIPROCESSORS / NODE_CHANNELS),
+        _digits((1 - 1 / 1.4 - _by_memory(constants)) * A100_MULTIPROCESSORS / NODE_CHANNELS),
         "kernels of 5 blocks instead of 24 (NVIDIA/Fuser#5837); computation 1.189 times as long on average and 1.400 "
-        "at most, on A100, H100, MI210 and MI250 (arXiv 2507.03114)",
+        "at most, on A100, H100, MI210 and MI250 (arXiv 2507.03114), less what memory accounts for in a Llama of 7B",
     )
+    found["node_passes"] = 2.0, 3.0, "what is only stored and read back, and the user's data too (NVIDIA/nccl#1428)"
     found["host_issue_s"] = 0.0, 1e-3, "none seen, and what a unit's pre-forward takes in FSDP2 (pytorch#173680)"
     return found
+
+
+def _by_memory(constants: Constants) -> float:
+    """Of a second's computation of a Llama of 7B on A100, what a gather inside the node takes by moving its bytes."""
+    cluster, model = preset("a100-8x-hdr").take(8), model_preset("llama-7b")
+    compute = ComputeModel(device=cluster.device, constants=constants)
+    gather = TransferModel(cluster, constants, compute).joint(
+        Layout.of("node=3,cluster=3", cluster.axes).axes[:1], "all_gather", 2**30, "bf16"
+    )
+    block = next(unit for unit in model.units if unit.kind is UnitKind.BLOCK)
+    seconds = compute.unit(block, tokens=2048, seq_len=2048, recomputation=Recomputation.NONE)
+    return seconds.moving * gather.memory_s / gather.transfer_s
 
 
 def _overlap() -> float:
@@ -310,10 +324,10 @@ def _foundry_predictor(row: Row) -> Callable[[Constants], float]:
 
     def predict(constants: Constants) -> float:
         device = ComputeModel(device=cluster.device, constants=constants)
-        busy = _model_seconds(device, model, tokens, seq_len, recomputation)
-        hidden = _communication(cluster, model, reduce_bytes, constants)
-        slower = slowdown(taken_share(cluster, Layout.of("zero3", cluster.axes).axes, constants))
-        micro_batch = busy + (slower - 1) * min(hidden, busy)
+        busy, moving = _model_seconds(device, model, tokens, seq_len, recomputation)
+        hidden, memory_s = _communication(cluster, model, reduce_bytes, device)
+        taken = taken_share(cluster, Layout.of("zero3", cluster.axes).axes, constants)
+        micro_batch = busy + (slowdown(taken + moving * memory_s / hidden) - 1) * min(hidden, busy)
         return micro_batches * micro_batch + device.optimizer(model.num_params / cluster.world)
 
     return predict
@@ -321,22 +335,26 @@ def _foundry_predictor(row: Row) -> Callable[[Constants], float]:
 
 def _model_seconds(
     device: ComputeModel, model: ModelSpec, tokens: int, seq_len: int, recomputation: Recomputation
-) -> float:
-    total = 0.0
+) -> tuple[float, float]:
+    """Of all units, and the share of them that waits for memory."""
+    total = moving = 0.0
     for unit in model.units:
         seconds = device.unit(unit, tokens=tokens, seq_len=seq_len, recomputation=recomputation)
-        total += unit.count * (seconds.forward + seconds.backward + seconds.recompute)
-    return total
+        total += unit.count * seconds.total
+        moving += unit.count * seconds.total * seconds.moving
+    return total, moving / total
 
 
-def _communication(cluster: Cluster, model: ModelSpec, reduce_bytes: int, constants: Constants) -> float:
-    group = Group.of(cluster, [("node", 8)], constants)
-    total = 0.0
+def _communication(cluster: Cluster, model: ModelSpec, reduce_bytes: int, device: ComputeModel) -> tuple[float, float]:
+    """Seconds of all units' transfers, and of the device's memory."""
+    group = Group.of(cluster, [("node", 8)], device.constants)
+    total = sent_bytes = 0.0
     for unit in model.units:
-        gather = collective_cost(group, "all_gather", 2 * unit.num_params, constants).seconds
-        reduce = collective_cost(group, "reduce_scatter", reduce_bytes * unit.num_params, constants).seconds
-        total += unit.count * (2 * gather + reduce)
-    return total
+        gather = collective_cost(group, "all_gather", 2 * unit.num_params, device.constants)
+        reduce = collective_cost(group, "reduce_scatter", reduce_bytes * unit.num_params, device.constants)
+        total += unit.count * (2 * gather.seconds + reduce.seconds)
+        sent_bytes += unit.count * (2 * gather.sent_bytes + reduce.sent_bytes)
+    return total, device.memory(memory_passes(group, device.constants) * sent_bytes)
 
 
 # Numerics -------------------------------------------------------------------------------------------------------------
@@ -428,6 +446,12 @@ def cited() -> dict[str, Entry]:
             "fitted",
             "galvatron_hardware_profile: overlap_coe, of 24 channels on 108 multiprocessors",
         ),
+        "node_passes": (
+            3.0,
+            "cited",
+            "NVIDIA/nccl#1428: stored, read back, and read from or written to the user's data",
+        ),
+        "card_passes": (5.0, "cited", "as inside a node, and a card reads and stores what passes (GPUDirect RDMA)"),
         "multiprocessors": (132.0, "assumed", "H100's, for devices that state none"),
         "host_issue_s": (
             0.0,
@@ -468,8 +492,11 @@ def fit() -> dict[str, Entry | dict[str, Entry]]:
 
 
 def render(entries: dict[str, Entry | dict[str, Entry]]) -> str:
+    values: dict[str, float] = {name: entry[0] for name, entry in entries.items() if isinstance(entry, tuple)}
+    links = [entry for entry in entries.values() if isinstance(entry, dict)]
+    shares = {kind: entry[0] for each in links for kind, entry in each.items()}
     lines = ["# Written by tools/fit_costs.py. Do not edit: change the script and run it again."]
-    spans = ranges()
+    spans = ranges(Constants(link_share=shares, **values))
     for name, entry in entries.items():
         for key, (value, how, source) in (
             {f"link_share.{kind}": e for kind, e in entry.items()} if isinstance(entry, dict) else {name: entry}

@@ -3,7 +3,7 @@
 from zeromesh.cost.collective import CollectiveCost, Operation, collective_cost, one_after_another
 from zeromesh.cost.compute import ComputeModel, UnitSeconds
 from zeromesh.cost.constants import Constants, Provenance, default_constants, provenance
-from zeromesh.cost.contention import MOST_TAKEN, slowdown, taken_share
+from zeromesh.cost.contention import MOST_TAKEN, memory_passes, slowdown, taken_share
 from zeromesh.cost.group import Group, Hop
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "UnitSeconds",
     "collective_cost",
     "default_constants",
+    "memory_passes",
     "one_after_another",
     "provenance",
     "slowdown",

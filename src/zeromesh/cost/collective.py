@@ -42,6 +42,7 @@ class CollectiveCost:
         sent_bytes: out of one rank, over all levels together.
         busy_latency_s: how much longer its latency is while the device computes.
         taken: of the device's rate of computation, while it runs.
+        memory_s: for what it moves through the device's memory, at the rate that kernels reach there.
     """
 
     seconds: float
@@ -49,6 +50,7 @@ class CollectiveCost:
     sent_bytes: float = 0.0
     busy_latency_s: float = 0.0
     taken: float = 0.0
+    memory_s: float = 0.0
 
     @property
     def transfer_s(self) -> float:
@@ -173,6 +175,7 @@ def one_after_another(*costs: CollectiveCost) -> CollectiveCost:
         sent_bytes=sum(cost.sent_bytes for cost in costs),
         busy_latency_s=sum(cost.busy_latency_s for cost in costs),
         taken=mean_taken(costs, sum(cost.seconds for cost in costs)),
+        memory_s=sum(cost.memory_s for cost in costs),
     )
 
 

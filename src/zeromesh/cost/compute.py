@@ -29,12 +29,18 @@ from zeromesh.model.spec import AttentionSpec, MatmulSpec, Recomputation, UnitSp
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
     """Of one micro-batch on one device; `recompute` is the part of the backward that runs the forward again, `weights`
-    the part of `backward` that only gradients of weights need."""
+    the part of `backward` that only gradients of weights need, `moving` the share of all in which the device waits for
+    its memory."""
 
     forward: float
     backward: float
     recompute: float
     weights: float = 0.0
+    moving: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.recompute + self.backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,22 +75,31 @@ class ComputeModel:
         products = sum(self.matmul(m, tokens) for m in unit.matmuls)
         attention = self._attention_forward(unit.attention, tokens, seq_len)
         other = unit.other_forward_flops * tokens / self.matrix_flops
-        forward = products + attention + self.elementwise(unit, tokens, seq_len) + other
+        moving = self.elementwise(unit, tokens, seq_len)
+        forward = products + attention + moving + other
         if not unit.returned:
-            return UnitSeconds(forward=forward, backward=0.0, recompute=0.0)
+            return UnitSeconds(
+                forward=forward, backward=0.0, recompute=0.0, moving=moving / forward if forward else 0.0
+            )
         gradients = [(self.matmul(m, tokens, backward=True), m.trainable_share) for m in unit.matmuls]
         weights = sum(seconds * share for seconds, share in gradients)
+        moving_back = 2 * self.elementwise(unit, tokens, seq_len, backward=True)
         backward = (
             sum(seconds for seconds, _ in gradients)
             + weights
             + self._attention_backward(unit.attention, tokens, seq_len)
-            + 2 * (self.elementwise(unit, tokens, seq_len, backward=True) + other)
+            + moving_back
+            + 2 * other
         )
+        again = unit.recomputes(recomputation)
+        recompute = self._recompute(unit, tokens, recomputation, forward, moving) if again else 0.0
+        whole = forward + recompute + backward
         return UnitSeconds(
             forward=forward,
             backward=backward,
-            recompute=self._recompute(unit, tokens, seq_len, recomputation, forward),
+            recompute=recompute,
             weights=weights,
+            moving=(moving + again * moving + moving_back) / whole if whole else 0.0,
         )
 
     def matmul(self, matmul: MatmulSpec, tokens: float, *, backward: bool = False) -> float:
@@ -139,13 +154,11 @@ class ComputeModel:
         return moved_bytes / self.memory_bytes_per_s
 
     def _recompute(
-        self, unit: UnitSpec, tokens: float, seq_len: int, recomputation: Recomputation, forward: float
+        self, unit: UnitSpec, tokens: float, recomputation: Recomputation, forward: float, moving: float
     ) -> float:
-        if not unit.recomputes(recomputation):
-            return 0.0
         if recomputation is Recomputation.FULL:
             return forward
-        return sum(self.matmul(m, tokens) for m in unit.selected_matmuls) + self.elementwise(unit, tokens, seq_len)
+        return sum(self.matmul(m, tokens) for m in unit.selected_matmuls) + moving
 
     def _attention_forward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
         if attention is None:

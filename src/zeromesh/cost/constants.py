@@ -40,6 +40,7 @@ class Constants:
         optimizer_bytes: read and written by AdamW per element of the state shard.
         node_channels, card_channels: of a collective inside a node, and for each network card; see `contention`.
         channel_share: of a multiprocessor's computation, that a channel takes.
+        node_passes, card_passes: through a device's memory, of what a rank sends inside a node and over a network.
         multiprocessors: of a device that states none.
         host_issue_s: of the host for a transfer of a unit; `simulator.clock` says when that is seen.
         host_ahead_s: of the host, for what it can have issued before the device gets there.
@@ -68,6 +69,8 @@ class Constants:
     node_channels: float
     card_channels: float
     channel_share: float
+    node_passes: float
+    card_passes: float
     multiprocessors: float
     host_issue_s: float
     host_ahead_s: float

@@ -9,17 +9,24 @@ of computation takes
     1 / (1 - channel_share * channels / m)        channels of all collectives that run
 
 seconds. Were computation spread evenly, `channel_share` would be 1. A product whose blocks fill the device in whole
-waves loses more (one of 132 blocks on 132 multiprocessors takes two waves of 108), one that waits for memory less: it
-is fitted on a product beside an all-reduce, and its range spans what was seen on whole models.
+waves loses more (one of 132 blocks on 132 multiprocessors takes two waves of 108): it is fitted on a product beside an
+all-reduce, and its range spans what was seen on whole models.
+
+[Note: Memory] A byte that a rank sends is stored and read back, and read from the user's data or written there: it goes
+through the device's memory three times inside a node (NVIDIA/nccl#1428). Over a network a card reads and stores what
+passes through, twice more. What waits for memory anyway, elementwise kernels and copies, loses as much of each second
+as the collectives have of the memory's rate. On A100 with NVLink that is 39 % beside the 11 % of the channels, so that
+such a kernel takes twice as long; seen there: .02 ms alone and .05 ms beside a gather (the same source).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost.constants import Constants
-from zeromesh.cost.group import INSIDE_A_NODE
+from zeromesh.cost.group import INSIDE_A_NODE, Group
 from zeromesh.strategy import Axis
 
 MOST_TAKEN = 0.9
@@ -33,6 +40,14 @@ def taken_share(cluster: Cluster, axes: Sequence[Axis], constants: Constants) ->
         return 0.0
     of_device = cluster.device.multiprocessors or constants.multiprocessors
     return constants.channel_share * _channels(cluster, axes, constants) / of_device
+
+
+def memory_passes(group: Group, constants: Constants) -> float:
+    """How often a byte that a rank of `group` sends goes through a device's memory: [Note: Memory]. In a ring over
+    several nodes one rank of each sends over the network."""
+    outer = any(hop.outer for hop in group.hops)
+    inside = prod(hop.size for hop in group.hops if not hop.outer)
+    return constants.node_passes + outer * (constants.card_passes - constants.node_passes) / inside
 
 
 def slowdown(taken: float) -> float:

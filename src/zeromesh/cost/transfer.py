@@ -12,7 +12,7 @@ from zeromesh.cluster import Cluster
 from zeromesh.cost.collective import HOST, CollectiveCost, Operation, collective_cost, one_after_another
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants
-from zeromesh.cost.contention import taken_share
+from zeromesh.cost.contention import memory_passes, taken_share
 from zeromesh.cost.group import Group
 from zeromesh.schedule.transfer import Transfer, wire_bytes
 from zeromesh.strategy import Axis
@@ -81,7 +81,7 @@ class TransferModel:
                 self._costs[key] = one_after_another(*halves)
             else:
                 cost = self._hosted(self._joint(axes, operation, numel, wire, algorithm), axes, operation)
-                cost = replace(cost, taken=taken_share(self.cluster, axes, self.constants))
+                cost = self._beside_computation(cost, axes)
                 cost = self.with_kernels(cost, self._coding_bytes(axes, operation, numel, wire))
                 if beside := self._beside_compute():
                     # The same collective on links as they are beside computation, less its own. Cores that compute and
@@ -120,6 +120,17 @@ class TransferModel:
         # A call's processor time is part of the latency as it was measured.
         seconds = max(cost.latency_s, calls) + max(cost.transfer_s, moving)
         return replace(cost, seconds=seconds, busy=(*cost.busy, (HOST, calls + moving)))
+
+    def _beside_computation(self, cost: CollectiveCost, axes: Sequence[Axis]) -> CollectiveCost:
+        """With what it takes of a device that computes; the network shares out cores that also move the bytes."""
+        if self.cluster.device.cores is not None:
+            return cost
+        passes = memory_passes(self.group(axes), self.constants)
+        return replace(
+            cost,
+            taken=taken_share(self.cluster, axes, self.constants),
+            memory_s=self.compute.memory(passes * cost.sent_bytes),
+        )
 
     def _joint(
         self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: str

@@ -42,7 +42,7 @@ from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.simulator.computation import Computation, MicroBatchSeconds, idle_seconds
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.mechanics import ENGINES, Mechanics
-from zeromesh.simulator.owned import newton_schulz_s
+from zeromesh.simulator.owned import by_owners, newton_schulz_s
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Axis, Stage, Wire
@@ -136,11 +136,13 @@ class Bounds:
             return self._divided_s(self.division, self.workload.fixed(sequences, recomputation, self._parallel))
         forward = backward = 0.0
         blocks: list[float] = []
+        moving: list[float] = []
         entered = 0.0, 0.0
         for unit in self.model.units:
             one = self.compute.unit(unit, tokens=sequences * seq_len, seq_len=seq_len, recomputation=recomputation)
             least, most = self._collecting_s(unit)
             back = one.backward + one.recompute
+            moving += [one.moving] if one.total else []
             forward += unit.count * one.forward
             backward += unit.count * (back + least)
             blocks += [back + least] * (unit.count if _reduces_as_block(unit) else 0)
@@ -152,7 +154,13 @@ class Bounds:
             blocks=len(blocks),
             block_backward=min(blocks, default=0.0),
             entered=entered,
+            moving=self._moving(moving),
         )
+
+    def _moving(self, shares: Sequence[float]) -> float:
+        """w, of the shares of a micro-batch's units. What owners step on may be products beside collectives."""
+        owned = by_owners(self.workload.optimizer, self.workload.ownership, self.mechanics)
+        return 0.0 if owned else min(shares, default=0.0)
 
     def _divided_s(self, division: Division, work: FixedWorkload) -> ComputeSeconds:
         key, known = (division.parallel, work.micro_batch, work.recomputation, *self._held), self.known.seconds
@@ -162,6 +170,7 @@ class Bounds:
         own = known[key][self.part]
         blocks = [unit for unit in self.model.units if _reduces_as_block(unit)]
         seconds = [self._computation(unit, work).seconds for unit in blocks]
+        every_unit = [self._computation(unit, work).seconds for unit in self.model.units]
         return ComputeSeconds(
             forward=own.forward,
             backward=own.backward,
@@ -170,6 +179,7 @@ class Bounds:
             entered=self._entered_s(work),
             waiting=own.waiting,
             idle=idle_seconds(division, known[key])[self.part],
+            moving=self._moving([one.moving for one in every_unit if one.total]),
         )
 
     def _entered_s(self, work: FixedWorkload) -> tuple[float, float]:
@@ -226,6 +236,7 @@ class Bounds:
         lanes = np.zeros((Row.BUSY_MICRO, len(block)))
         busy = np.zeros((len(block.sizes), 4, len(block)))
         lost = np.zeros((2, len(block)))
+        moved = np.zeros((2, len(block)))
         adding = np.zeros(len(block))
         met = np.maximum if self.overlapping else np.add
         # A unit's transfers of experts come after its others, on the same lane.
@@ -236,7 +247,8 @@ class Bounds:
                 found = table[:, self._size_position[level][sizes], self._piece_position[pieces]]
                 met(of_part[OVERLAPPING], found[OVERLAPPING], out=of_part[OVERLAPPING])
                 of_part[SUMMED] += found[SUMMED]
-                busy[level] += found[Row.BUSY_MICRO : Row.ADDING]
+                busy[level] += found[Row.BUSY_MICRO : Row.MEMORY_MICRO]
+                moved += found[Row.MEMORY_MICRO : Row.ADDING]
                 lost += self._taken[level] * (found[MICRO_AND_STEP] + found[MICRO_AND_STEP + 2])
                 adding = np.maximum(adding, found[Row.ADDING])
             added = self._added(own, bool(experts))
@@ -244,10 +256,18 @@ class Bounds:
             if self.cluster.device.cores is None:  # else the network shares them out
                 lost[0] += added[Row.REDUCE_MICRO] - added[Row.REDUCE_ROOT] - added[Row.REDUCE_FIRST]
         # Beyond what a device has, less goes missing than is asked for.
-        most = max(self._taken)
-        real = np.minimum(1.0, MOST_TAKEN / np.maximum(len(LANES) * most + adding, 1e-9))
+        most, moving = max(self._taken), self._most_moved
+        real = np.minimum(1.0, MOST_TAKEN / np.maximum(len(LANES) * most + moving + adding, 1e-9))
         edge = 2 * most * real
-        return TimeBound(lanes=lanes, busy=busy, lost=lost * real, edge=edge, late=edge + adding * real)
+        return TimeBound(
+            lanes=lanes,
+            busy=busy,
+            lost=lost * real,
+            moved=moved * real,
+            moving=moving,
+            edge=edge,
+            late=edge + adding * real,
+        )
 
     def _added(self, block: Block, experts: bool) -> Floats:
         """Seconds that kernels take to add what was reduced to the accumulated gradient, in the lane of reductions."""
@@ -286,6 +306,16 @@ class Bounds:
         """By level, of the device, by a collective over it alone."""
         axes = [self._axis(level, Stage.ZERO, max(2, each.size)) for level, each in enumerate(self.cluster.levels)]
         return tuple(taken_share(self.cluster, (axis,), self.constants) for axis in axes)
+
+    @cached_property
+    def _most_moved(self) -> float:
+        """Of the device's memory, by collectives on all levels at once: lanes that share links share that too."""
+        most = 0.0
+        for level, each in enumerate(self.cluster.levels):
+            axes = [self._axis(level, Stage.ZERO, size) for size in divisors(each.size) if size > 1]
+            costs = [self.transfers.cost(_endless(axis, operation)) for axis in axes for operation in _OPERATIONS]
+            most += max((cost.memory_s / cost.transfer_s for cost in costs if cost.transfer_s), default=0.0)
+        return most
 
     def _parts(self, block: Block) -> Iterator[tuple[int, Stage, Integers, Integers]]:
         """Each part with its size and the pieces into which more significant axes have cut its region."""
@@ -357,16 +387,17 @@ class Bounds:
             shared = self.joins or (self._with_root and (unit is entered or is_root))
             for operation, per_micro in operations(axis.stage):
                 gather = operation == "all_gather"
-                alone, busy = self._cost(axis, operation, numels, pieces, frozen=gather and per_micro)
+                alone, busy, memory = self._cost(axis, operation, numels, pieces, frozen=gather and per_micro)
                 seconds, together = alone, (numels[0], alone)
                 if shared and not axis.stage.shards_params and trainable:
                     # With whatever the unit is joined, its share is no less than that of a transfer of all.
-                    whole, links = self._transfer(axis, operation, trainable, pieces)
-                    seconds, busy = numels[0] / trainable * whole, numels[0] / trainable * links
+                    whole, *rest = self._transfer(axis, operation, trainable, pieces)
+                    seconds, busy, memory = (numels[0] / trainable * each for each in (whole, *rest))
                     together = trainable, whole
                 times = gathers if gather and per_micro else unit.count
                 row[(Row.GATHER_MICRO if gather else Row.REDUCE_MICRO) + (not per_micro)] += times * seconds
                 row[Row.BUSY_MICRO + (not per_micro)] += times * busy
+                row[Row.MEMORY_MICRO + (not per_micro)] += times * memory
                 row[Row.BUSY_FIRST] += unit.count * busy if gather else 0.0
                 row[Row.BUSY_LAST] += (times - unit.count if gather else unit.count) * busy
                 self._note_meeting(row, axis.stage, unit, operation, alone, gathers - unit.count)
@@ -436,33 +467,41 @@ class Bounds:
 
     def _cost(
         self, axis: Axis, operation: Operation, numels: tuple[int, int], pieces: int, *, frozen: bool
-    ) -> tuple[float, float]:
-        """Seconds of one transfer of a unit's trainable and frozen elements, and of its links."""
-        seconds = busy = 0.0
+    ) -> tuple[float, float, float]:
+        """Seconds of one transfer of a unit's trainable and frozen elements, of its links, and of memory."""
         trainable, rest = numels
-        for numel in (trainable, rest if frozen else 0):
-            if numel:
-                one, links = self._transfer(axis, operation, numel, pieces)
-                seconds += one
-                busy += links
-        return seconds, busy
+        sent = [numel for numel in (trainable, rest if frozen else 0) if numel]
+        found = [self._transfer(axis, operation, numel, pieces) for numel in sent]
+        seconds, busy, memory = (sum(each) for each in zip((0.0, 0.0, 0.0), *found, strict=True))
+        return seconds, busy, memory
 
-    def _transfer(self, axis: Axis, operation: Operation, numel: int, pieces: int) -> tuple[float, float]:
+    def _transfer(self, axis: Axis, operation: Operation, numel: int, pieces: int) -> tuple[float, float, float]:
         default = self.workload.param_dtype if operation == "all_gather" else self.workload.wire_dtype
         wire = (axis.wire.param if operation == "all_gather" else axis.wire.grad) or default
         numel = ceil(numel / pieces)
-        found = [self._links(Transfer(operation=operation, axis=axis, numel=numel, wire=wire))]
+        found = [self._seconds(Transfer(operation=operation, axis=axis, numel=numel, wire=wire))]
         if operation == "all_reduce":
             halves: tuple[Operation, Operation] = ("reduce_scatter", "all_gather")
-            parts = [self._links(Transfer(operation=half, axis=axis, numel=numel, wire=wire)) for half in halves]
+            parts = [self._seconds(Transfer(operation=half, axis=axis, numel=numel, wire=wire)) for half in halves]
             # Inside of another replicated level it is these two, whose measured rates may be others.
-            found.append((sum(seconds for seconds, _ in parts), sum(busy for _, busy in parts)))
-        return min(seconds for seconds, _ in found), min(busy for _, busy in found)
+            found.append(tuple(sum(both) for both in zip(*parts, strict=True)))
+        seconds, busy, memory = (min(each) for each in zip(*found, strict=True))
+        return seconds, busy, memory
 
-    def _links(self, transfer: Transfer) -> tuple[float, float]:
-        """Seconds of a transfer, and those of links."""
+    def _seconds(self, transfer: Transfer) -> tuple[float, ...]:
+        """Of a transfer, of its links, and of memory."""
         cost = self.transfers.cost(transfer)
-        return cost.seconds, sum(share for level, share in cost.busy if level != HOST)
+        return cost.seconds, sum(share for level, share in cost.busy if level != HOST), cost.memory_s
+
+
+_OPERATIONS: tuple[Operation, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+
+_ENDLESS = 2**60
+"""Elements, beside which a transfer's latency is nothing."""
+
+
+def _endless(axis: Axis, operation: Operation) -> Transfer:
+    return Transfer(operation=operation, axis=axis, numel=_ENDLESS, wire="fp32")
 
 
 def _reduces_as_block(unit: UnitSpec) -> bool:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zeromesh.cluster import Cluster
-from zeromesh.cost import Provenance, provenance, taken_share
+from zeromesh.cost import ComputeModel, Provenance, provenance
+from zeromesh.cost.transfer import TransferModel
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.strategy import Layout
 from zeromesh.units import format_seconds
@@ -30,6 +31,9 @@ _NEAR = 1.25
 """Contenders that are slower than the fastest by more than this stay so within every range that is stated."""
 
 _HALVINGS = 7
+
+_LONG = 2**32
+"""Elements of a gather that is at the full rate of its links."""
 
 _TIE = 1e-3
 """What layouts that differ by less are: equally fast."""
@@ -208,6 +212,11 @@ def _meaning(evaluator: Evaluator, name: str) -> tuple[str, str, Dimension, floa
         return "the host's time to issue a transfer", profile, "s", 1.0
     one = evaluator.constants.at(name, 1.0)
     inner = replace(evaluator.cluster, levels=evaluator.cluster.levels[:1])
-    unit = taken_share(inner, Layout.of(f"{inner.levels[0].name}=3", inner.axes).axes, one)
-    beside = "a block's computation alone and beside gathers of its parameters"
-    return "the share of computation that a gather inside a node takes", beside, "share", unit
+    transfers = TransferModel.of(inner, one, ComputeModel(device=inner.device, constants=one))
+    gather = transfers.joint(Layout.of(f"{inner.levels[0].name}=3", inner.axes).axes, "all_gather", _LONG, "bf16")
+    if name == "node_passes":
+        copies = "a copy on the device alone and beside gathers inside a node"
+        unit = gather.memory_s / gather.transfer_s
+        return "the share of the device's memory bandwidth that a gather inside a node takes", copies, "share", unit
+    beside = "a block's matrix products alone and beside gathers of its parameters"
+    return "the share of computation that a gather inside a node takes", beside, "share", gather.taken

@@ -18,9 +18,10 @@ spills, for n blocks whose backward computes for b seconds, whose reduction take
 may take links away. So also A >= M * (U + R - G_b) - (M - 1) * S.
 
 While a collective runs, computation loses a share of each second (`zeromesh.cost.contention`), and all of it while a
-kernel adds what was reduced to the accumulated gradient: over all collectives L, less what runs while computation
-waits, and less those kernels of E_r. It waits for E_g, when nothing is reduced yet, and for E_r, when nothing is
-gathered any more, so that two lanes are at work at the most; with s what those two take,
+kernel adds what was reduced to the accumulated gradient. Where it waits for memory, for a share w of each unit's
+seconds at least, it loses what the collective moves there too. Over all collectives that is L, less what runs while
+computation waits, and less those kernels of E_r. It waits for E_g, when nothing is reduced yet, and for E_r, when
+nothing is gathered any more, so that two lanes are at work at the most; with s what those two take,
 
     step >= max(A, C + L + E * (1 - s) + W),    E = E_g + E_r
 
@@ -65,9 +66,9 @@ class Row(IntEnum):
     """Rows of a table, in seconds: of a lane per micro-batch and per step; of the root in each lane, and of the unit
     that runs first if it is one; of the unit after that, per micro-batch; of all gathers of a backward, of those that
     may be done before their phase, of one block's, of one block's reduction and of the other units'; of the level's
-    links, per micro-batch and per step, in the first forward and in the last backward; and, no seconds, what the kernel
-    that adds to the accumulated gradient takes at most of a collective, if a micro-batch's last reduction is over that
-    axis."""
+    links, per micro-batch and per step, in the first forward and in the last backward; of the device's memory, per
+    micro-batch and per step; and, no seconds, what the kernel that adds to the accumulated gradient takes at most of a
+    collective, if a micro-batch's last reduction is over that axis."""
 
     GATHER_MICRO = 0
     GATHER_STEP = auto()
@@ -92,6 +93,8 @@ class Row(IntEnum):
     BUSY_STEP = auto()
     BUSY_FIRST = auto()
     BUSY_LAST = auto()
+    MEMORY_MICRO = auto()
+    MEMORY_STEP = auto()
     ADDING = auto()
 
 
@@ -112,14 +115,18 @@ class TimeBound:
     Args:
         lanes: rows as named above, by layout.
         busy: by level, seconds of its links per micro-batch, per step, in the first forward and in the last backward.
-        lost: L, per micro-batch and per step, by layout.
-        edge: s, by layout.
-        late: s', by layout.
+        lost: L, per micro-batch and per step, by layout, without what is moved through memory.
+        moved: that, in seconds of memory.
+        moving: of memory, what collectives on all levels have at most.
+        edge: s, by layout, without that.
+        late: s', by layout, without that.
     """
 
     lanes: Floats
     busy: Floats
     lost: Floats
+    moved: Floats
+    moving: float
     edge: Floats
     late: Floats
 
@@ -130,6 +137,7 @@ class TimeBound:
             lanes=self.lanes[:, :count],
             busy=self.busy[:, :, :count],
             lost=self.lost[:, :count],
+            moved=self.moved[:, :count],
             edge=self.edge[:count],
             late=self.late[:count],
         )
@@ -151,7 +159,9 @@ class TimeBound:
         active = np.maximum(active, gather + reduce - met)
         compute_s = micro_batches * compute.total + compute.idle + optimizer_s
         # While the device waits or is idle anyway, nothing slows it down, and the edges may hide.
-        slowed = micro_batches * self.lost[0] + self.lost[1] + (edge_gather + edge_reduce) * (1 - self.edge)
+        micro, step = self.lost + compute.moving * self.moved
+        edge = self.edge + compute.moving * self.moving
+        slowed = micro_batches * micro + step + (edge_gather + edge_reduce) * (1 - edge)
         slowed += self._late(micro_batches, compute)
         slowed = np.maximum(0.0, slowed - micro_batches * compute.waiting - compute.idle)
         gathered = lanes[Row.GATHER_MICRO] - lanes[Row.GATHER_BACK]  # in a forward
@@ -167,7 +177,7 @@ class TimeBound:
     def _late(self, micro_batches: int, compute: ComputeSeconds) -> Floats:
         """W."""
         lanes, (forward, backward) = self.lanes, compute.entered
-        left = 1 - self.late
+        left = 1 - self.late - compute.moving * self.moving
         first = (micro_batches - 1) * (lanes[Row.UNSHARD_ROOT] + lanes[Row.UNSHARD_FIRST])
         gathers = micro_batches * np.maximum(0.0, lanes[Row.UNSHARD_SECOND] * left - forward)
         return np.asarray(first * left + gathers + np.maximum(0.0, lanes[Row.REDUCE_SECOND] * left - backward))
@@ -183,7 +193,7 @@ class TimeBound:
 class ComputeSeconds:
     """Of one micro-batch; its `blocks` blocks compute for at least `block_backward` each in the backward. `entered`:
     forward and backward of the unit that runs first, if it is one. `waiting`: of both, for collectives inside of units;
-    `idle`: of a step, in a pipeline."""
+    `idle`: of a step, in a pipeline; `moving`: w."""
 
     forward: float
     backward: float
@@ -192,6 +202,7 @@ class ComputeSeconds:
     entered: tuple[float, float] = (0.0, 0.0)
     waiting: float = 0.0
     idle: float = 0.0
+    moving: float = 0.0
 
     @property
     def total(self) -> float:

@@ -82,6 +82,10 @@ class KernelModel:
             )
         return flops / (compute.matrix_flops * compute.constants.matmul_share)
 
+    def moves(self, function: OpOverload | None) -> bool:
+        """Whether it waits for memory and computes next to nothing."""
+        return function is None or _formula(function) is None
+
     def _of(self, dtype: torch.dtype) -> ComputeModel:
         """At the rates of a dtype, where the device has rates for it."""
         if dtype not in self._by_dtype:

@@ -37,6 +37,7 @@ class Kernel:
         at_s: host seconds since the recording began.
         stream: its number.
         seconds: that it takes.
+        moving: whether it waits for memory.
         place: of the step.
         lane: where it was issued, "compute" for none.
         micro_batch: index in the step, -1 outside.
@@ -46,6 +47,7 @@ class Kernel:
     stream: int
     seconds: float
     place: Place
+    moving: bool = False
     lane: str = COMPUTE
     micro_batch: int = -1
 
@@ -225,8 +227,9 @@ class _Device:
         heads = [stream.queue[0] for stream in self.streams.values() if stream.queue]
         running = [head for head in heads if head.left_s is not None]
         least = min((head.left_s for head in running if head.left_s is not None), default=inf)
+        moving = sum(isinstance(head.item, Kernel) and head.item.moving for head in running) / max(1, len(running))
         before_s = self.now_s
-        done = self.network.go_on(least, until_s - before_s)
+        done = self.network.go_on(least, until_s - before_s, moving)
         if self.now_s == inf:
             raise InternalError(f"a timeline waits for something that never ends, {before_s} s after its beginning")
         for head in running:

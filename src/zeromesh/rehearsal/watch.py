@@ -110,8 +110,9 @@ class Watch:
         operator = _operator(kernel.name)
         if kernel.name.startswith(_NO_KERNEL) or (operator is not None and operator.is_view):
             return
-        seconds = 0.0
+        seconds, moving = 0.0, False
         if self.hardware is not None:
+            moving = self.hardware.kernels.moves(operator)
             result = kernel.results[0] if len(kernel.results) == 1 else kernel.results
             backward = self.places.now.phase == "backward"
             seconds = self.hardware.kernels.seconds(operator, kernel.arguments, result, backward=backward)
@@ -121,6 +122,7 @@ class Watch:
                 at_s=self.host_s,
                 stream=kernel.stream,
                 seconds=seconds,
+                moving=moving,
                 place=self.places.now,
                 lane=self.places.lane,
                 micro_batch=self.places.micro_batch,

@@ -150,10 +150,10 @@ class ClockBackend:
 
     # ---- the driver's side
 
-    def compute(self, name: str, unit: int, seconds: float) -> None:
-        """Lets the device compute."""
+    def compute(self, name: str, unit: int, seconds: float, moving: float = 0.0) -> None:
+        """Lets the device compute; for the share `moving` of that it waits for its memory."""
         start = self.now_s
-        self.network.compute(seconds)
+        self.network.compute(seconds, moving)
         self.totals.compute_s += self.now_s - start
         if self.record and self.now_s > start:
             self._event(name, "compute", "compute", start, unit)

@@ -3,8 +3,9 @@
 A lane carries out its jobs in the order of issue, one at a time. A job is latency, then a transfer that keeps each
 level's links busy for a known time if it is alone. Jobs of different lanes run at once; where together they ask for
 more of a level's links than there is, they slow down in proportion. Compute slows down by what the running jobs take
-of the device together (`zeromesh.cost.contention`). Where the processor that computes also moves the bytes (`cores`),
-it is a resource like a level's links, of which compute asks for a core: together they slow down in proportion.
+of the device together, and as far as it waits for memory by what they move there (`zeromesh.cost.contention`). Where
+the processor that computes also moves the bytes (`cores`), it is a resource like a level's links, of which compute asks
+for a core: together they slow down in proportion.
 """
 
 from __future__ import annotations
@@ -94,16 +95,17 @@ class Network:
         self.lanes.setdefault(lane, deque()).append(job)
         return job
 
-    def compute(self, seconds: float) -> None:
-        """Lets `seconds` of undisturbed compute pass: longer where jobs run meanwhile."""
+    def compute(self, seconds: float, moving: float = 0.0) -> None:
+        """Lets `seconds` of undisturbed compute pass, which for the share `moving` waits for memory: longer where jobs
+        run meanwhile."""
         while seconds > 0:
-            seconds -= self.go_on(seconds)
+            seconds -= self.go_on(seconds, moving=moving)
 
-    def go_on(self, compute_s: float, most_s: float = inf) -> float:
+    def go_on(self, compute_s: float, most_s: float = inf, moving: float = 0.0) -> float:
         """Lets time pass to the next event of a job, until so much undisturbed compute is done (inf: nothing computes),
         or for `most_s`; how much compute that was."""
         running, load = self._running(computing=compute_s < inf)
-        slow = self._slowness(running, load)
+        slow = self._slowness(running, load, moving)
         whole = compute_s * slow
         step = min(whole, _next_event(running), most_s)
         self._advance(running, step)
@@ -162,11 +164,19 @@ class Network:
             running.append((job, pace))
         return running, load
 
-    def _slowness(self, running: list[tuple[Job, float]], load: Load) -> float:
+    def _slowness(self, running: list[tuple[Job, float]], load: Load, moving: float) -> float:
         """Seconds that a second of compute takes now."""
         if self.cores is not None:
             return max(1.0, load.get(HOST, 0.0))
-        return slowdown(sum([job.chain[job.position].cost.taken for job, _ in running])) if running else 1.0
+        if not running:
+            return 1.0
+        taken = 0.0
+        for job, pace in running:
+            cost = job.chain[job.position].cost
+            taken += cost.taken
+            if job.latency_left <= 0 and pace > 0:
+                taken += moving * cost.memory_s / pace  # as much less a second as the transfer is slower
+        return slowdown(taken)
 
     def _active(self) -> list[Job]:
         """The head of each lane that may run now; heads with nothing to do are ended on the way."""

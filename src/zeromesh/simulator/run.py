@@ -431,7 +431,7 @@ class Step:
                 activations.enter_backward(part, backend.now_s)
         computation = self.computations[part]
         saved_s = self.saved_s[part] if phase == "backward" and backend.micro_batch == 0 else 0.0
-        backend.compute(phase, unit, computation.compute_s(phase) - saved_s)
+        backend.compute(phase, unit, computation.compute_s(phase) - saved_s, computation.seconds.moving)
         backend.communicate(unit, computation.within[phase])
         if phase == "forward":
             activations.forward(part, backend.now_s)

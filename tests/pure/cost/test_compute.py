@@ -13,7 +13,9 @@ from zeromesh.model import preset as model_preset
 
 CONSTANTS = default_constants()
 A100 = ComputeModel(device=preset("a100-8x-hdr").device, constants=CONSTANTS)
-BLOCK = next(u for u in model_preset("llama-7b").units if u.kind is UnitKind.BLOCK)
+EMBEDDING, BLOCK = (
+    next(u for u in model_preset("llama-7b").units if u.kind is kind) for kind in (UnitKind.EMBEDDING, UnitKind.BLOCK)
+)
 
 
 def test_every_constant_says_where_it_comes_from():
@@ -39,6 +41,17 @@ def test_recomputation_repeats_what_it_says():
     assert unit[Recomputation.FULL].recompute == unit[Recomputation.FULL].forward
     assert 0 < unit[Recomputation.SELECTIVE].recompute < unit[Recomputation.FULL].recompute
     assert len({u.backward for u in unit.values()}) == 1
+
+
+def test_memory_is_waited_for_as_long_as_without_it_nothing_is():
+    """What is left if memory were endless, or if nothing but memory took time."""
+    for recomputation in Recomputation:
+        seconds = A100.unit(BLOCK, tokens=4096, seq_len=4096, recomputation=recomputation)
+        endless = replace(A100, device=replace(A100.device, memory_bytes_per_s=1e30))
+        left = endless.unit(BLOCK, tokens=4096, seq_len=4096, recomputation=recomputation)
+        assert seconds.total * (1 - seconds.moving) == pytest.approx(left.total)
+        assert 0.1 < seconds.moving < 0.3 and left.moving < 1e-9
+    assert A100.unit(EMBEDDING, tokens=4096, seq_len=4096, recomputation=Recomputation.NONE).moving == 1.0
 
 
 def test_a_block_runs_below_its_peak_and_not_absurdly_so():

@@ -59,6 +59,7 @@ def test_bounds_lie_below_the_simulation(data: st.DataObject) -> None:
     collective = data.draw(st.sampled_from(["auto", "ho_ring"]))
     # Up to where four lanes at once ask for more than there is of the device.
     constants = default_constants().at("channel_share", data.draw(st.sampled_from([0.0, 0.502, 1.286, 4.0])))
+    constants = constants.at("node_passes", data.draw(st.sampled_from([0.0, 3.0, 3.0, 30.0])))
     constants = constants.at("host_issue_s", data.draw(st.sampled_from([0.0, 0.0, 1e-4, 1e-3])))
     bounds = Bounds(model, cluster, workload, constants, wires, collective)
     space = Space(cluster.axes, "all")

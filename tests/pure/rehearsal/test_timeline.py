@@ -12,18 +12,31 @@ FORWARD, BACKWARD = Place(phase="forward", unit="layers.0"), Place(phase="backwa
 
 
 def kernel(
-    seconds: float, place: Place = FORWARD, *, at_s: float = 0.0, stream: int = 0, lane: str = "compute"
+    seconds: float,
+    place: Place = FORWARD,
+    *,
+    at_s: float = 0.0,
+    stream: int = 0,
+    lane: str = "compute",
+    moving: bool = False,
 ) -> Kernel:
-    return Kernel(at_s=at_s, stream=stream, seconds=seconds, place=place, lane=lane)
+    return Kernel(at_s=at_s, stream=stream, seconds=seconds, moving=moving, place=place, lane=lane)
 
 
 def gather(
-    latency_s: float, busy_s: float, *, stream: int = 1, level: int = 0, lane: str = "unshard", taken: float = 0.0
+    latency_s: float,
+    busy_s: float,
+    *,
+    stream: int = 1,
+    level: int = 0,
+    lane: str = "unshard",
+    taken: float = 0.0,
+    memory_s: float = 0.0,
 ) -> Communication:
     return Communication(
         at_s=0.0,
         stream=stream,
-        cost=CollectiveCost(seconds=latency_s + busy_s, busy=((level, busy_s),), taken=taken),
+        cost=CollectiveCost(seconds=latency_s + busy_s, busy=((level, busy_s),), taken=taken, memory_s=memory_s),
         operation="all_gather",
         axis="node",
         unit="layers.0",
@@ -80,6 +93,9 @@ def test_a_host_that_reads_no_longer_runs_ahead() -> None:
 def test_kernels_take_longer_beside_collectives() -> None:
     """For two seconds, of which the collective takes a quarter and leaves one and a half of computation."""
     assert run(gather(0.0, 2.0, taken=0.25), kernel(3.0)).seconds == pytest.approx(3.5)
+    # What it moves through memory, those alone miss that wait for it.
+    for moving, seconds in ((True, 3.5), (False, 3.0)):
+        assert run(gather(0.0, 2.0, memory_s=0.5), kernel(3.0, moving=moving)).seconds == pytest.approx(seconds)
 
 
 def test_collectives_share_a_link_and_not_different_ones() -> None:

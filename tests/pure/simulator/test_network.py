@@ -5,11 +5,12 @@ from zeromesh.errors import InternalError
 from zeromesh.simulator.network import Job, Network, Work
 
 
-def work(latency: float = 0.0, taken: float = 0.0, **busy: float) -> Work:
+def work(latency: float = 0.0, taken: float = 0.0, memory_s: float = 0.0, **busy: float) -> Work:
     """A collective that keeps level `l0`, `l1` ... busy for the given seconds, after its latency."""
     levels = tuple((int(name[1:]), seconds) for name, seconds in busy.items())
     longest = max((seconds for _, seconds in levels), default=0.0)
-    return Work("gather", ("node",), CollectiveCost(seconds=latency + longest, busy=levels, taken=taken), (0.0,))
+    cost = CollectiveCost(seconds=latency + longest, busy=levels, taken=taken, memory_s=memory_s)
+    return Work("gather", ("node",), cost, (0.0,))
 
 
 def network() -> Network:
@@ -98,6 +99,28 @@ def test_what_runs_at_once_takes_of_the_device_together():
     assert net.now_s == pytest.approx(5.0)
     net.compute(1.0)
     assert net.now_s == pytest.approx(6.0)
+
+
+def test_compute_that_waits_for_memory_loses_what_a_transfer_moves_there():
+    net = network()
+    net.submit(job(work(latency=1.0, l0=3.0, memory_s=2.0)), "gather")
+    net.compute(4.0, moving=0.5)
+    # One second beside the latency, two in the three of the transfer, one alone.
+    assert net.now_s == pytest.approx(5.0)
+    net.submit(job(work(l0=3.0, memory_s=2.0)), "gather")
+    net.compute(3.0)
+    assert net.now_s == pytest.approx(8.0)
+
+
+def test_transfers_that_slow_each_other_down_move_no_more_than_alone():
+    net = network()
+    for lane in ("gather", "reduce"):
+        net.submit(job(work(l0=2.0, memory_s=1.0)), lane)
+    net.compute(2.0, moving=1.0)
+    # Both take four seconds, in which half of the memory is theirs.
+    assert net.now_s == pytest.approx(4.0)
+    net.compute(1.0, moving=1.0)
+    assert net.now_s == pytest.approx(5.0)
 
 
 def test_an_empty_chain_ends_at_once_and_a_cycle_is_an_error():

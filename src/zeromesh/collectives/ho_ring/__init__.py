@@ -97,4 +97,5 @@ def overlapped_cost(first: CollectiveCost, second: CollectiveCost, slices: int) 
         sent_bytes=first.sent_bytes + second.sent_bytes,
         busy_latency_s=max(first.busy_latency_s, second.busy_latency_s),
         taken=mean_taken((first, second), seconds),
+        memory_s=first.memory_s + second.memory_s,
     )
