@@ -19,7 +19,7 @@ forward's traffic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeromesh.cluster import Device, Kernel
 from zeromesh.cost.constants import Constants
@@ -41,6 +41,17 @@ class UnitSeconds:
     @property
     def total(self) -> float:
         return self.forward + self.recompute + self.backward
+
+    def collecting(self, seconds: float) -> UnitSeconds:
+        """With gradients that are copied for so long at the end of the backward."""
+        if not seconds:
+            return self
+        return replace(
+            self,
+            backward=self.backward + seconds,
+            weights=self.weights + seconds,
+            moving=(self.moving * self.total + seconds) / (self.total + seconds),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,13 +141,14 @@ class Bounds:
         for unit in self.model.units:
             one = self.compute.unit(unit, tokens=sequences * seq_len, seq_len=seq_len, recomputation=recomputation)
             least, most = self._collecting_s(unit)
+            one = one.collecting(least)
             back = one.backward + one.recompute
             moving += [one.moving] if one.total else []
             forward += unit.count * one.forward
-            backward += unit.count * (back + least)
-            blocks += [back + least] * (unit.count if _reduces_as_block(unit) else 0)
+            backward += unit.count * back
+            blocks += [back] * (unit.count if _reduces_as_block(unit) else 0)
             if unit is self._entered:
-                entered = one.forward, back + most
+                entered = one.forward, back + most - least
         return ComputeSeconds(
             forward=forward,
             backward=backward,

@@ -57,10 +57,7 @@ class Computation:
 
     def collecting(self, seconds: float) -> Computation:
         """With gradients that are collected for so long at the end of the backward."""
-        one = self.seconds
-        moving = (one.moving * one.total + seconds) / (one.total + seconds) if seconds else one.moving
-        collected = replace(one, backward=one.backward + seconds, weights=one.weights + seconds, moving=moving)
-        return replace(self, seconds=collected)
+        return replace(self, seconds=self.seconds.collecting(seconds))
 
     def waiting_s(self, phase: Phase) -> float:
         """That its computation waits, where nothing else uses the links."""
