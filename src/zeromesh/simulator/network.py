@@ -59,6 +59,7 @@ class Job:
         chain: carried out one after another.
         after: a job that must have ended first.
         unit, micro_batch: for the trace.
+        work: of the chain, what it is at once it has begun.
     """
 
     chain: tuple[Work, ...]
@@ -68,6 +69,7 @@ class Job:
     after: Job | None = None
     lane: str = ""
     position: int = 0
+    work: Work = field(init=False)
     latency_left: float = 0.0
     share_left: float = 1.0
     started_s: float = 0.0
@@ -144,23 +146,23 @@ class Network:
         """The jobs that run, with the seconds of what each is at, its latency or its transfer, over what is left of it;
         and, where several ask for the same, by level the share of its links: above 1 all who ask slow down."""
         active = self._active()
-        cores = self.cores if computing else None
-        if len(active) == 1 and cores is None:
-            job = active[0]
-            work = job.chain[job.position]
-            return [(job, work.transfer_s if job.latency_left <= 0 else work.stretch if computing else 1.0)], {}
-        load: Load = {HOST: min(1.0, cores) / cores} if cores is not None and active else {}
-        works = [job.chain[job.position] for job in active]
-        for job, work in zip(active, works, strict=True):
-            if job.latency_left <= 0:
+        load: Load = {}
+        transferring = [job.work for job in active if job.latency_left <= 0]
+        if self.cores is not None and computing and active:
+            load[HOST] = min(1.0, self.cores) / self.cores
+        if load or len(transferring) > 1:
+            for work in transferring:
                 for level, share in work.shares:
                     load[level] = load.get(level, 0.0) + share
         running = []
-        for job, work in zip(active, works, strict=True):
+        for job in active:
+            work = job.work
             if job.latency_left > 0:
                 pace = work.stretch if computing else 1.0
             else:
-                pace = work.transfer_s * max([1.0, *[load[level] for level, _ in work.shares]])
+                pace = work.transfer_s
+                if load:
+                    pace *= max([1.0, *[load[level] for level, _ in work.shares]])
             running.append((job, pace))
         return running, load
 
@@ -168,15 +170,13 @@ class Network:
         """Seconds that a second of compute takes now."""
         if self.cores is not None:
             return max(1.0, load.get(HOST, 0.0))
-        if not running:
-            return 1.0
         taken = 0.0
         for job, pace in running:
-            cost = job.chain[job.position].cost
+            cost = job.work.cost
             taken += cost.taken
             if job.latency_left <= 0 and pace > 0:
                 taken += moving * cost.memory_s / pace  # as much less a second as the transfer is slower
-        return slowdown(taken)
+        return slowdown(taken) if taken else 1.0
 
     def _active(self) -> list[Job]:
         """The head of each lane that may run now; heads with nothing to do are ended on the way."""
@@ -198,7 +198,8 @@ class Network:
 
     def _begin(self, job: Job) -> None:
         job.begun, job.started_s, job.share_left = True, self.now_s, 1.0
-        job.latency_left = job.chain[job.position].latency_s
+        job.work = job.chain[job.position]
+        job.latency_left = job.work.latency_s
 
     def _advance(self, running: list[tuple[Job, float]], step: float) -> None:
         self.now_s += step
@@ -207,7 +208,7 @@ class Network:
                 job.latency_left -= step / pace
                 if job.latency_left <= 1e-15:
                     job.latency_left = 0.0
-                    if job.chain[job.position].transfer_s == 0.0:
+                    if job.work.transfer_s == 0.0:
                         self._finish(job)
                 continue
             job.share_left -= step / pace if pace > 0 else 1.0
@@ -215,7 +216,7 @@ class Network:
                 self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        self.finished(job, job.chain[job.position], job.started_s, self.now_s)
+        self.finished(job, job.work, job.started_s, self.now_s)
         job.position += 1
         job.begun = False
         if job.position == len(job.chain):
@@ -225,9 +226,12 @@ class Network:
 
 def _next_event(running: list[tuple[Job, float]]) -> float:
     """Seconds until a latency or a transfer ends."""
-    return min(
-        [pace * (job.latency_left if job.latency_left > 0 else job.share_left) for job, pace in running] or [inf]
-    )
+    least = inf
+    for job, pace in running:
+        left = pace * (job.latency_left if job.latency_left > 0 else job.share_left)
+        if left < least:
+            least = left
+    return least
 
 
 def _progress(job: Job, name: Callable[[int], object]) -> tuple[object, ...]:
