@@ -36,7 +36,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 from zeromesh.schedule.bucket import AHEAD, Bucket
 from zeromesh.schedule.memory import MemoryPlan
@@ -88,7 +90,7 @@ class Op:
         return f"{self.action.value}({self.unit})"
 
 
-Program = dict[tuple[PointKind, int], tuple[Op, ...]]
+Program = Mapping[tuple[PointKind, int], tuple[Op, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,13 +158,13 @@ class Schedule:
         """The same schedule for units called in another order; slots stay where they are."""
         owned = {key: ops for key, ops in self.program.items() if key[0] is PointKind.OWNED}
         program = _program(self.layout.strategy, self.shards_params, self.units, order)
-        return replace(self, order=tuple(order), program=program | owned)
+        return replace(self, order=tuple(order), program={**program, **owned})
 
     def with_owned(self, buckets: Sequence[Bucket], beyond: Sequence[Axis] = ()) -> Schedule:
         """The same schedule with one more optimizer, that steps on these buckets of whole tensors, which cross `beyond`
         too."""
         point, first = (PointKind.OWNED, len(self.buckets)), sum(map(len, self.buckets))
-        program = self.program | {point: _owned(range(first, first + len(buckets)))}
+        program = {**self.program, point: _owned(range(first, first + len(buckets)))}
         further = tuple(axis for axis in beyond if axis not in self.beyond)
         return replace(self, program=program, buckets=(*self.buckets, tuple(buckets)), beyond=(*self.beyond, *further))
 
@@ -210,24 +212,38 @@ def _shard_params(layouts: Iterable[Layout]) -> bool:
     return any(layout.degree(layout.param_axes) > 1 for layout in layouts)
 
 
+class _Facts(NamedTuple):
+    """What the ops of a unit depend on."""
+
+    role: Role
+    trainable: bool
+
+
 def _program(strategy: Strategy, sharded: bool, units: Sequence[Unit], order: Sequence[int]) -> Program:
-    program: Program = {}
-    count = strategy.prefetch if sharded and strategy.overlap != "none" else 0
+    facts = tuple(_Facts(unit.role, unit.trainable) for unit in units)
+    prefetch = strategy.prefetch if sharded and strategy.overlap != "none" else 0
+    return _ops(sharded, prefetch, strategy.overlap == "all", facts, tuple(order))
+
+
+@lru_cache(maxsize=64)
+def _ops(sharded: bool, prefetch: int, overlaps: bool, units: tuple[_Facts, ...], order: tuple[int, ...]) -> Program:
+    """Layouts have few different ones, and a search comes here thousands of times: they share them."""
+    program: dict[tuple[PointKind, int], tuple[Op, ...]] = {}
     for position, unit in enumerate(order):
         ahead, behind = order[position + 1 :], order[:position][::-1]
-        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(count, units, ahead))
+        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(prefetch, units, ahead))
         # A block's content stays in its slot: where forward turns into backward the last ones need no second gather.
         program[PointKind.POST_FORWARD, unit] = (Op(Action.RESHARD, unit),) if sharded else ()
-        program[PointKind.PRE_BACKWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(count, units, behind))
+        program[PointKind.PRE_BACKWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(prefetch, units, behind))
         program[PointKind.PRE_RECOMPUTE, unit] = (Op(Action.UNSHARD, unit),)
         program[PointKind.POST_RECOMPUTE, unit] = ()
         # The gather for the unit before was issued at PRE_BACKWARD: on one communicator it must not queue behind this.
-        program[PointKind.POST_BACKWARD, unit] = (Op(Action.DROP, unit), *_reduce(strategy, units, unit))
+        program[PointKind.POST_BACKWARD, unit] = (Op(Action.DROP, unit), *_reduce(overlaps, units[unit], unit))
     drop = _each(Action.DROP, order)
     program[PointKind.END_FORWARD, -1] = drop
     program[PointKind.LEAVE, -1] = () if sharded else _each(Action.RESHARD, order)
     program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *drop)
-    program[PointKind.STEPPED, -1] = _stepped(strategy, units, order)
+    program[PointKind.STEPPED, -1] = _stepped(overlaps, units, order)
     return program
 
 
@@ -235,11 +251,11 @@ def _each(action: Action, order: Sequence[int]) -> tuple[Op, ...]:
     return tuple(Op(action, unit) for unit in order)
 
 
-def _stepped(strategy: Strategy, units: Sequence[Unit], order: Sequence[int]) -> tuple[Op, ...]:
+def _stepped(overlaps: bool, units: Sequence[_Facts], order: Sequence[int]) -> tuple[Op, ...]:
     """Refreshes all start with the step, in the order of the forward: they have a lane of their own, in which each of
     the forward's gathers finds its unit done before."""
     refreshes = tuple(Op(Action.REFRESH, unit) for unit in order if units[unit].trainable)
-    return refreshes if strategy.overlap == "all" else (*refreshes, Op(Action.SYNC, -1))
+    return refreshes if overlaps else (*refreshes, Op(Action.SYNC, -1))
 
 
 def _owned(buckets: range) -> tuple[Op, ...]:
@@ -252,14 +268,14 @@ def _owned(buckets: range) -> tuple[Op, ...]:
     return (*ops, *(Op(Action.SETTLE, bucket) for bucket in buckets[-1:]))
 
 
-def _reduce(strategy: Strategy, units: Sequence[Unit], unit: int) -> tuple[Op, ...]:
-    if not units[unit].trainable:
+def _reduce(overlaps: bool, facts: _Facts, unit: int) -> tuple[Op, ...]:
+    if not facts.trainable:
         return ()
-    exposed = () if strategy.overlap == "all" else (Op(Action.SYNC, unit),)
+    exposed = () if overlaps else (Op(Action.SYNC, unit),)
     return (Op(Action.REDUCE, unit), *exposed)
 
 
-def _prefetches(count: int, units: Sequence[Unit], following: Sequence[int]) -> tuple[Op, ...]:
+def _prefetches(count: int, units: Sequence[_Facts], following: Sequence[int]) -> tuple[Op, ...]:
     """The next `count` block units, and whatever else is gathered before the last of them."""
     ops: list[Op] = []
     blocks = 0
