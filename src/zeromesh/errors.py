@@ -23,7 +23,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ZeromeshError(Exception):
@@ -99,7 +99,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     'known: a, b'
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"known: {', '.join(names)}"
+    return _did_you_mean(name, names) or f"known: {', '.join(names)}"
+
+
+def one_of(value: str, known: Iterable[str]) -> str:
+    """What goes after "must be": all that `value` may be, what it was, and which of them is near.
+
+    >>> one_of("ful", ["none", "full"])
+    "one of none, full; got 'ful': did you mean full?"
+    >>> one_of("x", ["none", "full"])
+    "one of none, full; got 'x'"
+    """
+    names = list(known)
+    close = _did_you_mean(value, names)
+    return f"one of {', '.join(names)}; got {value!r}" + (f": {close}" if close else "")
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else ""

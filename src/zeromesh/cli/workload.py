@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from zeromesh.errors import InputError, nearest
+from zeromesh.errors import InputError, one_of
 
 if TYPE_CHECKING:
     from zeromesh.cluster import Cluster
@@ -172,7 +172,7 @@ def described(command: Callable[..., None]) -> Callable[..., None]:
 def check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
     """Raises InputError unless `value` is one of `known`."""
     if value not in known:
-        raise InputError(f"{option} must be one of {', '.join(known)}, got {value!r}: {nearest(value, known)}")
+        raise InputError(f"{option} must be {one_of(value, known)}")
 
 
 def check_top(top: int) -> None:

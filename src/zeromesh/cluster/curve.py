@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
-from zeromesh.errors import ClusterError
+from zeromesh.errors import ClusterError, one_of
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -41,7 +41,7 @@ class Curve:
         pairs = tuple(sorted((float(sent), float(seconds)) for sent, seconds in dict(self.points).items()))
         object.__setattr__(self, "points", pairs)
         if self.operation not in OPERATIONS:
-            raise ClusterError(f"a curve's operation must be one of {', '.join(OPERATIONS)}; got {self.operation!r}")
+            raise ClusterError(f"a curve's operation must be {one_of(self.operation, OPERATIONS)}")
         if self.ranks < 2:
             raise ClusterError(f"a curve of {self.operation} needs at least 2 ranks, got {self.ranks}")
         if not pairs or not all(0 < value < inf for pair in pairs for value in pair):

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.cluster import Cluster
-from zeromesh.errors import InputError, nearest
+from zeromesh.errors import InputError, nearest, one_of
 from zeromesh.measure.replay import Compute, Replayed, read_schedule, replay, schedule_json
 from zeromesh.measure.shapes import SHAPES
 from zeromesh.measure.work import Work
@@ -61,7 +61,7 @@ class Batch:
         if self.model not in SHAPES:
             raise InputError(f"unknown model size {self.model!r}; {nearest(self.model, SHAPES)}")
         if self.dtype not in DTYPES:
-            raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+            raise InputError(f"dtype must be {one_of(self.dtype, DTYPES)}")
         for name in ("sequences", "tokens", "micro_batches"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")

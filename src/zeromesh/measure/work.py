@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from zeromesh.errors import InputError, nearest
+from zeromesh.errors import InputError, one_of
 from zeromesh.measure.shapes import LlamaShape
 from zeromesh.model.spec import ModelSpec, UnitKind
 
@@ -51,7 +51,7 @@ class Work:
         """
         for dtype in dtypes:
             if dtype not in DTYPES:
-                raise InputError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; {nearest(dtype, DTYPES)}")
+                raise InputError(f"--dtype must be {one_of(dtype, DTYPES)}")
         if min(sequences, tokens) < 1:
             raise InputError(f"a micro-batch has at least 1 sequence of 1 token, got {sequences} of {tokens}")
         block = next((unit for unit in spec.units if unit.kind is UnitKind.BLOCK), None)

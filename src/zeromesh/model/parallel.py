@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from zeromesh.errors import InputError, nearest
+from zeromesh.errors import InputError, one_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 """Of pipelines, as torch.distributed.pipelining has them: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B,
@@ -122,7 +122,7 @@ class Parallel:
 def check_schedule(name: str, chunks: int) -> None:
     """Raises InputError unless there is such a schedule with so many chunks."""
     if name not in SCHEDULES:
-        raise InputError(f"pp_schedule must be one of {', '.join(SCHEDULES)}, got {name!r}: {nearest(name, SCHEDULES)}")
+        raise InputError(f"pp_schedule must be {one_of(name, SCHEDULES)}")
     if name in ("gpipe", "1f1b") and chunks > 1:
         raise InputError(f"{name} has one stage a rank, got {chunks} chunks: take interleaved or zero-bubble")
     if name == "interleaved" and chunks == 1:

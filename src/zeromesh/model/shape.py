@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeromesh.errors import ModelError
+from zeromesh.errors import ModelError, one_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class TransformerShape:
             if (getattr(self, field) or 0) > most:
                 raise ModelError(f"model {self.name}: {field} must be at most {most}, got {getattr(self, field)}")
         if self.family not in FAMILIES:
-            raise ModelError(f"model {self.name}: family must be one of {', '.join(FAMILIES)}, got {self.family!r}")
+            raise ModelError(f"model {self.name}: family must be {one_of(self.family, FAMILIES)}")
         if self.heads % self.kv_heads:
             raise ModelError(
                 f"model {self.name}: heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from zeromesh.errors import ModelError
+from zeromesh.errors import ModelError, one_of
 from zeromesh.model.shape import Kernels, TransformerShape
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
@@ -309,7 +309,7 @@ class ModelSpec:
         if not self.units:
             raise ModelError(f"model {self.name}: at least one unit is required, got none")
         if self.dtype not in DTYPE_BYTES:
-            raise ModelError(f"model {self.name}: dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+            raise ModelError(f"model {self.name}: dtype must be {one_of(self.dtype, DTYPE_BYTES)}")
         ahead = {id(unit) for unit in _before_what_trains(self.units)}
         units = (replace(unit, returned=id(unit) not in ahead) for unit in self.units)
         object.__setattr__(self, "units", tuple(units))

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zeromesh.errors import InternalError
+from zeromesh.errors import InternalError, one_of
 
 FROZEN_BYTES = {
     "code i8": 1,
@@ -65,7 +65,7 @@ class FlatBuffer:
     def __post_init__(self) -> None:
         for dtype in (self.param_dtype, self.master_dtype or "fp32", self.grad_dtype, self.reduce_dtype):
             if dtype not in ITEM_BYTES:
-                raise InternalError(f"dtype must be one of {', '.join(ITEM_BYTES)}; got {dtype!r}")
+                raise InternalError(f"dtype must be {one_of(dtype, ITEM_BYTES)}")
         if self.trainable and self.param_dtype in FROZEN_BYTES:
             raise InternalError(f"a buffer of {self.param_dtype} must be frozen")
 

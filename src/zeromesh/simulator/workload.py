@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeromesh.errors import ConfigError, InputError
+from zeromesh.errors import ConfigError, InputError, one_of
 from zeromesh.model import Recomputation
 from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.strategy.plan import settle_dtypes
@@ -52,9 +52,9 @@ class FixedWorkload:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
         if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {self.optimizer!r}")
+            raise ConfigError(f"optimizer must be {one_of(self.optimizer, OPTIMIZERS)}")
         if self.ownership not in OWNERSHIPS:
-            raise ConfigError(f"ownership must be one of {', '.join(OWNERSHIPS)}; got {self.ownership!r}")
+            raise ConfigError(f"ownership must be {one_of(self.ownership, OWNERSHIPS)}")
         if (self.optimizer == "muon" or self.ownership == "owners") and (self.parallel.tp > 1 or self.parallel.ep > 1):
             raise InputError(
                 f"owners step on whole tensors, which tp and ep divide; got {self.parallel} with {self.optimizer} on "

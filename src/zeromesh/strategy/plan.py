@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from zeromesh.errors import InputError
+from zeromesh.errors import InputError, one_of
 from zeromesh.files import parse_json, read_text
 from zeromesh.model.parallel import Parallel
 from zeromesh.strategy.stage import FLOAT_DTYPES
@@ -28,7 +28,7 @@ def settle_dtypes(owner: object) -> None:
     for field in DTYPE_FIELDS:
         name = getattr(owner, field)
         if name is not None and name not in FLOAT_DTYPES:
-            raise InputError(f"{field} must be one of {', '.join(FLOAT_DTYPES)}; got {name!r}")
+            raise InputError(f"{field} must be {one_of(name, FLOAT_DTYPES)}")
     if getattr(owner, "param_dtype") == "fp64":  # noqa: B009  # mypy knows nothing of it
         for field in ("grad_dtype", "master_dtype"):
             object.__setattr__(owner, field, "fp64")

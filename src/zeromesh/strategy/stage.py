@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from zeromesh.errors import NotationError, nearest
+from zeromesh.errors import NotationError, one_of
 from zeromesh.wires import DTYPES, coded, spellings
 
 
@@ -37,9 +37,7 @@ class Stage(enum.Enum):
         try:
             return cls(text)
         except ValueError:
-            raise NotationError(
-                f"stage must be one of 0, 1, 2, 3, 3k, 3d, 3dk; got {text!r}: {nearest(text, [s.value for s in cls])}"
-            ) from None
+            raise NotationError(f"stage must be {one_of(text, [stage.value for stage in cls])}") from None
 
     @property
     def shards_params(self) -> bool:
@@ -96,9 +94,7 @@ class Wire:
             if form is not None:
                 object.__setattr__(self, part, str(form))  # int8[128] is int8
             elif dtype not in DTYPES:
-                raise NotationError(
-                    f"a wire must be one of {', '.join(spellings())}; got {dtype!r}: {nearest(dtype, spellings())}"
-                )
+                raise NotationError(f"a wire must be {one_of(dtype, spellings())}")
         if self.feedback and not coded(self.grad):
             raise NotationError(
                 f"{_FEEDBACK} makes up for what quantised gradients lose, as in @/int4{_FEEDBACK}; "

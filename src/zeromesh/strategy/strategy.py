@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
 from typing import Literal, get_args
 
-from zeromesh.errors import NotationError, nearest
+from zeromesh.errors import NotationError, nearest, one_of
 from zeromesh.strategy.collective import AUTO, collectives
 from zeromesh.strategy.presets import preset_axes
 from zeromesh.strategy.stage import DEFAULT_WIRE, Stage, Wire
@@ -205,11 +205,11 @@ def _parse_options(options: Iterable[str]) -> dict[str, object]:
 
 def _check_options(strategy: Strategy) -> None:
     if strategy.collective not in collectives():
-        raise NotationError(f"collective must be one of {', '.join(collectives())}; got {strategy.collective!r}")
+        raise NotationError(f"collective must be {one_of(strategy.collective, collectives())}")
     if strategy.overlap not in OVERLAPS:
-        raise NotationError(f"overlap must be one of {', '.join(OVERLAPS)}; got {strategy.overlap!r}")
+        raise NotationError(f"overlap must be {one_of(strategy.overlap, OVERLAPS)}")
     if strategy.sum not in SUMS:
-        raise NotationError(f"sum must be one of {', '.join(SUMS)}; got {strategy.sum!r}")
+        raise NotationError(f"sum must be {one_of(strategy.sum, SUMS)}")
     if not 0 <= strategy.prefetch <= MAX_PREFETCH:
         raise NotationError(f"prefetch must be 0 to {MAX_PREFETCH} units; got {strategy.prefetch}")
 

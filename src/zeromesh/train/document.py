@@ -12,6 +12,9 @@ from zeromesh.files import parse_toml, read_text
 
 IsPath = Callable[[str, str], bool]
 
+_NEAR = 0.9
+"""Likeness, of 1.5 at the most, from which on a key may be meant by another."""
+
 
 def read_document(path: Path, overrides: Sequence[str], *, is_path: IsPath) -> dict[str, Any]:
     """The file's content with overrides applied.
@@ -66,22 +69,26 @@ def assign(document: dict[str, Any], key: str, value: Any) -> None:
 
 
 def nearest_key(key: str, valid: Sequence[str]) -> str:
-    """A clause naming the valid dotted key nearest to `key`, and those of its table.
+    """A clause naming the valid dotted key nearest to `key`, if one is near, and those of its table.
 
     The last part of the key counts most, since a key is misplaced as often as it is misspelt.
 
     >>> nearest_key("optimizer.weight_decy", ["optimizer.lr", "optimizer.weight_decay", "run.steps"])
     'did you mean optimizer.weight_decay? ([optimizer] has lr, weight_decay)'
+    >>> nearest_key("optimizer.name", ["optimizer.lr", "optimizer.weight_decay", "run.steps"])
+    '[optimizer] has lr, weight_decay'
     """
 
     def likeness(candidate: str) -> float:
         last = difflib.SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
         return last + difflib.SequenceMatcher(None, key, candidate).ratio() / 2
 
-    best = max(valid, key=likeness)
-    table = key.rpartition(".")[0]
+    best, table = max(valid, key=likeness), key.rpartition(".")[0]
     names = [name.removeprefix(f"{table}.") for name in valid if table and name.startswith(f"{table}.")]
-    return f"did you mean {best}?" + (f" ([{table}] has {', '.join(names)})" if names else "")
+    has = f"[{table}] has {', '.join(names)}" if names else ""
+    if likeness(best) >= _NEAR:
+        return f"did you mean {best}?" + (f" ({has})" if has else "")
+    return has or f"known: {', '.join(dict.fromkeys(name.partition('.')[0] for name in valid))}"
 
 
 def _resolve(value: Any, base: Path, is_path: IsPath, key: str = "") -> Any:

@@ -63,7 +63,10 @@ def write_samples(
     with path.open("a", encoding="utf-8") as file:
         for prompt, text in texts:
             file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
-    return [f"step {step}: {prompt!r} {f'goes on {text!r}' if text else 'ends there'}" for prompt, text in texts]
+    return [
+        f"step {step}: {prompt!r} {f'goes on {text!r}' if text else 'is followed by an end of text'}"
+        for prompt, text in texts
+    ]
 
 
 def _continued(model: Any, corpus: Corpus, start: Sequence[int], count: int, device: torch.device) -> list[int]:

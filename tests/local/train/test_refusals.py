@@ -148,7 +148,7 @@ def test_files(
 
 KEYS = [
     ("run.stpes=3", "unknown key run.stpes; did you mean run.steps?"),
-    ("trian.steps=3", "unknown key trian; did you mean "),
+    ("trian.steps=3", "unknown key trian; known: run, model, "),
     ("run.steps", "--set must be key.path=value"),
     ("run.steps.more=3", "run.steps is 2, not a table"),
     ("run.steps=0", "run.steps: input should be greater than 0; got 0"),

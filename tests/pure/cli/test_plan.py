@@ -202,7 +202,7 @@ WRONG = {
     "batch": (["--global-batch-tokens", "1048577"], "no whole number of sequences of 4096"),
     "uneven": (["--global-batch-tokens", "409600"], "100 sequences do not divide among 64 devices"),
     "trainable": (["--trainable", "lora"], "lora:RANK is required, got 'lora'"),
-    "dtype": (["--grad-dtype", "fp8"], "--grad-dtype must be one of fp32, bf16, got 'fp8'"),
+    "dtype": (["--grad-dtype", "fp8"], "--grad-dtype must be one of fp32, bf16; got 'fp8'"),
     "checkpointing": (["--activation-checkpointing", "ful"], "did you mean full"),
     "margin": (["--memory-margin", "1.5"], "must lie in"),
     "micro-batch": (["--micro-batch", "3"], "micro-batches of 3 do not divide"),
@@ -246,9 +246,9 @@ def test_wrong_strategies(zeromesh: Any, strategy: str, message: str) -> None:
 
 def test_options_of_plan_alone_name_what_they_take(zeromesh: Any) -> None:
     for option, value, message in (
-        ("--splits", "one", "--splits must be one of none, once, all, got 'one'"),
+        ("--splits", "one", "--splits must be one of none, once, all; got 'one'"),
         ("--space", "ampo", "did you mean amsp"),
-        ("--collective", "ring", "--collective must be one of auto, hierarchical, ho_ring, got 'ring'"),
+        ("--collective", "ring", "--collective must be one of auto, hierarchical, ho_ring; got 'ring'"),
     ):
         code, out, err = zeromesh("plan", *BASE, option, value)
         assert (code, out) == (2, "")
