@@ -100,7 +100,7 @@ def replay(schedule: Schedule, cluster: Cluster, compute: Compute, *, micro_batc
         micro_batches: of the step.
     """
     constants, mechanics = default_constants(), find_engine("zeromesh")
-    transfers = TransferModel(cluster, constants, ComputeModel(device=cluster.device, constants=constants))
+    transfers = TransferModel.of(cluster, constants, ComputeModel(device=cluster.device, constants=constants))
     names = tuple(unit.name for unit in schedule.units)
     chains = Chains(schedule, mechanics, transfers)
     clock = ClockBackend(chains, mechanics, names, record=True, cores=cluster.device.cores)

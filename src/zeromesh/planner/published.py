@@ -261,7 +261,7 @@ def _communication(setup: _Setup, layout: Layout) -> float:
     after every micro-batch but the last. Each owner broadcasts its updated parameters.
     """
     compute = ComputeModel(device=setup.cluster.device, constants=setup.constants)
-    transfers = TransferModel(setup.cluster, setup.constants, compute)
+    transfers = TransferModel.of(setup.cluster, setup.constants, compute)
     wire, trainable = setup.workload.wire_dtype, setup.model.num_trainable
     three = layout.param_axes
     shards, owners = layout.degree(three), layout.degree(layout.significant)

@@ -45,7 +45,7 @@ class Hardware:
             cluster=cluster,
             constants=constants,
             kernels=KernelModel(compute=compute),
-            transfers=TransferModel(cluster, constants, compute),
+            transfers=TransferModel.of(cluster, constants, compute),
         )
 
     @property
