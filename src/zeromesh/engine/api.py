@@ -22,7 +22,7 @@ from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.others import keep_others_out
 from zeromesh.engine.parts import Parts, beyond_of, require_inside, require_known_buffers
 from zeromesh.engine.pipeline import joint_norm, require_joint
-from zeromesh.engine.promised import Source, promised_of, read_promised
+from zeromesh.engine.promised import Source, promised_of, read_promised, settle
 from zeromesh.engine.shardable import require_unwrapped
 from zeromesh.engine.spread import require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
@@ -84,6 +84,7 @@ def shard(
                 "names the classes that are gathered as one"
             )
         require_unwrapped(model)
+        settle(model)
         given = dict(zip(DTYPE_FIELDS, (param_dtype, reduce_dtype, grad_dtype, master_dtype), strict=True))
         require_whole_buffers(model)
         precision = precision_of(given, strategy)

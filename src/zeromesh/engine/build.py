@@ -24,6 +24,7 @@ from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install
 from zeromesh.engine.materialise import Init, Materialiser
 from zeromesh.engine.parts import Home, buffers_apart, require_divided
+from zeromesh.engine.promised import lacks_values
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
 from zeromesh.errors import MeshError, ModelError
@@ -72,7 +73,7 @@ def make_control(mesh: DeviceMesh | None) -> Control:
 def mesh_device(mesh: DeviceMesh | None, model: nn.Module | None = None) -> torch.device:
     """The device of this rank; without a mesh, the model's."""
     if mesh is None:
-        found = next((p.device for p in model.parameters() if not p.is_meta), None) if model else None
+        found = next((p.device for p in model.parameters() if not lacks_values(p)), None) if model else None
         return found or torch.device("cpu")
     if mesh.device_type == "cpu":
         return torch.device("cpu")
@@ -267,7 +268,7 @@ def _fill_shards(
         for each, infos in zip(placed, module.groups.values(), strict=True):
             part = each.buffer.part
             buffer = FlatShards.allocate(each, infos, coordinates[part], device)
-            if not all(local_of(place.original).is_meta for place in buffer.places):  # some values are not promised
+            if not all(lacks_values(local_of(place.original)) for place in buffer.places):  # not all are promised
                 buffer.fill(_values(buffer, homes[part].control))
             buffers.append(buffer)
             _retire(buffer, unit.name)
@@ -289,7 +290,7 @@ def _values(buffer: FlatShards, control: Control) -> Tensor:
     values = torch.zeros(buffer.padded, dtype=buffer.home[0].dtype, device=buffer.device)
     for place in buffer.places:
         param = place.original
-        if local_of(param).is_meta:
+        if lacks_values(local_of(param)):
             continue  # promised
         # What was on the meta device has come from there whole.
         own = local_of(param) if isinstance(param, DTensor) else param[place.region.index]
@@ -317,7 +318,7 @@ def _retire(buffer: FlatShards, unit: str) -> None:
             param = params[key]
             assert param is not None
             place.info.param._zeromesh_retired = param._zeromesh_retired = place.info.name  # type: ignore[attr-defined]
-            if not param.is_meta:
+            if not lacks_values(param):
                 local = local_of(param)
                 local.data = torch.empty(0, dtype=local.dtype, device=local.device)
 

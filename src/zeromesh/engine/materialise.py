@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zeromesh.engine.promised import Promised, lacks_values
 from zeromesh.engine.units import ModuleUnit
 from zeromesh.model.module_units import clean_name
 
@@ -88,7 +89,7 @@ class Materialiser:
     def _fresh(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, param in list(module._parameters.items()):
             promised = self._label(module, key) in self.promised
-            if param is not None and param.is_meta and not (promised and id(param) in self._infos):
+            if param is not None and lacks_values(param) and not (promised and id(param) in self._infos):
                 made = nn.Parameter(self._empty(param), requires_grad=param.requires_grad)
                 info = self._infos.get(id(param))
                 for params, name in info.sites if info else ((module._parameters, key),):
@@ -96,14 +97,17 @@ class Materialiser:
                 if not promised:
                     yield key, made
         for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
+            if buffer is not None and lacks_values(buffer):
                 made_buffer = module._buffers[key] = self._empty(buffer)
                 if self._label(module, key) not in self.promised:
                     yield key, made_buffer
 
     def _empty(self, meta: Tensor) -> Tensor:
         # Of a DTensor all: what initialises the whole parameter is right for any part of it.
-        whole = torch.empty(meta.shape, dtype=meta.dtype, device="meta") if isinstance(meta, DTensor) else meta
+        if isinstance(meta, DTensor):
+            whole = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+        else:
+            whole = meta.meta() if isinstance(meta, Promised) else meta
         empty = torch.empty_like(whole, device=self.device).detach()
         if empty.is_floating_point():
             return empty.fill_(torch.nan)
@@ -150,7 +154,7 @@ def _values_kept(fresh: Mapping[nn.Module, Sequence[tuple[str, Tensor]]]) -> Ite
         for module in fresh
         for tensors in (module._parameters, module._buffers)
         for key, tensor in tensors.items()
-        if tensor is not None and not tensor.is_meta and id(tensor) not in made
+        if tensor is not None and not lacks_values(tensor) and id(tensor) not in made
     ]
     yield
     for tensors, key, tensor, values in held:

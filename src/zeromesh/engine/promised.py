@@ -1,35 +1,32 @@
-"""Values that a model on the meta device will have: each rank reads its own slices once there are shards.
+"""Values that a model has in files: each rank reads its own slices once there are shards.
 
-[Note: Promised] Whoever builds a model on the meta device may promise, module by module, where the values of a tensor
-are. A promised parameter gets no memory until it is sharded and is neither initialised nor sent; then every rank fills
-its slice, so that none has more than its shard. The promise is kept with the module that owns the tensor: it goes with
-the module into wrappers, and with copies of it.
+[Note: Promised] Whoever builds a model on the meta device may promise where the values of its tensors are. A promised
+tensor gets no memory until it is sharded and is neither initialised nor sent; then every rank fills its slice, so that
+none has more than its shard. Until then it is to everybody a tensor of the host. What tells nothing of its values is
+answered without them: shapes, dtypes, copies of modules, other dtypes. Whatever else is asked of it, or written to it,
+is asked of its values, which are then read whole, on this rank: it is a tensor with values from then on, like any.
+
+Several tensors may show the same values (`p.data`, `p.detach()`): they share a `_Cell`, as others share a storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from zeromesh.engine.engine import Engine
+from zeromesh.engine.allowed import PROPERTIES, spelt
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
 from zeromesh.model.module_units import clean_name
 
-_KEPT = "_zeromesh_promised"
+if TYPE_CHECKING:
+    from zeromesh.engine.engine import Engine
+
 _ORIGIN = "_zeromesh_origin"
-
-
-class Promised(nn.Parameter):
-    """A parameter without memory. Libraries move what they make beside it, such as adapters, to its device; on the meta
-    device that would lose its values, so it names the host."""
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]  # torch has an attribute
-        return torch.device("cpu")
 
 
 class Source(Protocol):
@@ -50,25 +47,215 @@ class Source(Protocol):
         """
 
 
+class _Unmade:
+    """Of what no file has: initialised where the model is sharded."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], origin: str) -> None:
+        self.name, self.shape, self.origin = name, shape, origin
+
+    def fill(self, target: Tensor, start: int) -> None:
+        raise ModelError(
+            f"{self.name} is not in {self.origin}: it is initialised where the model is sharded, and has no "
+            f"values before; to give it some, put a tensor in its place"
+        )
+
+
+class _Cell:
+    """Values that may be read yet."""
+
+    def __init__(self, source: Source | None, values: Tensor | None = None) -> None:
+        self.source, self.values = source, values
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        if self.values is None:
+            assert self.source is not None
+            flat = torch.empty(torch.Size(self.source.shape).numel(), dtype=dtype)
+            self.source.fill(flat, 0)
+            self.values = flat.view(self.source.shape)
+        return self.values
+
+
+class Promised(Tensor):
+    """A tensor without memory: [Note: Promised]. Of a parameter, to everybody an `nn.Parameter`."""
+
+    _cell: _Cell
+    _held: Tensor | None
+    _is_param: bool
+
+    @staticmethod
+    def of(like: Tensor, cell: _Cell) -> Promised:
+        """Shape, dtype and flags of `like`, which is on the meta device, and values of `cell`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made: Any = like.detach().as_subclass(Promised).requires_grad_(like.requires_grad)
+        made._cell, made._held, made._is_param = cell, None, isinstance(like, nn.Parameter)
+        return made  # type: ignore[no-any-return]  # torch types as_subclass as Tensor
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # an attribute in C
+        return torch.device("cpu") if self._cell.values is None else self._cell.values.device
+
+    is_meta = False
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]  # an attribute in C
+        return self.device.type == "cpu"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.whole.__reduce_ex__(proto)  # type: ignore[no-untyped-call]  # torch leaves it so
+
+    @property
+    def source(self) -> Source | None:
+        """Where the values are; None once they are here."""
+        return self._cell.source if self._cell.values is None else None
+
+    @property
+    def whole(self) -> Tensor:
+        """A tensor with the values, read now if they are not yet."""
+        if self._held is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                values, requires_grad = self._cell.read(self.dtype).detach(), self.requires_grad
+            self._held = nn.Parameter(values, requires_grad) if self._is_param else values.requires_grad_(requires_grad)
+            vars(self._held).update(self._given())
+        return self._held
+
+    def _given(self) -> dict[str, Any]:
+        """What others have noted on it."""
+        return {key: value for key, value in vars(self).items() if key not in Promised.__annotations__}
+
+    def meta(self) -> Tensor:
+        """Its shape, dtype and strides, on the meta device."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if self.source is None:
+            copied: Tensor = self.whole.__deepcopy__(memo)  # type: ignore[no-untyped-call]  # torch leaves it so
+        else:
+            copied = self._lazily(torch.empty_like(self.meta()).requires_grad_(self.requires_grad))
+            vars(copied).update(self._given())
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes tensor_contents
+        if self.source is None:
+            return repr(self.whole)
+        return f"Promised(shape={tuple(self.shape)}, dtype={self.dtype}, source={self.source})"
+
+    def _lazily(self, like: Tensor) -> Promised:
+        """Another tensor of the same values, in the dtype of `like`."""
+        made = Promised.of(like, _Cell(self._cell.source))
+        made._is_param = self._is_param
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        own = args[0] if args else None
+        if isinstance(own, Promised) and own._held is None:
+            act = _WITHOUT_VALUES.get(func)
+            if act is not None:
+                found = act(own, func, args, kwargs)
+                if found is not NotImplemented:
+                    return found
+        args, kwargs = tree_map_only(Promised, lambda each: each.whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+# What needs no values ------------------------------------------------------------------------------------------------
+
+
+def _plainly(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _shown(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
+    """A tensor that shows the same values: a write through either is seen in both."""
+    shown = Promised.of(own.meta(), own._cell)
+    shown._is_param = False
+    return shown
+
+
+def _converted(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
+    """In another dtype, or as it is. Not where autograd would know of it, nor for another device."""
+    if own.source is None or (torch.is_grad_enabled() and own.requires_grad):
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            args, kwargs = tree_map_only((str, torch.device), _on_meta, (args, kwargs))
+            like = func(*args, **kwargs)
+        except (RuntimeError, TypeError):
+            return NotImplemented
+    if like is own:
+        return own
+    if not isinstance(like, Tensor) or not like.is_floating_point() or not like.is_meta:
+        return NotImplemented
+    return own._lazily(like.requires_grad_(own.requires_grad))
+
+
+def _on_meta(device: str | torch.device) -> torch.device:
+    named = torch.device(device)
+    return torch.device("meta") if named.type == "cpu" else named
+
+
+def _itself(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
+    return own
+
+
+def _taken(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
+    """`own.data = value`."""
+    value = args[1]
+    promised = isinstance(value, Promised) and value.source is not None
+    if isinstance(value, Promised) and not promised:
+        value = value.whole
+    own._cell = value._cell if promised else _Cell(None, value.detach())
+    with torch._C.DisableTorchFunctionSubclass():
+        own.data = value.meta() if promised else torch.empty_like(value, device="meta").as_subclass(Tensor)
+
+
+_SIZES = """
+    size dim ndimension numel nelement stride storage_offset requires_grad_ __len__ _has_compatible_shallow_copy_type
+"""
+_OF_VALUES = frozenset((*spelt("is_nonzero __reduce_ex__"), Tensor.grad.__set__))  # type: ignore[union-attr]  # in C
+_WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
+    **{function: _plainly for function in (*spelt(_SIZES), *PROPERTIES - _OF_VALUES)},
+    **{getattr(Tensor, name).__get__: _plainly for name in ("shape", "ndim", "nbytes")},
+    **{function: _converted for function in spelt("to type float double half bfloat16 contiguous clone")},
+    **{function: _shown for function in spelt("detach")},
+    Tensor.cpu: _itself,
+    Tensor.data.__get__: _shown,  # type: ignore[attr-defined]  # a property in C
+    Tensor.data.__set__: _taken,  # type: ignore[attr-defined]  # a property in C
+}
+
+
+# Promises of a model -------------------------------------------------------------------------------------------------
+
+
+def lacks_values(tensor: Tensor) -> bool:
+    """Whether a tensor has none yet: promised ones, and all else on the meta device."""
+    return tensor.is_meta or (isinstance(tensor, Promised) and tensor.source is not None)
+
+
 def promise(model: nn.Module, sources: Mapping[str, Source], origin: str) -> None:
     """Promises values of tensors by name; all others of the model are as fresh as any on the meta device.
 
     Args:
         model: on the meta device.
-        sources: by the names of `state_dict()`.
+        sources: by the names of `state_dict()`; of a tensor that has several, by one of them.
         origin: of the values, for people.
     """
-    made: dict[nn.Parameter, Promised] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, param in module._parameters.items():
-            if param is not None and f"{prefix}.{key}".lstrip(".") in sources:
-                made[param] = Promised(param.data, param.requires_grad)
-                vars(made[param]).update(vars(param))
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        module._parameters.update({k: made[p] for k, p in module._parameters.items() if p in made})
-        names = {key: f"{prefix}.{key}".lstrip(".") for key in (*module._parameters, *module._buffers)}
-        kept = vars(module).setdefault(_KEPT, {})
-        kept.update({key: sources.get(name) for key, name in names.items()})
+    made: dict[int, Promised] = {}
+    for name, tensor in _tensors(model):
+        if tensor.is_meta and (name in sources or id(tensor) not in made):
+            source = sources.get(name) or _Unmade(name, tuple(tensor.shape), origin)
+            made[id(tensor)] = promised = Promised.of(tensor, _Cell(source))
+            vars(promised).update(vars(tensor))
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({key: made[id(t)] for key, t in tensors.items() if id(t) in made})  # type: ignore[misc]
     object.__setattr__(model, _ORIGIN, origin)
 
 
@@ -78,45 +265,45 @@ def origin_of(module: nn.Module) -> str | None:
     return found
 
 
+def settle(model: nn.Module) -> None:
+    """Puts tensors in the place of those promised ones whose values were read since."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if isinstance(tensor, Promised) and tensor.source is None:
+                    tensors[key] = tensor.whole  # type: ignore[assignment]  # a parameter where it was one
+
+
 def promised_of(model: nn.Module) -> dict[str, Source]:
-    """What is promised of a model's tensors on the meta device, under all of their names.
+    """What is promised of a model's tensors, under all of their names.
 
     Raises:
         ModelError: a module was made on the meta device since the promise, in the place of one that has values.
     """
-    by_tensor: dict[int, Source] = {}
-    names: dict[int, list[str]] = {}
-    unknown: dict[int, str] = {}
-    for name, module, key, tensor in _meta_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
-        kept = vars(module).get(_KEPT)
-        if kept is None or key not in kept:
-            unknown.setdefault(id(tensor), name)
-        elif kept[key] is not None:
-            by_tensor.setdefault(id(tensor), kept[key])
-            if kept[key].shape != tuple(tensor.shape):
-                raise ModelError(
-                    f"{name} has shape {tuple(tensor.shape)}, and the values that it was promised {kept[key].shape}"
-                )
+    found: dict[str, Source] = {}
     origins = {clean_name(name): origin for name, part in model.named_modules() if (origin := origin_of(part))}
-    for held, name in unknown.items():
-        for prefix, origin in origins.items() if held not in by_tensor else ():
-            if not prefix or name.startswith(f"{prefix}."):
-                raise ModelError(
-                    f"{name} is on the meta device and was not there when the model's values were promised from "
-                    f"{origin}, so it would begin anew: what is made since (new tokens, adapters, heads) must have "
-                    f"values of its own; or load the whole model, with from_pretrained of transformers"
-                )
-    return {name: source for held, source in by_tensor.items() for name in names[held]}
+    for name, tensor in _tensors(model, persistent=True):
+        if isinstance(tensor, Promised):
+            assert tensor.source is not None  # settled before
+            found |= {} if isinstance(tensor.source, _Unmade) else {name: tensor.source}
+        elif tensor.is_meta:
+            for prefix, origin in origins.items():
+                if not prefix or name.startswith(f"{prefix}."):
+                    raise ModelError(
+                        f"{name} is on the meta device and was not there when the model's values were promised from "
+                        f"{origin}, so it would begin anew: what is made since (new tokens, adapters, heads) must have "
+                        f"values of its own; or load the whole model, with from_pretrained of transformers"
+                    )
+    return found
 
 
-def _meta_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """(name, owner, key, tensor) of all that a state dict holds and that has no values."""
+def _tensors(model: nn.Module, *, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """All tensors under all of their names, of buffers only those of a state dict if `persistent`."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        for key, tensor in (*module._parameters.items(), *buffers.items()):
-            if tensor is not None and tensor.is_meta:
-                yield clean_name(f"{prefix}.{key}".lstrip(".")), module, key, tensor
+        left_out = module._non_persistent_buffers_set if persistent else ()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and key not in left_out:
+                yield clean_name(f"{prefix}.{key}".lstrip(".")), tensor
 
 
 @torch.no_grad()
@@ -146,5 +333,3 @@ def read_promised(model: nn.Module, engine: Engine, promised: Mapping[str, Sourc
         values = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         source.fill(values, 0)
         tensor.data.copy_(values.view(tensor.shape))
-    for module in model.modules():
-        vars(module).pop(_KEPT, None)

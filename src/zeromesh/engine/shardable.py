@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zeromesh.engine.promised import Promised
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
 from zeromesh.model.module_units import is_sharded
@@ -76,7 +77,7 @@ def _require_plain(param: nn.Parameter, name: str) -> None:
             f"{name} has no shape yet ({kind.__name__}): run the model once on a sample, on every rank, before zm.shard"
         )
     plain = nn.Parameter.__torch_function__, Tensor.__torch_dispatch__
-    if kind is not DTensor and (kind.__torch_function__, kind.__torch_dispatch__) != plain:
+    if kind not in (DTensor, Promised) and (kind.__torch_function__, kind.__torch_dispatch__) != plain:
         raise ModelError(
             f"{name} is a {kind.__name__}, a subclass of Tensor that computes in its own way, and would be a plain "
             f"{param.dtype} tensor once it is sharded. Leave its module out of what zm.shard is given, or make it a "
@@ -95,20 +96,24 @@ def require_apart(params: Mapping[nn.Parameter, str]) -> None:
     would have a master each, and drift apart."""
     by_storage: dict[int, list[nn.Parameter]] = defaultdict(list)
     for param in params:
-        if local_of(param).numel():
-            by_storage[local_of(param).untyped_storage()._cdata].append(param)
+        if _memory(param).numel():
+            by_storage[_memory(param).untyped_storage()._cdata].append(param)
     for sharing in by_storage.values():
-        sharing.sort(key=lambda param: _span(local_of(param))[0])
-        spans = [_span(local_of(param)) for param in sharing]
+        sharing.sort(key=lambda param: _span(_memory(param))[0])
+        spans = [_span(_memory(param)) for param in sharing]
         if all(first[1] <= second[0] for first, second in pairwise(spans)):
             continue
         for first, second in combinations(sharing, 2):
-            if (first.requires_grad or second.requires_grad) and _overlap(local_of(first), local_of(second)):
+            if (first.requires_grad or second.requires_grad) and _overlap(_memory(first), _memory(second)):
                 raise ModelError(
                     f"{params[first]} and {params[second]} share memory and are not one parameter, so that each would "
                     f"be trained by itself. Tie them by assigning the parameter itself (one.weight = other.weight), or "
                     f"give one a copy"
                 )
+
+
+def _memory(param: nn.Parameter) -> Tensor:
+    return param.meta() if isinstance(param, Promised) else local_of(param)
 
 
 def _span(param: Tensor) -> tuple[int, int]:

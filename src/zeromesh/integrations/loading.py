@@ -40,9 +40,9 @@ def from_pretrained(
 ) -> Any:
     """A model of transformers on the meta device, whose values each rank reads where it is sharded.
 
-    No rank ever has more than its shard and one unit. Add adapters to it and shard it as any other; until then it
-    cannot compute. What the files do not have (a new head) is initialised by the first rank, with a warning.
-    No code from the directory is run.
+    No rank ever has more than its shard and one unit. Add adapters to it and shard it as any other; whatever asks for
+    values before reads those tensors whole. What the files do not have (a new head) is initialised by the first rank,
+    with a warning. No code from the directory is run.
 
     Args:
         kind: `AutoModelForCausalLM`, `LlamaForCausalLM` or another class that has `from_pretrained`.

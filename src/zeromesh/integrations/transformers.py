@@ -29,6 +29,7 @@ from zeromesh.checkpoint.full_state import full_state_dict
 from zeromesh.checkpoint.huggingface import load_safetensors
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import ELEMENTWISE, steps_elementwise
+from zeromesh.engine.promised import lacks_values
 from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
 from zeromesh.integrations.methods import (
     is_sharded,
@@ -125,7 +126,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Not the whole of it: its shards will be there."""
-        if self.sharding.mesh is None and not any(param.is_meta for param in model.parameters()):
+        if self.sharding.mesh is None and not any(map(lacks_values, model.parameters())):
             super()._move_model_to_device(model, device)
 
     # ---- wrong input

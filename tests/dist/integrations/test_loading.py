@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from tests.dist.integrations.hugging import (
     sharding,
 )
 from tests.dist.pool import kept, on_ranks
+from zeromesh.checkpoint.safetensors import Stored
 from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.promised import lacks_values
 from zeromesh.errors import CheckpointError, InputError, MismatchError, ModelError
 
 
@@ -58,7 +61,7 @@ def test_values_are_those_of_the_library(kind, tmp_path):
     expected = hf.AutoModel.from_pretrained(tmp_path) if kind == "cut in three" else None
     expected = expected or hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     model = zm.from_pretrained(type(expected), tmp_path)
-    assert all(parameter.is_meta for parameter in model.parameters())
+    assert all(map(lacks_values, model.parameters()))
     mesh = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
     zm.shard(model, mesh, "node=3,cluster=1")
     assert all(isinstance(parameter, ShardedParameter) for parameter in model.parameters())
@@ -129,6 +132,104 @@ def test_adapters_keep_what_they_have(strategy, tmp_path):
     assert len(before) == 28
     for name, value in before.items() if dist.get_rank() == 0 else ():
         assert torch.equal(whole[name], value), name
+
+
+CHANGES: dict[str, Any] = {
+    "in place": lambda model: model.model.norm.weight.mul_(2.0),
+    "through what shows it": lambda model: model.lm_head.weight.data.detach().add_(1.0),
+    "by an initialisation": lambda model: torch.nn.init.constant_(model.model.norm.weight, 3.0),
+    "by a state dict": lambda model: model.load_state_dict({"model.norm.weight": torch.full((8,), 3.0)}, strict=False),
+    "by another tensor": lambda model: setattr(model.lm_head.weight, "data", torch.ones(23, 8)),
+    "untied": lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.detach().clone())),
+    "new tokens": lambda model: model.resize_token_embeddings(30),
+    "dtype": lambda model: model.bfloat16(),
+    "copied": lambda model: setattr(model, "model", copy.deepcopy(model.model)),
+    "fewer layers": lambda model: setattr(model.model, "layers", model.model.layers[1:]),
+}
+
+
+@pytest.mark.parametrize("kind", ["", "tied"])
+@on_ranks(1, timeout_s=60)
+def test_what_is_done_before_it_is_sharded_is_done_to_the_values(kind, tmp_path):
+    build(kind).save_pretrained(tmp_path)
+    for change, act in CHANGES.items():
+        found: dict[bool, dict[str, Any]] = {}
+        for whole in (True, False):
+            model = base(tmp_path, whole=whole)
+            torch.manual_seed(1)
+            with torch.no_grad():
+                act(model)
+            found[whole] = model.state_dict() if whole else zm.full_state_dict(zm.shard(model, None, "node=3"))
+        assert found[True].keys() == found[False].keys(), change
+        for name, value in found[True].items():
+            assert torch.equal(found[False][name].to(value.dtype), value), (change, name)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "a copy of a tied head": {"modules_to_save": ["lm_head"]},
+    "tokens": {"trainable_token_indices": [1, 5]},
+    "PiSSA": {"init_lora_weights": "pissa"},
+    "DoRA": {"use_dora": True},
+}
+
+
+@on_ranks(1, timeout_s=60)
+def test_adapters_made_of_the_base_s_values(tmp_path):
+    """Made anew, and loaded: those are written into what PEFT has copied from the base."""
+    import peft
+
+    build("tied").save_pretrained(tmp_path)
+
+    def made(whole: bool, **options: Any) -> Any:
+        torch.manual_seed(1)
+        adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], **options)
+        return peft.get_peft_model(base(tmp_path, whole=whole), adapters)
+
+    def same(one: Any, other: Any) -> None:
+        expected, found = one.state_dict(), zm.full_state_dict(zm.shard(other, None, "node=3"))
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for options in ADAPTERS.values():
+            same(made(True, **options), made(False, **options))
+        trained = made(True, modules_to_save=["lm_head"])
+        with torch.no_grad():
+            for param in trained.parameters():
+                param.add_(param.requires_grad)
+        trained.save_pretrained(tmp_path / "adapters")
+        loaded = [
+            peft.PeftModel.from_pretrained(base(tmp_path, whole=whole), tmp_path / "adapters")
+            for whole in (True, False)
+        ]
+        same(*loaded)
+
+
+@on_ranks(1, timeout_s=60)
+def test_nothing_is_read_before_it_is_sharded_that_nobody_asked_for(tmp_path, monkeypatch):
+    import peft
+
+    build().save_pretrained(tmp_path)
+    reads: list[int] = []
+    fill = Stored.fill
+    monkeypatch.setattr(
+        Stored, "fill", lambda self, target, start: (reads.append(target.numel()), fill(self, target, start))
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = base(tmp_path, whole=False).to("cpu").bfloat16().requires_grad_(False)
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, modules_to_save=["lm_head"], target_modules="all-linear")
+        )
+    assert all(map(lacks_values, (param for name, param in model.named_parameters() if "lora" not in name)))
+    assert not reads and {str(param.device) for param in model.parameters()} == {"cpu"}
+    twice = copy.deepcopy(model.lm_head)
+    twice.weight.sum()
+    assert reads == [23 * 8] and lacks_values(model.lm_head.original_module.weight)
+    with pytest.raises(ModelError, match=r"model.rotary_emb.inv_freq is not in .* has no values before"):
+        model.model.model.rotary_emb.inv_freq.mul_(2)
 
 
 @on_ranks(2, timeout_s=60)
