@@ -74,7 +74,12 @@ class Sharding:
         if isinstance(self.mesh, tuple):
             _require_sizes(self.mesh)
         require_plannable(self.strategy, mesh=self.mesh, cluster=self.cluster, workload=self.workload)
-        if isinstance(self.mesh, tuple) and isinstance(self.strategy, str | Strategy) and self.strategy != "auto":
+        if self.strategy == "auto" or not isinstance(self.strategy, str | Strategy):
+            return
+        if not isinstance(self.mesh, tuple):
+            if "=" in str(self.strategy):  # a preset says nothing without axes
+                Strategy.parse(self.strategy)
+        else:
             strategy = Strategy.parse(self.strategy, [name for name, _ in self.mesh[::-1]])
             for layout in _layouts_of(strategy, self.parts or {}, self.mesh[::-1]):
                 layout.require_runnable()

@@ -42,6 +42,7 @@ def test_equal_meaning_is_equal() -> None:
         ({"strategy": "node=3", "workload": WORKLOAD}, InputError, 'are for the strategy "auto"; the strategy is'),
         ({"strategy": "nod=3,cluster=1", "mesh": MESH}, MeshError, "no axis 'nod'.*did you mean node"),
         ({"strategy": "node=9,cluster=1", "mesh": MESH}, NotationError, "9"),
+        ({"strategy": "node=9"}, NotationError, "9"),
         (
             {"strategy": "node=3,cluster=1|*.a: node=1", "mesh": MESH},
             MeshError,

@@ -36,7 +36,7 @@ from zeromesh.engine.units import (
     spreads_of,
 )
 from zeromesh.engine.weight import Weight
-from zeromesh.errors import MeshError, ModelError, NotationError
+from zeromesh.errors import InputError, MeshError, ModelError, NotationError
 from zeromesh.model.module_units import DTYPES
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Stage, Strategy, layouts_of, part_name
@@ -83,6 +83,8 @@ def shard(
                 "this model, or a part of it, is sharded already; zm.shard is called once, on the whole model: units= "
                 "names the classes that are gathered as one"
             )
+        if bucket_bytes < 0:
+            raise InputError(f"bucket_bytes must not be negative; got {bucket_bytes}")
         require_unwrapped(model)
         settle(model)
         given = dict(zip(DTYPE_FIELDS, (param_dtype, reduce_dtype, grad_dtype, master_dtype), strict=True))
@@ -192,7 +194,7 @@ def precision_of(given: Mapping[str, torch.dtype | None], named: object) -> Prec
     found = [given.get(name) or DTYPES.get(getattr(named, name, None) or "") for name in DTYPE_FIELDS]
     for name, dtype in zip(DTYPE_FIELDS, found, strict=True):
         if dtype is not None and dtype not in DTYPES.values():
-            raise ModelError(f"{name} must be float64, float32, bfloat16 or float16; got {dtype}")
+            raise ModelError(f"{name} must be torch.float64, float32, bfloat16 or float16; got {dtype!r}")
     param, reduce, grad, master = found
     return Precision(param=param, reduce=reduce, grad=grad or torch.float32, master=master or torch.float32)
 

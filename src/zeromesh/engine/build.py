@@ -21,12 +21,12 @@ from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.hooks import install
+from zeromesh.engine.hooks import install, install_on_parts
 from zeromesh.engine.materialise import Init, Materialiser
 from zeromesh.engine.parts import Home, buffers_apart, require_divided
 from zeromesh.engine.promised import lacks_values
 from zeromesh.engine.spread import local_of
-from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit
+from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit, parts_of_root
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.model.module_units import clean_name
 from zeromesh.schedule import ITEM_BYTES, LANES, Placed, Schedule, lent_axes
@@ -160,6 +160,7 @@ def build_engine(
     for index, module in enumerate(modules):
         install(engine, index, module.modules, precision.param)
         backend.unuse(index)
+    install_on_parts(engine, parts_of_root(model, modules), precision.param)
     return engine
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch.utils.hooks import RemovableHandle
 
 from zeromesh.engine.containers import CastCalls, tensors_of
 from zeromesh.errors import CommunicationError, ModelError
@@ -50,21 +49,43 @@ def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch
         _on_module(reference, unit, module, cast, outermost=unit == index == 0)
 
 
-@contextmanager
-def standing_in(engine: Engine, module: nn.Module) -> Iterator[None]:
-    """Inside, a forward of `module` is one of the whole model, of which it is a part: somebody calls it directly, and
-    the root's parameters are to be whole for it."""
-    handles = _on_module(weakref.ref(engine), 0, module, None, outermost=True)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def install_on_parts(engine: Engine, parts: Iterable[nn.Module], cast: torch.dtype | None) -> None:
+    """On modules of the root that hold units (an encoder, what a head is on): whoever calls one by itself, as
+    `generate` does, runs a forward of the model, and the root's parameters are whole for it."""
+    reference = weakref.ref(engine)
+    for part in parts:
+        _on_part(reference, part, cast)
+
+
+def _on_part(reference: weakref.ref[Engine], part: nn.Module, cast: torch.dtype | None) -> None:
+    calls = CastCalls(cast) if cast is not None else None
+    alone: list[bool] = []  # of its calls that run
+
+    @as_python
+    def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        engine = _alive(reference)
+        alone.append(torch._C._current_graph_task_id() == -1 and not engine.runs())
+        if not alone[-1]:
+            return None
+        engine.pre_forward(0, outermost=True)
+        return calls.begin(args, kwargs) if calls else None
+
+    @as_python
+    def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        engine = reference()
+        if alone.pop() and engine is not None:
+            if calls:
+                calls.end(kwargs)
+            with suppress(*([CommunicationError] if result is None else [])):
+                engine.post_forward(0, None if result is None else tensors_of(result))
+
+    part.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+    part.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
 
 
 def _on_module(
     reference: weakref.ref[Engine], unit: int, module: nn.Module, cast: torch.dtype | None, *, outermost: bool
-) -> tuple[RemovableHandle, ...]:
+) -> None:
     calls = CastCalls(cast) if cast is not None else None
 
     @as_python
@@ -82,11 +103,9 @@ def _on_module(
             with suppress(*([CommunicationError] if result is None else [])):
                 engine.post_forward(unit, None if result is None else tensors_of(result))
 
-    return (
-        module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True),
-        # always_call: after a forward that raised, nothing may count as in use.
-        module.register_forward_hook(post_forward, with_kwargs=True, always_call=True),
-    )
+    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+    # always_call: after a forward that raised, nothing may count as in use.
+    module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
 
 
 def _alive(reference: weakref.ref[Engine]) -> Engine:

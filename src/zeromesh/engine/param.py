@@ -255,7 +255,7 @@ def _refusal(func: Any, args: Any, kwargs: Any = MappingProxyType({})) -> Optimi
     return OptimizerError(
         f"{name} needs all of {label}, or is not known to do without; each rank holds a slice of it, so the "
         f"result could differ on every rank: use zm.full_state_dict(model) for whole tensors, `.local` for this rank's "
-        f"slice, or an elementwise function or optimizer"
+        f"slice, or an elementwise function or optimizer; to compute with it, call the model"
     )
 
 

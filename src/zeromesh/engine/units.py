@@ -217,6 +217,18 @@ def modules_by_unit(model: nn.Module, units: Sequence[ModuleUnit]) -> dict[str, 
     return found
 
 
+def parts_of_root(model: nn.Module, units: Sequence[ModuleUnit]) -> list[nn.Module]:
+    """Modules below the model itself that hold units and are inside none."""
+    within = {name for unit in units for name in unit.names if name}
+    found = []
+    for label, module in model.named_modules():
+        name = clean_name(label)
+        inside = any(name == other or name.startswith(f"{other}.") for other in within)
+        if name and not inside and any(other.startswith(f"{name}.") for other in within):
+            found.append(module)
+    return found
+
+
 def _named_classes(model: nn.Module, classes: UnitClasses) -> list[nn.Module]:
     found: list[nn.Module] = []
     for wanted in classes:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +17,6 @@ from zeromesh.checkpoint.collect import buffers_of
 from zeromesh.checkpoint.full_state import full_state_dict
 from zeromesh.checkpoint.huggingface import save_safetensors
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.engine import Engine
-from zeromesh.engine.hooks import standing_in
 from zeromesh.errors import InputError
 from zeromesh.integrations.methods import give_method
 from zeromesh.integrations.saved import is_peft
@@ -52,12 +48,9 @@ def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
         _keep_trainable(model)
     elif isinstance(model, PreTrainedModel):
         give_method(model, "save_pretrained", functools.partial(_save_pretrained, dtype=dtype))
-    engine = engine_of(model)
-    together = engine.schedule.shards_params
-    for part in model.modules():
-        if isinstance(part, GenerationMixin) and (together or part is not model):
-            inside = None if part is model else weakref.ref(engine)
-            give_method(part, "generate", functools.partial(_generate, inside=inside, together=together))
+    for part in model.modules() if engine_of(model).schedule.shards_params else ():
+        if isinstance(part, GenerationMixin):
+            give_method(part, "generate", _generate)
 
 
 def _keep_trainable(model: nn.Module) -> None:
@@ -75,17 +68,10 @@ def _enable_adapters(layer: Any, enabled: bool) -> None:
     layer._disable_adapters = not enabled
 
 
-def _generate(model: Any, *args: Any, inside: weakref.ref[Engine] | None, together: bool, **kwargs: Any) -> Any:
-    """`generate` of a sharded model.
-
-    Args:
-        inside: of what was sharded, where `model` is a part of it (PEFT's wrapper calls its inner model's `generate`).
-        together: each token gathers parameters, so a rank whose sequences are complete goes on until all ranks' are.
-    """
-    engine = None if inside is None else inside()
-    synced = {"synced_gpus": True} if together else {}
-    with nullcontext() if engine is None else standing_in(engine, model):
-        return type(model).generate(model, *args, **(kwargs | synced))
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate` of a model whose parameters are sharded: each token gathers them, so a rank whose sequences are
+    complete goes on until all ranks' are."""
+    return type(model).generate(model, *args, **(kwargs | {"synced_gpus": True}))
 
 
 def _save_pretrained(

@@ -90,7 +90,7 @@ def test_sharded_twice_and_not_at_all():
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_dtype_that_is_none():
     with pytest.raises(
-        ModelError, match=r"param_dtype must be float64, float32, bfloat16 or float16; got torch\.int32"
+        ModelError, match=r"param_dtype must be torch.float64, float32, bfloat16 or float16; got torch\.int32"
     ):
         shard(CASE.build(), "node=3", param_dtype=torch.int32)
 

@@ -1,5 +1,6 @@
 """What users hold on to, clear early, or call in an order of their own."""
 
+import copy
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
 from tests.dist.features.parity import Block, check, local_part, net
-from tests.dist.features.test_misuse import STAGES, WIDTH, booming, chain, fragile, inputs, same_grads, sgd, sharded
+from tests.dist.features.test_misuse import (
+    STAGES,
+    WIDTH,
+    booming,
+    chain,
+    fragile,
+    inputs,
+    mesh,
+    same_grads,
+    sgd,
+    sharded,
+)
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import OptimizerError
@@ -267,3 +279,45 @@ def test_a_unit_that_one_rank_alone_uses_after_a_last_backward_whose_gradients_w
         for rank in range(2):
             (plain(inputs(rank), experts[rank]).sum() / 2).backward()
     same_grads(model, plain)
+
+
+class Headed(nn.Module):
+    """Of a body, which has units and a gain that is the root's."""
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.gain = chain(), nn.Parameter(torch.full((WIDTH,), 1.5).double())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.gain
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x * self.gain
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = self.Body(), nn.Linear(WIDTH, 2).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+@STAGES
+@pytest.mark.parametrize("joined", [False, True])
+@on_ranks(2)
+def test_a_part_that_holds_units_is_called_by_itself(strategy, joined):
+    """As an encoder is by `generate`; trained so too, in turn with the whole model, and after it has raised."""
+    plain, x = Headed(), inputs(dist.get_rank())
+    options = {} if joined else {"bucket_bytes": 0}
+    model = zm.shard(copy.deepcopy(plain), mesh(), strategy, units=["Sequential"], **options)
+    optimizer = sgd(model)
+    assert torch.equal(model.body(x), plain.body(x))
+    with pytest.raises(RuntimeError):
+        model.body(x[:, :2])
+    for part in (lambda one: one.body, lambda one: one, lambda one: one.body):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        for one in (plain, model):
+            part(one)(x).square().sum().backward()
+        same_grads(part(model), part(plain))

@@ -214,9 +214,12 @@ def test_nothing_is_read_before_it_is_sharded_that_nobody_asked_for(tmp_path, mo
     build().save_pretrained(tmp_path)
     reads: list[int] = []
     fill = Stored.fill
-    monkeypatch.setattr(
-        Stored, "fill", lambda self, target, start: (reads.append(target.numel()), fill(self, target, start))
-    )
+
+    def counted(self: Stored, target: torch.Tensor, start: int) -> None:
+        reads.append(target.numel())
+        fill(self, target, start)
+
+    monkeypatch.setattr(Stored, "fill", counted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model = base(tmp_path, whole=False).to("cpu").bfloat16().requires_grad_(False)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from tests.dist.integrations.hugging import (
@@ -27,7 +28,7 @@ from tests.dist.integrations.hugging import (
     samples,
     sharding,
 )
-from tests.dist.pool import Pool, on_ranks
+from tests.dist.pool import Pool, kept, on_ranks
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError, InputError, MeshError, ModelError, OptimizerError
 
@@ -317,6 +318,25 @@ def test_ranks_generate_unequal_lengths(tmp_path):
         )
         trainer.shard_model()
         assert generated(trainer, dist.get_rank()) == expected[dist.get_rank()]
+
+
+@on_ranks(2, timeout_s=60)
+def test_an_encoder_is_called_by_itself():
+    """By `generate`, and by whoever evaluates with it."""
+    import transformers as hf
+
+    from zeromesh.integrations.pretrained import adapt
+
+    config = hf.T5Config(vocab_size=23, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    torch.manual_seed(0)
+    expected = hf.T5ForConditionalGeneration(config).eval()
+    torch.manual_seed(0)
+    mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    model = zm.shard(hf.T5ForConditionalGeneration(config).eval(), mesh, "node=3")
+    adapt(model, None)
+    ids = torch.arange(3, 13)[None] + dist.get_rank()
+    ours, theirs = (one.generate(ids, max_new_tokens=6, do_sample=False) for one in (model, expected))
+    assert ours.tolist() == theirs.tolist()
 
 
 def test_refuses(pool: Pool, tmp_path):

@@ -124,5 +124,5 @@ def test_the_plan_is_made_for_these_dtypes(dtype: torch.dtype, options: dict[str
 
 
 def test_a_dtype_that_cannot_be_trained_in_is_refused_before_planning() -> None:
-    with pytest.raises(ModelError, match=r"grad_dtype must be float64, .*; got torch\.int8"):
+    with pytest.raises(ModelError, match=r"grad_dtype must be torch.float64, .*; got torch\.int8"):
         with_dtypes(zm.Workload(**WORKLOAD), nn.Linear(4, 4), {"grad_dtype": torch.int8})
