@@ -42,7 +42,7 @@ from zeromesh.engine.chain import (
     refresh_chain,
     unshard_chain,
 )
-from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.flat import FlatShards, Homes
 from zeromesh.engine.leaf import Leaf, close_leaf, open_leaf, versions_of
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.spread import local_of
@@ -257,10 +257,11 @@ class DeviceBackend:
             # No lane is at work on the unit now.
             before = buffer.reduced.clone() if reduction.add else None
             if reduction.micro:
-                self._collect(unit, index, chain.first, accumulate=reduction.accumulate and not chain.micro)
+                homes, adds = chain.alone if reduction.alone else buffer.homes, reduction.accumulate and not chain.micro
+                self._collect(unit, index, chain.first, homes, accumulate=adds)
                 early.append(partial(chain.run_micro, accumulate=reduction.accumulate))
             if reduction.boundary:
-                late.append(partial(_finish, chain, buffer, before))
+                late.append(partial(_finish, chain, buffer, before, alone=reduction.alone))
         if not any(chain.boundary for chain in chains.values()):
             early, late = early + late, []
         taken = done = None
@@ -386,14 +387,14 @@ class DeviceBackend:
                 if buffer.adds:
                     buffer.take_grads()
 
-    def _collect(self, unit: int, index: int, factor: float, *, accumulate: bool) -> None:
+    def _collect(self, unit: int, index: int, factor: float, to: Homes, *, accumulate: bool) -> None:
         """Moves the gradients that autograd has left on a buffer's leaves to where they are reduced."""
         shards, buffer = self.units[unit], self.units[unit].buffers[index]
         adds = buffer.adds
         found, used = buffer.take_grads(), shards.used[index]
         stale = self.stale.get(unit)
         homes, missing, grads = list[Tensor](), list[Tensor](), list[Tensor]()
-        for position, (grad, home) in enumerate(zip(found, buffer.homes, strict=True)):
+        for position, (grad, home) in enumerate(zip(found, to.parts, strict=True)):
             if grad is None:
                 missing.append(home)
                 continue
@@ -419,8 +420,8 @@ class DeviceBackend:
             torch._foreach_zero_(missing)
         _copy_scaled(homes, grads, factor)
         # A slot served longer units before; their remains must not reach the padding.
-        if buffer.gaps:
-            torch._foreach_zero_(buffer.gaps)
+        if to.gaps:
+            torch._foreach_zero_(to.gaps)
 
     def _gather(self, lane: LaneKind, chains: Sequence[GatherChain], unit: int, after: Ticket | None) -> Ticket | None:
         if not chains:
@@ -429,9 +430,9 @@ class DeviceBackend:
         return self.lanes[lane].submit(partial(_run, [chain.run for chain in chains]), label, after=after)
 
 
-def _finish(chain: ReduceChain, buffer: FlatShards, before: Tensor | None) -> None:
+def _finish(chain: ReduceChain, buffer: FlatShards, before: Tensor | None, *, alone: bool) -> None:
     """From the accumulator to its state shard's part, onto what that was `before`."""
-    chain.run_boundary()
+    chain.run_boundary(alone=alone)
     if before is not None:
         buffer.reduced.add_(before)
 

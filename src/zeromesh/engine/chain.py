@@ -35,7 +35,7 @@ from zeromesh.comm.quantised import (
     quantised_reduce_scatter,
     restore_kept,
 )
-from zeromesh.engine.flat import FlatShards, inside
+from zeromesh.engine.flat import FlatShards, Homes, inside
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError, NotationError
 from zeromesh.schedule import FROZEN_BYTES, ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
@@ -240,7 +240,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """One step of a reduction, of `region` (through `staged` if the wire has another dtype) into `out`."""
+    """One step of a reduction, of `region` into `out`; through `staged`, in the wire's dtype, if that is another or if
+    they share memory in two."""
 
     operation: str
     group: AxisGroup
@@ -276,7 +277,7 @@ class Reduce:
         else:
             all_gather(wire, self.group, reduced=True)
         if self.staged is not None:
-            self.region.copy_(wire)
+            self.out.copy_(wire)
 
     def _run_quantised(self, form: WireFormat, workspace: Tensor, add: bool) -> None:
         options: dict[str, Any] = {"scale": self.scale, "residual": self.owed, "generator": self.noise}
@@ -326,11 +327,15 @@ class ReduceChain:
 
     Args:
         micro, boundary: steps of the two lanes, each with its memory.
+        alone: where gradients that nothing is added to are copied to: [Note: Alone] of `zeromesh.schedule.placed`.
+        boundary_alone: the boundary's steps from there.
         first: factor that whoever fills the chain's source gives to it, on the way.
     """
 
     micro: tuple[Reduce | ReducePair, ...]
     boundary: tuple[Reduce | ReducePair, ...]
+    alone: Homes
+    boundary_alone: tuple[Reduce | ReducePair, ...]
     micro_scratch: Scratch
     boundary_scratch: Scratch
     first: float
@@ -339,8 +344,8 @@ class ReduceChain:
         for step in self.micro:
             step.run(self.micro_scratch.workspace, accumulate)
 
-    def run_boundary(self) -> None:
-        for step in self.boundary:
+    def run_boundary(self, *, alone: bool) -> None:
+        for step in self.boundary_alone if alone else self.boundary:
             step.run(self.boundary_scratch.workspace, accumulate=False)
 
 
@@ -370,7 +375,32 @@ def reduce_chain(
     micro, boundary = (
         tuple(_together(collective, [next(todo) for _ in group]) for group in r.groups) for r in (early, late)
     )
-    return ReduceChain(micro, boundary, scratch["reduce"], scratch["boundary"], first)
+    alone, boundary_alone = _alone(shards, boundary)
+    return ReduceChain(micro, boundary, alone, boundary_alone, scratch["reduce"], scratch["boundary"], first)
+
+
+def _alone(
+    shards: FlatShards, boundary: tuple[Reduce | ReducePair, ...]
+) -> tuple[Homes, tuple[Reduce | ReducePair, ...]]:
+    """Where gradients that nothing is added to are copied to, and the boundary's steps from there: at the end of the
+    accumulator that is apart from what the first of them writes, so that it may send from there; through its staging
+    memory if neither end is."""
+    whole, dtype = shards.collected, DTYPES[shards.placed.collected_dtype(alone=True)]
+    if dtype == whole.dtype:
+        return shards.homes, boundary
+    first, *rest = boundary
+    assert isinstance(first, Reduce)  # a pair has no wire of its own
+    cut = whole.view(dtype)
+    ends = cut[: shards.padded], cut[-shards.padded :]
+    free = next((end for end in ends if _apart(end, first.out)), None)
+    first = replace(first, region=ends[0]) if free is None else replace(first, region=free, staged=None)
+    return shards.homes_in(first.region), (first, *rest)
+
+
+def _apart(one: Tensor, other: Tensor) -> bool:
+    """Whether two flat tensors have no memory in common."""
+    first, second = sorted((one, other), key=Tensor.data_ptr)
+    return first.data_ptr() + first.nbytes <= second.data_ptr()
 
 
 def _together(collective: Collective, steps: Sequence[Reduce]) -> Reduce | ReducePair:

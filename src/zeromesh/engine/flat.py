@@ -10,7 +10,8 @@
     owed     by reductions with error feedback  what their messages have lost, added to the next ones
     full     all of it, in a gather slot        the compute leaves are views of it; `params` itself where that is full
     waiting  all of it, in a reduce slot        a micro-batch's gradient, on its way to
-    grads    gradient shard, accumulator dtype  its state shard's part is what `.grad` shows
+    grads    gradient shard, accumulator dtype  its state shard's part is what `.grad` shows; a gradient that is alone
+                                                lies in it as it is sent: [Note: Alone] of `zeromesh.schedule.placed`
 """
 
 from __future__ import annotations
@@ -61,6 +62,19 @@ class Place:
         found = params[key]
         assert found is not None
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where a buffer's gradients are copied to, to be reduced.
+
+    Args:
+        parts: of each parameter, in its shape.
+        gaps: what belongs to none.
+    """
+
+    parts: list[Tensor]
+    gaps: list[Tensor]
 
 
 @dataclass(kw_only=True)
@@ -193,29 +207,31 @@ class FlatShards:
 
     @property
     def collected(self) -> Tensor:
-        """Where gradients are copied to, to be reduced: 1-D of `padded` elements."""
+        """Where gradients are copied to, to be reduced, unless they are alone: 1-D of `padded` elements."""
         whole = self.grads if self.waiting is None else self.waiting
         assert whole is not None
         return whole
 
     @cached_property
-    def gaps(self) -> list[Tensor]:
-        """What of `collected` belongs to no parameter."""
+    def homes(self) -> Homes:
+        """Those in `collected`."""
+        return self.homes_in(self.collected)
+
+    def homes_in(self, whole: Tensor) -> Homes:
+        """Those in `whole`, 1-D of `padded` elements."""
         ends = [0, *(place.stop for place in self.places)]
         starts = [*(place.start for place in self.places), self.padded]
-        return [self.collected[stop:start] for stop, start in zip(ends, starts, strict=True) if stop < start]
-
-    @cached_property
-    def homes(self) -> list[Tensor]:
-        """Each parameter's part of `collected`, in its shape."""
-        return [self.collected[place.start : place.stop].view(place.shape) for place in self.places]
+        return Homes(
+            parts=[whole[place.start : place.stop].view(place.shape) for place in self.places],
+            gaps=[whole[stop:start] for stop, start in zip(ends, starts, strict=True) if stop < start],
+        )
 
     @cached_property
     def _sums(self) -> list[Tensor]:
         """The accumulator for autograd to add to, where that is as good as adding to it afterwards: each parameter's
         part, with a version of its own, which tells whether anything was added."""
         direct = self.waiting is None and self.collected.dtype == self.leaves[0].dtype
-        return [home.data for home in self.homes] if direct else []
+        return [home.data for home in self.homes.parts] if direct else []
 
     def add_in_place(self) -> None:
         """Has autograd add a further micro-batch's gradients to the accumulator, while it has them at hand."""

@@ -272,8 +272,10 @@ class _Recorder:
         return replace(chain, steps=self._timed(chain.steps, kind, unit))
 
     def _reduce(self, chain: ReduceChain, unit: str) -> ReduceChain:
-        micro, boundary = (self._timed(steps, "reduce", unit) for steps in (chain.micro, chain.boundary))
-        return replace(chain, micro=micro, boundary=boundary)
+        micro, boundary, alone = (
+            self._timed(steps, "reduce", unit) for steps in (chain.micro, chain.boundary, chain.boundary_alone)
+        )
+        return replace(chain, micro=micro, boundary=boundary, boundary_alone=alone)
 
     def _timed(self, steps: Sequence[Any], kind: str, unit: str) -> Any:
         order = [axis.name for axis in self.engine.schedule.axes]

@@ -15,6 +15,10 @@ are summed over one after the other, and with `collective=flat` all of them as o
 [Note: Order] A gather goes from the least significant axis to the most, so each step's region lies inside the next
 one's; a reduction goes the other way. Where stages fall from inner to outer axis the slow link carries the small
 pieces.
+
+[Note: Alone] A gradient that nothing is added to, of the only micro-batch of its step, need not be as wide as a sum.
+Where the first reduction is that of the accumulator, and sends what autograd leaves as it is, the gradient is copied to
+the accumulator's memory in that dtype, and sent from there: the same bits, without two casts on the way.
 """
 
 from __future__ import annotations
@@ -174,6 +178,12 @@ class Placed:
     def slot_dtype(self) -> str:
         """Of a gradient that waits in its reduce slot."""
         return self.routes["reduce"].held
+
+    def collected_dtype(self, *, alone: bool) -> str:
+        """Of a gradient where it is copied to from where autograd has left it; `alone`: [Note: Alone]."""
+        made, held = self.buffer.param_dtype, self.slot_dtype if self.waits else self.buffer.grad_dtype
+        sent = [] if self.waits else [step.wire for step in self.routes["boundary"].steps[:1]]
+        return made if alone and sent == [made] and ITEM_BYTES[made] < ITEM_BYTES[held] else held
 
     @property
     def master_in_params(self) -> bool:

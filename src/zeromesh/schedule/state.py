@@ -38,6 +38,11 @@ class Reduction:
     boundary: bool
     add: bool
 
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is added to them before the boundary: [Note: Alone] of `zeromesh.schedule.placed`."""
+        return self.micro and self.boundary and not self.accumulate
+
 
 @dataclass(frozen=True, slots=True)
 class Reducing(Generic[T]):

@@ -101,18 +101,21 @@ class MicroBatchSeconds:
         return self.forward + self.backward
 
 
-def collecting_seconds(buffers: Iterable[Placed], compute: ComputeModel) -> tuple[float, float]:
+def collecting_seconds(buffers: Iterable[Placed], compute: ComputeModel, *, alone: bool) -> tuple[float, float]:
     """In which what autograd leaves of a unit's gradients is copied to where it is reduced; and in later micro-batches,
-    where it is added to the accumulator if it does not wait in a slot. The first is never the longer."""
+    where it is added to the accumulator if it does not wait in a slot. The first is never the longer.
+
+    Args:
+        buffers: of the unit.
+        compute: of the device.
+        alone: there are no later micro-batches: [Note: Alone] of `zeromesh.schedule.placed`.
+    """
     first = later = 0.0
     for placed in buffers:
         buffer = placed.buffer
         if not buffer.trainable:
             continue
-        made, held = (
-            ITEM_BYTES[buffer.param_dtype],
-            ITEM_BYTES[placed.slot_dtype if placed.waits else buffer.grad_dtype],
-        )
+        made, held = ITEM_BYTES[buffer.param_dtype], ITEM_BYTES[placed.collected_dtype(alone=alone)]
         copied = compute.gradients(buffer.numel * (made + held))
         first += copied
         added = compute.gradients(buffer.numel * (made + 2 * held), added=True)

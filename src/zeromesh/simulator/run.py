@@ -273,7 +273,8 @@ class Setup:
         if not self.mechanics.collects:
             return [(0.0, 0.0)] * len(self.parts())
         kinds = {tuple(map(id, placed)): placed for placed in self.schedule.placed}  # equal units have the same
-        known = {kind: collecting_seconds(placed, self.compute) for kind, placed in kinds.items()}
+        alone = self.micro_batches == 1
+        known = {kind: collecting_seconds(placed, self.compute, alone=alone) for kind, placed in kinds.items()}
         found = []
         for placed, specs in zip(self.schedule.placed, self.specs, strict=True):
             first, later = known[tuple(map(id, placed))]

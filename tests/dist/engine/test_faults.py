@@ -149,10 +149,10 @@ def garbage_in_padding() -> Patch:
     """What lies behind a unit's gradients in a slot that served others before is sent along."""
     collect = DeviceBackend._collect
 
-    def with_garbage(self, unit, index, factor, *, accumulate):
-        collect(self, unit, index, factor, accumulate=accumulate)
-        buffer = self.units[unit].buffers[index]
-        buffer.collected[buffer.spec.numel :].fill_(7.0)
+    def with_garbage(self, unit, index, factor, to, *, accumulate):
+        collect(self, unit, index, factor, to, accumulate=accumulate)
+        for gap in to.gaps:
+            gap.fill_(7.0)
 
     return mock.patch.object(DeviceBackend, "_collect", with_garbage)
 
@@ -166,8 +166,8 @@ def replica_off() -> Patch:
     """One replica steps on a gradient of its own."""
     finish = backend._finish
 
-    def one_replica_off(chain, buffer, before):
-        finish(chain, buffer, before)
+    def one_replica_off(chain, buffer, before, *, alone):
+        finish(chain, buffer, before, alone=alone)
         if buffer.coordinates["cluster"] == 1:
             buffer.reduced.mul_(1 + 1e-13)
 

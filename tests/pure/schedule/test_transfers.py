@@ -267,3 +267,28 @@ def test_sums_by_level_over_three_axes():
         ("all_gather", "node", 96),
     ]
     assert sum(step.sent_bytes for step in steps if step.axis.name == "cluster") == 192 // 6  # of the whole: 192
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "expected"),
+    [
+        ("node=1,cluster=1", {}, ("bf16", "fp32")),
+        ("node=0,cluster=0", {}, ("bf16", "fp32")),
+        ("node=3d,cluster=1", {"param_dtype": "fp16", "reduce_dtype": "fp16"}, ("fp16", "fp32")),
+        ("node=1,cluster=0@/int8", {}, ("bf16", "fp32")),  # what comes second is no matter
+        ("node=1@/int8,cluster=0", {}, ("fp32", "fp32")),
+        ("node=1,cluster=1", {"reduce_dtype": "fp32"}, ("fp32", "fp32")),  # as they are sent
+        ("node=1@/fp16,cluster=1@/fp16", {}, ("fp32", "fp32")),  # a cast on the way there is one of two
+        ("node=1,cluster=1", {"param_dtype": "fp32"}, ("fp32", "fp32")),
+        ("node=1,cluster=1", {"grad_dtype": "bf16"}, ("bf16", "bf16")),
+        ("node=1,cluster=1", {"grad_dtype": "fp16"}, ("fp16", "fp16")),  # which has not all values of bf16
+        ("node=1,cluster=1", {"grad_dtype": "fp64"}, ("bf16", "fp64")),
+        ("node=2,cluster=1", {}, ("bf16", "bf16")),  # they wait as they are sent
+        ("node=2@/fp32,cluster=1", {}, ("fp32", "fp32")),
+    ],
+)
+def test_gradients_that_are_alone_are_as_wide_as_the_wire(strategy, changes, expected):
+    placed = Placed.of(Layout.of(strategy, MESH[:2]), buffer(100, **changes))
+    assert (placed.collected_dtype(alone=True), placed.collected_dtype(alone=False)) == expected
+    alone = Placed.of(Layout.of("node=1,cluster=1", [("node", 1), ("cluster", 1)]), buffer(100))
+    assert alone.collected_dtype(alone=True) == "fp32"  # nothing is sent

@@ -353,6 +353,9 @@ def test_units_that_are_gathered_are_never_joined():
         ("node=3,cluster=3", 3, 3 * (2 + 2)),  # into the slot that they are sent from, in bf16
         ("node=3@/fp32,cluster=3", 1, 2 + 4),
         ("node=1,cluster=1", 3, (2 + 4) + 2 * (2 + 4 + 4)),  # copied to the accumulator, then added to it
+        ("node=1,cluster=1", 1, 2 + 2),  # alone, and so sent from there in bf16
+        ("node=0,cluster=0", 1, 2 + 2),
+        ("node=1@/fp32,cluster=1@/fp32", 1, 2 + 4),
     ],
 )
 def test_gradients_are_copied_to_where_they_are_reduced(strategy, micro_batches, bytes_each):

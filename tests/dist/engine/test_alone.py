@@ -1,0 +1,165 @@
+"""What goes from where autograd leaves a gradient straight to the wire has the bits of what passes the accumulator:
+[Note: Alone] of `zeromesh.schedule.placed`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zeromesh as zm
+from tests.dist.engine.reference import TIMEOUT_S, Case, backward, check, mesh_of
+from tests.dist.engine.test_native import native
+from tests.dist.pool import on_ranks
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.backend import DeviceBackend
+from zeromesh.engine.chain import Reduce
+from zeromesh.engine.engine import Engine
+from zeromesh.schedule import Placed
+
+NARROW = {"param_dtype": torch.bfloat16}
+CASE = Case(precision="bf16-wire", steps=3, micro_batches=1)
+
+AXES = ("node=0,cluster=0", "node=1,cluster=0", "node=0,cluster=1", "node=1,cluster=1", "node=3d,cluster=1")
+"""Of these, nothing is reduced before the boundary."""
+
+
+@contextmanager
+def accumulated() -> Iterator[None]:
+    """Every gradient passes the accumulator, alone or not."""
+    dtype = Placed.collected_dtype
+    with mock.patch.object(Placed, "collected_dtype", lambda self, *, alone: dtype(self, alone=False)):
+        yield
+
+
+def trained(strategy: str, case: Case, options: dict[str, torch.dtype], *shape: int) -> list[Tensor]:
+    """Every gradient and every norm of a training, and what that leaves."""
+    model = zm.shard(case.build(), mesh_of(*shape), strategy, **{**case.shard_options(), **options})
+    optimizer = case.make_optimizer(p for p in model.parameters() if p.requires_grad)
+    found = []
+    for step in range(case.steps):
+        backward(model, case, step)
+        found += [param.grad.local.clone() for param in model.parameters() if param.grad is not None]
+        found.append(zm.clip_grad_norm_(model, 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    engine_of(model).settle()
+    return [*found, *(param.local.clone() for param in model.parameters())]
+
+
+def require_same_bits(strategy: str, case: Case, options: dict[str, torch.dtype], *shape: int) -> None:
+    ours = trained(strategy, case, options, *shape)
+    with accumulated():
+        theirs = trained(strategy, case, options, *shape)
+    assert len(ours) == len(theirs) > 0
+    assert all(map(torch.equal, ours, theirs)), strategy
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (CASE, NARROW),
+        (CASE, {"param_dtype": torch.float16}),
+        (CASE, {"param_dtype": torch.float32}),
+        (CASE, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
+        (CASE, {"param_dtype": torch.float32, "reduce_dtype": torch.bfloat16}),
+        (replace(CASE, optimizer="sgd"), {"param_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}),
+        (replace(CASE, optimizer="sgd"), {"param_dtype": torch.bfloat16, "grad_dtype": torch.float16}),
+        (replace(CASE, micro_batches=3, weighted=True), NARROW),
+        (replace(CASE, weighted=True), NARROW),
+        (replace(CASE, micro_batches=2, every_last=True), NARROW),
+        (replace(CASE, bucket_bytes=1 << 20), NARROW),
+    ],
+    ids=str,
+)
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_the_same_bits(case, options):
+    for strategy in (*AXES, "node=2,cluster=1", "node=3,cluster=0", "node=3,cluster=3"):
+        require_same_bits(strategy, case, options, 2, 2)
+
+
+@pytest.mark.parametrize("strategy", ["node=1,cluster=0@/int8", "node=0@/int8,cluster=1", "node=1@/int4+ef,cluster=1"])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_the_same_bits_beside_coded_wires(strategy):
+    require_same_bits(strategy, CASE, NARROW, 2, 2)
+
+
+@pytest.mark.parametrize("option", ["", ";sum=exact", ";collective=ho_ring"])
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_the_same_bits_on_other_backends(option):
+    for strategy in AXES:
+        with native():
+            require_same_bits(strategy + option, CASE, NARROW, 2, 2)
+
+
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_the_same_bits_on_two_ranks():
+    for strategy in ("node=0", "node=1", "node=2", "node=3"):
+        require_same_bits(strategy, replace(CASE, world=2), NARROW, 2)
+
+
+@on_ranks(6, timeout_s=TIMEOUT_S)
+def test_the_same_bits_on_odd_axes():
+    for strategy in AXES:
+        require_same_bits(strategy, replace(CASE, world=6), NARROW, 3, 2)
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_training_is_that_of_one_process():
+    for strategy in AXES:
+        check(strategy, replace(CASE, steps=1), 2, 2)
+
+
+def collected(strategy: str, case: Case) -> list[set[torch.dtype]]:
+    """In which dtypes each micro-batch's gradients are copied to where they are reduced."""
+    found: list[set[torch.dtype]] = []
+    collect, enter = DeviceBackend._collect, Engine._begin_backward
+
+    def noted(self, unit, index, factor, to, *, accumulate):
+        found[-1].update(part.dtype for part in to.parts)
+        collect(self, unit, index, factor, to, accumulate=accumulate)
+
+    def begun(self, running):
+        found.append(set())
+        return enter(self, running)
+
+    model = zm.shard(case.build(), mesh_of(2, 2), strategy, **case.shard_options())
+    with mock.patch.object(DeviceBackend, "_collect", noted), mock.patch.object(Engine, "_begin_backward", begun):
+        backward(model, case, 0)
+    return found
+
+
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_where_gradients_are_copied_to():
+    narrow, wide = {torch.bfloat16}, {torch.float32}
+    for strategy in AXES:
+        assert collected(strategy, Case(precision="bf16-wire", micro_batches=1)) == [narrow]
+        assert collected(strategy, Case(precision="bf16-wire", micro_batches=3)) == [wide] * 3
+        assert collected(strategy, Case(precision="bf16-wire", micro_batches=2, every_last=True)) == [narrow] * 2
+        assert collected(strategy, Case(precision="bf16", micro_batches=1)) == [wide]  # as they are sent
+
+
+@on_ranks(6, timeout_s=TIMEOUT_S)
+def test_what_is_scattered_over_an_even_axis_is_sent_from_there():
+    """A rank in the middle of an odd axis has its sum in both halves of the accumulator, and one that sums in place has
+    it in all of it: those send a copy."""
+    for strategy, shape, expected in (
+        ("node=1,cluster=1", (2, 3), set()),
+        ("node=3d,cluster=0", (2, 3), set()),
+        ("node=0,cluster=1", (2, 3), {(0, 1), (1, 1)}),
+        ("node=1,cluster=1", (3, 2), {(1, 0), (1, 1)}),
+        ("node=1,cluster=0", (6, 1), set()),
+        ("node=0,cluster=1", (6, 1), {(rank, 0) for rank in range(6)}),
+    ):
+        engine = engine_of(zm.shard(CASE.build(), mesh_of(*shape), strategy, **CASE.shard_options()))
+        chains = [chain for of_unit in engine.backend.chains for chain in of_unit.reduce.values()]
+        place = dist.get_rank() % shape[0], dist.get_rank() // shape[0]
+        for first in (chain.boundary_alone[0] for chain in chains):
+            assert isinstance(first, Reduce) and first.region.dtype == torch.bfloat16
+            assert (first.staged is not None) == (place in expected), strategy
