@@ -216,7 +216,7 @@ def _padding(buffer: FlatShards) -> Iterator[tuple[str, Tensor]]:
     if buffer.master is not None and buffer.grads is not None:
         held |= {
             "master": (buffer.master, buffer.state_range),
-            "grads": (buffer.grads, buffer.range_of(buffer.placed.layout.grad_axes)),
+            "grads": (buffer.reduced, buffer.state_range),  # beside it is what was sent
         }
     del held["full"]  # a slot: it may hold another unit by now
     for kind, (tensor, where) in held.items():
