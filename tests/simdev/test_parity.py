@@ -39,6 +39,8 @@ def test_every_mix_on_two_axes(strategies):
 @on_devices(4)
 def test_other_cases():
     check_all(["node=3,cluster=1", "node=0,cluster=0"], replace(CASE, precision="bf16-wire", optimizer="adamw"), 2, 2)
+    alone = replace(CASE, precision="bf16-wire", optimizer="adamw", micro_batches=1)
+    check_all(["node=1,cluster=1", "node=0,cluster=0", "node=1,cluster=1;sum=exact"], alone, 2, 2)
     check_all(["node=3,cluster=1", "node=1,cluster=2"], replace(CASE, weighted=True, evaluate=True), 2, 2)
     check_all(["node=3,cluster=3;sum=exact", "node=3,cluster=3;collective=ho_ring"], CASE, 2, 2)
 
