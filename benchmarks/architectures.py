@@ -200,7 +200,7 @@ def real_flops(module: nn.Module, seq_len: int) -> tuple[int, int]:
     """Those of a forward and of a backward, counted while they compute."""
     inputs = dict(token_inputs(module, seq_len))
     with FlopCounterMode(display=False, custom_mapping=dict(formulas())) as counter:
-        output = module(**inputs)
+        output = module(*inputs.pop("*", ()), **inputs)
         loss = output.loss if getattr(output, "loss", None) is not None else output[0].float().sum()
     forward = counter.get_total_flops()
     with FlopCounterMode(display=False, custom_mapping=dict(formulas())) as counter:

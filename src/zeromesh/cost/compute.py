@@ -85,14 +85,14 @@ class ComputeModel:
         """Seconds of one of `unit`'s copies for `tokens` tokens in sequences of `seq_len`."""
         products = sum(self.matmul(m, tokens) for m in unit.matmuls)
         attention = self._attention_forward(unit.attention, tokens, seq_len)
-        other = unit.other_forward_flops * tokens / self.matrix_flops
+        other = tokens / self.matrix_flops
         moving = self.elementwise(unit, tokens, seq_len)
-        forward = products + attention + moving + other
+        forward = products + attention + moving + unit.other_forward_flops * other
         if not unit.returned:
             return UnitSeconds(
                 forward=forward, backward=0.0, recompute=0.0, moving=moving / forward if forward else 0.0
             )
-        gradients = [(self.matmul(m, tokens, backward=True), m.trainable_share) for m in unit.matmuls]
+        gradients = [(m.returned * self.matmul(m, tokens, backward=True), m.trainable_share) for m in unit.matmuls]
         weights = sum(seconds * share for seconds, share in gradients)
         moving_back = 2 * self.elementwise(unit, tokens, seq_len, backward=True)
         backward = (
@@ -100,7 +100,7 @@ class ComputeModel:
             + weights
             + self._attention_backward(unit.attention, tokens, seq_len)
             + moving_back
-            + 2 * other
+            + unit.other_backward_flops * other
         )
         again = unit.recomputes(recomputation)
         recompute = self._recompute(unit, tokens, recomputation, forward, moving) if again else 0.0

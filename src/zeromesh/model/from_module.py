@@ -216,11 +216,13 @@ def _fake(value: Any) -> Any:
 def _unit(unit: CutUnit, runs: Sequence[tuple[int, Measured]]) -> UnitSpec:
     seq_len, measured = runs[0]
     found = measured[unit.name]
-    products = sum(2.0 * p.rows * p.inner * p.outer * p.count for p in found.products)
+    products = sum(product.forward_flops for product in found.products)
     frozen = {storage_of(p) for p in unit.module.parameters() if not p.requires_grad}
     frozen |= {storage_of(buffer) for buffer in unit.module.buffers()}
     attention = _attention(unit.name, runs)
     grows = attention.forward_flops(seq_len) * seq_len if attention else 0.0
+    matmuls = tuple(_matmul(product, seq_len, frozen) for product in found.products)
+    told = sum(matmul.backward_flops for matmul in matmuls) + (attention.backward_flops(seq_len) if attention else 0.0)
     return UnitSpec(
         name=unit.name,
         kind=unit.kind,
@@ -229,10 +231,11 @@ def _unit(unit: CutUnit, runs: Sequence[tuple[int, Measured]]) -> UnitSpec:
             for key, parameter in unit.parameters
             if parameter.numel()
         ),
-        matmuls=tuple(_matmul(product, seq_len, frozen) for product in found.products),
+        matmuls=matmuls,
         attention=attention,
         activations=_activations(unit, runs),
         other_forward_flops=max(0.0, found.forward_flops - products - grows) / seq_len,
+        other_backward_flops=max(0.0, found.backward_flops / seq_len - told),
     )
 
 
@@ -262,13 +265,15 @@ def _is_head(unit: CutUnit, key: str) -> bool:
 
 
 def _matmul(product: Product, tokens: int, frozen: set[int]) -> MatmulSpec:
+    trainable_share = 0.0 if product.weight in frozen else 1.0
     return MatmulSpec(
         name=product.name or "linear",
         inner=product.inner,
         outer=product.outer,
         rows_per_token=product.rows / tokens,
         count=product.count,
-        trainable_share=0.0 if product.weight in frozen else 1.0,
+        trainable_share=trainable_share,
+        returned=min(1.0, product.backward_flops / (product.forward_flops * (1.0 + trainable_share))),
     )
 
 
@@ -290,6 +295,7 @@ def _attention(name: str, runs: Sequence[tuple[int, Measured]]) -> AttentionSpec
         fused=kind == "fused",
         causal=found.causal_flops / found.flops,
         layers=growth / (4.0 * heads * head_dim),
+        returned=found.backward_flops / (found.flops * (2.5 if kind == "fused" else 2.0)),
     )
 
 

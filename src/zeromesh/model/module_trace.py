@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zeromesh.errors import ModelError
+from zeromesh.model.module_flops import flops_of
 from zeromesh.model.module_units import CutUnit, clean_name
 from zeromesh.model.module_values import KnownValues
 from zeromesh.model.spec import UnitKind
@@ -31,9 +31,8 @@ _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu,
 }
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
-_CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu  # torch's counter knows the other three
 _PACKED = "find_packed_sequence_indices"
-_GROUPED = aten._grouped_mm  # [all experts' rows, inner] x [experts, inner, outer]; unknown to torch's counter
+_GROUPED = aten._grouped_mm  # [all experts' rows, inner] x [experts, inner, outer]
 
 
 @dataclass(slots=True)
@@ -47,6 +46,11 @@ class Product:
     count: int
     output_bytes: int
     weight: int  # the storage of the parameter or buffer that it comes from
+    backward_flops: float = 0.0
+
+    @property
+    def forward_flops(self) -> float:
+        return 2.0 * self.rows * self.inner * self.outer * self.count
 
 
 @dataclass(slots=True)
@@ -56,6 +60,7 @@ class AttentionTrace:
     heads: tuple[int, int, int] | None = None  # of the first: query heads, key heads, head size
     flops: float = 0.0
     causal_flops: float = 0.0  # of those, where a kernel may leave out what a causal mask hides
+    backward_flops: float = 0.0
     output_bytes: int = 0
 
 
@@ -71,6 +76,7 @@ class UnitTrace:
     fused: AttentionTrace = field(default_factory=AttentionTrace)
     written: AttentionTrace = field(default_factory=AttentionTrace)  # operation by operation
     forward_flops: float = 0.0
+    backward_flops: float = 0.0
     saved_bytes: int = 0
     output_bytes: int = 0
     elementwise_bytes: int = 0
@@ -97,6 +103,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         self._saved: set[int] = set()
         self._pinned: list[Any] = []  # keeps saved storages alive, so that none is counted under a reused address
         self._live: dict[int, int] = {}
+        self._nodes: dict[int, tuple[UnitTrace, Product | AttentionTrace | None]] = {}  # whose backward a node is
         self._in_backward = False
         self._baseline = 0
         self._after_head = ""
@@ -114,10 +121,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         else:
             out = self.values.run(func, args, kwargs or {})
         self._note_live(out)
+        flops = flops_of(func, args, kwargs or {}, out)
         if self._in_backward:
+            self._note_backward(flops or 0.0)
             return out
         self._note_origin(args, out)
-        self._note_forward(func, args, kwargs or {}, out)
+        if flops is None:
+            self.trace.elementwise_bytes += _traffic(args, out)
+        else:
+            self._note_forward(func, args, kwargs or {}, out, flops)
         return out
 
     def count(self) -> None:
@@ -139,56 +151,57 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
                 self._origins[key] = self._origins[given[0]]
                 weakref.finalize(tensor.untyped_storage(), self._origins.pop, key, None)
 
-    def _note_forward(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    def _note_forward(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, flops: float
+    ) -> None:
         trace, packet = self.trace, func.overloadpacket
-        if packet is _CPU_ATTENTION:
-            trace.forward_flops += _attention_flops(args)
-        elif packet is _GROUPED:
-            trace.forward_flops += 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[2]
-            experts, inner, outer = args[1].shape
-            self._add_product(args[0].shape[0] / experts, inner, outer, experts, out, args[1])
-        elif packet in flop_registry:
-            trace.forward_flops += flop_registry[packet](*args, **kwargs, out_val=out)
-        else:
-            trace.elementwise_bytes += _traffic(args, out)
+        trace.forward_flops += flops
+        part: Product | AttentionTrace | None = None
         if packet in _ATTENTION:
-            self._note_attention(_named(func, args, kwargs), out)
+            part = self._note_attention(_named(func, args, kwargs), out, flops)
+        elif packet is _GROUPED:
+            experts, inner, outer = args[1].shape
+            part = self._add_product(args[0].shape[0] / experts, inner, outer, experts, out, args[1])
         elif packet in _PRODUCTS:
-            self._note_product(packet, args, out)
+            part = self._note_product(packet, args, out, flops)
+        # autograd has made the node, and has given it the last number; without gradients that is another operation's,
+        # but inside of a function with a backward of its own
+        node = torch._C._autograd._get_sequence_nr() - 1
+        self._nodes.setdefault(node, (trace, part if torch.is_grad_enabled() else None))
 
-    def _note_attention(self, given: Mapping[str, Any], out: Any) -> None:
+    def _note_attention(self, given: Mapping[str, Any], out: Any, flops: float) -> AttentionTrace:
         query, key = given["query"], given["key"]
-        found, flops = self.trace.fused, _attention_flops((query, key, given["value"]))
+        found = self.trace.fused
         found.heads = found.heads or (query.shape[1], key.shape[1], query.shape[-1])
         found.flops += flops
         found.causal_flops += flops if given.get("is_causal") else 0.0
         found.output_bytes += sum(_nbytes(tensor) for tensor in _tensors(out))
+        return found
 
-    def _note_product(self, packet: Any, args: tuple[Any, ...], out: Tensor) -> None:
+    def _note_product(self, packet: Any, args: tuple[Any, ...], out: Tensor, flops: float) -> Product | AttentionTrace:
         left, right = args[-2:] if packet in (aten.addmm, aten.baddbmm) else args[:2]
         count = left.shape[0] if left.ndim == 3 else 1
         rows, inner, outer = left.shape[-2], left.shape[-1], right.shape[-1]
         weight = next((one for one in (right, left) if storage_of(one) in self._origins), None)
         if weight is not None:
-            self._add_product(rows, inner, outer, count, out, weight)
-            return
+            return self._add_product(rows, inner, outer, count, out, weight)
         found = self.trace.written
         found.heads = found.heads or (count, count, inner)
-        found.flops += 2.0 * count * rows * inner * outer
+        found.flops += flops
+        return found
 
-    def _add_product(self, rows: float, inner: int, outer: int, count: int, out: Tensor, weight: Tensor) -> None:
-        name = self._name_stack[-1].removeprefix(self._unit_stack[-1]).lstrip(".")
-        self.trace.products.append(
-            Product(
-                name=name,
-                rows=rows,
-                inner=inner,
-                outer=outer,
-                count=count,
-                output_bytes=_nbytes(out),
-                weight=self._origins[storage_of(weight)],
-            )
+    def _add_product(self, rows: float, inner: int, outer: int, count: int, out: Tensor, weight: Tensor) -> Product:
+        product = Product(
+            name=self._name_stack[-1].removeprefix(self._unit_stack[-1]).lstrip("."),
+            rows=rows,
+            inner=inner,
+            outer=outer,
+            count=count,
+            output_bytes=_nbytes(out),
+            weight=self._origins[storage_of(weight)],
         )
+        self.trace.products.append(product)
+        return product
 
     def faked(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """`inputs` as fake tensors, whose values are known where they were real."""
@@ -227,6 +240,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     def enter_backward(self, unit: str) -> None:
         self._unit_stack = [unit]
         self._baseline = sum(self._live.values())
+
+    def _note_backward(self, flops: float) -> None:
+        node: Any = torch._C._current_autograd_node()
+        if not flops or node is None:
+            return
+        trace, part = self._nodes.get(node._sequence_nr(), (self.trace, None))
+        trace.backward_flops += flops
+        if part is not None:
+            part.backward_flops += flops
 
     def _note_live(self, out: Any) -> None:
         for tensor in _tensors(out):
@@ -372,11 +394,6 @@ def _grouped(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **others: A
 
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
-
-
-def _attention_flops(args: Sequence[Any]) -> float:
-    shapes = [tuple(tensor.shape) for tensor in args[:3]]
-    return float(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]  # torch's
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -77,7 +77,8 @@ class MatmulSpec:
     """`count` products of [rows_per_token * tokens, inner] with a weight [inner, outer].
 
     `trainable_share` is the share of the weight that needs a gradient: the backward pass always computes the input's
-    gradient, and the weight's only for that share.
+    gradient, and the weight's only for that share. `returned` is the share of both that is computed: none of what ran
+    without gradients or led to nothing but a choice, half where the input needs none.
     """
 
     name: str
@@ -86,6 +87,7 @@ class MatmulSpec:
     rows_per_token: float = 1.0
     count: int = 1
     trainable_share: float = 1.0
+    returned: float = 1.0
 
     @property
     def forward_flops(self) -> float:
@@ -95,7 +97,7 @@ class MatmulSpec:
     @property
     def backward_flops(self) -> float:
         """Per token."""
-        return self.forward_flops * (1.0 + self.trainable_share)
+        return self.forward_flops * (1.0 + self.trainable_share) * self.returned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ class AttentionSpec:
     A query sees `window` tokens where the layer is windowed, else the whole sequence. `fused` is a kernel that keeps
     no scores and computes them again in its backward (FlashAttention-2, arXiv 2307.08691, section 3.1.2). `causal` is
     the share of it where such a kernel leaves out what a causal mask hides; with any other mask it computes all.
-    `layers`: of such attention in the unit, in FLOPs.
+    `layers`: of such attention in the unit, in FLOPs. `returned`: the share of it that a backward comes back to.
     """
 
     heads: int
@@ -115,6 +117,7 @@ class AttentionSpec:
     fused: bool = True
     causal: float = 1.0
     layers: float = 1.0
+    returned: float = 1.0
 
     def context(self, seq_len: int) -> int:
         return seq_len if self.window is None else min(seq_len, self.window)
@@ -125,7 +128,7 @@ class AttentionSpec:
 
     def backward_flops(self, seq_len: int) -> float:
         """Per token."""
-        return (2.5 if self.fused else 2.0) * self.forward_flops(seq_len)
+        return (2.5 if self.fused else 2.0) * self.returned * self.forward_flops(seq_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +217,8 @@ class UnitSpec:
     activations: ActivationSpec
     matmuls: tuple[MatmulSpec, ...] = ()
     attention: AttentionSpec | None = None
-    other_forward_flops: float = 0.0  # per token: what is neither, such as a convolution; backward twice that
+    other_forward_flops: float = 0.0  # per token: what is neither, such as a convolution
+    other_backward_flops: float = 0.0
     count: int = 1
     collectives: tuple[CollectiveSpec, ...] = ()  # where the model is cut inside of a data-parallel rank
     returned: bool = True
@@ -246,7 +250,7 @@ class UnitSpec:
         if not self.returned:
             return 0.0
         attention = self.attention.backward_flops(seq_len) if self.attention else 0.0
-        return sum(matmul.backward_flops for matmul in self.matmuls) + attention + 2.0 * self.other_forward_flops
+        return sum(matmul.backward_flops for matmul in self.matmuls) + attention + self.other_backward_flops
 
     def recomputes(self, recomputation: Recomputation) -> bool:
         """Whether any of its forward is repeated in the backward."""

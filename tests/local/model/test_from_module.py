@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.architectures import planned_flops, real_flops
 from zeromesh.engine.units import find_units
 from zeromesh.errors import ModelError
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, load_model
@@ -128,6 +129,51 @@ def test_any_module_is_cut_and_counted() -> None:
     assert model.num_params == sum(parameter.numel() for parameter in Blocks().parameters())
     convolution, head = 2 * 3 * 32 * 32, 2 * 32 * 100
     assert [unit.forward_flops(97) for unit in model.units] == pytest.approx([0, convolution, head])
+
+
+class Mirrored(torch.autograd.Function):
+    """A product whose backward computes one gradient where autograd would compute two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x @ x.transpose(1, 2) @ x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * (x @ x.transpose(1, 2)) @ gradient  # type: ignore[no-any-return]
+
+
+class Partly(nn.Module):
+    """Its backward is not twice its forward: it runs without gradients first, chooses by a layer that learns nothing,
+    feeds one an input that needs none, and has a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.places, self.chooses = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for enabled in (False, True):
+            with torch.set_grad_enabled(enabled):
+                for block in self.blocks:
+                    x = block(x).relu() if enabled else block(x)
+        chosen = self.chooses(x).argmax(-1, keepdim=True)
+        x = x + self.places(torch.ones(ids.shape[1], 16)) * chosen
+        return self.head(Mirrored.apply(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_backward_is_what_runs_of_it() -> None:
+    module, seq_len = Partly(), 31
+    found = from_module(module, seq_len=seq_len, dtype="fp32")
+    assert planned_flops(found, seq_len) == pytest.approx(real_flops(module, seq_len), rel=1e-6)
+    blocks = (unit for unit in found.units if unit.kind is UnitKind.BLOCK)
+    shares = [[product.returned for product in block.matmuls] for block in blocks]
+    assert shares == [[0.0, 0.5], [0.0, 1.0]]  # what the first sees with gradients was made without
 
 
 def test_frozen_parameters_are_read_as_frozen() -> None:
