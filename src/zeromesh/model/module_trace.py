@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,15 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from zeromesh.errors import ModelError
 from zeromesh.model.module_flops import flops_of
-from zeromesh.model.module_units import CutUnit, clean_name
-from zeromesh.model.module_values import KnownValues
+from zeromesh.model.module_units import DTYPE_NAMES, CutUnit, clean_name
+from zeromesh.model.module_values import KnownValues, place_of
 from zeromesh.model.spec import UnitKind
 
 aten = torch.ops.aten
@@ -97,6 +100,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         self._units = {id(unit.module): unit for unit in units}
         self._weights = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._origins = {storage: storage for storage in self._weights}
+        dtypes = (parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+        self.dtype = next(dtypes, torch.float32)
         self._weight_sizes = {p.numel() for p in module.parameters()}
         self._unit_stack: list[str] = [""]
         self._name_stack: list[str] = [""]
@@ -343,16 +348,21 @@ def _told(module: nn.Module) -> Iterator[None]:
     except (ModelError, StepByStep):
         raise
     except Exception as error:  # anything: it is the user's module that runs
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            raise ModelError(
+                f"{type(module).__name__} asks for numbers that its weights compute, and nothing says which, at "
+                f"{place_of(traceback.extract_tb(error.__traceback__))}. Let the function return (module, inputs) with "
+                "inputs that say them, or give a config that does without"
+            ) from error
         raise ModelError(
             f"{type(module).__name__} does not run on fake tensors of this shape ({type(error).__name__}: {error}). "
-            "Let the function return (module, inputs) with inputs as a tuple or a dictionary of tensors; a module "
-            "that branches on what its weights compute cannot be read"
+            "Let the function return (module, inputs) with inputs as a tuple or a dictionary of tensors"
         ) from error
 
 
 class _Calls(TorchFunctionMode):
-    """Counts calls, and has no dropout in attention: the CPU's fused one falls back to scores for it, where an
-    accelerator's keeps a seed alone."""
+    """Counts calls, knows that numbers are finite, casts as autocast would what takes no such dtypes, and has no dropout
+    in attention: the CPU's fused one falls back to scores for it, where an accelerator's keeps a seed alone."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -365,7 +375,50 @@ class _Calls(TorchFunctionMode):
         given = dict(kwargs or {})
         if func is torch.nn.functional.scaled_dot_product_attention:
             given["dropout_p"] = 0.0
-        return func(*args, **given)
+        if func is Tensor.__format__ and args[0].ndim == 0:  # torch writes what a fake one is, not its value
+            return format(args[0].item(), *args[1:])
+        name = getattr(func, "__name__", "")
+        try:
+            out = func(*args, **given)
+        except (RuntimeError, ValueError) as error:
+            out = self._cast(func, args, given, error)
+        if name in _FINITE and isinstance(out, FakeTensor):
+            self._tracer.values.fill(out, _FINITE[name])
+        return out
+
+    def _cast(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> Any:
+        """`func` in the module's dtype, or in fp32: of two dtypes at once, or of one that it has no kernel for."""
+        given = [leaf.dtype for leaf in _tensors([args, kwargs]) if leaf.is_floating_point()]
+        for dtype in (self._tracer.dtype, torch.float32):
+            if all(one is dtype for one in given):
+                continue
+
+            def cast(leaf: Any, dtype: torch.dtype = dtype) -> Any:
+                return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+            try:
+                out = func(*tree_map(cast, args), **tree_map(cast, dict(kwargs)))
+            except (RuntimeError, ValueError):
+                continue
+            mixed = " and ".join(sorted({DTYPE_NAMES.get(one, str(one)) for one in given}))
+            told = f"{func.__name__} takes no {mixed}, and is computed in {DTYPE_NAMES[dtype]}, as under autocast"
+            self._tracer.values.assumed[f"{told}: without it this model does not run"] = None
+            return out
+        raise error
+
+
+_FINITE = {"isnan": False, "isinf": False, "isfinite": True}
+
+
+def _cast_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`Module._apply`, which a model calls that casts its weights while it runs: it cannot swap fake tensors."""
+    for part in module.modules() if recurse else [module]:
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                with torch.no_grad():
+                    part._parameters[key] = nn.Parameter(fn(parameter), parameter.requires_grad)
+        part._buffers.update({key: fn(buffer) for key, buffer in part._buffers.items() if buffer is not None})
+    return module
 
 
 @contextmanager
@@ -373,15 +426,24 @@ def _as_on_an_accelerator(tracer: Tracer) -> Iterator[None]:
     """transformers cannot see in fake tensors that a batch holds no packed sequences, and would build a causal mask
     that a real run leaves out; so it is told."""
     masking: Any = sys.modules.get("transformers.masking_utils")
-    original = getattr(masking, _PACKED, None)
-    if original is not None:
-        setattr(masking, _PACKED, lambda position_ids: None)
+    with ExitStack() as stack:
+        if hasattr(masking, _PACKED):
+            stack.enter_context(_replaced(masking, _PACKED, lambda position_ids: None))
+        stack.enter_context(_replaced(nn.Module, "_apply", _cast_module))
+        stack.enter_context(_replaced(fake_tensor.log, "disabled", True))  # of what is tried in another dtype
+        stack.enter_context(_replaced(Distribution, "_validate_args", False))  # which asks whether numbers are in range
+        stack.enter_context(_Calls(tracer))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        with _Calls(tracer):
-            yield
+        yield
     finally:
-        if original is not None:
-            setattr(masking, _PACKED, original)
+        setattr(owner, name, original)
 
 
 def _grouped(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **others: Any) -> Tensor:

@@ -3,13 +3,16 @@
 A model in eager mode asks its data small things: whether a mask hides anything, how many tokens an expert has. Fake
 tensors hold no values. So what does not depend on weights is computed for real as well, as long as it is small. What a
 router chooses does depend on them: as in every other prediction, tokens are taken to spread evenly over what there is
-to choose from. Imports torch.
+to choose from. All numbers are finite. Any other yes or no that weights decide is a no, and `assumed` says where; a
+number or a shape that they decide is not known. Imports torch.
 """
 
 from __future__ import annotations
 
+import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +33,8 @@ _CHOICES = {aten.topk: 1, aten.sort: 1, aten.argsort: None, aten.argmax: None, a
 """Operations that choose, and which of their outputs holds places: None where there is one output."""
 
 
+_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
 _RANDOM = {aten.rand}
 """Of these the mean counts: a layer that is dropped with a chance below half is there."""
 
@@ -40,6 +45,7 @@ class KnownValues:
 
     def __init__(self) -> None:
         self._values: dict[int, dict[tuple[Any, ...], Tensor]] = {}
+        self.assumed: dict[str, None] = {}  # in order, each once
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """From now on `value` is what `tensor` holds."""
@@ -48,6 +54,13 @@ class KnownValues:
             self._values[storage._cdata] = {}
             weakref.finalize(storage, self._values.pop, storage._cdata, None)
         self._values[storage._cdata][_place(tensor)] = value
+
+    def fill(self, tensor: Tensor, value: float) -> None:
+        """From now on `value` is all that `tensor` holds, unless what it holds is known."""
+        if tensor.numel() <= LARGEST and not self._knows(tensor):
+            with unset_fake_temporarily():
+                real = torch.full(tensor.shape, value, dtype=tensor.dtype)
+            self.learn(tensor, real)
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`func` on fake tensors, and beside them on what they hold.
@@ -63,6 +76,11 @@ class KnownValues:
         except (DataDependentOutputException, DynamicOutputShapeException):
             if known:
                 return self._fake(self._compute(func, args, kwargs))
+            if func.overloadpacket is aten._local_scalar_dense and args[0].dtype is torch.bool:
+                self.assumed[f"what its weights decide at {place_of(traceback.extract_stack())} is taken to be no"] = (
+                    None
+                )
+                return False
             masks = [one for one in args[1] if one is not None] if func.overloadpacket is aten.index else []
             if not masks or not all(self._knows(one) for one in masks):
                 raise
@@ -70,10 +88,8 @@ class KnownValues:
         if known and all(leaf.numel() <= LARGEST for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
             self._pair(out, self._compute(func, args, kwargs))
             return out
-        if func.overloadpacket in _RANDOM and out.numel() <= LARGEST:
-            with unset_fake_temporarily():
-                value = torch.full(out.shape, 0.5, dtype=out.dtype)
-            self.learn(out, value)
+        if func.overloadpacket in _RANDOM:
+            self.fill(out, 0.5)
         elif func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
         elif func.overloadpacket in _CHOICES:
@@ -140,6 +156,13 @@ class KnownValues:
             value = (torch.arange(places.numel()) % max(1, choices)).reshape(last)
             value = value.movedim(-1, dim) if places.ndim == args[0].ndim and places.ndim else value
         self.learn(places, value)
+
+
+def place_of(frames: Iterable[traceback.FrameSummary]) -> str:
+    """File, line and text of the innermost frame that is neither torch's nor ours: of the model."""
+    others = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_MODEL)]
+    frame = others[-1]
+    return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} ({frame.line})"
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
