@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -83,7 +84,10 @@ class Described:
         if self.world:
             found = found.take(self.world)
         dtype = found.device.matrix_dtype
-        return load_model(self.model, seq_len=self.seq_len, trainable=self.trainable, dtype=dtype), found
+        model = load_model(self.model, seq_len=self.seq_len, trainable=self.trainable, dtype=dtype)
+        for sentence in model.assumed:
+            print(f"{model.name}: {sentence}", file=sys.stderr)
+        return model, found
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ import importlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from zeromesh.errors import ModelError
-from zeromesh.model.module_trace import AttentionTrace, Product, StepByStep, UnitTrace, storage_of, trace
+from zeromesh.model.module_trace import AttentionTrace, Most, Product, StepByStep, UnitTrace, storage_of, trace
 from zeromesh.model.module_units import (
     DTYPE_NAMES,
     DTYPES,
@@ -32,6 +33,7 @@ from zeromesh.model.module_units import (
     is_sharded,
     without_recomputation,
 )
+from zeromesh.model.module_values import KnownValues, Recording
 from zeromesh.model.spec import (
     ActivationSpec,
     AttentionSpec,
@@ -47,13 +49,17 @@ _CODES = {dtype: name for name, dtype in FROZEN_DTYPES.items()}
 
 Measured = dict[str, UnitTrace]
 
-SHORT = (61, 31)
-"""Lengths of a sequence at which a module runs that computes one token after another; primes, as `_prime` says. What
-does not grow with the tokens (the padding of a convolution) counts for 1/61 of each."""
+SHORT = ((61, 31), (17, 7), (3, 2))
+"""Lengths of a sequence at which a module runs that computes one token after another: the first that take few enough
+operations. Primes, as `_prime` says. What does not grow with the tokens (the padding of a convolution) counts for 1/61,
+1/17 or 1/3 of each."""
 
 OWN_OPERATIONS = 300
 """Of one call of a module, without its children's: more, and more than two a token, and it is such a module. A loop
 over as many experts is taken for one too; what it computes for a token is the same in short sequences."""
+
+ALL_OPERATIONS = 100_000
+"""Of a forward, which take 12 s of a processor (November 2026). With more it is such a module too: many small ones."""
 
 
 def from_factory(text: str, *, seq_len: int | None, dtype: str = "bf16") -> ModelSpec:
@@ -70,9 +76,11 @@ def from_factory(text: str, *, seq_len: int | None, dtype: str = "bf16") -> Mode
     """
     seq_len = required(seq_len)
     function = _find(text)
+    values = KnownValues()
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
-            built = function()
+            with Recording(values):
+                built = function()
         except Exception as error:
             raise ModelError(f"{text} raised {type(error).__name__}: {error}") from error
         if isinstance(built, tuple) and len(built) != 2:
@@ -80,7 +88,8 @@ def from_factory(text: str, *, seq_len: int | None, dtype: str = "bf16") -> Mode
         module, inputs = built if isinstance(built, tuple) else (built, None)
         if not isinstance(module, nn.Module):
             raise ModelError(f"{text} must return an nn.Module or (module, inputs), got {type(module).__name__}")
-        return _read(_fake_copy(module, DTYPES[dtype]), name=text, inputs=inputs, seq_len=seq_len, dtype=dtype)
+        fake = _fake_copy(module, DTYPES[dtype])
+        return _read(fake, values, name=text, inputs=inputs, seq_len=seq_len, dtype=dtype)
 
 
 def from_module(
@@ -94,7 +103,8 @@ def from_module(
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = _fake_copy(module, DTYPES[dtype])
-        return _read(fake, name=name or type(module).__name__, inputs=inputs, seq_len=seq_len, dtype=dtype)
+        name = name or type(module).__name__
+        return _read(fake, KnownValues(), name=name, inputs=inputs, seq_len=seq_len, dtype=dtype)
 
 
 def required(seq_len: int | None) -> int:
@@ -132,14 +142,15 @@ def _fake_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         ) from error
 
 
-def _read(module: nn.Module, *, name: str, inputs: Any, seq_len: int, dtype: str) -> ModelSpec:
+def _read(module: nn.Module, values: KnownValues, *, name: str, inputs: Any, seq_len: int, dtype: str) -> ModelSpec:
     module = without_recomputation(module)  # what it saves and costs is added to this
     module.train()
+    values.assumed.clear()  # what was assumed while it was made
     units = cut(module)
     if inputs is None:
-        runs = _token_runs(module, units, seq_len)
+        runs = _token_runs(module, units, values, seq_len)
     else:
-        runs = [(seq_len, trace(module, units, _given_inputs(inputs, name, seq_len)))]
+        runs = [(seq_len, trace(module, units, values, _given_inputs(inputs, name, seq_len)))]
     specs = [_unit(unit, runs) for unit in units]
     blocks = [spec for spec in specs if spec.kind is UnitKind.BLOCK]
     return ModelSpec(
@@ -151,18 +162,42 @@ def _read(module: nn.Module, *, name: str, inputs: Any, seq_len: int, dtype: str
         whole_bytes=sum(float(p.numel() * p.element_size()) for p in module.parameters() if not is_sharded(p)),
         dtype=dtype,
         source="read from the module on fake tensors",
+        assumed=tuple(values.assumed),
     )
 
 
-def _token_runs(module: nn.Module, units: Sequence[CutUnit], seq_len: int) -> list[tuple[int, Measured]]:
-    """Runs of two lengths: the sequence's and half of it; of a module that computes one token after another, as a scan
-    without its kernel, short ones, since what it takes grows in line with the tokens."""
-    lengths = _prime(seq_len), _prime(max(2, seq_len // 2))
-    most = max(OWN_OPERATIONS, 2 * seq_len) if seq_len > SHORT[0] else None
-    try:
-        return [(length, trace(module, units, token_inputs(module, length), most)) for length in lengths]
-    except StepByStep:
-        return [(length, trace(module, units, token_inputs(module, length))) for length in SHORT]
+def _token_runs(
+    module: nn.Module, units: Sequence[CutUnit], values: KnownValues, seq_len: int
+) -> list[tuple[int, Measured]]:
+    """Runs of two lengths: the sequence's and half of it, or short ones of a module that computes one token after
+    another, as a scan without its kernel, since what it takes grows in line with the tokens.
+
+    Primes first; a module that takes none, or is quicker with the very lengths (chunks), gets these, or the first one.
+    """
+
+    def run(lengths: Sequence[int], most: Most | None) -> list[tuple[int, Measured]]:
+        values.assumed.clear()
+        return [(length, trace(module, units, values, token_inputs(module, length), most)) for length in lengths]
+
+    asked = seq_len, max(2, seq_len // 2)
+    primes = _prime(asked[0]), _prime(asked[1])
+    most = Most(own=max(OWN_OPERATIONS, 2 * seq_len), every=ALL_OPERATIONS) if seq_len > SHORT[0][0] else None
+    failed: ModelError | None = None
+    for lengths in (primes, asked, asked[:1]):
+        try:
+            return run(lengths, most)
+        except ModelError as error:
+            failed = error
+        except StepByStep:
+            if lengths == asked:
+                break
+    else:
+        assert failed is not None
+        raise failed
+    for lengths in SHORT[:-1]:
+        with suppress(StepByStep):
+            return run(lengths, Most(every=ALL_OPERATIONS))
+    return run(SHORT[-1], None)
 
 
 def token_inputs(module: nn.Module, seq_len: int) -> Mapping[str, Any]:
@@ -201,13 +236,7 @@ def _given_inputs(inputs: Any, name: str, seq_len: int) -> Mapping[str, Any]:
             f"--seq-len, since FLOPs and bytes are counted for each token of it; got {shape or 'no tensor'}: return "
             "inputs of that length, or give theirs as --seq-len"
         )
-    if isinstance(inputs, Mapping):
-        return {key: _fake(value) for key, value in inputs.items()}
-    return {"*": tuple(_fake(value) for value in values)}
-
-
-def _fake(value: Any) -> Any:
-    return torch.empty_like(value) if isinstance(value, Tensor) else value
+    return inputs if isinstance(inputs, Mapping) else {"*": tuple(values)}
 
 
 # From traces to specs -----------------------------------------------------------------------------------------------

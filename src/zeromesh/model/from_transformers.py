@@ -44,8 +44,8 @@ def from_architecture(config: Config, *, name: str, where: str, seq_len: int | N
         return from_module(module, seq_len=required(seq_len), dtype=dtype, name=name)
     except ModelError as error:
         raise ModelError(
-            f"{where}: {type(module).__name__} has been built, but not read: {error}. Or give "
-            f"package.module:function that returns the module with inputs that it runs on"
+            f"{where}: {type(module).__name__} has been built, but not read: {error}; or give the config's keys "
+            "or the --seq-len that it asks for"
         ) from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 import weakref
 from collections import defaultdict
@@ -13,16 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.distributions import Distribution
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from zeromesh.errors import ModelError
+from zeromesh.model.module_calls import as_on_an_accelerator
 from zeromesh.model.module_flops import flops_of
-from zeromesh.model.module_units import DTYPE_NAMES, CutUnit, clean_name
+from zeromesh.model.module_units import CutUnit, clean_name
 from zeromesh.model.module_values import KnownValues, place_of
 from zeromesh.model.spec import UnitKind
 
@@ -34,7 +31,6 @@ _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu,
 }
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
-_PACKED = "find_packed_sequence_indices"
 _GROUPED = aten._grouped_mm  # [all experts' rows, inner] x [experts, inner, outer]
 
 
@@ -71,6 +67,19 @@ class StepByStep(Exception):  # a question for a shorter sequence, and no error
     """A module computes one token after another."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Most:
+    """Operations of a forward, of which more raise StepByStep.
+
+    Args:
+        every: of all modules.
+        own: of one call of a module, without its children's; None for any number.
+    """
+
+    every: int
+    own: int | None = None
+
+
 @dataclass(slots=True)
 class UnitTrace:
     """What one unit did in one forward and backward, in bytes and FLOPs of the whole batch."""
@@ -89,12 +98,12 @@ class UnitTrace:
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Attributes every operation of the forward pass to the unit, and to the module, that runs it."""
 
-    def __init__(self, module: nn.Module, units: Sequence[CutUnit], most: int | None) -> None:
-        """`most`: operations that a module may run by itself; more raise StepByStep."""
+    def __init__(self, module: nn.Module, units: Sequence[CutUnit], values: KnownValues, most: Most | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.values = KnownValues()
+        self.values = values
         self._most = most
         self._own = [0]  # operations of each module that is running, without its children's
+        self._every = 0
         self.traces: dict[str, UnitTrace] = {unit.name: UnitTrace() for unit in units}
         self._names = {id(part): clean_name(name) for name, part in module.named_modules()}
         self._units = {id(unit.module): unit for unit in units}
@@ -108,6 +117,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         self._saved: set[int] = set()
         self._pinned: list[Any] = []  # keeps saved storages alive, so that none is counted under a reused address
         self._live: dict[int, int] = {}
+        self._live_bytes = 0
         self._nodes: dict[int, tuple[UnitTrace, Product | AttentionTrace | None]] = {}  # whose backward a node is
         self._in_backward = False
         self._baseline = 0
@@ -125,6 +135,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
             out = _grouped(**_named(func, args, kwargs or {}))
         else:
             out = self.values.run(func, args, kwargs or {})
+        self._every += 1
         self._note_live(out)
         flops = flops_of(func, args, kwargs or {}, out)
         if self._in_backward:
@@ -140,7 +151,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     def count(self) -> None:
         """One more operation of the module that is running; asked at its call, since raising inside of it may abort."""
         self._own[-1] += 1
-        if self._most is not None and self._own[-1] > self._most and not self._in_backward:
+        most = self._most
+        if most is None or self._in_backward:
+            return
+        if self._every > most.every or (most.own is not None and self._own[-1] > most.own):
             raise StepByStep(self._name_stack[-1])
 
     # Forward --------------------------------------------------------------------------------------------------------
@@ -240,11 +254,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     def start_backward(self) -> None:
         self._in_backward = True
         self._pinned.clear()
-        self._baseline = sum(self._live.values())
+        self._baseline = self._live_bytes
 
     def enter_backward(self, unit: str) -> None:
         self._unit_stack = [unit]
-        self._baseline = sum(self._live.values())
+        self._baseline = self._live_bytes
 
     def _note_backward(self, flops: float) -> None:
         node: Any = torch._C._current_autograd_node()
@@ -261,10 +275,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
             if key in self._live or key in self._weights or (self._in_backward and self._is_weight_gradient(tensor)):
                 continue
             self._live[key] = tensor.untyped_storage().nbytes()
-            weakref.finalize(tensor.untyped_storage(), self._live.pop, key, None)
+            self._live_bytes += self._live[key]
+            weakref.finalize(tensor.untyped_storage(), self._release, key)
         if self._in_backward:
             trace = self.trace
-            trace.backward_peak_bytes = max(trace.backward_peak_bytes, sum(self._live.values()) - self._baseline)
+            trace.backward_peak_bytes = max(trace.backward_peak_bytes, self._live_bytes - self._baseline)
+
+    def _release(self, key: int) -> None:
+        self._live_bytes -= self._live.pop(key)
 
     def _is_weight_gradient(self, tensor: Tensor) -> bool:
         return tensor.numel() in self._weight_sizes
@@ -307,22 +325,27 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
 
 
 def trace(
-    module: nn.Module, units: Sequence[CutUnit], inputs: Mapping[str, Any], most: int | None = None
+    module: nn.Module,
+    units: Sequence[CutUnit],
+    values: KnownValues,
+    inputs: Mapping[str, Any],
+    most: Most | None = None,
 ) -> dict[str, UnitTrace]:
     """One forward and backward of `module` on `inputs`, inside a FakeTensorMode.
 
     Args:
+        values: of fake tensors, as far as they are known; learns those of `inputs`, and of what the module computes.
         inputs: by keyword, and "*" for a tuple of positional ones; of those that are no fake tensors the values count.
-        most: operations that one call of a module may run by itself, not counting its children's.
+        most: operations that it may run; None for any number.
 
     Raises:
         ModelError: the module cannot run on fake tensors, or gives nothing that a loss could be made of.
         StepByStep: it runs more than `most`.
     """
-    tracer = Tracer(module, units, most)
+    tracer = Tracer(module, units, values, most)
     with ExitStack() as stack:
         tracer.hook(module, stack)
-        stack.enter_context(_as_on_an_accelerator(tracer))
+        stack.enter_context(as_on_an_accelerator(tracer.values, tracer.dtype, tracer.count))
         stack.enter_context(tracer)
         with torch.autograd.graph.saved_tensors_hooks(tracer.pack, lambda tensor: tensor), _told(module):
             output = _run(module, tracer.faked(inputs))
@@ -348,102 +371,14 @@ def _told(module: nn.Module) -> Iterator[None]:
     except (ModelError, StepByStep):
         raise
     except Exception as error:  # anything: it is the user's module that runs
+        what = f"does not run on fake tensors of this shape ({type(error).__name__}: {error})"
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-            raise ModelError(
-                f"{type(module).__name__} asks for numbers that its weights compute, and nothing says which, at "
-                f"{place_of(traceback.extract_tb(error.__traceback__))}. Let the function return (module, inputs) with "
-                "inputs that say them, or give a config that does without"
-            ) from error
+            where = place_of(traceback.extract_tb(error.__traceback__))
+            what = f"asks for numbers that its weights compute, and nothing says which, at {where}"
         raise ModelError(
-            f"{type(module).__name__} does not run on fake tensors of this shape ({type(error).__name__}: {error}). "
-            "Let the function return (module, inputs) with inputs as a tuple or a dictionary of tensors"
+            f"{type(module).__name__} {what}. Give package.module:function that returns (module, inputs), with inputs "
+            "that it runs on as a tuple or a dictionary of tensors"
         ) from error
-
-
-class _Calls(TorchFunctionMode):
-    """Counts calls, knows that numbers are finite, casts as autocast would what takes no such dtypes, and has no dropout
-    in attention: the CPU's fused one falls back to scores for it, where an accelerator's keeps a seed alone."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self._tracer.count()
-        given = dict(kwargs or {})
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            given["dropout_p"] = 0.0
-        if func is Tensor.__format__ and args[0].ndim == 0:  # torch writes what a fake one is, not its value
-            return format(args[0].item(), *args[1:])
-        name = getattr(func, "__name__", "")
-        try:
-            out = func(*args, **given)
-        except (RuntimeError, ValueError) as error:
-            out = self._cast(func, args, given, error)
-        if name in _FINITE and isinstance(out, FakeTensor):
-            self._tracer.values.fill(out, _FINITE[name])
-        return out
-
-    def _cast(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> Any:
-        """`func` in the module's dtype, or in fp32: of two dtypes at once, or of one that it has no kernel for."""
-        given = [leaf.dtype for leaf in _tensors([args, kwargs]) if leaf.is_floating_point()]
-        for dtype in (self._tracer.dtype, torch.float32):
-            if all(one is dtype for one in given):
-                continue
-
-            def cast(leaf: Any, dtype: torch.dtype = dtype) -> Any:
-                return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-            try:
-                out = func(*tree_map(cast, args), **tree_map(cast, dict(kwargs)))
-            except (RuntimeError, ValueError):
-                continue
-            mixed = " and ".join(sorted({DTYPE_NAMES.get(one, str(one)) for one in given}))
-            told = f"{func.__name__} takes no {mixed}, and is computed in {DTYPE_NAMES[dtype]}, as under autocast"
-            self._tracer.values.assumed[f"{told}: without it this model does not run"] = None
-            return out
-        raise error
-
-
-_FINITE = {"isnan": False, "isinf": False, "isfinite": True}
-
-
-def _cast_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`Module._apply`, which a model calls that casts its weights while it runs: it cannot swap fake tensors."""
-    for part in module.modules() if recurse else [module]:
-        for key, parameter in part._parameters.items():
-            if parameter is not None:
-                with torch.no_grad():
-                    part._parameters[key] = nn.Parameter(fn(parameter), parameter.requires_grad)
-        part._buffers.update({key: fn(buffer) for key, buffer in part._buffers.items() if buffer is not None})
-    return module
-
-
-@contextmanager
-def _as_on_an_accelerator(tracer: Tracer) -> Iterator[None]:
-    """transformers cannot see in fake tensors that a batch holds no packed sequences, and would build a causal mask
-    that a real run leaves out; so it is told."""
-    masking: Any = sys.modules.get("transformers.masking_utils")
-    with ExitStack() as stack:
-        if hasattr(masking, _PACKED):
-            stack.enter_context(_replaced(masking, _PACKED, lambda position_ids: None))
-        stack.enter_context(_replaced(nn.Module, "_apply", _cast_module))
-        stack.enter_context(_replaced(fake_tensor.log, "disabled", True))  # of what is tried in another dtype
-        stack.enter_context(_replaced(Distribution, "_validate_args", False))  # which asks whether numbers are in range
-        stack.enter_context(_Calls(tracer))
-        yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _grouped(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **others: Any) -> Tensor:

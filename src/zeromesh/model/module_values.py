@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     unset_fake_temporarily,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
@@ -142,7 +143,8 @@ class KnownValues:
                 self._values.get(tensor.untyped_storage()._cdata, {}).clear()
 
     def _spread(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Choices spread evenly: the first row takes the first ones, the next row the ones after those."""
+        """Choices spread evenly: the first row takes the first ones, the next row the ones after those; where there are
+        fewer than there is to choose from, as many are left out between any two."""
         which = _CHOICES[func.overloadpacket]
         places = out if which is None else out[which] if isinstance(out, tuple | list) else None
         if not isinstance(places, FakeTensor) or places.numel() > LARGEST:
@@ -152,10 +154,24 @@ class KnownValues:
         choices = args[0].shape[dim] if dim is not None else args[0].numel()
         # a reduction over a dimension leaves the others' order as it is
         last = places.movedim(dim, -1).shape if places.ndim == args[0].ndim and places.ndim else places.shape
+        apart = max(1.0, choices / max(1, places.numel()))
         with unset_fake_temporarily():
-            value = (torch.arange(places.numel()) % max(1, choices)).reshape(last)
+            value = (torch.arange(places.numel()) * apart).long().remainder(max(1, choices)).reshape(last)
             value = value.movedim(-1, dim) if places.ndim == args[0].ndim and places.ndim else value
         self.learn(places, value)
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+    """Learns the values of what is made while it is entered."""
+
+    def __init__(self, values: KnownValues) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._values = values
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self._values.run(func, args, kwargs or {})
 
 
 def place_of(frames: Iterable[traceback.FrameSummary]) -> str:

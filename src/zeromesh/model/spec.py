@@ -295,7 +295,8 @@ class ModelSpec:
 
     `max_seq_len` is set where positions are learned and a longer sequence cannot run. `whole_bytes` are those of frozen
     parameters that are in no unit, since every rank holds them whole. `built_from` is set where the model is one of
-    `zeromesh.model.transformer`: what it takes to build one rank's part of it.
+    `zeromesh.model.transformer`: what it takes to build one rank's part of it. `assumed`: sentences on what reading it
+    took for granted, where a run may differ.
     """
 
     name: str
@@ -307,6 +308,7 @@ class ModelSpec:
     max_seq_len: int | None = None
     whole_bytes: float = 0.0
     source: str = ""
+    assumed: tuple[str, ...] = ()
     built_from: BuiltFrom | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

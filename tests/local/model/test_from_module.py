@@ -176,6 +176,75 @@ def test_a_backward_is_what_runs_of_it() -> None:
     assert shares == [[0.0, 0.5], [0.0, 1.0]]  # what the first sees with gradients was made without
 
 
+class Choosy(nn.Module):
+    """Runs on eights of tokens alone; a layer casts itself, two dtypes meet, and its weights decide a yes or no."""
+
+    def __init__(self, every: int = 8) -> None:
+        super().__init__()
+        self.every = every
+        self.embedding = nn.Embedding(100, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 100)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.shape[1] % self.every:
+            raise ValueError(f"length {ids.shape[1]} has to be a multiple of {self.every}")
+        given = self.embedding(ids)
+        first, second, third = self.blocks
+        x = first.float()(given.float())
+        assert not torch.isnan(x).sum()
+        x = second(x @ given.transpose(1, 2) @ given)  # fp32 meets bf16
+        if x.max() > 3:
+            x = third(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_a_module_that_is_choosy_is_read_and_what_was_assumed_is_said() -> None:
+    model = from_module(Choosy(), seq_len=32)
+    assert [sum(product.forward_flops for product in unit.matmuls) for unit in model.units] == [0, 512, 0, 3200]
+    assert model.num_params == sum(parameter.numel() for parameter in Choosy().parameters())
+    decided, cast = sorted(model.assumed, key=len)
+    assert "matmul takes no bf16 and fp32, and is computed in bf16, as under autocast" in cast
+    assert "test_from_module.py" in decided
+    assert "(if x.max() > 3:) is taken to be no" in decided
+    assert from_module(Blocks(), seq_len=32).assumed == ()
+    assert from_module(Choosy(every=32), seq_len=32).num_params == model.num_params  # half of it would not do
+    with pytest.raises(ModelError, match=r"length 33 has to be a multiple of 8.*Give package\.module:function"):
+        from_module(Choosy(), seq_len=33)
+
+
+class Lengths(nn.Module):
+    """Cuts its sequence by numbers, which come with its inputs, else from its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        x = self.layer(x)
+        if lengths is None:
+            lengths = x.sum(-1).long().flatten()
+        return torch.stack([part.sum() for part in x.split(lengths.tolist(), 1)])
+
+
+def make_lengths() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Lengths(), {"x": torch.zeros(1, 32, 8), "lengths": torch.full((4,), 8)}
+
+
+def make_no_lengths() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Lengths(), {"x": torch.zeros(1, 32, 8)}
+
+
+def test_numbers_are_those_of_the_inputs_and_none_of_weights() -> None:
+    model = from_factory(f"{__name__}:make_lengths", seq_len=32)
+    assert model.units[0].forward_flops(32) == 2 * 8 * 8
+    with pytest.raises(
+        ModelError,
+        match=r"Lengths asks for numbers that its weights compute, .*_module.py:\d+ \(return torch.stack.*Give",
+    ):
+        from_factory(f"{__name__}:make_no_lengths", seq_len=32)
+
+
 def test_frozen_parameters_are_read_as_frozen() -> None:
     module = Blocks()
     module.layers.requires_grad_(False)
@@ -226,7 +295,7 @@ def test_factories_are_called() -> None:
         ("make_three", r"must return an nn\.Module or \(module, inputs\), got a tuple of 3"),
         ("make_with_inputs", r"must be of shape \(1, 64, \.\.\.\), .* --seq-len, .*; got \(1, 31, 8\)"),
         ("make_others", r"must be of shape \(1, 64, \.\.\.\), .*; got no tensor"),
-        ("make_wrong_shape", r"Linear does not run on fake tensors .* return \(module, inputs\)"),
+        ("make_wrong_shape", r"Linear does not run on fake tensors .* returns \(module, inputs\)"),
     ],
 )
 def test_wrong_factories_say_what_is_wrong(function: str, message: str) -> None:

@@ -1,0 +1,115 @@
+"""Changes calls while a module runs on fake tensors, to what a real run would do. Imports torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zeromesh.model.module_units import DTYPE_NAMES
+from zeromesh.model.module_values import KnownValues
+
+_PACKED = "find_packed_sequence_indices"
+_FINITE = {"isnan": False, "isinf": False, "isfinite": True}
+
+
+class _Calls(TorchFunctionMode):
+    """Counts calls, knows that numbers are finite, casts as autocast would what takes no such dtypes, and has no
+    dropout in attention: the CPU's fused one falls back to scores for it, where an accelerator's keeps a seed alone."""
+
+    def __init__(self, values: KnownValues, dtype: torch.dtype, count: Callable[[], None]) -> None:
+        super().__init__()
+        self._values, self._dtype, self._count = values, dtype, count
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self._count()
+        given = dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            given["dropout_p"] = 0.0
+        if func is Tensor.__format__ and args[0].ndim == 0:  # torch writes what a fake one is, not its value
+            return format(args[0].item(), *args[1:])
+        name = getattr(func, "__name__", "")
+        try:
+            out = func(*args, **given)
+        except (RuntimeError, ValueError) as error:
+            out = self._cast(func, args, given, error)
+        if name in _FINITE and isinstance(out, FakeTensor):
+            self._values.fill(out, _FINITE[name])
+        return out
+
+    def _cast(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> Any:
+        """`func` in the module's dtype, or in fp32: of two dtypes at once, or of one that it has no kernel for."""
+        given = [
+            leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ]
+        for dtype in (self._dtype, torch.float32):
+            if all(one is dtype for one in given):
+                continue
+
+            def cast(leaf: Any, dtype: torch.dtype = dtype) -> Any:
+                return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+            try:
+                out = func(*tree_map(cast, args), **tree_map(cast, dict(kwargs)))
+            except (RuntimeError, ValueError):
+                continue
+            mixed = " and ".join(sorted({DTYPE_NAMES.get(one, str(one)) for one in given}))
+            told = f"{func.__name__} takes no {mixed}, and is computed in {DTYPE_NAMES[dtype]}, as under autocast"
+            self._values.assumed[f"{told}: without it this model does not run"] = None
+            return out
+        raise error
+
+
+def _cast_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`Module._apply`, which a model calls that casts its weights while it runs: it cannot swap fake tensors."""
+    for part in module.modules() if recurse else [module]:
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                with torch.no_grad():
+                    part._parameters[key] = nn.Parameter(fn(parameter), parameter.requires_grad)
+        part._buffers.update({key: fn(buffer) for key, buffer in part._buffers.items() if buffer is not None})
+    return module
+
+
+@contextmanager
+def as_on_an_accelerator(values: KnownValues, dtype: torch.dtype, count: Callable[[], None]) -> Iterator[None]:
+    """What a real run would do, and fake tensors on a CPU would not.
+
+    transformers cannot see in them that a batch holds no packed sequences, and would build a causal mask that a real
+    run leaves out; so it is told.
+
+    Args:
+        values: of fake tensors, as far as they are known; learns of what is assumed.
+        dtype: of the module.
+        count: called at each call of an operation.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    with ExitStack() as stack:
+        if hasattr(masking, _PACKED):
+            stack.enter_context(_replaced(masking, _PACKED, lambda position_ids: None))
+        stack.enter_context(_replaced(nn.Module, "_apply", _cast_module))
+        stack.enter_context(_replaced(fake_tensor.log, "disabled", True))  # of what is tried in another dtype
+        stack.enter_context(_replaced(Distribution, "_validate_args", False))  # which asks whether numbers are in range
+        stack.enter_context(_Calls(values, dtype, count))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
