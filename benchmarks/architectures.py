@@ -59,6 +59,14 @@ SMALLER = (
 )
 """What a key that is a whole number becomes, by the first of these that its whole name matches."""
 
+MORE: dict[str, tuple[int, dict[str, Any]]] = {
+    "blt": (SEQ_LEN, {"patching_mode": "static"}),  # else by what its weights say of each byte
+    "perceiver": (2048, {}),
+    "reformer": (4096, {}),
+    "xmod": (SEQ_LEN, {"default_language": "en_XX"}),
+}
+"""What some types leave to their files: the one length that they run on, and keys."""
+
 AUTO = {"layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers"}
 """Lists as long as a model has layers, which the class makes where they are left out."""
 
@@ -102,8 +110,9 @@ def _work(model_type: str, limit: int, writer: Connection) -> None:
 
 def _check(model_type: str) -> dict[str, Any]:
     try:
-        spec = load(model_type, {})
-        step_s = step(spec)
+        seq_len, keys = MORE.get(model_type, (SEQ_LEN, {}))
+        spec = load(model_type, keys, seq_len)
+        step_s = step(spec, seq_len)
     except ModelError as error:
         return {"plans": False, "why": reason(str(error)), "message": str(error)}
     except Exception as error:  # what this is to find
@@ -113,11 +122,11 @@ def _check(model_type: str) -> dict[str, Any]:
     return found | compared(model_type)
 
 
-def step(spec: ModelSpec) -> float:
+def step(spec: ModelSpec, seq_len: int) -> float:
     """Seconds that the simulator gives for a step on sixteen GPUs."""
     cluster = find_cluster("a800-8x-hdr").take(16)
     work = Workload(
-        seq_len=SEQ_LEN, global_batch_tokens=16 * SEQ_LEN, micro_batch=1, recomputation=Recomputation.SELECTIVE
+        seq_len=seq_len, global_batch_tokens=16 * seq_len, micro_batch=1, recomputation=Recomputation.SELECTIVE
     )
     strategy = Strategy.parse("node=3,cluster=1", [name for name, _ in cluster.axes])
     return simulate_choices(spec, cluster, work, strategy)[0].simulation.step_s
@@ -140,7 +149,7 @@ def reason(message: str) -> str:
 
 
 def meta_model(model_type: str) -> nn.Module:
-    config = transformers.AutoConfig.for_model(model_type)
+    config = transformers.AutoConfig.for_model(model_type, **MORE.get(model_type, (0, {}))[1])
     with torch.device("meta"):
         return trained_as(config).from_config(config)  # type: ignore[no-any-return]  # transformers'
 
@@ -152,16 +161,18 @@ def compared(model_type: str) -> dict[str, Any]:
     """Our FLOPs over torch's, of a small instance."""
     try:
         module = small_model(model_type)
-        spec = from_module(module, seq_len=SMALL_LEN, dtype="fp32")  # before it runs, which may leave states in it
-        real = real_flops(module, SMALL_LEN)
+        asked, _ = MORE.get(model_type, (SEQ_LEN, {}))
+        length = SMALL_LEN if asked == SEQ_LEN else asked
+        spec = from_module(module, seq_len=length, dtype="fp32")  # before it runs, which may leave states in it
+        real = real_flops(module, length)
     except Exception as error:  # a config made small by names alone may be none
         return {"flops": f"not compared: {type(error).__name__}: {str(error)[:150]}"}
-    forward, backward = planned_flops(spec, SMALL_LEN)
+    forward, backward = planned_flops(spec, length)
     return {"forward": round(forward / real[0], 6), "backward": round(backward / real[1], 6)}
 
 
 def small_model(model_type: str) -> nn.Module:
-    config = transformers.AutoConfig.for_model(model_type)
+    config = transformers.AutoConfig.for_model(model_type, **MORE.get(model_type, (0, {}))[1])
     keys = smaller(config.to_dict())
     config = transformers.AutoConfig.for_model(model_type, **{k: v for k, v in keys.items() if k != "model_type"})
     module: nn.Module = trained_as(config).from_config(config)

@@ -213,6 +213,24 @@ def test_a_module_that_is_choosy_is_read_and_what_was_assumed_is_said() -> None:
         from_module(Choosy(), seq_len=33)
 
 
+def test_what_takes_too_many_operations_is_read_from_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices, of fewer tokens than there is to choose from, are spread over all of it."""
+    whole = from_module(Blocks(), seq_len=97, dtype="fp32")
+    lengths: list[int] = []
+    original = Blocks.forward
+
+    def forward(self: Blocks, ids: Tensor) -> Tensor:
+        lengths.append(ids.shape[1])
+        assert torch.randn(ids.shape[1], 100).topk(1).indices.max() >= 50
+        return original(self, ids)
+
+    monkeypatch.setattr(Blocks, "forward", forward)
+    monkeypatch.setattr("zeromesh.model.from_module.ALL_OPERATIONS", 10)
+    few = from_module(Blocks(), seq_len=97, dtype="fp32")
+    assert lengths == [97, 97, 61, 17, 3, 2]
+    assert planned_flops(few, 97) == pytest.approx(planned_flops(whole, 97))
+
+
 class Lengths(nn.Module):
     """Cuts its sequence by numbers, which come with its inputs, else from its weights."""
 
