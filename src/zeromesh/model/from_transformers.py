@@ -3,6 +3,7 @@ torch and transformers."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -45,8 +46,15 @@ def from_architecture(config: Config, *, name: str, where: str, seq_len: int | N
     except ModelError as error:
         raise ModelError(
             f"{where}: {type(module).__name__} has been built, but not read: {error}; or give the config's keys "
-            "or the --seq-len that it asks for"
+            f"or the --seq-len that it asks for. Beside ids it takes {', '.join(_others(module))}"
         ) from error
+
+
+def _others(module: nn.Module) -> list[str]:
+    """Names of the tensors that a model takes beside ids and labels."""
+    taken = inspect.signature(module.forward).parameters.values()
+    named = [one.name for one in taken if "Tensor" in str(one.annotation)]
+    return [name for name in named if name not in ("input_ids", "decoder_input_ids", "labels")] or ["nothing"]
 
 
 def _build(fields: dict[str, Any], where: str) -> nn.Module:

@@ -33,6 +33,16 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 PAIR = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
 
+SWITCH = {
+    "d_model": 16,
+    "d_ff": 32,
+    "d_kv": 8,
+    "num_heads": 2,
+    "num_experts": 4,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+}
+
 
 @pytest.mark.parametrize(
     ("model_type", "more", "seq_len"),
@@ -42,6 +52,7 @@ ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
         ("jetmoe", ROUTED, 31),  # asks how many tokens each expert has
         ("m2m_100", PAIR, 31),  # two stacks, whose layers are dropped at random
         ("t5", {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2}, 31),  # names no start of labels
+        ("switch_transformers", SWITCH, 31),  # casts a layer while it runs
         ("mamba", {"state_size": 4, "num_hidden_layers": 1}, 149),  # one token after another: read from shorter runs
     ],
 )
@@ -57,6 +68,22 @@ def test_what_is_read_is_what_torch_counts(tmp_path: Path, model_type: str, more
     # Mamba is read from 61 tokens and not 149, to which a convolution adds three at the end.
     near = 0.01 if model_type == "mamba" else 1e-4
     assert planned_flops(found, seq_len) == pytest.approx(real_flops(built, seq_len), rel=near)
+
+
+def test_what_has_no_such_kernel_is_run_as_under_autocast(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "fnet"}))
+    found = load_model(str(tmp_path), seq_len=32, dtype="bf16")
+    assert found.dtype == "bf16"
+    assert found.assumed == (
+        "fft_fftn takes no bf16, and is computed in fp32, as under autocast: without it this model does not run",
+    )
+
+
+def test_a_model_of_one_length_is_read_at_that(tmp_path: Path) -> None:
+    chunks = {"attn_layers": ["local", "lsh"], "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [8, 8]}
+    assert load(tmp_path, 128, model_type="reformer", **chunks).num_layers == 2
+    with pytest.raises(ModelError, match=r"padding your sequence length to 128 .* or the --seq-len that it asks for"):
+        load(tmp_path, 64, model_type="reformer", **chunks)
 
 
 def test_a_kernel_skips_what_a_causal_mask_hides_and_nothing_else(tmp_path: Path) -> None:
@@ -84,7 +111,7 @@ def test_what_cannot_be_built_or_run_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="one that transformers knows, got 'lama'; did you mean"):
         load(tmp_path, model_type="lama")
     with pytest.raises(
-        ModelError, match=r"ViTModel has been built, .*Give package.module:function .*; or give the config's keys"
+        ModelError, match=r"ViTModel has been built, .*; or give the config's keys .* Beside ids it takes pixel"
     ):
         load(tmp_path, model_type="vit")
     with pytest.raises(ModelError, match=r"cannot build model_type 'bert' from these .*: \w+: .*Give the config.json"):
