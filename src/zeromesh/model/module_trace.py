@@ -107,7 +107,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         self.traces: dict[str, UnitTrace] = {unit.name: UnitTrace() for unit in units}
         self._names = {id(part): clean_name(name) for name, part in module.named_modules()}
         self._units = {id(unit.module): unit for unit in units}
-        self._weights = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._held = [*module.parameters(), *module.buffers()]  # one that it replaces leaves no address to be reused
+        self._weights = {storage_of(tensor) for tensor in self._held}
         self._origins = {storage: storage for storage in self._weights}
         dtypes = (parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
         self.dtype = next(dtypes, torch.float32)
