@@ -1,6 +1,6 @@
 """Plans for every text architecture of transformers: which are read, and whether what is read is right.
 
-    python benchmarks/architectures.py -o benchmarks/results/architectures.json     # 35 minutes of a processor
+    python benchmarks/architectures.py -o benchmarks/results/architectures.json     # 45 minutes of a processor
 
 Of each config class that a causal, masked or encoder-decoder language model is made of, a config.json that names the
 type alone is loaded as `zeromesh plan --model` loads it, and a step of it simulated. Parameters are held against the
@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="model types; all if none")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--limit", type=int, default=120, help="seconds of a processor for one architecture")
+    parser.add_argument("--limit", type=int, default=240, help="seconds of a processor for one architecture")
     given = parser.parse_args()
     chosen = given.only or types()
     records = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.architectures import planned_flops, real_flops
+from zeromesh.cli import app as cli
 from zeromesh.engine.units import find_units
 from zeromesh.errors import ModelError
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, load_model
@@ -211,6 +215,21 @@ def test_a_module_that_is_choosy_is_read_and_what_was_assumed_is_said() -> None:
     assert from_module(Choosy(every=32), seq_len=32).num_params == model.num_params  # half of it would not do
     with pytest.raises(ModelError, match=r"length 33 has to be a multiple of 8.*Give package\.module:function"):
         from_module(Choosy(), seq_len=33)
+
+
+def make_choosy() -> nn.Module:
+    return Choosy()
+
+
+def test_the_command_says_what_was_assumed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ["--model", f"{__name__}:make_choosy", "--seq-len", "32", "--global-batch-tokens", "512"]
+    where = ["--cluster", "a800-8x-hdr", "--world", "16", "--strategy", "node=3,cluster=1"]
+    monkeypatch.setattr(sys, "argv", ["zeromesh", "simulate", *model, *where, "--json"])
+    with suppress(SystemExit):
+        cli.main()
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["step_s"] > 0
+    assert "make_choosy: matmul takes no bf16 and fp32, and is computed in bf16, as under autocast" in captured.err
 
 
 def test_what_takes_too_many_operations_is_read_from_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
