@@ -302,7 +302,7 @@ def _matmul(product: Product, tokens: int, frozen: set[int]) -> MatmulSpec:
         rows_per_token=product.rows / tokens,
         count=product.count,
         trainable_share=trainable_share,
-        returned=min(1.0, product.backward_flops / (product.forward_flops * (1.0 + trainable_share))),
+        returned=min(1.0, product.backward_flops / max(1.0, product.forward_flops * (1.0 + trainable_share))),
     )
 
 

@@ -50,9 +50,11 @@ class _Calls(TorchFunctionMode):
 
     def _cast(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> Any:
         """`func` in the module's dtype, or in fp32: of two dtypes at once, or of one that it has no kernel for."""
-        given = [
-            leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        ]
+        name = func.__name__
+        if name.endswith("_") and not name.endswith("__"):
+            raise error  # what it writes to may not be a copy
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
         for dtype in (self._dtype, torch.float32):
             if all(one is dtype for one in given):
                 continue
@@ -65,8 +67,8 @@ class _Calls(TorchFunctionMode):
             except (RuntimeError, ValueError):
                 continue
             mixed = " and ".join(sorted({DTYPE_NAMES.get(one, str(one)) for one in given}))
-            told = f"{func.__name__} takes no {mixed}, and is computed in {DTYPE_NAMES[dtype]}, as under autocast"
-            self._values.assumed[f"{told}: without it this model does not run"] = None
+            told = f"{name} takes no {mixed}, and is computed in {DTYPE_NAMES[dtype]}, as under autocast"
+            self._values.assume(f"{told}: without it this model does not run")
             return out
         raise error
 

@@ -33,11 +33,11 @@ LARGEST = 1 << 24
 _CHOICES = {aten.topk: 1, aten.sort: 1, aten.argsort: None, aten.argmax: None, aten.max: 1}
 """Operations that choose, and which of their outputs holds places: None where there is one output."""
 
-
-_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-
 _RANDOM = {aten.rand}
 """Of these the mean counts: a layer that is dropped with a chance below half is there."""
+
+
+_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 class KnownValues:
@@ -55,6 +55,10 @@ class KnownValues:
             self._values[storage._cdata] = {}
             weakref.finalize(storage, self._values.pop, storage._cdata, None)
         self._values[storage._cdata][_place(tensor)] = value
+
+    def assume(self, sentence: str) -> None:
+        """Notes for the user what is taken for granted."""
+        self.assumed[sentence] = None
 
     def fill(self, tensor: Tensor, value: float) -> None:
         """From now on `value` is all that `tensor` holds, unless what it holds is known."""
@@ -78,9 +82,7 @@ class KnownValues:
             if known:
                 return self._fake(self._compute(func, args, kwargs))
             if func.overloadpacket is aten._local_scalar_dense and args[0].dtype is torch.bool:
-                self.assumed[f"what its weights decide at {place_of(traceback.extract_stack())} is taken to be no"] = (
-                    None
-                )
+                self.assume(f"what its weights decide at {place_of(traceback.extract_stack())} is taken to be no")
                 return False
             masks = [one for one in args[1] if one is not None] if func.overloadpacket is aten.index else []
             if not masks or not all(self._knows(one) for one in masks):
@@ -162,7 +164,7 @@ class KnownValues:
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """Learns the values of what is made while it is entered."""
+    """Learns the values of what is made while it is entered, but of floating-point numbers: weights are large."""
 
     def __init__(self, values: KnownValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -171,6 +173,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        try:
+            out = func(*args, **(kwargs or {}))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return self._values.run(func, args, kwargs or {})
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if any(tensor.is_floating_point() for tensor in tensors):
+            return out
         return self._values.run(func, args, kwargs or {})
 
 

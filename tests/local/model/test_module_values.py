@@ -25,7 +25,7 @@ class Beside(TorchDispatchMode):
 def test_what_depends_on_no_weight_is_known_and_the_rest_is_not() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         weight = torch.empty(7, 5)
-        with Beside():
+        with Beside() as beside:
             mask = torch.arange(7) > 3
             assert mask.sum().item() == 3 and mask.nonzero().shape == (3, 1)
             assert weight[mask].shape == (3, 5)  # of known places, values that are not
@@ -33,10 +33,11 @@ def test_what_depends_on_no_weight_is_known_and_the_rest_is_not() -> None:
             mask.fill_(True)
             assert part.all().item()  # a view sees it
             with pytest.raises(DataDependentOutputException):
-                (weight > 0).any().item()
+                weight.argmin().item()
+            assert not beside.values.assumed
             mask.copy_(weight[:, 0] > 0)
-            with pytest.raises(DataDependentOutputException):
-                part.all().item()  # written to, with what is not known
+            assert not part.all().item()  # written to, with what is not known: a yes or no is a no, and noted
+            assert len(beside.values.assumed) == 1
 
 
 def test_choices_spread_evenly_and_chances_are_means() -> None:
