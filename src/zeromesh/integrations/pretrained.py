@@ -17,6 +17,7 @@ from zeromesh.checkpoint.collect import buffers_of
 from zeromesh.checkpoint.full_state import full_state_dict
 from zeromesh.checkpoint.huggingface import save_safetensors
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError
 from zeromesh.integrations.methods import give_method
 from zeromesh.integrations.saved import is_peft
@@ -115,8 +116,13 @@ def _save_adapters(
     """PEFT's `save_pretrained` of a sharded model: all ranks call it, and only the adapters are gathered."""
     if state_dict is None:
         state_dict = full_state_dict(model, names=_adapter_names(model, options))
-        if dtype is not None:
-            state_dict = {name: value.to(dtype) if _floats(value) else value for name, value in state_dict.items()}
+        own = {
+            n: DTYPES[b.spec.param_dtype] for b in buffers_of(engine_of(model)) for p in b.places for n in p.info.names
+        }
+        state_dict = {
+            name: value.to(dtype or own.get(name, value.dtype)) if _floats(value) else value
+            for name, value in state_dict.items()
+        }
     if is_main_process:
         type(model).save_pretrained(model, save_directory, state_dict=state_dict, **options)
 

@@ -320,6 +320,25 @@ def test_ranks_generate_unequal_lengths(tmp_path):
         assert generated(trainer, dist.get_rank()) == expected[dist.get_rank()]
 
 
+@on_ranks(1, timeout_s=60)
+def test_adapters_are_saved_in_the_dtypes_of_plain_ones(tmp_path):
+    import peft
+
+    from zeromesh.integrations.pretrained import adapt
+
+    def saved(sharded: bool) -> dict[str, torch.dtype]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            options = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["lm_head"])
+            model = peft.get_peft_model(build().bfloat16(), options)
+        if sharded:
+            adapt(zm.shard(model, None, "node=3"), None)
+        model.save_pretrained(tmp_path)
+        return {name: value.dtype for name, value in load_file(tmp_path / "adapter_model.safetensors").items()}
+
+    assert saved(True) == saved(False)
+
+
 @on_ranks(2, timeout_s=60)
 def test_an_encoder_is_called_by_itself():
     """By `generate`, and by whoever evaluates with it."""
