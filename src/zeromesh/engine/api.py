@@ -20,6 +20,7 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.norms import slice_norms
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.others import keep_others_out
+from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.parts import Parts, beyond_of, require_inside, require_known_buffers
 from zeromesh.engine.pipeline import joint_norm, require_joint
 from zeromesh.engine.promised import Source, promised_of, read_promised, settle
@@ -78,7 +79,8 @@ def shard(
     meshes = {part_name(key): part.mesh for key, part in (parts or {}).items() if part.mesh is not None}
 
     def prepare() -> tuple[Precision, dict[str, Layout], list[ModuleUnit], Beyond, dict[str, Source]]:
-        if any(hasattr(module, ENGINE) for module in model.modules()):
+        own = (isinstance(param, ShardedParameter) for param in model.parameters())
+        if any(hasattr(module, ENGINE) for module in model.modules()) or any(own):
             raise ModelError(
                 "this model, or a part of it, is sharded already; zm.shard is called once, on the whole model: units= "
                 "names the classes that are gathered as one"
