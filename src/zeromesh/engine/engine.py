@@ -64,6 +64,7 @@ class Engine:
     ) -> None:
         self.backend = backend
         self.model = model
+        self.parts = weakref.WeakSet[nn.Module]()  # whose forwards, by themselves, are forwards of the model
         self.homes = homes
         self.control = homes[""].control
         self.precision = precision
@@ -153,12 +154,13 @@ class Engine:
         elif traced and unit not in self._watched:
             self._watch_leaves(unit)
 
-    def runs(self) -> bool:
-        """Whether a forward of the model or of a unit runs, or one is repeated in the backward: on all ranks alike."""
+    def runs(self, *, own: int = 0) -> bool:
+        """Whether a forward of the model or of a unit runs, or one is repeated in the backward: on all ranks alike.
+        `own`: of the caller, that are on the stack and do not count."""
         if self._backward is not None and torch._C._current_graph_task_id() != -1:
             return True
         if self.interpreter.forward is not None:
-            self._end_interrupted()
+            self._end_interrupted(own=own)
         return self.interpreter.forward is not None
 
     def on_demand(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -359,18 +361,17 @@ class Engine:
 
     def _end_interrupted(self, *, own: int = 0) -> None:
         """Also where a forward was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions: no more
-        forwards of the model are on the stack than the caller's `own`."""
+        forwards of the model or of its parts are on the stack than the caller's `own`."""
         self.recover()
         if self.interpreter.forward is not None and self._forwards_on_the_stack() <= own:
             self.give_up()
 
     def _forwards_on_the_stack(self) -> int:
-        model, calls = self.model(), 0
-        frame = sys._getframe()
+        count, frame, outermost = 0, sys._getframe(), {self.model(), *self.parts}
         while frame.f_back is not None:
             frame = frame.f_back
-            calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
-        return calls
+            count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in outermost
+        return count
 
     # ---- accumulation
 

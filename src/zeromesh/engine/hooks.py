@@ -54,6 +54,7 @@ def install_on_parts(engine: Engine, parts: Iterable[nn.Module], cast: torch.dty
     `generate` does, runs a forward of the model, and the root's parameters are whole for it."""
     reference = weakref.ref(engine)
     for part in parts:
+        engine.parts.add(part)
         _on_part(reference, part, cast)
 
 
@@ -64,7 +65,7 @@ def _on_part(reference: weakref.ref[Engine], part: nn.Module, cast: torch.dtype 
     @as_python
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         engine = _alive(reference)
-        alone.append(torch._C._current_graph_task_id() == -1 and not engine.runs())
+        alone.append(torch._C._current_graph_task_id() == -1 and not engine.runs(own=1))
         if not alone[-1]:
             return None
         engine.pre_forward(0, outermost=True)

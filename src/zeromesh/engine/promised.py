@@ -121,6 +121,12 @@ class Promised(Tensor):
             vars(self._held).update(self._given())
         return self._held
 
+    def __getattr__(self, name: str) -> Any:
+        held = vars(self).get("_held")
+        if held is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(held, name)  # which is noted on what is in the model since
+
     def _given(self) -> dict[str, Any]:
         """What others have noted on it."""
         return {key: value for key, value in vars(self).items() if key not in Promised.__annotations__}
@@ -201,6 +207,11 @@ def _on_meta(device: str | torch.device) -> torch.device:
     return torch.device("meta") if named.type == "cpu" else named
 
 
+def _beside(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
+    """A new tensor like it."""
+    return func(own.meta(), *args[1:], **{"device": own.device, **kwargs})
+
+
 def _itself(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
     return own
 
@@ -219,12 +230,14 @@ def _taken(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
 _SIZES = """
     size dim ndimension numel nelement stride storage_offset requires_grad_ __len__ _has_compatible_shallow_copy_type
 """
+_LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full"
 _OF_VALUES = frozenset((*spelt("is_nonzero __reduce_ex__"), Tensor.grad.__set__))  # type: ignore[union-attr]  # in C
 _WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
     **{function: _plainly for function in (*spelt(_SIZES), *PROPERTIES - _OF_VALUES)},
     **{getattr(Tensor, name).__get__: _plainly for name in ("shape", "ndim", "nbytes")},
     **{function: _converted for function in spelt("to type float double half bfloat16 contiguous clone")},
     **{function: _shown for function in spelt("detach")},
+    **{function: _beside for function in spelt(_LIKE)},
     Tensor.cpu: _itself,
     Tensor.data.__get__: _shown,  # type: ignore[attr-defined]  # a property in C
     Tensor.data.__set__: _taken,  # type: ignore[attr-defined]  # a property in C

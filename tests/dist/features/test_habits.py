@@ -295,9 +295,20 @@ class Headed(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False)
             return x * self.gain
 
+    class Outer(nn.Module):
+        """Of a part that is in another, and computes after it with what is the root's, and with what is a unit's."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.tail = Headed.Body(), nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)).double()
+            self.bias = nn.Parameter(torch.ones(WIDTH).double())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.inner(x) + self.bias) @ self.tail[0].weight
+
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = self.Body(), nn.Linear(WIDTH, 2).double()
+        self.body, self.head = self.Outer(), nn.Linear(WIDTH, 2).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(x))
@@ -315,7 +326,9 @@ def test_a_part_that_holds_units_is_called_by_itself(strategy, joined):
     assert torch.equal(model.body(x), plain.body(x))
     with pytest.raises(RuntimeError):
         model.body(x[:, :2])
-    for part in (lambda one: one.body, lambda one: one, lambda one: one.body):
+    with mock.patch.object(nn.Tanh, "forward", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        model.body(x)
+    for part in (lambda one: one.body, lambda one: one, lambda one: one.body.inner):
         plain.zero_grad()
         optimizer.zero_grad()
         for one in (plain, model):

@@ -958,7 +958,7 @@ def test_wrappers_and_parts_are_refused():
         nn.parallel.DistributedDataParallel(nn.Sequential(model, nn.Linear(1, 1).requires_grad_(False)))
     with pytest.raises(OptimizerError, match=r"stride needs all of 0\.0\.weight"):
         fully_shard(nn.Sequential(model), mesh=mesh())
-    for part in (nn.Sequential(model), model[0]):
+    for part in (nn.Sequential(model), next(model.children())):
         with pytest.raises(ModelError, match="this model, or a part of it, is sharded already"):
             zm.shard(part, mesh(), "node=1")
     with pytest.raises(ModelError, match=r"0 is in torch's FSDPModule already, .*give zm.shard the plain model"):

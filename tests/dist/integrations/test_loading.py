@@ -227,6 +227,7 @@ def test_nothing_is_read_before_it_is_sharded_that_nobody_asked_for(tmp_path, mo
             model, peft.LoraConfig(r=2, modules_to_save=["lm_head"], target_modules="all-linear")
         )
     assert all(map(lacks_values, (param for name, param in model.named_parameters() if "lora" not in name)))
+    assert torch.zeros_like(model.lm_head.original_module.weight).sum() == 0
     assert not reads and {str(param.device) for param in model.parameters()} == {"cpu"}
     twice = copy.deepcopy(model.lm_head)
     twice.weight.sum()
