@@ -141,6 +141,7 @@ class Promised(Tensor):
             copied: Tensor = self.whole.__deepcopy__(memo)  # type: ignore[no-untyped-call]  # torch leaves it so
         else:
             copied = self._lazily(torch.empty_like(self.meta()).requires_grad_(self.requires_grad))
+            copied._is_param = self._is_param
             vars(copied).update(self._given())
         memo[id(self)] = copied
         return copied
@@ -152,9 +153,7 @@ class Promised(Tensor):
 
     def _lazily(self, like: Tensor) -> Promised:
         """Another tensor of the same values, in the dtype of `like`."""
-        made = Promised.of(like, _Cell(self._cell.source))
-        made._is_param = self._is_param
-        return made
+        return Promised.of(like, _Cell(self._cell.source))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,7 +185,7 @@ def _shown(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _converted(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
-    """In another dtype, or as it is. Not where autograd would know of it, nor for another device."""
+    """In another dtype, or as it is: no parameter. Not where autograd would know of it, nor for another device."""
     if own.source is None or (torch.is_grad_enabled() and own.requires_grad):
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
@@ -199,7 +198,7 @@ def _converted(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
         return own
     if not isinstance(like, Tensor) or not like.is_floating_point() or not like.is_meta:
         return NotImplemented
-    return own._lazily(like.requires_grad_(own.requires_grad))
+    return own._lazily(like)
 
 
 def _on_meta(device: str | torch.device) -> torch.device:

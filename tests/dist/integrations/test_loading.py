@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
@@ -229,6 +230,10 @@ def test_nothing_is_read_before_it_is_sharded_that_nobody_asked_for(tmp_path, mo
     assert all(map(lacks_values, (param for name, param in model.named_parameters() if "lora" not in name)))
     assert torch.zeros_like(model.lm_head.original_module.weight).sum() == 0
     assert not reads and {str(param.device) for param in model.parameters()} == {"cpu"}
+    with torch.no_grad():
+        promised = list(filter(lacks_values, model.parameters()))
+        plain = [each(param) for param in promised for each in (torch.clone, Tensor.float)]
+    assert not any(isinstance(one, torch.nn.Parameter) or one.requires_grad for one in plain) and not reads
     twice = copy.deepcopy(model.lm_head)
     twice.weight.sum()
     assert reads == [23 * 8] and lacks_values(model.lm_head.original_module.weight)
