@@ -47,19 +47,19 @@ def save_safetensors(
     engine.interpreter.quiesce()
     specs, pieces = [], []
     for buffer in buffers_of(engine):
-        kind = _written(dtype, DTYPES[buffer.spec.param_dtype])
+        kind = written_dtype(dtype, DTYPES[buffer.spec.param_dtype])
         specs += [Spec(name=p.full_name, shape=p.region.shape, dtype=kind) for p in buffer.optimizer_params]
         held = [param_piece(param, prefix="") for param in buffer.optimizer_params if param.writes]
         pieces += [row for piece in share(held, *replica_of(buffer)) for row in piece.rows()]
     for name, value in persistent_buffers(model):
-        specs.append(Spec(name=name, shape=tuple(value.shape), dtype=_written(dtype, value.dtype)))
+        specs.append(Spec(name=name, shape=tuple(value.shape), dtype=written_dtype(dtype, value.dtype)))
         unsharded = whole(name, value)  # which raises on all ranks
         pieces += [unsharded] if peers.rank == 0 else []
     _prepare(model, location, peers.rank)
     write_safetensors(location, specs, pieces, peers, max_file_bytes=max_file_bytes)
 
 
-def _written(asked: torch.dtype | None, own: torch.dtype) -> torch.dtype:
+def written_dtype(asked: torch.dtype | None, own: torch.dtype) -> torch.dtype:
     """What values of a dtype are written in; codes, of fp8 too, are no numbers yet."""
     return asked if asked is not None and own in DTYPE_NAMES else own
 

@@ -81,7 +81,7 @@ class TransferModel:
                 self._costs[key] = one_after_another(*halves)
             else:
                 cost = self._hosted(self._joint(axes, operation, numel, wire, algorithm), axes, operation)
-                cost = self._beside_computation(cost, axes)
+                cost = self._with_taken(cost, axes)
                 cost = self.with_kernels(cost, self._coding_bytes(axes, operation, numel, wire))
                 if beside := self._beside_compute():
                     # The same collective on links as they are beside computation, less its own. Cores that compute and
@@ -121,7 +121,7 @@ class TransferModel:
         seconds = max(cost.latency_s, calls) + max(cost.transfer_s, moving)
         return replace(cost, seconds=seconds, busy=(*cost.busy, (HOST, calls + moving)))
 
-    def _beside_computation(self, cost: CollectiveCost, axes: Sequence[Axis]) -> CollectiveCost:
+    def _with_taken(self, cost: CollectiveCost, axes: Sequence[Axis]) -> CollectiveCost:
         """With what it takes of a device that computes; the network shares out cores that also move the bytes."""
         if self.cluster.device.cores is not None:
             return cost

@@ -220,7 +220,8 @@ def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precisio
     for name, tensor in (*whole.items(), *model.named_buffers()):
         kind = "unsharded" if name in whole else "buffer"
         lines.append(f"{kind} {clean_name(name)} {tuple(tensor.shape)} {tensor.dtype}")
-    lines += [f"promised {name}" for name in sorted(promised)]
+    # A rank that asked for them before has read them.
+    lines += [f"values of {name} unread, which all ranks read before or none" for name in sorted(promised)]
     return "\n".join(lines)
 
 

@@ -55,47 +55,36 @@ def install_on_parts(engine: Engine, parts: Iterable[nn.Module], cast: torch.dty
     reference = weakref.ref(engine)
     for part in parts:
         engine.parts.add(part)
-        _on_part(reference, part, cast)
+        _on_module(reference, 0, part, cast, outermost=True, alone=True)
 
 
-def _on_part(reference: weakref.ref[Engine], part: nn.Module, cast: torch.dtype | None) -> None:
+def _on_module(
+    reference: weakref.ref[Engine],
+    unit: int,
+    module: nn.Module,
+    cast: torch.dtype | None,
+    *,
+    outermost: bool,
+    alone: bool = False,
+) -> None:
+    """`alone`: only calls count that are in no other forward of the model, nor in a backward."""
     calls = CastCalls(cast) if cast is not None else None
-    alone: list[bool] = []  # of its calls that run
+    counts: list[bool] = []  # of its calls that run
 
     @as_python
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         engine = _alive(reference)
-        alone.append(torch._C._current_graph_task_id() == -1 and not engine.runs(own=1))
-        if not alone[-1]:
-            return None
-        engine.pre_forward(0, outermost=True)
+        if alone:
+            counts.append(torch._C._current_graph_task_id() == -1 and not engine.runs(own=1))
+            if not counts[-1]:
+                return None
+        engine.pre_forward(unit, outermost=outermost)
         return calls.begin(args, kwargs) if calls else None
 
     @as_python
     def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        engine = reference()
-        if alone.pop() and engine is not None:
-            if calls:
-                calls.end(kwargs)
-            with suppress(*([CommunicationError] if result is None else [])):
-                engine.post_forward(0, None if result is None else tensors_of(result))
-
-    part.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-    part.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
-
-
-def _on_module(
-    reference: weakref.ref[Engine], unit: int, module: nn.Module, cast: torch.dtype | None, *, outermost: bool
-) -> None:
-    calls = CastCalls(cast) if cast is not None else None
-
-    @as_python
-    def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        _alive(reference).pre_forward(unit, outermost=outermost)
-        return calls.begin(args, kwargs) if calls else None
-
-    @as_python
-    def post_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if alone and not counts.pop():
+            return
         if calls:
             calls.end(kwargs)
         engine = reference()

@@ -219,14 +219,17 @@ def modules_by_unit(model: nn.Module, units: Sequence[ModuleUnit]) -> dict[str, 
 
 def parts_of_root(model: nn.Module, units: Sequence[ModuleUnit]) -> list[nn.Module]:
     """Modules below the model itself that hold units and are inside none."""
-    within = {name for unit in units for name in unit.names if name}
-    found = []
-    for label, module in model.named_modules():
-        name = clean_name(label)
-        inside = any(name == other or name.startswith(f"{other}.") for other in within)
-        if name and not inside and any(other.startswith(f"{name}.") for other in within):
-            found.append(module)
-    return found
+    names = {name for unit in units for name in unit.names if name}
+    holding = {outer for name in names for outer in _around(name)}
+    outside = {name for name in holding - names if names.isdisjoint(_around(name))}
+    return [module for name, module in model.named_modules() if clean_name(name) in outside]
+
+
+def _around(name: str) -> Iterator[str]:
+    """Names of the modules, but the model, that a module of this name is inside of."""
+    for position, letter in enumerate(name):
+        if letter == ".":
+            yield name[:position]
 
 
 def _named_classes(model: nn.Module, classes: UnitClasses) -> list[nn.Module]:

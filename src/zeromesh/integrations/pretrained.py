@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,14 @@ from transformers.generation import GenerationMixin
 
 from zeromesh.checkpoint.collect import buffers_of
 from zeromesh.checkpoint.full_state import full_state_dict
-from zeromesh.checkpoint.huggingface import save_safetensors
+from zeromesh.checkpoint.huggingface import save_safetensors, written_dtype
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.flat import FlatShards, Place
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError
 from zeromesh.integrations.methods import give_method
 from zeromesh.integrations.saved import is_peft
-from zeromesh.model.module_units import DTYPE_NAMES, find_blocks
+from zeromesh.model.module_units import find_blocks
 from zeromesh.sharding import Sharding
 
 
@@ -116,32 +117,30 @@ def _save_adapters(
     """PEFT's `save_pretrained` of a sharded model: all ranks call it, and only the adapters are gathered."""
     if state_dict is None:
         state_dict = full_state_dict(model, names=_adapter_names(model, options))
-        own = {
-            n: DTYPES[b.spec.param_dtype] for b in buffers_of(engine_of(model)) for p in b.places for n in p.info.names
-        }
+        own = {name: DTYPES[buffer.spec.param_dtype] for name, buffer, _ in _named(model)}
         state_dict = {
-            name: value.to(dtype or own.get(name, value.dtype)) if _floats(value) else value
+            name: value.to(written_dtype(dtype, own.get(name, value.dtype)))
+            if isinstance(value, torch.Tensor)
+            else value
             for name, value in state_dict.items()
         }
     if is_main_process:
         type(model).save_pretrained(model, save_directory, state_dict=state_dict, **options)
 
 
-def _floats(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in DTYPE_NAMES  # codes of fp8 are no numbers yet
+def _named(model: nn.Module) -> Iterator[tuple[str, FlatShards, Place]]:
+    """Every name of every parameter, with where it lies."""
+    for buffer in buffers_of(engine_of(model)):
+        for place in buffer.places:
+            for name in place.info.names:
+                yield name, buffer, place
 
 
 def _adapter_names(model: nn.Module, options: Mapping[str, Any]) -> frozenset[str]:
     """Those of the parameters that PEFT would write, as itself chooses them."""
     from peft import get_peft_model_state_dict
 
-    named = {
-        name: place.global_shape
-        for b in buffers_of(engine_of(model))
-        for place in b.places
-        for name in place.info.names
-    }
-    stands = {name: torch.empty(shape, device="meta") for name, shape in named.items()}
+    stands = {name: torch.empty(place.global_shape, device="meta") for name, _, place in _named(model)}
     by_stand = {id(stand): name for name, stand in stands.items()}
     adapters: Iterable[str] = options.get("selected_adapters") or model.peft_config  # type: ignore[assignment]
     chosen: set[str] = set()
@@ -153,6 +152,6 @@ def _adapter_names(model: nn.Module, options: Mapping[str, Any]) -> frozenset[st
             save_embedding_layers=options.get("save_embedding_layers", "auto"),
         )
         if any(id(value) not in by_stand for value in found.values()):  # computed from others
-            return frozenset(named)
+            return frozenset(stands)
         chosen.update(by_stand[id(value)] for value in found.values())
     return frozenset(chosen)

@@ -169,18 +169,17 @@ class Bounds:
             every = [[(unit, self._computation(unit, work)) for unit in part.model.units] for part in division.parts]
             known[key] = [MicroBatchSeconds.of((unit.count, one) for unit, one in units) for units in every]
         own = known[key][self.part]
-        blocks = [unit for unit in self.model.units if _reduces_as_block(unit)]
-        seconds = [self._computation(unit, work).seconds for unit in blocks]
-        every_unit = [self._computation(unit, work).seconds for unit in self.model.units]
+        every_unit = [(unit, self._computation(unit, work).seconds) for unit in self.model.units]
+        blocks = [(unit, one) for unit, one in every_unit if _reduces_as_block(unit)]
         return ComputeSeconds(
             forward=own.forward,
             backward=own.backward,
-            blocks=sum(unit.count for unit in blocks),
-            block_backward=min((one.backward + one.recompute for one in seconds), default=0.0),
+            blocks=sum(unit.count for unit, _ in blocks),
+            block_backward=min((one.backward + one.recompute for _, one in blocks), default=0.0),
             entered=self._entered_s(work),
             waiting=own.waiting,
             idle=idle_seconds(division, known[key])[self.part],
-            moving=self._moving([one.moving for one in every_unit if one.total]),
+            moving=self._moving([one.moving for _, one in every_unit if one.total]),
         )
 
     def _entered_s(self, work: FixedWorkload) -> tuple[float, float]:
