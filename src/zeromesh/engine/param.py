@@ -28,6 +28,7 @@ of a step (`eval()` of a schedule-free one) may use them beside slices.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -43,8 +44,17 @@ from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.region import Region
 from zeromesh.pieces.sliced import SlicedTensor
 
-STEPPING: set[int] = set()
-"""Ids of the optimizers that step now: [Note: Stepping]. One whose step raised stays until its next step ends."""
+
+class Step(dict[str, Any]):
+    """The keyword arguments of an optimizer's step, which live as long as it runs: also where it raises, after which
+    torch calls no hook. See [Note: Stepping]."""
+
+    innermost: weakref.ref[Step] | None = None
+
+
+def stepping() -> bool:
+    """Whether an optimizer that has been looked at steps now."""
+    return Step.innermost is not None and Step.innermost() is not None
 
 
 class Slice(torch.Tensor):
@@ -177,7 +187,7 @@ class ShardedParameter(Slice, nn.Parameter):
         self.grad = None
 
     def _as_grad(self, value: Tensor) -> Slice:
-        if value.shape != self.shape and not (STEPPING and value.shape == self.local.shape):
+        if value.shape != self.shape and not (stepping() and value.shape == self.local.shape):
             raise OptimizerError(
                 f"the gradient of {self.elements} must be a slice of the same elements, or the whole tensor; got one "
                 f"of shape {tuple(value.shape)}. For this rank's values write into `.grad.local`"
@@ -247,7 +257,7 @@ def local_operand(target: Slice, operand: Any, call: str) -> Any:
     if own is not None:
         require_alike(call, target.elements, own)
         return operand
-    if STEPPING and operand.dim() == 1 and type(operand) is Tensor:
+    if stepping() and operand.dim() == 1 and type(operand) is Tensor:
         return operand
     return target.elements.part_of(operand, call)
 
@@ -255,7 +265,7 @@ def local_operand(target: Slice, operand: Any, call: str) -> Any:
 def _localised(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of an elementwise function, with each operand as it is on this rank; of one over lists of tensors,
     position by position."""
-    if STEPPING:
+    if stepping():
         return args, kwargs
     width = max((len(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)), default=None)
     if width is None:
@@ -376,10 +386,12 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
-    if kwargs.get("out") is not None:
+    out = kwargs.get("out")
+    if isinstance(out, Slice) or (out is not None and not stepping()):
         raise _refusal(f"{name}(out=...)", args, kwargs)
-    if STEPPING:
-        return _sliced_result(name, func(*args, **kwargs), args, kwargs)
+    if stepping():
+        result = func(*args, **kwargs)
+        return result if out is not None else _sliced_result(name, result, args, kwargs)
     own, options = _localised(name, args, kwargs)
     result = _apart(name, lambda: func(*own, **options), args, kwargs)
     return _sliced_result(name, result, args, kwargs)
@@ -390,7 +402,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     targets = args[0] if type(args[0]) in (list, tuple) else args[:1]
     slices = [each for each in targets if isinstance(each, Slice)]
     own, options = _localised(func.__name__, args, kwargs)
-    if not STEPPING and len(slices) < len(targets):
+    if not stepping() and len(slices) < len(targets):
         _require_slices(func, targets, args, kwargs)
     for each in slices:
         tell_of_write(each)
@@ -433,6 +445,8 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
 def _set_chosen(func: Any, args: Any, kwargs: Any) -> Any:
     """One number for the elements that an index or a mask chooses, as in `grad[:n] = 0` and `sign[sign > 0] = 1`."""
     target, index, value, name = args[0], args[1], args[-1], func.__name__
+    if stepping() and isinstance(index, Tensor) and index.dtype == torch.bool:
+        return _write(func, args, kwargs)
     one = not isinstance(value, Tensor) or value.numel() == 1
     masks = not isinstance(index, Slice) or index.dtype == torch.bool
     if kwargs or not one or not masks or not isinstance(target, Slice):
@@ -455,7 +469,7 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
     result = _apart(name, lambda: func(*args, **kwargs), followed, {})
     if not isinstance(result, Tensor) or result is source:
         return result
-    if not STEPPING:
+    if not stepping():
         return _sliced_result(name, result, [source], {})
     result = result.as_subclass(torch.Tensor)
     mark(result, source.elements)
@@ -467,7 +481,7 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
     whole = func(torch.empty((), dtype=source.dtype, device=source.device).expand(source.shape), *args[1:], **kwargs)
     own = source.elements.part_of(whole, func.__name__).expand(source.elements.numel).clone()
-    return own if STEPPING else _slice_of(source.elements, own)
+    return own if stepping() else _slice_of(source.elements, own)
 
 
 def _make_sized(func: Any, args: Any, kwargs: Any) -> Any:

@@ -351,7 +351,7 @@ def test_a_change_by_hand_and_refresh(strategy):
         kept = {n: p.local.clone() for n, p in pair.model.named_parameters()}
         with torch.no_grad():
             for name, p in pair.model.named_parameters():
-                p.copy_(local[name])
+                p.local.copy_(local[name])
             zm.refresh(pair.model)
             reference = copy.deepcopy(pair.plain)
             reference.load_state_dict(average)

@@ -265,17 +265,12 @@ def test_what_is_computed_of_gradients_is_guarded_like_them(strategy):
     backward(model)
     first: Any = next(model.parameters())
     for mixing in (
-        lambda: (first.grad**2).sum(),
-        lambda: torch.isnan(first.grad).any(),
-        lambda: (first.grad / 2).abs().max(),
-        lambda: (first * 2).sum(),
-        lambda: torch._foreach_div([first.grad], 2.0)[0].max(),
-        lambda: torch._foreach_mul([torch.ones_like(first.local)], [first.grad])[0].sum(),
+        lambda: torch._foreach_mul([torch.ones_like(first.local)], [first.grad])[0],
         lambda: torch.cummax(first, 0),
         lambda: torch.cummin(input=first, dim=0),
-        lambda: first.detach().mul(first.grad).sum(),
+        lambda: first.detach().mul(first.grad).sum(0),
     ):
-        with torch.no_grad(), pytest.raises(OptimizerError, match=r"needs all of 0\.0\.weight \(6, 6\)"):
+        with torch.no_grad(), pytest.raises(OptimizerError, match=r"of 0\.0\.weight \(6, 6\)"):
             mixing()
     plain = chain()
     backward(plain)
@@ -304,18 +299,6 @@ def test_states_of_optimizers_are_plain_tensors():
         optimizer.step()
         states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
         assert states and all(type(value) is torch.Tensor for value in states)
-
-
-@on_ranks(2)
-def test_what_is_computed_of_slices_is_saved_as_this_ranks_values():
-    model = sharded(chain(), "node=3")
-    backward(model)
-    held = {name: 0.5 * param.grad for name, param in model.named_parameters()}
-    file = io.BytesIO()
-    torch.save(held, file)
-    file.seek(0)
-    for name, value in torch.load(file).items():
-        assert type(value) is torch.Tensor and torch.equal(value, held[name].local)
 
 
 @on_ranks(2)
@@ -660,8 +643,8 @@ def test_what_a_forward_needs_of_other_units_is_gathered(strategy, again):
         for one in (optimizer, expected):
             one.step()
             one.zero_grad()
-    with pytest.raises(OptimizerError, match=r"sum needs all of lm_head\.weight"):
-        model.lm_head.weight.sum()
+    with pytest.raises(OptimizerError, match=r"sum over a dimension.* needs all of lm_head\.weight"):
+        model.lm_head.weight.sum(0)
 
 
 # ---- what a forward does with the parameters themselves
@@ -942,7 +925,7 @@ def test_a_state_of_another_layout_is_refused():
     optimizer, again = (torch.optim.AdamW(each.parameters()) for each in (model, other))
     trained(model, optimizer)
     again.load_state_dict(optimizer.state_dict())
-    with pytest.raises(CheckpointError, match=r"load_state_dict was given slice .* of another layout"):
+    with pytest.raises(CheckpointError, match=r"load_state_dict of state .* was given a slice .* of other elements"):
         trained(other, again, 1)
 
 
