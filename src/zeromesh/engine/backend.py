@@ -296,13 +296,16 @@ class DeviceBackend:
 
     def require_usable(self, unit: int, outputs: Iterable[Tensor]) -> None:
         """Raises ModelError where a forward hands out what outlives the unit's turn in its slot."""
-        shards = self.units[unit]
-        slots = {_storage(buffer.full) for buffer in shards.buffers} if shards.shares_slot else set()
-        if any(_storage(tensor) in slots for tensor in outputs):
+        if any(self.in_shared_slot(unit, tensor) for tensor in outputs):
             raise ModelError(
-                f"unit {shards.name!r} returns a parameter of its own, or a view of one, in memory that other units' "
+                f"unit {self.units[unit].name!r} returns a parameter of its own, or a view of one, in memory that other units' "
                 f"parameters will use: return a clone, or name the unit in zm.shard(resident=[...])"
             )
+
+    def in_shared_slot(self, unit: int, tensor: Tensor) -> bool:
+        """Whether a tensor is, or shows, gathered parameters of the unit where others' will be."""
+        shards = self.units[unit]
+        return shards.shares_slot and any(_storage(buffer.full) == _storage(tensor) for buffer in shards.buffers)
 
     def require_in_place(self, unit: int, *, outermost: bool) -> None:
         """Raises ModelError where a forward of the unit has put other parameters, memory or values in their place; of

@@ -92,7 +92,7 @@ class _Slice(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         act, kwargs = _ALLOWED.get(func), kwargs or {}
-        if act in _GATHERS and (engine := _running_engine(args, kwargs)) is not None:
+        if (act in _GATHERS or func in _DETACHED) and (engine := _running_engine(args, kwargs)) is not None:
             return engine.on_demand(func, args, kwargs)
         if act is None:
             raise _refusal(func, args, kwargs)
@@ -438,6 +438,7 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _no_hook: [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook],
     _no_grad_of: [torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward],
 }
+_DETACHED = frozenset({torch.detach, torch.Tensor.detach})
 _GATHERS = frozenset({None, _compute, _make, _norm})
 """What computes with values, in a forward with those of the whole parameter."""
 

@@ -664,6 +664,79 @@ def test_what_a_forward_needs_of_other_units_is_gathered(strategy, again):
         model.lm_head.weight.sum()
 
 
+class Fused(torch.autograd.Function):
+    """A loss that computes its gradients in its forward, as fused heads do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        with torch.enable_grad():
+            given = [each.detach().requires_grad_() for each in (x, weight)]
+            loss = functional.linear(*given).square().mean()
+            ctx.grads = torch.autograd.grad(loss, given)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(grad * each for each in ctx.grads)
+
+
+class Borrowing(nn.Module):
+    """The root, and a block, compute with weights of other units in ways that torch tells nobody of."""
+
+    class Head(nn.Linear):
+        pass
+
+    class Block(nn.Module):
+        def __init__(self, head: list[nn.Module]) -> None:
+            super().__init__()
+            self.lin, self.head = nn.Linear(WIDTH, WIDTH), head
+
+        def forward(self, x):
+            return torch.tanh(self.lin(x)) + self.head[0].weight.detach().sum(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = self.Head(WIDTH, 8)
+        self.blocks = nn.ModuleList(self.Block([self.head]) for _ in range(4))
+        self.way = "right"
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        if self.way == "written":
+            self.head.weight.data.clamp_(-0.1, 0.1)
+        weight = self.blocks[0].lin.weight
+        if self.way == "shared":
+            return Fused.apply(x, weight)
+        x = x @ weight.t() + weight[0] + weight.detach().sum(0)
+        return Fused.apply(x, self.head.weight) + self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["node=3", "node=3d", "node=1", "node=0"])
+@on_ranks(2)
+def test_a_forward_uses_weights_of_other_units_as_it_would_its_own(strategy):
+    torch.manual_seed(0)
+    plain = Borrowing().double()
+    model, meta = copy.deepcopy(plain), Borrowing().double().to("meta")
+    options = {"units": [Borrowing.Block, Borrowing.Head], "resident": ["head"], "bucket_bytes": 0}
+    for each in (model, meta):
+        zm.shard(each, mesh(), strategy, **options)
+    zm.load_full_state_dict(meta, plain.state_dict())
+    with torch.no_grad():
+        close(model(inputs()), plain(inputs()), "loss", BOUND)
+    for each in (model, meta, plain):
+        each(inputs()).backward()
+    same_grads(model, plain)
+    same_grads(meta, plain)
+    if strategy in ("node=3", "node=3d"):
+        model.way = "shared"
+        with pytest.raises(ModelError, match=r"Function is given blocks\.0\.lin\.weight.*resident=.*units="):
+            model(inputs())
+    model.way = "written"
+    with pytest.raises(ModelError, match="has written to its parameters"):
+        model(inputs())
+
+
 # ---- what a forward does with the parameters themselves
 
 
