@@ -166,6 +166,21 @@ class Engine:
             self._end_interrupted(own=own)
         return self.interpreter.forward is not None
 
+    def runs_a_method(self) -> bool:
+        """Whether code of one of the model's modules is on the stack, and no optimizer's above it; what nn.Module itself
+        does with parameters (`state_dict`, `to`) is no computation."""
+        model, frame = self.model(), sys._getframe()
+        while model is not None and frame.f_back is not None:
+            frame = frame.f_back
+            code = frame.f_code
+            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if isinstance(owner, torch.optim.Optimizer):
+                return False
+            if isinstance(owner, nn.Module) and code.co_filename != nn.Module._call_impl.__code__.co_filename:
+                if any(module is owner for module in model.modules()):
+                    return True
+        return False
+
     def read(self, param: ShardedParameter) -> Tensor:
         """A parameter as a forward finds it in a module of a unit that is not open: [Note: Reads] of
         `zeromesh.engine.hooks`."""

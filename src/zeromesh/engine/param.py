@@ -14,7 +14,9 @@ and `p.detach()`. Copies and new tensors (`clone`, `to`, `zeros_like`) are this 
 A write to a parameter, or through what shows its values, tells the engine, which brings copies up to date.
 
 Inside a forward of the model nothing is refused: what computes with a parameter whose unit is not open opens it for as
-long as it takes, as a call of the unit. All ranks run the same forward; elsewhere one of them may be alone.
+long as it takes, as a call of the unit. So it is inside another method of one of its modules (`encode` of a VAE, the
+forward of a layer that is no unit), but that functions of slices are as elsewhere there. All ranks run the same code of
+the model; elsewhere one of them may be alone.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ class _Slice(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         act, kwargs = _ALLOWED.get(func), kwargs or {}
-        if (act in _GATHERS or func in _DETACHED) and (engine := _running_engine(args, kwargs)) is not None:
+        if (act in _GATHERS or func in _DETACHED) and (engine := _running_engine(func, args, kwargs)) is not None:
             return engine.on_demand(func, args, kwargs)
         if act is None:
             raise _refusal(func, args, kwargs)
@@ -239,13 +241,24 @@ def _no_gradient(name: str, owner: str) -> ModelError:
     )
 
 
-def _running_engine(args: Any, kwargs: Any) -> Any:
+def _running_engine(func: Any, args: Any, kwargs: Any) -> Any:
     """Of the first parameter among the arguments, if its model computes now."""
     for arg in _flat([args, [*kwargs.values()]]):
         if type(arg) is ShardedParameter:
             engine = arg.engine()
-            return engine if engine is not None and engine.runs() else None
+            whole = engine is not None and _needs_whole(arg, func, args, kwargs)
+            return engine if engine is not None and (engine.runs() or (whole and engine.runs_a_method())) else None
     return None
+
+
+def _needs_whole(param: ShardedParameter, func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether `func` computes, and not element by element of slices outside of autograd."""
+    act, name = _ALLOWED.get(func), _name_of(func)
+    if act is not _compute:
+        return act is None and (name.endswith("__") or not name.endswith("_"))
+    plain = [arg.shape for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor) and arg.ndim]
+    beside = any(shape not in (param.global_shape, param.local.shape) for shape in plain)
+    return beside or not param.global_shape or (torch.is_grad_enabled() and param.requires_grad)
 
 
 def _refusal(func: Any, args: Any, kwargs: Any = MappingProxyType({})) -> OptimizerError:

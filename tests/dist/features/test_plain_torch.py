@@ -737,6 +737,50 @@ def test_a_forward_uses_weights_of_other_units_as_it_would_its_own(strategy):
         model(inputs())
 
 
+class Coder(nn.Module):
+    """Computes with parameters of the root in methods, and in a layer that is no unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.temperature = nn.Parameter(torch.full((WIDTH,), 1.3)), nn.Parameter(torch.ones(()))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.encoder, self.decoder = (nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))) for _ in range(2))
+
+    def encode(self, x):
+        return self.norm(self.encoder(x * self.scale)) * self.temperature.exp()
+
+    def decode(self, x):
+        return torch.tanh(self.decoder(functional.linear(x, self.encoder[1].weight)))
+
+    def penalty(self):
+        return self.scale.square().sum() + self.decoder[0].weight.square().sum()
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+@pytest.mark.parametrize("strategy", ["node=3", "node=2", "node=0"])
+@on_ranks(2)
+def test_methods_beside_forward_compute_as_it_does(strategy):
+    torch.manual_seed(0)
+    plain = Coder().double()
+    model = zm.shard(copy.deepcopy(plain), mesh(), strategy, units=[nn.Linear], bucket_bytes=0)
+    expected, optimizer = sgd(plain), sgd(model)
+    for step in range(2):
+        for each in (model, plain):
+            with torch.no_grad():
+                each.decode(each.encode(inputs(step)))
+            z = each.encode(inputs(step))
+            (each.decode(z).square().mean() + each.penalty() + each.norm(z).mean()).backward()
+        same_grads(model, plain)
+        for one in (optimizer, expected):
+            one.step()
+            one.zero_grad()
+    close(model(inputs()), plain(inputs()), "outputs", BOUND)
+    with pytest.raises(OptimizerError, match=r"linear needs all of encoder\.1\.weight"):
+        functional.linear(inputs(), model.encoder[1].weight)
+
+
 # ---- what a forward does with the parameters themselves
 
 
