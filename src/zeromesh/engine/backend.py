@@ -77,7 +77,7 @@ class WholeTensors(Protocol):
         """What brings values back to the state shards."""
 
 
-Site = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter, int]
+Site = tuple[dict[str, nn.Parameter | None], str, Leaf, ShardedParameter, int]
 """The `_parameters` of a module, a key, and what stands there: the compute leaf, or else the optimizer's parameter. And
 the leaf's address, where gathers and refreshes write."""
 
@@ -482,8 +482,19 @@ def written(unit: str) -> ModelError:
     )
 
 
-def _replaced(unit: UnitShards, param: nn.Parameter) -> ModelError:
-    name = next(p.full_name for buffer in unit.buffers for p in buffer.optimizer_params if p is param)
+def _replaced(unit: UnitShards, param: ShardedParameter) -> ModelError:
+    name, leaf, dtype = next(
+        (param.full_name, leaf, buffer.full.dtype)
+        for buffer in unit.buffers
+        for each, leaf in zip(buffer.optimizer_params, buffer.leaves, strict=True)
+        if each is param
+    )
+    if leaf.dtype != dtype:
+        return ModelError(
+            f"a forward casts the module of {name} to {leaf.dtype}, and the model computes in {dtype}: choose that dtype "
+            f"in the model's configuration (router_dtype, say), give zm.shard(param_dtype={leaf.dtype}), or cast values "
+            f"instead of the module, as in functional.linear(x, self.weight.float())"
+        )
     return ModelError(
         f"the model has something else where zm.shard has put {name}, by torch.func.functional_call or an assignment "
         f"(of `.data` too): a sharded model computes with its own parameters. Change their values (`.local.copy_` and "

@@ -794,6 +794,10 @@ class Codebook(nn.Module):
         self.way = way
 
     def forward(self, x):
+        if self.way == "cast":
+            self.lin = self.lin.to(torch.float32)
+            return self.lin(x.float()).double()
+        self.lin = self.lin.to(x.dtype)  # which it has
         out = self.lin(x)
         if self.way == "assigned":
             self.lin.weight = nn.Parameter(torch.zeros_like(self.lin.weight))
@@ -805,21 +809,25 @@ class Codebook(nn.Module):
 @STAGES
 @on_ranks(2)
 def test_parameters_that_a_forward_replaces_are_refused(strategy):
-    for way in ("assigned", "data"):
+    for way, said in (
+        ("assigned", "where zm.shard has put {}"),
+        ("data", "where zm.shard has put {}"),
+        ("cast", "casts the module of {} to torch.float32, and the model computes in torch.float64"),
+    ):
         blocks = nn.Sequential(*(Codebook("") for _ in range(4)))
         model = zm.shard(blocks.double(), mesh(), strategy, units=[Codebook], bucket_bytes=0)
         blocks[2].way = way
         for grad in (True, False):
             with (
                 torch.set_grad_enabled(grad),
-                pytest.raises(ModelError, match=r"where zm.shard has put 2\.lin\.weight"),
+                pytest.raises(ModelError, match=said.format(r"2\.lin\.weight")),
             ):
                 model(inputs())
         blocks[2].way = ""
         if way == "assigned":  # else the layer's memory is another for good
             model(inputs()).sum().backward()
         root = zm.shard(Codebook(way).double(), mesh(), strategy, units=[nn.Tanh])
-        with pytest.raises(ModelError, match=r"where zm.shard has put lin\.weight"):
+        with pytest.raises(ModelError, match=said.format(r"lin\.weight")):
             root(inputs())
         assert all(isinstance(param, ShardedParameter) for param in root.parameters())
 
