@@ -298,8 +298,8 @@ class DeviceBackend:
         """Raises ModelError where a forward hands out what outlives the unit's turn in its slot."""
         if any(self.in_shared_slot(unit, tensor) for tensor in outputs):
             raise ModelError(
-                f"unit {self.units[unit].name!r} returns a parameter of its own, or a view of one, in memory that other units' "
-                f"parameters will use: return a clone, or name the unit in zm.shard(resident=[...])"
+                f"unit {self.units[unit].name!r} returns a parameter of its own, or a view of one, in memory that "
+                f"other units' parameters will use: return a clone, or name the unit in zm.shard(resident=[...])"
             )
 
     def in_shared_slot(self, unit: int, tensor: Tensor) -> bool:
@@ -491,9 +491,9 @@ def _replaced(unit: UnitShards, param: ShardedParameter) -> ModelError:
     )
     if leaf.dtype != dtype:
         return ModelError(
-            f"a forward casts the module of {name} to {leaf.dtype}, and the model computes in {dtype}: choose that dtype "
-            f"in the model's configuration (router_dtype, say), give zm.shard(param_dtype={leaf.dtype}), or cast values "
-            f"instead of the module, as in functional.linear(x, self.weight.float())"
+            f"a forward casts the module of {name} to {leaf.dtype}, and the model computes in {dtype}: choose that "
+            f"dtype in the model's configuration (router_dtype, say), give zm.shard(param_dtype={leaf.dtype}), or "
+            f"cast values instead of the module, as in functional.linear(x, self.weight.float())"
         )
     return ModelError(
         f"the model has something else where zm.shard has put {name}, by torch.func.functional_call or an assignment "

@@ -167,8 +167,8 @@ class Engine:
         return self.interpreter.forward is not None
 
     def runs_a_method(self) -> bool:
-        """Whether code of one of the model's modules is on the stack, and no optimizer's above it; what nn.Module itself
-        does with parameters (`state_dict`, `to`) is no computation."""
+        """Whether code of one of the model's modules runs, and not an optimizer that it has called. What nn.Module
+        itself does with parameters (`state_dict`, `to`) does not count."""
         model, frame = self.model(), sys._getframe()
         while model is not None and frame.f_back is not None:
             frame = frame.f_back
@@ -176,9 +176,9 @@ class Engine:
             owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if isinstance(owner, torch.optim.Optimizer):
                 return False
-            if isinstance(owner, nn.Module) and code.co_filename != nn.Module._call_impl.__code__.co_filename:
-                if any(module is owner for module in model.modules()):
-                    return True
+            own = isinstance(owner, nn.Module) and code.co_filename != nn.Module._call_impl.__code__.co_filename
+            if own and any(module is owner for module in model.modules()):
+                return True
         return False
 
     def read(self, param: ShardedParameter) -> Tensor:

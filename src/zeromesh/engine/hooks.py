@@ -146,8 +146,8 @@ def require_traced(param: ShardedParameter) -> None:
     while param.requires_grad and frame is not None:
         if frame.f_code is _APPLY and any(arg is param for arg in frame.f_locals["args"]):
             raise ModelError(
-                f"an autograd.Function is given {param.full_name}, whose unit shares its gather slot with others and is "
-                f"not open here: give that unit a slot of its own, zm.shard(resident=[...]), or name in "
+                f"an autograd.Function is given {param.full_name}, whose unit shares its gather slot with others and "
+                f"is not open here: give that unit a slot of its own, zm.shard(resident=[...]), or name in "
                 f"zm.shard(units=[...]) a class around both the parameter and the forward that uses it"
             )
         frame = frame.f_back

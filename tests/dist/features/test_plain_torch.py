@@ -705,7 +705,7 @@ class Borrowing(nn.Module):
             x = checkpoint(block, x, use_reentrant=False)
         if self.way == "written":
             self.head.weight.data.clamp_(-0.1, 0.1)
-        weight = self.blocks[0].lin.weight
+        weight: Any = self.blocks[0].lin.weight
         if self.way == "shared":
             return Fused.apply(x, weight)
         x = x @ weight.t() + weight[0] + weight.detach().sum(0)
