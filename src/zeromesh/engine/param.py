@@ -17,7 +17,9 @@ would follow raises when a gradient arrives at it.
 A write to a parameter, or through a tensor that shows its values, tells the engine, which brings copies up to date.
 
 Inside a forward of the model nothing is refused: a function that uses a parameter whose unit is not open opens the unit
-for as long as it takes, as a call of the unit. All ranks run the same forward; elsewhere one of them may be alone.
+for as long as it takes, as a call of the unit. The same holds inside another method of one of its modules (`encode` of a
+VAE, the forward of a layer that is no unit), except that functions of slices are as elsewhere there. All ranks run the
+same code of the model; elsewhere one of them may be alone.
 
 [Note: Stepping] Inside the step of an optimizer that has been looked at, operands are not compared, and new tensors are
 plain 1-D tensors of this rank's elements: an optimizer's states belong to their parameter, and Python for each of them
@@ -122,7 +124,7 @@ class Slice(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         act, kwargs = _ALLOWED.get(func), kwargs or {}
-        if act in _GATHERS and (engine := _running_engine(args, kwargs)) is not None:
+        if (act in _GATHERS or func in _DETACHED) and (engine := _running_engine(func, args, kwargs)) is not None:
             return engine.on_demand(func, args, kwargs)
         if act is None:
             raise _refusal(func, args, kwargs)
@@ -316,13 +318,30 @@ def _first_slice(args: Any, kwargs: Any = MappingProxyType({})) -> Slice | None:
     return next((arg for arg in tensors_in([*args, *kwargs.values()]) if isinstance(arg, Slice)), None)
 
 
-def _running_engine(args: Any, kwargs: Any) -> Any:
+def _running_engine(func: Any, args: Any, kwargs: Any) -> Any:
     """The engine of the first parameter among the arguments, if its model computes now."""
     for arg in tensors_in([*args, *kwargs.values()]):
         if type(arg) is ShardedParameter:
             engine = arg.engine()
-            return engine if engine is not None and engine.runs() else None
+            whole = engine is not None and _needs_whole(arg, func, args, kwargs)
+            return engine if engine is not None and (engine.runs() or (whole and engine.runs_a_method())) else None
     return None
+
+
+def _needs_whole(param: ShardedParameter, func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether `func`, in a method of a module, computes with the whole parameter: autograd follows it, or it gives
+    neither a slice nor a number of the whole tensor."""
+    act, name = _ALLOWED.get(func), _name_of(func)
+    if act in (_compute, _reduce, _norm) and torch.is_grad_enabled() and param.requires_grad:
+        return True
+    if act is not _compute:
+        return act is None and (name.endswith("__") or not name.endswith("_"))
+    plain = [arg.shape for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor) and arg.ndim]
+    return not param.shape or any(not _broadcasts(shape, param.shape) for shape in plain)
+
+
+def _broadcasts(shape: torch.Size, into: torch.Size) -> bool:
+    return len(shape) <= len(into) and all(own in (1, n) for own, n in zip(shape[::-1], into[::-1], strict=False))
 
 
 # ---- autograd
@@ -640,6 +659,7 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _no_hook: [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook],
     _no_grad_of: [torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward],
 }
+_DETACHED = frozenset({torch.detach, torch.Tensor.detach})
 _GATHERS = frozenset({None, _compute, _make, _norm, _reduce})
 """What computes with values, in a forward with those of the whole parameter."""
 

@@ -19,8 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 from zeromesh.errors import CommunicationError, ConfigError, InputError, ZeromeshError
 from zeromesh.launch.device import CPU, agree_on_device, backend_for, find_device, order_launches
 from zeromesh.launch.environment import Launched
+from zeromesh.launch.failure import is_communication
 from zeromesh.launch.meeting import meet
-from zeromesh.launch.roll_call import RollCall, is_communication
+from zeromesh.launch.roll_call import RollCall
 
 T = TypeVar("T")
 
