@@ -39,8 +39,8 @@ def to_plain(value: Any, path: str) -> Any:
             return {key: to_plain(item, f"{path}.{key}") for key, item in value.items()}
         return {"__items__": [[to_plain(k, path), to_plain(item, f"{path}.{k}")] for k, item in value.items()]}
     raise CheckpointError(
-        f"{path} must be made of numbers, text, 0-d tensors, lists, tuples and dicts, since nothing in a checkpoint is pickled; "
-        f"got {type(value).__module__}.{type(value).__qualname__}"
+        f"{path} must be made of numbers, text, 0-d tensors, lists, tuples and dicts, since nothing in a checkpoint is "
+        f"pickled; got {type(value).__module__}.{type(value).__qualname__}"
     )
 
 
