@@ -14,7 +14,7 @@ from zeromesh.checkpoint.full_state import persistent_buffers
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.optim import WHOLE, take_slices
-from zeromesh.engine.param import ShardedGrad, ShardedParameter
+from zeromesh.engine.param import ShardedParameter, Slice
 from zeromesh.errors import CheckpointError
 from zeromesh.pieces.piece import Piece, share, whole
 from zeromesh.pieces.region import Region
@@ -142,7 +142,7 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, Tensor]]:
 
 def _local(state: Tensor) -> Tensor:
     """Of what an optimizer has computed of slices, this rank's elements."""
-    return state.local if isinstance(state, ShardedGrad) else state
+    return state.local if isinstance(state, Slice) else state
 
 
 def _owned_state(name: str, region: Region, value: Tensor) -> list[Piece]:

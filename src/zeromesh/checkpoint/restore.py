@@ -120,7 +120,7 @@ def _state_targets(
     """What each state of a parameter is read into, and the tensor that it is then: what belongs to an `owned` region,
     which may be all, or the elements of this rank's slice."""
     targets = []
-    local, shape = param.local, tuple(param.global_shape)
+    local, shape = param.local, tuple(param.shape)
     number_device = local.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
     for name, entry in found.items():
         key, dtype = name.rpartition(".")[2], DTYPES[reader.entry(name).dtype]

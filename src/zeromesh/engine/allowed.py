@@ -23,19 +23,25 @@ _ELEMENTWISE = """
     truediv floor_divide floordiv fmod remainder mod pow square sqrt rsqrt reciprocal exp exp2 expm1 log log1p log2
     log10 logaddexp sin cos tan sinh cosh tanh atan atan2 arctan2 hypot erf sigmoid relu round floor ceil trunc frac
     clamp clamp_min clamp_max clip maximum minimum fmax fmin lerp addcmul addcdiv nan_to_num copysign heaviside
-    xlogy isnan isinf isfinite eq ne lt le gt ge greater greater_equal less less_equal not_equal and or xor invert
-    logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not where masked_fill
-    copy fill zero
+    xlogy isnan isinf isfinite isclose eq ne lt le gt ge greater greater_equal less less_equal not_equal and or xor
+    invert logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not where
+    masked_fill copy fill zero
 """
 
 # Steps of torch.optim, which write their first arguments.
 _FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
 
-# Tensors of their own: with an element for each of the slice's, as optimizers' states are, or of a size that is given.
-_NEW = """
-    clone as_subclass to type float double half bfloat16 cpu cuda contiguous zeros_like ones_like empty_like full_like
-    rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
+# Copies and new tensors with an element for each of the slice's.
+_COPIES = """
+    clone to type type_as float double half bfloat16 cpu cuda contiguous zeros_like ones_like empty_like full_like
 """
+_RANDOM = "rand_like randn_like"
+
+# Tensors of a size that is given.
+_SIZED = "new_zeros new_ones new_empty new_full new_tensor"
+
+# One value for the elements that an index chooses.
+_CHOOSING = "__setitem__ index_fill index_fill_"
 
 # Over all ranks.
 _NORMS = "norm vector_norm linalg_vector_norm linalg_norm _foreach_norm"
@@ -43,14 +49,14 @@ _NORMS = "norm vector_norm linalg_vector_norm linalg_norm _foreach_norm"
 # Of the whole tensor as much as of a slice of it. What would tell of this rank's memory (stride, data_ptr,
 # untyped_storage ...) is not among them.
 _PROPERTIES = """
-    is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned is_shared is_contiguous is_nonzero
-    element_size get_device has_names retain_grad result_type __reduce_ex__ _is_view
+    is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned is_shared is_contiguous
+    element_size get_device has_names retain_grad result_type _is_view _has_grad_dtype_override
 """
 _ATTRIBUTES = """
     device dtype layout itemsize requires_grad is_leaf grad_fn _grad_fn grad grad_dtype output_nr retains_grad name
     names volatile _version _base _backward_hooks _post_accumulate_grad_hooks is_cpu is_cuda is_xpu is_xla is_ipu
     is_mps is_mtia is_maia is_meta is_nested is_mkldnn is_quantized is_sparse is_sparse_csr is_vulkan
-    _python_dispatch _cdata
+    _python_dispatch _cdata _has_grad_dtype_override
 """
 
 
@@ -76,8 +82,18 @@ IN_PLACE = frozenset(each for each in _elementwise if _writes(each)) | frozenset
 OUT_OF_PLACE = _elementwise - IN_PLACE
 ZEROING = frozenset(spelt("zero_ _foreach_zero_"))
 FILLS = frozenset({nn.init.constant_})
-NEW = frozenset(spelt(_NEW))
+COPIES = frozenset(spelt(_COPIES))
+RANDOM = frozenset(spelt(_RANDOM))
+SIZED = frozenset(spelt(_SIZED))
+CHOOSING = frozenset(spelt(_CHOOSING))
 NORMS = frozenset(spelt(_NORMS))
+
+
+def reductions(names: Iterable[str]) -> frozenset[Function]:
+    """The functions that give a number of the whole tensor."""
+    return frozenset(spelt(" ".join(names)))
+
+
 UNSCALING = frozenset(spelt("_amp_foreach_non_finite_check_and_unscale_"))
 PROPERTIES = frozenset(spelt(_PROPERTIES)) | frozenset(
     getattr(getattr(Tensor, name), slot)

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_axes
 from zeromesh.engine.chain import require_wires
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.norms import slice_norms
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.others import keep_others_out
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.parts import Parts, beyond_of, require_inside, require_known_buffers
 from zeromesh.engine.pipeline import joint_norm, require_joint
 from zeromesh.engine.promised import Source, promised_of, read_promised, settle
+from zeromesh.engine.reductions import slice_norms
 from zeromesh.engine.shardable import require_unwrapped
 from zeromesh.engine.spread import require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
@@ -289,7 +289,7 @@ def clip_grad_norm_(
     for engine in engines:
         shown = [param for param in engine.optimizer_params() if param.grad is not None]
         grads.append([param.grad.local for param in shown])  # type: ignore[union-attr]  # slices
-        norms = slice_norms(grads[-1], [param.spans for param in shown], norm_type)
+        norms = slice_norms(grads[-1], [param.elements.spans for param in shown], norm_type)
         totals.append(torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(()))
     total = totals[0]
     if pipeline is not None or len(engines) > 1:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from zeromesh.comm import AxisGroup, Lane, axis_ranks, make_groups, mesh_group
 from zeromesh.comm.registered import Registration, registered
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
-from zeromesh.engine.control import Control, broadcast_bytes
+from zeromesh.engine.control import Control, broadcast_bytes, progress_of
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install, install_on_parts
@@ -155,6 +156,8 @@ def build_engine(
     )
     if registration is not None:
         weakref.finalize(backend, registration.release).atexit = False
+    if control.world > 1:
+        progress_of(control)  # made here, by all ranks together
     engine = Engine(schedule, backend, homes, precision, model=weakref.ref(model), debug=debug)
     _make_optimizer_params(engine)
     for index, module in enumerate(modules):
@@ -375,9 +378,12 @@ def _make_optimizer_params(engine: Engine) -> None:
         assert engine is not None  # else its gradients are gone too
         engine.agree_max(values)
 
+    meshes = {part: home.mesh for part, home in engine.homes.items()}
+    ranks = {part: () if mesh is None else tuple(mesh.mesh.flatten().tolist()) for part, mesh in meshes.items()}
     for index, unit in enumerate(engine.units):
         for buffer in unit.buffers:
             home = engine.homes[buffer.spec.part]
-            buffer.make_optimizer_params(
-                home.spans(control), home.control.beyond, agree_max=agree, unit=index, engine=reference
-            )
+            known = {"layout": str(home.layout.strategy), "control": control, "agree_max": agree}
+            divided = partial(home.divided, ranks[buffer.spec.part])
+            spans, beyond = home.spans(control), home.control.beyond
+            buffer.make_optimizer_params(spans, beyond, divided, known, unit=index, engine=reference)

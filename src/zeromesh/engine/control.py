@@ -9,9 +9,12 @@ ranks, and counts once: a parameter's `Span`s.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import os
 import pickle
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -23,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeromesh.comm import group_of
-from zeromesh.errors import CommunicationError, MeshError, MismatchError
+from zeromesh.engine.progress import Progress
+from zeromesh.errors import CommunicationError, MeshError, MismatchError, ZeromeshError
 
 ResultT = TypeVar("ResultT")
 
@@ -203,11 +207,7 @@ class Control:
 
     def require_same(self, what: str, text: str) -> None:
         """Raises MismatchError on every rank if `text` differs between ranks."""
-        # Thousands of ranks compare a word each; texts are exchanged only to say what differs.
-        word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-        words = torch.tensor([word, -word], dtype=torch.int64, device=self.device)
-        highest, lowest = self.reduce_all(words, dist.ReduceOp.MAX).tolist()
-        if highest == -lowest:
+        if self._same(text):
             return
         texts = self.gather(text)
         for rank, other in enumerate(texts):
@@ -216,6 +216,75 @@ class Control:
                     f"all ranks must have the same {what}; rank 0 has {_differing(texts[0], other)}, "
                     f"rank {rank} has {_differing(other, texts[0])}: start every rank with the same arguments"
                 )
+
+    def _same(self, text: str) -> bool:
+        # Thousands of ranks compare a word each; texts are exchanged only to say what differs.
+        word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        words = torch.tensor([word, -word], dtype=torch.int64, device=self.device)
+        highest, lowest = self.reduce_all(words, dist.ReduceOp.MAX).tolist()
+        return bool(highest == -lowest)
+
+    @contextmanager
+    def meeting(self, call: str, tensors: str) -> Iterator[None]:
+        """Inside, all ranks exchange values for one call of a function that users call.
+
+        Args:
+            call: the function, for messages.
+            tensors: its arguments, the same on all ranks.
+
+        Raises:
+            MismatchError: on all ranks, within the time of two exchanges, if some make another call.
+            CommunicationError: after the group's timeout, if some make none; names them.
+        """
+        if self.world == 1:
+            yield
+            return
+        progress = progress_of(self)
+        text = f"{call} of {tensors}"
+        try:
+            progress.arrive(text[:200])
+            found = [] if self._same(text) else self.gather(f"{text[:200]} ({_users_line()})")
+            if not found:
+                yield
+        except RuntimeError as error:
+            if isinstance(error, ZeromeshError) and not isinstance(error, CommunicationError):
+                raise
+            missing = "; ".join(progress.missing()) or "a rank that has ended since"
+            raise CommunicationError(
+                f"{text[:200]} ({_users_line()}) is one value of the whole tensor, so all {self.world} ranks that have "
+                f"a slice of it must call it together. Missing: {missing}. [{str(error).splitlines()[0]}]"
+            ) from error
+        if found:
+            raise MismatchError(f"all ranks must call the same function of the same tensor together; {_by_call(found)}")
+
+
+@cache
+def progress_of(control: Control) -> Progress:
+    """Where the ranks of `control` are in their meetings; the first call is made by all of them together."""
+    ranks = sorted(control.gather(dist.get_rank()))
+    return Progress(
+        store=dist.distributed_c10d._get_default_store(),  # torch has no public way to it
+        key=f"zeromesh/meetings/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}",
+        rank=control.number,
+        size=control.world,
+    )
+
+
+def _users_line() -> str:
+    """The innermost line that is neither torch's nor ours: who has made the call."""
+    ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
+    own = (os.path.dirname(torch.__file__) + os.sep, ours, contextlib.__file__)
+    line = next((line for line in reversed(traceback.extract_stack()) if not line.filename.startswith(own)), None)
+    return "unknown line" if line is None else f"{line.filename}:{line.lineno}"
+
+
+def _by_call(calls: Sequence[str]) -> str:
+    """Calls, each with the ranks that make it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        ranks.setdefault(call, []).append(rank)
+    shown = {call: ", ".join(map(str, own[:8])) + ", ..." * (len(own) > 8) for call, own in ranks.items()}
+    return "; ".join(f"rank{'s' * (len(ranks[call]) > 1)} {own} called {call}" for call, own in shown.items())
 
 
 def gather_over(group: dist.ProcessGroup | None, value: ResultT) -> list[ResultT]:

@@ -17,17 +17,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeromesh.engine.control import Span
+from zeromesh.engine.elements import Divided, Elements
 from zeromesh.engine.leaf import Leaf, PlainLeaf, make_leaf
-from zeromesh.engine.param import ShardedGrad, ShardedParameter, leave_memory, make_slice, return_memory
+from zeromesh.engine.param import ShardedParameter, Slice, leave_memory, make_slice, return_memory
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.pieces.region import Region
@@ -103,7 +105,7 @@ class FlatShards:
     waiting: Tensor | None = None
     leaves: list[Leaf] = field(default_factory=list)
     optimizer_params: list[ShardedParameter] = field(default_factory=list)
-    optimizer_grads: list[ShardedGrad] = field(default_factory=list)
+    optimizer_grads: list[Slice] = field(default_factory=list)
     noise: dict[str, torch.Generator] = field(default_factory=dict)
     adds: bool = False
 
@@ -261,28 +263,41 @@ class FlatShards:
         return grads
 
     def make_optimizer_params(
-        self, spans: tuple[Span, ...], beyond: Sequence[dist.ProcessGroup] = (), **attributes: object
+        self,
+        spans: tuple[Span, ...],
+        beyond: Sequence[dist.ProcessGroup],
+        divided: Callable[[int, Sequence[Axis]], Divided | None],
+        known: Mapping[str, Any],
+        **attributes: object,
     ) -> None:
         """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard).
 
         Args:
             spans: that the buffer is divided over.
             beyond: groups of the axes beyond the mesh.
-            attributes: of each.
+            divided: how a buffer of so many elements lies on the mesh, sharded over some axes.
+            known: further fields of `Elements`, the same for all.
+            attributes: of each parameter.
         """
         home, axes = self.home
-        held = self.range_of(axes)
+        held, division = self.range_of(axes), divided(self.padded, axes)
         in_params = self.master is None or self.master_in_params
         in_leaves = bool(self.leaves) and in_params and not self.gathered
         for index, place in enumerate(self.places):
             start, stop = overlap(place, held)
-            divided = spans if place.info.spread is None else (*spans, *place.info.spread.spans)
-            common = {
-                "full_name": place.info.name,
-                "global_shape": place.global_shape,
-                "spans": divided,
-                **attributes,
-            }
+            spread = place.info.spread
+            most = place.region.numel if spread is None else spread.most  # the original has lost its values
+            elements = Elements(
+                shape=place.global_shape,
+                spread=spread,
+                place=None if division is None else division.cut(place.start, most),
+                name=place.info.name,
+                region=place.region,
+                start=start - place.start,
+                numel=stop - start,
+                spans=spans if spread is None else (*spans, *spread.spans),
+                **known,
+            )
             own = home[start - held.start : stop - held.start]
             if in_leaves:  # with the leaf's version, which autograd looks at
                 own = local_of(self.leaves[index]).detach().view(-1)[start - place.start : stop - place.start]
@@ -290,16 +305,15 @@ class FlatShards:
                 ShardedParameter,
                 own,
                 self.spec.trainable,
-                flat_start=start - place.start,
-                region=place.region,
+                elements=elements,
                 writes=all(group.rank() == 0 or place.info.divided(group) for group in beyond),
-                **common,
+                **attributes,
             )
             _carry_attributes(place.info.param, param)
             self.optimizer_params.append(param)
             if self.spec.trainable:
                 local = self.reduced[start - held.start : stop - held.start]
-                self.optimizer_grads.append(make_slice(ShardedGrad, local, False, **common))
+                self.optimizer_grads.append(make_slice(Slice, local, False, elements=elements))
 
     def set_grads_aside(self) -> bool:
         """Leaves `grads` to another step: gradients that are shown, or that somebody holds, keep their values, as in
@@ -326,7 +340,7 @@ class FlatShards:
         if held is None:
             param.grad = own if used else None
         elif held is not own:
-            assert isinstance(held, ShardedGrad)  # its setter sees to it
+            assert isinstance(held, Slice)  # its setter sees to it
             if reduced:
                 own.local.add_(held.local)
             else:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 
 from zeromesh.engine.hooks import as_python
 from zeromesh.engine.leaf import Leaf
-from zeromesh.engine.param import ShardedGrad, ShardedParameter
+from zeromesh.engine.param import STEPPING, ShardedParameter, Slice, mark
 from zeromesh.errors import OptimizerError
 from zeromesh.model.module_units import DTYPE_NAMES
 from zeromesh.pieces.piece import whole
@@ -91,7 +91,7 @@ def _allow_foreach() -> None:
     """Torch chooses its foreach implementations, on CUDA, for listed types only; DTensor is listed the same way."""
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         types = getattr(importlib.import_module(name), "_foreach_supported_types", [])
-        types.extend(kind for kind in (ShardedParameter, ShardedGrad) if kind not in types)
+        types.extend(kind for kind in (ShardedParameter, Slice) if kind not in types)
 
 
 def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -114,6 +114,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine.before_step(params)
         if without:
             engine.require_gradients(params)
+        if optimizer not in WHOLE:
+            STEPPING.add(id(optimizer))
 
 
 def _show_slices(optimizer: Optimizer) -> None:
@@ -136,7 +138,7 @@ def _as_slices(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_slice(param: ShardedParameter, key: str, value: Any) -> Any:
-    value = value.local if isinstance(value, ShardedGrad) else value
+    value = value.local if isinstance(value, Slice) else value
     if not isinstance(value, torch.Tensor) or value.shape != param.local.shape or value.dtype not in DTYPE_NAMES:
         return value  # not of its elements, or of a dtype that no checkpoint holds
     return param.sliced(f"{param.full_name}.{key}", value)
@@ -158,10 +160,11 @@ def take_slices(optimizer: Optimizer) -> None:
             state: dict[str, Any] = optimizer.state.get(param, {})
             for key, value in state.items():
                 if isinstance(value, SlicedTensor) or _is_whole(key, value, param):
-                    name = f"{param.full_name}.{key}"
-                    own = part_of(value, name, param.region, param.flat_start, param.local.numel())
+                    own = param.elements.part_of(value, f"load_state_dict of state {key!r}")
                     # A clone, or the whole of it would stay in memory.
                     state[key] = own if isinstance(value, SlicedTensor) else own.clone()
+                if type(state[key]) is torch.Tensor and state[key].shape == (param.elements.numel,):
+                    mark(state[key], param.elements)
 
 
 def _take_whole(optimizer: Optimizer, own: Mapping[ShardedParameter, Region]) -> None:
@@ -182,11 +185,12 @@ def _take_whole(optimizer: Optimizer, own: Mapping[ShardedParameter, Region]) ->
 def _is_whole(key: str, value: Any, param: ShardedParameter) -> bool:
     if not isinstance(value, torch.Tensor) or key in NUMBERS:
         return False
-    return value.shape == param.global_shape != param.local.shape
+    return bool(value.shape == param.shape != (param.elements.numel,))
 
 
 @as_python
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    STEPPING.discard(id(optimizer))
     graded = set(map(id, _graded.pop(optimizer, ())))
     for engine, params in _by_engine(optimizer).items():
         updated = [param for param in params if id(param) in graded or param.grad is not None]

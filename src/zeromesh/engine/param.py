@@ -1,26 +1,34 @@
 """The optimizer's parameters: each original parameter as this rank's slice of the master, under its own name.
 
-[Note: Slices] To C++, a `ShardedParameter` is a plain 1-D tensor, a view of the flat master: plain, foreach and fused
-optimizers run on it at full speed. To Python, `shape`, `ndim`, `size()` and `numel()` are the original parameter's,
-since people split weight decay by them. What may be done with it is a list (`zeromesh.engine.allowed`): elementwise
-functions, norms, which are taken over all ranks, and what tells as much of a slice as of the whole. Everything else
-raises, since its result would silently be of one slice. So does what autograd would differentiate: a unit computes with
-leaves of its own, and a slice gets no gradient from autograd.
+[Note: Slices] To C++, a slice is a plain 1-D tensor; a `ShardedParameter` is a view of the flat master. Plain, foreach
+and fused optimizers run on it at full speed. To Python it is the whole tensor: `shape`, `ndim`, `size()` and `numel()`
+are the original parameter's, since people split weight decay by them, and it knows which elements it has: [Note:
+Elements] of `zeromesh.engine.elements`. What may be done with it is a list (`zeromesh.engine.allowed`):
 
-What an elementwise function returns of a slice is a slice of a tensor too, and guarded likewise: `p.grad / 2` may be
-the gradient from then on, and `p.grad.isnan().any()` raises rather than let ranks decide differently. So are `p.data`
-and `p.detach()`. Copies and new tensors (`clone`, `to`, `zeros_like`) are this rank's own, as optimizers' states are.
+- Elementwise functions give slices, in place or not, with or without autograd. Other slices must hold the same
+  elements; plain operands are read against the whole shape, and this rank takes its elements of them. None of these
+  functions communicates, and a refusal is the same on all ranks.
+- Reductions give the number of the whole tensor, and are collectives: `zeromesh.engine.reductions`.
+- Everything else raises, since its result would silently be of one slice.
 
-A write to a parameter, or through what shows its values, tells the engine, which brings copies up to date.
+Autograd does not reach the parameters that a unit computes with, which are leaves of its own. So a result that autograd
+would follow raises when a gradient arrives at it.
 
-Inside a forward of the model nothing is refused: what computes with a parameter whose unit is not open opens it for as
-long as it takes, as a call of the unit. All ranks run the same forward; elsewhere one of them may be alone.
+A write to a parameter, or through a tensor that shows its values, tells the engine, which brings copies up to date.
+
+Inside a forward of the model nothing is refused: a function that uses a parameter whose unit is not open opens the unit
+for as long as it takes, as a call of the unit. All ranks run the same forward; elsewhere one of them may be alone.
+
+[Note: Stepping] Inside the step of an optimizer that has been looked at, operands are not compared, and new tensors are
+plain 1-D tensors of this rank's elements: an optimizer's states belong to their parameter, and Python for each of them
+would cost more than small steps take. They carry `_zeromesh_elements`, so that the same optimizer's functions outside
+of a step (`eval()` of a schedule-free one) may use them beside slices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -28,27 +36,24 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.engine import allowed
-from zeromesh.engine.control import Span
-from zeromesh.engine.norms import slice_norms
-from zeromesh.errors import ModelError, OptimizerError
+from zeromesh.engine.elements import Elements, require_alike, tensors_in
+from zeromesh.engine.reductions import REDUCTIONS, whole_norms, whole_value
+from zeromesh.errors import CheckpointError, ModelError, OptimizerError
 from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.region import Region
-from zeromesh.pieces.sliced import SlicedTensor, part_of
+from zeromesh.pieces.sliced import SlicedTensor
 
-AgreeMax = Callable[[Tensor], None]
-"""Replaces a tensor by its maximum over all ranks."""
+STEPPING: set[int] = set()
+"""Ids of the optimizers that step now: [Note: Stepping]. One whose step raised stays until its next step ends."""
 
 
-class _Slice(torch.Tensor):
+class Slice(torch.Tensor):
     """This rank's slice of a tensor: [Note: Slices]."""
 
-    global_shape: torch.Size
-    full_name: str
-    spans: tuple[Span, ...]
-    agree_max: AgreeMax
-    zeroed: bool
-    owner: ShardedParameter | None = None  # of whose values it is a view
-    # Asked by optimizers of each tensor in each step: an attribute of Tensor costs a detour, one of ours does not.
+    elements: Elements
+    zeroed = False  # whether it holds zeros because the user zeroed it, so that a backward may drop it
+    owner: ShardedParameter | None = None  # the parameter whose memory this shows
+    # Optimizers ask this of each tensor in each step: an attribute of Tensor costs a detour, one of ours does not.
     is_sparse = False
 
     @property
@@ -58,36 +63,51 @@ class _Slice(torch.Tensor):
             return self.as_subclass(torch.Tensor).detach()
 
     @property
+    def full_name(self) -> str:
+        """The parameter's qualified name."""
+        return self.elements.name
+
+    @property
     def shape(self) -> torch.Size:  # type: ignore[override]  # a property in C too
-        return self.global_shape
+        return self.elements.shape
 
     @property
     def ndim(self) -> int:  # type: ignore[override]  # a property in C too
-        return len(self.global_shape)
+        return len(self.elements.shape)
 
     def dim(self) -> int:
-        return len(self.global_shape)
+        return len(self.elements.shape)
 
     ndimension = dim
 
     def size(self, dim: int | None = None) -> Any:
-        return self.global_shape if dim is None else self.global_shape[dim]
+        return self.elements.shape if dim is None else self.elements.shape[dim]
 
     def numel(self) -> int:
-        return math.prod(self.global_shape)
+        return math.prod(self.elements.shape)
 
     nelement = numel
 
     def __len__(self) -> int:
-        if not self.global_shape:
+        if not self.elements.shape:
             raise TypeError("len() of a 0-d tensor")
-        return self.global_shape[0]
+        return self.elements.shape[0]
 
     def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes tensor_contents
-        return f"{type(self).__name__}({self.full_name!r}, shape={tuple(self.global_shape)}, local={self.local})"
+        return f"{type(self).__name__}({self.full_name!r}, shape={tuple(self.shape)}, local={self.local})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.local.clone()
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if not self.shape else object.__format__(self, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slice:
+        return _slice_of(self.elements, self.local.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CheckpointError(
+            f"{self.elements} is one rank's slice, and pickled by itself (torch.save, a state dict of your own) the "
+            f"others' would be lost: save the model with zm.Checkpoints or zm.full_state_dict(model); a moving average "
+            f"is saved like a model if it is one, sharded as the trained one is"
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,37 +120,42 @@ class _Slice(torch.Tensor):
             return act(func, args, kwargs)
 
 
-class ShardedParameter(_Slice, nn.Parameter):
+class ShardedParameter(Slice, nn.Parameter):
     """What the optimizer holds of one parameter: this rank's slice of the master. See [Note: Slices].
 
     Attributes:
-        full_name: the parameter's qualified name.
-        global_shape: the original parameter's shape.
-        region: what of the original parameter this rank's data-parallel ranks have: all of one that is no DTensor.
         writes: whether this rank, and no other that has the same of it beyond the mesh, saves it.
-        flat_start: where the slice starts in the flattened region.
         unit: index of the unit it belongs to.
         engine: weak reference to the engine.
         changed: the unit's generation since which its values are those of now.
         changed_by: the optimizer that made them what they are; None: a load, or somebody by hand.
     """
 
-    region: Region
     writes: bool = True
-    flat_start: int
     unit: int
     engine: Callable[[], Any]
     changed: int = 1
     changed_by: Callable[[], object] | None = None
     _shown: Tensor | None = None
 
+    @property
+    def region(self) -> Region:
+        """The part of the original parameter that this rank's data-parallel ranks have: all of a plain one."""
+        return self.elements.region
+
+    @property
+    def flat_start(self) -> int:
+        """Where the slice starts in the flattened region."""
+        return self.elements.start
+
     def sliced(self, name: str, local: Tensor | None = None) -> SlicedTensor:
         """Its slice, or other values for the same elements, as part of a whole tensor of that name."""
-        return SlicedTensor(self.piece(name, self.local if local is None else local), writes=self.writes)
+        piece = self.piece(name, self.local if local is None else local)
+        return SlicedTensor(piece, writes=self.writes, elements=self.elements)
 
     def piece(self, name: str, local: Tensor) -> Piece:
         """Values for the elements of its slice, as those of a whole tensor of that name."""
-        return Piece(name=name, shape=self.region.shape, start=self.flat_start, local=local, within=self.region)
+        return self.elements.piece(name, local)
 
     # Autograd never writes it, so it need not be where C++ would look for it, behind a detour.
     @property
@@ -140,14 +165,8 @@ class ShardedParameter(_Slice, nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None and not isinstance(value, ShardedGrad):
-            local = self.local
-            if (value.shape, value.device) != (local.shape, local.device):
-                raise OptimizerError(
-                    f"the gradient of {self.full_name} must be of this rank's slice, {tuple(local.shape)} on "
-                    f"{local.device}; got {tuple(value.shape)} on {value.device}"
-                )
-            value = _slice_like(self, value)
+        if value is not None and (type(value) is not Slice or value.elements is not self.elements):
+            value = self._as_grad(value)
         dropped = value is None and self._shown is not None
         self._shown = value
         if dropped and (engine := self.engine()) is not None:
@@ -157,100 +176,183 @@ class ShardedParameter(_Slice, nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
+    def _as_grad(self, value: Tensor) -> Slice:
+        if value.shape != self.shape and not (STEPPING and value.shape == self.local.shape):
+            raise OptimizerError(
+                f"the gradient of {self.elements} must be a slice of the same elements, or the whole tensor; got one "
+                f"of shape {tuple(value.shape)}. For this rank's values write into `.grad.local`"
+            )
+        local = local_operand(self, value, "assignment of a gradient")
+        if local.device != self.local.device:
+            raise OptimizerError(
+                f"the gradient of {self.full_name} must be on {self.local.device}; got it on {local.device}"
+            )
+        return _slice_of(self.elements, local.detach())
 
-class ShardedGrad(_Slice):
-    """The reduced gradient of one parameter's slice, or what was computed of it element by element."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Saved as what it is: this rank's values.
-        return self.local.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it so
-
-
-def make_slice(kind: type[_Slice], local: Tensor, requires_grad: bool, **attributes: Any) -> Any:
+def make_slice(kind: type[Slice], local: Tensor, requires_grad: bool, **attributes: Any) -> Any:
     """A slice over the memory of `local`, a 1-D tensor."""
     self = torch.Tensor._make_subclass(kind, local, requires_grad)
-    self.zeroed = False
     for name, value in attributes.items():
         setattr(self, name, value)
     return self
 
 
-def _plain(result: Any) -> Any:
-    return result.as_subclass(torch.Tensor) if type(result) is ShardedParameter else result
-
-
-def _of_slice(name: str, result: Any, args: Any, kwargs: Any) -> Any:
-    """What an elementwise function has made of slices is a slice too, of a tensor of the same shape."""
-    if name.startswith("_foreach_") and isinstance(result, list | tuple):
-        lists = [arg for arg in [*args, *kwargs.values()] if isinstance(arg, list | tuple)]
-        name = name.removeprefix("_foreach_")
-        return [_of_slice(name, one, [arg[i] for arg in lists if i < len(arg)], {}) for i, one in enumerate(result)]
-    owner = _first_slice(args, kwargs)
-    if owner is None or result is NotImplemented:
-        return result
-    if not isinstance(result, torch.Tensor) or result.shape != owner.local.shape:
-        raise _refusal(name, [owner])
-    # What autograd has made stays as it is: `_watch_gradient` looks at gradients that arrive there.
-    return result if result.grad_fn is not None else _slice_like(owner, result)
-
-
-def _slice_like(like: _Slice, local: Tensor) -> ShardedGrad:
-    """Values for the elements of another slice."""
-    common = {name: getattr(like, name) for name in ("full_name", "global_shape", "spans", "agree_max")}
-    made: ShardedGrad = make_slice(ShardedGrad, local, False, **common)
+def _slice_of(elements: Elements, local: Tensor) -> Slice:
+    """Values for these elements."""
+    made: Slice = torch.Tensor._make_subclass(Slice, local, False)
+    made.elements = elements
     return made
 
 
-def leave_memory(grad: ShardedGrad) -> ShardedGrad:
+def leave_memory(grad: Slice) -> Slice:
     """Gives `grad` a copy of its values; returns another one over the memory that it had."""
     local = grad.local
     with torch._C.DisableTorchFunctionSubclass():
         grad.data = local.clone()
-    return _slice_like(grad, local)
+    return _slice_of(grad.elements, local)
 
 
-def return_memory(grad: ShardedGrad, own: ShardedGrad) -> ShardedGrad:
+def return_memory(grad: Slice, own: Slice) -> Slice:
     """Gives `grad`, which whoever held it before still holds, the memory of `own`."""
     with torch._C.DisableTorchFunctionSubclass():
         grad.data = own.local
     return grad
 
 
-def _watch_gradient(name: str, args: Any, kwargs: Any, result: Any) -> None:
-    """A gradient that arrives at `result` would go on to a slice, where no optimizer looks for it: raises then."""
-    tensors = [tensor for tensor in _flat([result]) if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]
-    owners = (arg for arg in _flat([args, [*kwargs.values()]]) if isinstance(arg, ShardedParameter))
-    owner = next((owner.full_name for owner in owners if owner.requires_grad), None) if tensors else None
-    if owner is None:
-        return
-
-    def arrived(_: Tensor) -> None:
-        raise _no_gradient(name, owner)
-
-    for tensor in tensors:
-        tensor.register_hook(arrived)  # type: ignore[no-untyped-call]  # torch leaves it so
+# ---- operands
 
 
-def _no_gradient(name: str, owner: str) -> ModelError:
-    return ModelError(
-        f"{name} of {owner} is differentiated, but outside the forward of its unit a parameter is this rank's slice of "
-        f"it and gets no gradient: compute it under torch.no_grad(), or inside that forward; for a penalty on weights "
-        f"use the optimizer's weight_decay"
-    )
+def _elements_of(tensor: Any) -> Elements | None:
+    """Those that a tensor is known to hold: a slice, or a plain one that an optimizer has made of a slice."""
+    if isinstance(tensor, Slice):
+        return tensor.elements
+    return getattr(tensor, "_zeromesh_elements", None) if type(tensor) is Tensor else None
+
+
+def mark(state: Tensor, elements: Elements) -> None:
+    """Tells of an optimizer's plain state which elements it is for: [Note: Stepping]."""
+    state._zeromesh_elements = elements  # type: ignore[attr-defined]
+
+
+def local_operand(target: Slice, operand: Any, call: str) -> Any:
+    """What an argument of an elementwise function of `target` is on this rank; not a tensor: itself.
+
+    Raises:
+        OptimizerError: on every rank, where it holds other elements than `target`, or is not of the whole shape.
+    """
+    if not isinstance(operand, Tensor):
+        return operand
+    own = _elements_of(operand)
+    if own is not None:
+        require_alike(call, target.elements, own)
+        return operand
+    if STEPPING and operand.dim() == 1 and type(operand) is Tensor:
+        return operand
+    return target.elements.part_of(operand, call)
+
+
+def _localised(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an elementwise function, with each operand as it is on this rank; of one over lists of tensors,
+    position by position."""
+    if STEPPING:
+        return args, kwargs
+    width = max((len(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)), default=None)
+    if width is None:
+        like = _first_slice(args, kwargs)
+        localise = _localiser(like, name)
+        return tuple(map(localise, args)), {key: localise(value) for key, value in kwargs.items()}
+    lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)]
+    own = [_localiser(_first_slice(_column(lists, at)), name) for at in range(width)]
+
+    def each(arg: Any) -> Any:
+        if not isinstance(arg, list | tuple):
+            return arg
+        return [localise(value) for localise, value in zip(own, arg, strict=False)]
+
+    return tuple(map(each, args)), {key: each(value) for key, value in kwargs.items()}
+
+
+def _column(lists: Sequence[Sequence[Any]], at: int) -> list[Any]:
+    return [each[at] for each in lists if at < len(each)]
+
+
+def _localiser(like: Slice | None, name: str) -> Callable[[Any], Any]:
+    return (lambda value: value) if like is None else lambda value: local_operand(like, value, name)
+
+
+def _sliced_result(name: str, result: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an elementwise function of slices, as slices of the same elements."""
+    if result is NotImplemented:
+        return result
+    if isinstance(result, list | tuple) and name.startswith("_foreach_"):
+        lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)]
+        return [_sliced_result(name, one, _column(lists, at), {}) for at, one in enumerate(result)]
+    like = _first_slice(args, kwargs)
+    if like is None:
+        return result
+    if isinstance(result, Slice):
+        return result
+    if not isinstance(result, Tensor) or result.shape != (like.elements.numel,):
+        raise _refusal(name, [like])
+    if result.grad_fn is None:
+        return _slice_of(like.elements, result)
+    made = result.as_subclass(Slice)
+    made.elements = like.elements
+    return made
+
+
+def _first_slice(args: Any, kwargs: Any = MappingProxyType({})) -> Slice | None:
+    return next((arg for arg in tensors_in([*args, *kwargs.values()]) if isinstance(arg, Slice)), None)
 
 
 def _running_engine(args: Any, kwargs: Any) -> Any:
-    """Of the first parameter among the arguments, if its model computes now."""
-    for arg in _flat([args, [*kwargs.values()]]):
+    """The engine of the first parameter among the arguments, if its model computes now."""
+    for arg in tensors_in([*args, *kwargs.values()]):
         if type(arg) is ShardedParameter:
             engine = arg.engine()
             return engine if engine is not None and engine.runs() else None
     return None
 
 
+# ---- autograd
+
+
+class _Apart(torch.autograd.Function):
+    """Functions of slices, as one node through which no gradient goes: it would go on to a slice, where no optimizer
+    looks for it, and would be of this rank's elements only."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[], Any], name: str, owner: str, written: Any, *_: Tensor) -> Any:
+        ctx.name, ctx.owner = name, owner
+        ctx.mark_dirty(*written)
+        result = compute()
+        return tuple(result) if isinstance(result, list) else result
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ModelError(
+            f"{ctx.name} of {ctx.owner} is differentiated, but outside the forward of its unit a parameter is this "
+            f"rank's slice of it and gets no gradient: compute it under torch.no_grad(), or inside that forward; for a "
+            f"penalty on weights use the optimizer's weight_decay"
+        )
+
+
+def _apart(name: str, compute: Callable[[], Any], args: Any, kwargs: Any, written: Sequence[Tensor] = ()) -> Any:
+    """What `compute` returns; where autograd would follow it, as a result of `_Apart`."""
+    if not torch.is_grad_enabled():
+        return compute()
+    followed = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.requires_grad]
+    if not followed:
+        return compute()
+    like = _first_slice(args, kwargs)
+    assert like is not None  # else nothing is refused
+    return _Apart.apply(compute, name, like.full_name, written, *written, *followed)  # type: ignore[no-untyped-call]
+
+
 def _refusal(func: Any, args: Any, kwargs: Any = MappingProxyType({})) -> OptimizerError:
     owner = _first_slice(args, kwargs)
-    label = f"{owner.full_name} {tuple(owner.global_shape)}" if owner is not None else "a sharded parameter"
+    label = f"{owner.full_name} {tuple(owner.shape)}" if owner is not None else "a sharded parameter"
     name = func if isinstance(func, str) else _name_of(func)
     return OptimizerError(
         f"{name} needs all of {label}, or is not known to do without; each rank holds a slice of it, so the "
@@ -264,80 +366,63 @@ def _name_of(func: Any) -> str:
     return func.__self__.__name__ if name in ("__get__", "__set__") else name
 
 
-def _first_slice(args: Any, kwargs: Any) -> _Slice | None:
-    return next((arg for arg in _flat([args, [*kwargs.values()]]) if isinstance(arg, _Slice)), None)
-
-
-def _flat(args: Any) -> Any:
-    for arg in args:
-        if isinstance(arg, list | tuple):
-            yield from _flat(arg)
-        else:
-            yield arg
-
-
-def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    name = func.__name__
-    tensors = args[0] if name == "_foreach_norm" else [args[0]]
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
-    slices = [tensor for tensor in tensors if isinstance(tensor, _Slice)]
-    if kwargs.get("dim") is not None or len(args) > 2 or len(slices) != len(tensors):
-        raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
-    frobenius, matrices = order in (None, "fro"), any(tensor.ndim != 1 for tensor in slices)
-    if not frobenius and (isinstance(order, str) or (name == "linalg_norm" and matrices)):
-        raise _refusal(f"{name} with ord={order!r}, a norm of matrices,", args)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in slices):
-        raise _no_gradient(name, slices[0].full_name)
-    spans = [tensor.spans for tensor in slices]
-    norms = slice_norms([tensor.local for tensor in slices], spans, 2.0 if frobenius else float(order))
-    return norms if name == "_foreach_norm" else norms[0]
-
-
 # ---- what the list allows, by kind
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
-    return _plain(func(*args, **kwargs))
+    result = func(*args, **kwargs)
+    return result.as_subclass(torch.Tensor) if type(result) is ShardedParameter else result
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
-    if isinstance(kwargs.get("out"), _Slice):
-        raise _refusal(f"{func.__name__}(out=...)", args, kwargs)
-    result = func(*args, **kwargs)
-    if torch.is_grad_enabled():
-        _watch_gradient(func.__name__, args, kwargs, result)
-    return result if kwargs.get("out") is not None else _of_slice(func.__name__, result, args, kwargs)
+    name = func.__name__
+    if kwargs.get("out") is not None:
+        raise _refusal(f"{name}(out=...)", args, kwargs)
+    if STEPPING:
+        return _sliced_result(name, func(*args, **kwargs), args, kwargs)
+    own, options = _localised(name, args, kwargs)
+    result = _apart(name, lambda: func(*own, **options), args, kwargs)
+    return _sliced_result(name, result, args, kwargs)
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
-    slices = [each for each in (args[0] if type(args[0]) in (list, tuple) else args[:1]) if isinstance(each, _Slice)]
+    """In place. Operands are compared before anything is written."""
+    targets = args[0] if type(args[0]) in (list, tuple) else args[:1]
+    slices = [each for each in targets if isinstance(each, Slice)]
+    own, options = _localised(func.__name__, args, kwargs)
+    if not STEPPING and len(slices) < len(targets):
+        _require_slices(func, targets, args, kwargs)
     for each in slices:
-        owner = _owner(each)
-        if owner is not None and (engine := owner.engine()) is not None:
-            engine.changing(owner)
-    if func is torch.Tensor.copy_:
-        args = (args[0], _part_for(args[0], args[1]), *args[2:])
-    result = func(*args, **kwargs)
-    if torch.is_grad_enabled():
-        _watch_gradient(func.__name__, args, kwargs, result)
+        tell_of_write(each)
+    if not torch.is_grad_enabled() or any(each.requires_grad and each.is_leaf for each in slices):
+        result = func(*own, **options)  # with autograd, torch's own error about leaves
+    else:
+        result = None
+        _apart(func.__name__, lambda: (func(*own, **options), slices)[1], args, kwargs, written=slices)
     for each in slices:
         each.zeroed = func in allowed.ZEROING
-    return result
+    return None if isinstance(args[0], list | tuple) else NotImplemented if result is NotImplemented else args[0]
 
 
-def _owner(target: _Slice) -> ShardedParameter | None:
+def _require_slices(func: Any, targets: Sequence[Any], args: Any, kwargs: Any) -> None:
+    """A plain target cannot take a slice's values: it would hold this rank's elements, as if they were the whole."""
+    lists = [arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, list | tuple)]
+    for at, target in enumerate(targets):
+        others = _column(lists, at) if isinstance(args[0], list | tuple) else args[1:]
+        if _elements_of(target) is None and (like := _first_slice(others)) is not None:
+            raise _refusal(f"{func.__name__} into a plain tensor", [like])
+
+
+def _owner(target: Slice) -> ShardedParameter | None:
     """The parameter whose values `target` shows."""
     return target if type(target) is ShardedParameter else target.owner
 
 
-def _part_for(target: Any, source: Any) -> Any:
-    """This rank's part of what is to be copied, if it is a whole tensor."""
-    owner = _owner(target) if isinstance(target, _Slice) else None
-    if owner is None or isinstance(source, _Slice) or not isinstance(source, torch.Tensor):
-        return source
-    if source.shape != owner.global_shape or source.dim() == 0:
-        return source
-    return part_of(source, owner.full_name, owner.region, owner.flat_start, owner.local.numel())
+def tell_of_write(target: Slice) -> None:
+    """Before something is written to what may be a parameter's values."""
+    owner = _owner(target)
+    if owner is not None and (engine := owner.engine()) is not None:
+        engine.changing(owner)
 
 
 @torch.no_grad()
@@ -345,37 +430,137 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
     return _write(torch.Tensor.fill_, (*args, *kwargs.values()), {})
 
 
-def _set_by_mask(func: Any, args: Any, kwargs: Any) -> Any:
-    """Elements for which a condition on elements holds, as in `sign[sign > 0] = 1`."""
-    target, mask, value = args
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or getattr(value, "numel", lambda: 1)() != 1:
+def _set_chosen(func: Any, args: Any, kwargs: Any) -> Any:
+    """One number for the elements that an index or a mask chooses, as in `grad[:n] = 0` and `sign[sign > 0] = 1`."""
+    target, index, value, name = args[0], args[1], args[-1], func.__name__
+    one = not isinstance(value, Tensor) or value.numel() == 1
+    masks = not isinstance(index, Slice) or index.dtype == torch.bool
+    if kwargs or not one or not masks or not isinstance(target, Slice):
         raise _refusal(func, args)
-    return _write(func, (target, mask.as_subclass(torch.Tensor), value), {})
+    if name.startswith("index_fill"):
+        index = (*(slice(None) for _ in range(index % len(target.shape))), args[2])
+        target = target if name.endswith("_") else _make(torch.clone, (target,), {})
+    if not isinstance(index, Slice):
+        index = _slice_of(target.elements, target.elements.chosen(index, name).to(target.device))
+    value = value.reshape(()) if isinstance(value, Tensor) else value
+    return _write(torch.Tensor.masked_fill_, (target, index, value), {})
 
 
 def _make(func: Any, args: Any, kwargs: Any) -> Any:
-    result = func(*args, **kwargs)
-    if torch.is_grad_enabled():
-        _watch_gradient(func.__name__, args, kwargs, result)
-    return _show(func, args, kwargs) if result is args[0] else _plain(result)
+    """Copies and new tensors of the same elements."""
+    source, name = args[0] if args else None, func.__name__
+    if not isinstance(source, Slice):  # a plain one made like a slice: of its device and dtype
+        return func(*args, **kwargs)
+    followed = () if name.endswith("_like") else args  # those have no values of their source's
+    result = _apart(name, lambda: func(*args, **kwargs), followed, {})
+    if not isinstance(result, Tensor) or result is source:
+        return result
+    if not STEPPING:
+        return _sliced_result(name, result, [source], {})
+    result = result.as_subclass(torch.Tensor)
+    mark(result, source.elements)
+    return result
+
+
+def _draw(func: Any, args: Any, kwargs: Any) -> Any:
+    """Random numbers for the whole tensor, of which this rank takes its elements: alike on ranks that hold the same."""
+    source = args[0]
+    whole = func(torch.empty((), dtype=source.dtype, device=source.device).expand(source.shape), *args[1:], **kwargs)
+    own = source.elements.part_of(whole, func.__name__).expand(source.elements.numel).clone()
+    return own if STEPPING else _slice_of(source.elements, own)
+
+
+def _make_sized(func: Any, args: Any, kwargs: Any) -> Any:
+    """Tensors of a size that is given."""
+    return func(*args, **kwargs)
 
 
 def _show(func: Any, args: Any, kwargs: Any) -> Any:
     """The same memory, outside of autograd."""
-    shown = _slice_like(args[0], args[0].local)
+    shown = _slice_of(args[0].elements, args[0].local)
     shown.owner = _owner(args[0])
     return shown
 
 
+# ---- numbers of the whole tensor
+
+
+def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
+    name = func.__name__
+    if name in ("max", "min") and isinstance(kwargs.get("other", (*args, None)[1]), Tensor):
+        return _compute(getattr(torch, f"{name}imum"), (*args, *kwargs.values()), {})
+    pair = name in ("dot", "vdot", "equal", "allclose")
+    if not pair:
+        args = tuple(arg for at, arg in enumerate(args) if at == 0 or arg not in (None, (), []))
+        kwargs = {key: value for key, value in kwargs.items() if value not in (None, False, (), [])}
+    source, operands, options = args[0], args[: 1 + pair], dict(kwargs)
+    like = _first_slice(operands, kwargs)
+    if pair and "other" in options:
+        operands = (*operands, options.pop("other"))
+    if name == "allclose":
+        options |= dict(zip(("rtol", "atol", "equal_nan"), args[2:], strict=False))
+    elif len(args) > len(operands) or not options.keys() <= {"dtype"}:
+        raise _refusal(f"{name} over a dimension, or into a tensor,", args)
+    assert like is not None
+    if name == "equal" and any(isinstance(each, Tensor) and each.shape != like.shape for each in operands):
+        return False
+    own = [torch.Tensor.as_subclass(local_operand(like, each, name), torch.Tensor) for each in operands]
+    own = [each.expand(like.elements.numel) for each in own]
+    if pair and any(each.dim() != 1 for each in operands) and name.endswith("dot"):
+        raise _refusal(f"{name} of tensors of more than one dimension", args)
+    if name in _NUMBERS:
+        return _number(func, source)
+    dtype = options.pop("dtype", None)
+    own = own if dtype is None else [each.to(dtype) for each in own]
+    like_torch = func(*(torch.ones(1, dtype=each.dtype) for each in own), **options)
+
+    def compute() -> Any:
+        found = whole_value(name, like.elements, own, options)
+        return found.to(like_torch.dtype) if isinstance(like_torch, Tensor) else found.item()
+
+    return _apart(name, compute, args, kwargs) if isinstance(like_torch, Tensor) else compute()
+
+
+_NUMBERS = frozenset({"item", "__float__", "__int__", "__bool__", "__index__", "is_nonzero"})
+
+
+def _number(func: Any, source: Slice) -> Any:
+    """Of a tensor of one element, which some ranks hold."""
+    if source.numel() != 1:
+        raise _refusal(func, [source])
+    found = whole_value("item", source.elements, [source.local], {})
+    return func(found.to(source.dtype))
+
+
+def _norm(func: Any, args: Any, kwargs: Any) -> Any:
+    name = func.__name__
+    tensors = args[0] if name == "_foreach_norm" else [args[0]]
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
+    slices = [tensor for tensor in tensors if isinstance(tensor, Slice)]
+    if kwargs.get("dim") is not None or len(args) > 2 or len(slices) != len(tensors):
+        raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
+    frobenius, matrices = order in (None, "fro"), any(tensor.ndim != 1 for tensor in slices)
+    if not frobenius and (isinstance(order, str) or (name == "linalg_norm" and matrices)):
+        raise _refusal(f"{name} with ord={order!r}, a norm of matrices,", args)
+    local, elements = [tensor.local for tensor in slices], [tensor.elements for tensor in slices]
+    power = 2.0 if frobenius else float(order)
+    norms = _apart(name, lambda: whole_norms(name, elements, local, power), args, kwargs)
+    return list(norms) if name == "_foreach_norm" else norms[0]
+
+
 def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     """A step is skipped by all ranks or by none: each rank has looked at its slices only."""
-    _write(func, args, kwargs)
-    for agree in dict.fromkeys(tensor.agree_max for tensor in args[0] if isinstance(tensor, _Slice)):
+    func(*args, **kwargs)
+    agreements = (tensor.elements.agree_max for tensor in args[0] if isinstance(tensor, Slice))
+    for agree in dict.fromkeys(each for each in agreements if each is not None):
         agree(args[1])
 
 
 def _count(func: Any, args: Any, kwargs: Any) -> int:
-    return math.prod(args[0].global_shape)
+    return math.prod(args[0].shape)
+
+
+# ---- parameters alone
 
 
 def _keep_trainable(func: Any, args: Any, kwargs: Any) -> Any:
@@ -390,9 +575,9 @@ def _keep_trainable(func: Any, args: Any, kwargs: Any) -> Any:
 def _keep_memory(func: Any, args: Any, kwargs: Any) -> Any:
     """A slice is a view of the master: other memory would not be gathered."""
     target, value = args
-    if isinstance(target, _Slice):
+    if isinstance(target, Slice):
         old = target.local
-        new = value.local if isinstance(value, _Slice) else value
+        new = value.local if isinstance(value, Slice) else value
         if (old.dtype, old.device, old.data_ptr(), old.shape) != (new.dtype, new.device, new.data_ptr(), new.shape):
             raise ModelError(
                 f"{target.full_name} is a view of this rank's shard ({old.dtype} on {old.device}), so it can be "
@@ -426,11 +611,14 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _compute: allowed.OUT_OF_PLACE,
     _write: allowed.IN_PLACE,
     _fill: allowed.FILLS,
-    _make: allowed.NEW,
+    _make: allowed.COPIES,
+    _make_sized: allowed.SIZED,
+    _draw: allowed.RANDOM,
     _norm: allowed.NORMS,
+    _reduce: allowed.reductions((*REDUCTIONS, *_NUMBERS)),
     _unscale: allowed.UNSCALING,
     _count: [torch.numel],
-    _set_by_mask: [torch.Tensor.__setitem__],
+    _set_chosen: allowed.CHOOSING,
     _show: [torch.detach, torch.Tensor.detach, torch.Tensor.data.__get__],  # type: ignore[attr-defined]
     _keep_trainable: [torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__],  # type: ignore[attr-defined]
     # `nn.Module.to` asks the first, and would put a plain parameter in the slice's place where the answer is no.
@@ -438,7 +626,7 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _no_hook: [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook],
     _no_grad_of: [torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward],
 }
-_GATHERS = frozenset({None, _compute, _make, _norm})
+_GATHERS = frozenset({None, _compute, _make, _norm, _reduce})
 """What computes with values, in a forward with those of the whole parameter."""
 
 _ALLOWED = {function: kind for kind, functions in _KINDS.items() for function in functions}

@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.engine.control import Control, Span
+from zeromesh.engine.elements import Divided
 from zeromesh.engine.spread import Spread, groups_beyond
 from zeromesh.errors import MeshError, MismatchError, ModelError
 from zeromesh.model.module_units import clean_name, is_sharded
-from zeromesh.strategy import Layout, Part
+from zeromesh.strategy import Axis, Layout, Part
 from zeromesh.strategy.parts import belongs, require_known
 
 Parts = Mapping[str | type[nn.Module], Part]
@@ -46,6 +47,17 @@ class Home:
         nothing."""
         copies = self.layout.degree(self.layout.replica_axes)
         return (Span(group=model.group if self.ambiguous(model) else self.control.group, copies=copies),)
+
+    def divided(self, ranks: tuple[int, ...], numel: int, axes: Sequence[Axis]) -> Divided | None:
+        """How a buffer of `numel` elements lies on the mesh, sharded over `axes`; None where each rank has all of it.
+
+        Args:
+            ranks: of the mesh.
+        """
+        names = [name for name, _ in self.layout.mesh]
+        found = tuple((names.index(axis.mesh_axis), axis.size, axis.stride) for axis in axes if axis.size > 1)
+        sizes = tuple(size for _, size in self.layout.mesh)
+        return Divided(ranks=ranks, mesh=sizes, axes=found, numel=numel) if found else None
 
 
 def parts_by_module(model: nn.Module, parts: Iterable[str]) -> dict[str, set[str]]:

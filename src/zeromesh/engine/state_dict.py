@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeromesh.engine.control import reduce_over
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.param import ShardedParameter, local_operand
 from zeromesh.engine.parts import require_one_of_a_name
 from zeromesh.errors import InputError
 from zeromesh.model.module_units import clean_name
 from zeromesh.pieces.piece import copy_shared, whole
-from zeromesh.pieces.sliced import SlicedTensor, part_of
+from zeromesh.pieces.sliced import SlicedTensor
 
 
 def install_state_dict(model: nn.Module, engine: Engine) -> None:
@@ -85,9 +85,9 @@ def _install_loading(module: nn.Module, reference: weakref.ref[Engine]) -> None:
             return
         for key, param in own.items():
             value = state.get(prefix + key)
-            if isinstance(value, Tensor) and value.shape == param.global_shape and value is not param:
+            if isinstance(value, Tensor) and value.shape == param.shape and value is not param:
+                given = local_operand(param, value, "load_state_dict")
                 found.changing(param)
-                given = part_of(value, param.full_name, param.region, param.flat_start, param.local.numel())
                 if given.data_ptr() != param.local.data_ptr():
                     param.local.copy_(given)
                 state[prefix + key] = param
@@ -115,7 +115,7 @@ def _show(state: dict[str, Any], prefix: str, params: Mapping[str, ShardedParame
         name = clean_name(key.removeprefix(prefix))
         value = state.pop(key)
         if isinstance(value, SlicedTensor):  # of the module that holds it, which may have moved since
-            value = SlicedTensor(replace(value.piece, name=name), writes=value.writes)
+            value = value.over(replace(value.piece, name=name))
         elif name in params:
             value = params[name].sliced(name)
         state[prefix + name] = value

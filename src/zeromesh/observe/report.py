@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from zeromesh.comm import Sent
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.elements import Elements
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.optim import VOUCHED, WHOLE, take_slices
-from zeromesh.engine.param import ShardedGrad, ShardedParameter, make_slice
+from zeromesh.engine.param import ShardedParameter, Slice, make_slice
 from zeromesh.engine.units import DTYPES
 from zeromesh.owners.optimizer import OwnerOptimizer
 from zeromesh.owners.trial import kept_tensors
+from zeromesh.pieces.region import Region
 from zeromesh.schedule import sent_bytes_per_axis
 
 _TRIAL_NUMEL = 16
@@ -139,17 +141,13 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: int, like: ShardedPara
     Raises:
         OptimizerError: the optimizer is refused anyway, since it is not elementwise.
     """
-    common: dict[str, Any] = {
-        "full_name": like.full_name,
-        "global_shape": torch.Size([_TRIAL_NUMEL]),
-        "spans": (),
-        "agree_max": lambda values: None,
-    }
+    shape = torch.Size([_TRIAL_NUMEL])
+    elements = Elements(shape=shape, name=like.full_name, region=Region.whole(shape), start=0, numel=_TRIAL_NUMEL)
     values = torch.ones(_TRIAL_NUMEL, dtype=like.dtype, device=like.device)
     trial: ShardedParameter = make_slice(
-        ShardedParameter, values, True, flat_start=0, unit=like.unit, engine=lambda: None, **common
+        ShardedParameter, values, True, elements=elements, unit=like.unit, engine=lambda: None
     )
-    trial.grad = make_slice(ShardedGrad, values.to(grad_dtype, copy=True), False, **common)
+    trial.grad = make_slice(Slice, values.to(grad_dtype, copy=True), False, elements=elements)
     stepping = object.__new__(type(optimizer))
     own = {"state": defaultdict(dict), "param_groups": [{**optimizer.param_groups[group], "params": [trial]}]}
     # A scheduler puts a `step` of its own on the object, which would step the original.

@@ -319,7 +319,7 @@ class OwnerOptimizer(Optimizer):
 
     def _whole(self, param: ShardedParameter) -> nn.Parameter:
         """Of the shape that the class sees of it, without memory."""
-        return nn.Parameter(without_memory(self._stacking.item(param.global_shape), param.dtype, param.device))
+        return nn.Parameter(without_memory(self._stacking.item(param.shape), param.dtype, param.device))
 
     def _own(self) -> Iterator[tuple[OwnedBucket, ShardedParameter, nn.Parameter]]:
         for bucket in self.buckets:

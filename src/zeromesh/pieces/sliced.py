@@ -31,27 +31,34 @@ class SlicedTensor(torch.Tensor):
     Attributes:
         piece: the slice.
         writes: whether `dcp.save` writes it here: no other rank does that has some of it and not just the same.
+        elements: which elements every rank has, in a form that can be compared; None where it is not known.
     """
 
     piece: Piece
     writes: bool
+    elements: object
     boxes: tuple[Box, ...]
 
     @staticmethod
-    def __new__(cls, piece: Piece, *, writes: bool = True) -> SlicedTensor:
+    def __new__(cls, piece: Piece, *, writes: bool = True, elements: object = None) -> SlicedTensor:
         local = piece.local
         self = torch.Tensor._make_wrapper_subclass(cls, piece.shape, dtype=local.dtype, device=local.device)
         assert isinstance(self, SlicedTensor)
         self.piece = piece
         self.writes = writes
+        self.elements = elements
         self.boxes = piece.boxes
         if not math.prod(piece.shape):
             # Without a chunk the tensor would not be in the checkpoint at all.
             self.boxes = (Box(offsets=(0,) * len(piece.shape), sizes=piece.shape, start=0),)
         return self
 
-    def __init__(self, piece: Piece, *, writes: bool = True) -> None:
+    def __init__(self, piece: Piece, *, writes: bool = True, elements: object = None) -> None:
         super().__init__()
+
+    def over(self, piece: Piece) -> SlicedTensor:
+        """The same elements, with another name or other values."""
+        return SlicedTensor(piece, writes=self.writes, elements=self.elements)
 
     def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes tensor_contents
         piece = self.piece
@@ -59,7 +66,7 @@ class SlicedTensor(torch.Tensor):
         return f"SlicedTensor({piece.name!r}, shape={piece.shape}, {piece.start}..{piece.stop}{within})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
-        return SlicedTensor(replace(self.piece, local=self.piece.local.clone()), writes=self.writes)
+        return self.over(replace(self.piece, local=self.piece.local.clone()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.piece.is_whole:
@@ -75,13 +82,13 @@ class SlicedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return SlicedTensor(args[0].piece, writes=args[0].writes)
+            return args[0].over(args[0].piece)
         if func is torch.ops.aten.clone.default:
             return args[0].__deepcopy__({})
         if func is torch.ops.aten._to_copy.default:  # an optimizer that loads its states gives them its dtype
             piece = args[0].piece
             local = piece.local.to(dtype=kwargs.get("dtype"), device=kwargs.get("device"), copy=True)
-            return SlicedTensor(replace(piece, local=local), writes=args[0].writes)
+            return args[0].over(replace(piece, local=local))
         held = next((arg for arg in args if isinstance(arg, SlicedTensor)), "a sliced tensor")
         raise CheckpointError(
             f"{func} on {held}: this rank holds a slice of it only; save it with torch.distributed.checkpoint, give it "

@@ -21,11 +21,12 @@ import torch.distributed as dist
 
 from tests.dist.checkpoint.models import Mesh, make, require_equal, slices, train
 from tests.dist.pool import Pool
-from zeromesh.checkpoint import peers, saver
+from zeromesh.checkpoint import saver
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.read import read_manifest
 from zeromesh.checkpoint.storage import LocalStorage
+from zeromesh.engine import progress
 from zeromesh.errors import CheckpointError, CommunicationError
 
 WORLD = 3
@@ -44,7 +45,7 @@ def rank_main(rank: int, directory: Path, victim: int, number: int) -> None:
     model, optimizer = make((("cluster", 1), ("node", WORLD)), "node=3,cluster=0")
     train(model, optimizer, 1)
     checkpoints = Checkpoints(directory / "checkpoints", model, optimizer)
-    peers.WAIT_S = WAIT_S
+    progress.WAIT_S = WAIT_S
     checkpoints.save(1)
     checkpoints.wait()
     if rank == victim:

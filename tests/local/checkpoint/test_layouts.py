@@ -46,9 +46,7 @@ def buffer_of(
     ]
     spec = Precision().buffer(dtype, sum(map(prod, shapes)), trainable)
     buffer = FlatShards.allocate(Placed.of(layout, spec), infos, layout.coordinates(rank), torch.device("cpu"))
-    buffer.make_optimizer_params(
-        (),
-    )
+    buffer.make_optimizer_params((), (), lambda numel, axes: None, {})
     return buffer
 
 

@@ -1,0 +1,163 @@
+"""Values from slices of one layout into slices of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeromesh.engine.control import Control, gather_over, progress_of
+from zeromesh.engine.elements import Elements
+from zeromesh.engine.param import Slice, tell_of_write
+from zeromesh.errors import InputError, InternalError
+
+Run = tuple[int, int, int]
+"""(where it starts in the flattened whole tensor, length, where it starts in the slice)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A run of one tensor's elements from a slice into another: where it starts in each, and its length."""
+
+    tensor: int
+    source: int
+    target: int
+    length: int
+
+
+def copy_values(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies the values of `sources` into `targets`, slices of tensors of the same shapes in any two layouts.
+
+    A collective: all ranks of the model call it with the same tensors in the same order. Parameters, gradients, clones
+    and other results of elementwise functions may stand on either side; values are converted to the target's dtype.
+    Each element is sent once to each rank that needs it, all in one exchange; between slices of the same elements
+    nothing is sent.
+
+    Args:
+        targets: slices, written in place.
+        sources: as many.
+
+    Raises:
+        InputError: on every rank: a tensor is no slice, shapes differ, or the models are on different ranks.
+        MismatchError, CommunicationError: not all ranks call it with the same tensors.
+
+    Examples:
+        >>> import torch, zeromesh as zm
+        >>> student, teacher = (zm.shard(torch.nn.Linear(4, 4), None, "node=3") for _ in range(2))
+        >>> zm.copy_values(list(teacher.parameters()), list(student.parameters()))
+    """
+    pairs = list(zip(_slices(targets), _slices(sources), strict=False))
+    if len(targets) != len(sources) or any(target.shape != source.shape for target, source in pairs):
+        shapes = [[tuple(each.shape) for each in tensors] for tensors in (targets, sources)]
+        raise InputError(f"zm.copy_values needs a source of the same shape for each target; got {shapes[0]}, {shapes[1]}")
+    for target, _ in pairs:
+        tell_of_write(target)
+    apart = [pair for pair in pairs if pair[0].elements != pair[1].elements]
+    with torch.no_grad():
+        for target, source in pairs:
+            if target.elements == source.elements:
+                target.local.copy_(source.local)
+        if apart:
+            _exchange(apart)
+
+
+def _slices(tensors: Sequence[Tensor]) -> list[Slice]:
+    for at, each in enumerate(tensors):
+        if not isinstance(each, Slice):
+            raise InputError(
+                f"zm.copy_values takes slices: parameters of sharded models, their gradients, and what elementwise "
+                f"functions make of them; number {at} is {type(each).__name__} of {tuple(each.shape)}. A whole tensor "
+                f"is copied by `.copy_`"
+            )
+    return [each for each in tensors if isinstance(each, Slice)]
+
+
+def _exchange(pairs: Sequence[tuple[Slice, Slice]]) -> None:
+    control = _control_of([each.elements for pair in pairs for each in pair])
+    own = [(_runs(target.elements), _runs(source.elements)) for target, source in pairs]
+    if control.world == 1:
+        (moves,) = _plan([own], 0)
+        return _take(pairs, moves, _give(pairs, moves))
+    names = ", ".join(f"{target.elements} from {source.elements.layout}" for target, source in pairs)
+    with control.meeting("zm.copy_values", names):
+        group = control.everyone()
+        assert group is not None  # more than one rank
+        rank, held = group.rank(), gather_over(group, own)
+        plans = [_plan(held, target) for target in range(len(held))]
+        sent = [_give(pairs, plan[rank]) for plan in plans]
+        sizes = [sum(move.length * pairs[move.tensor][1].element_size() for move in each) for each in plans[rank]]
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=sent[0].device)
+        dist.all_to_all_single(received, torch.cat(sent), sizes, [each.numel() for each in sent], group=group)
+    for moves, data in zip(plans[rank], received.split(sizes), strict=True):
+        _take(pairs, moves, data)
+
+
+def _control_of(elements: Sequence[Elements]) -> Control:
+    """The ranks that all of these are on."""
+    controls = [each.control for each in elements if each.control is not None]
+    keys = {progress_of(control).key if control.world > 1 else "" for control in controls}
+    if len(keys) != 1:
+        raise InputError("zm.copy_values copies between models on the same ranks; these are on different ones")
+    return controls[0]
+
+
+def _runs(elements: Elements) -> list[Run]:
+    """What a slice has of the flattened whole tensor."""
+    held = elements.piece(elements.name, torch.empty(elements.numel, device="meta"))
+    return [(row.start, row.local.numel(), row.local.storage_offset()) for row in held.rows() if row.local.numel()]
+
+
+def _plan(held: Sequence[Sequence[tuple[list[Run], list[Run]]]], target: int) -> list[list[Move]]:
+    """What one rank is sent, by the rank that sends it: from itself where it can be, else from the next rank that has
+    it, so that copies share the work.
+
+    Args:
+        held: by rank, for each tensor the runs of the target and of the source there.
+        target: the rank.
+    """
+    found: list[list[Move]] = [[] for _ in held]
+    for tensor, (missing, _) in enumerate(held[target]):
+        for step in range(len(held)):
+            source = (target + step) % len(held)
+            if missing:
+                missing = _meet(tensor, missing, held[source][tensor][1], found[source])
+        if missing:
+            raise InternalError(f"no rank has elements {missing} of tensor {tensor}")
+    return found
+
+
+def _meet(tensor: int, wanted: list[Run], there: list[Run], found: list[Move]) -> list[Run]:
+    """Adds to `found` what of `wanted` is `there`; returns what is not. Both are in order of their starts."""
+    left = list[Run]()
+    for start, length, at in wanted:
+        done = start
+        for begin, size, offset in there:
+            low, high = max(begin, done), min(begin + size, start + length)
+            if low < high:
+                if done < low:
+                    left.append((done, low - done, at + done - start))
+                found.append(Move(tensor, offset + low - begin, at + low - start, high - low))
+                done = high
+        if done < start + length:
+            left.append((done, start + length - done, at + done - start))
+    return left
+
+
+def _give(pairs: Sequence[tuple[Slice, Slice]], moves: Sequence[Move]) -> Tensor:
+    """The bytes of what one rank is sent."""
+    parts = [pairs[move.tensor][1].local[move.source :][: move.length].view(torch.uint8) for move in moves]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=pairs[0][0].device)
+
+
+def _take(pairs: Sequence[tuple[Slice, Slice]], moves: Sequence[Move], data: Tensor) -> None:
+    """Puts what one rank has sent in place."""
+    at = 0
+    for move in moves:
+        target, source = pairs[move.tensor]
+        size = move.length * source.element_size()
+        values = data[at : at + size].clone().view(source.dtype)  # a copy begins where its dtype may
+        target.local[move.target :][: move.length].copy_(values)
+        at += size

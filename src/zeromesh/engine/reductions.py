@@ -1,0 +1,178 @@
+"""Numbers of a whole tensor, computed from every rank's slice of it: sums, norms, extremes.
+
+Each is a collective of all ranks that have the tensor: [Note: Meetings].
+
+[Note: Meetings] Before ranks exchange anything for a function that users call, each says which function of which tensor
+it is about to compute. Where they differ, all raise. Where one never comes, the others raise after the timeout of the
+process group, and say who was missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeromesh.engine.control import Span, reduce_over
+from zeromesh.engine.elements import Elements
+from zeromesh.errors import InputError
+
+
+def slice_norms(slices: Sequence[Tensor], spans: Sequence[tuple[Span, ...]], order: float) -> list[Tensor]:
+    """Norms of the tensors that `slices` are this rank's parts of, one 0-d tensor each; the same on every rank.
+
+    Args:
+        slices: 1-D, in the same order on every rank.
+        spans: of each, what its tensor is divided over.
+        order: p of the p-norm, above 0; infinity for the maximum.
+
+    Raises:
+        InputError: the order is not above 0.
+    """
+    if not order > 0:
+        raise InputError(f"the order of a norm over sharded parameters must be above 0, or inf; got {order}")
+    if not slices:  # alike on every rank
+        return []
+    dtype = torch.promote_types(slices[0].dtype, torch.float32)
+    powers = _over_spans(_powers(slices, order), spans, largest=math.isinf(order))
+    return list((powers if math.isinf(order) else powers.pow(1 / order)).to(dtype))
+
+
+def _over_spans(values: Tensor, spans: Sequence[tuple[Span, ...]], *, largest: bool) -> Tensor:
+    """Each rank's values, summed (or the largest of them) over the ranks that each one's tensor is divided over.
+
+    A sum over a span's ranks counts each element as often as there are copies of it, which are bit-equal.
+    """
+    members: dict[Span, list[int]] = defaultdict(list)
+    for index, own in enumerate(spans):
+        for span in own:
+            members[span].append(index)
+    for span, indices in members.items():
+        if span.group is not None:
+            reduce = _largest if largest else _total
+            every = len(indices) == len(spans)
+            found = reduce(values if every else values[indices], span)
+            values = found if every else values.index_copy(0, torch.tensor(indices, device=values.device), found)
+    return values
+
+
+def _total(values: Tensor, span: Span) -> Tensor:
+    total = reduce_over(span.group, values)
+    return total / span.copies if total.is_floating_point() else total // span.copies
+
+
+def _largest(values: Tensor, span: Span) -> Tensor:
+    """A maximum over ranks drops nan or keeps it by their order."""
+    if not values.is_floating_point():
+        return reduce_over(span.group, values, dist.ReduceOp.MAX)
+    unknown = values.isnan()
+    words = torch.cat([values.masked_fill(unknown, -math.inf), unknown.to(values.dtype)])
+    largest, unknowns = reduce_over(span.group, words, dist.ReduceOp.MAX).chunk(2)
+    return largest.masked_fill(unknowns > 0, math.nan)
+
+
+def _powers(slices: Sequence[Tensor], order: float) -> Tensor:
+    """Sums of p-th powers of magnitudes (infinity: the largest), in fp64: squares of fp32 neither overflow nor round. A
+    few kernels for all slices, which are as many as a model has parameters."""
+    nothing = torch.zeros((), dtype=torch.float64, device=slices[0].device)
+    filled = [tensor for tensor in slices if tensor.numel()]
+    found = iter(torch._foreach_norm(filled, order, torch.float64) if filled else ())
+    norms = torch.stack([next(found) if tensor.numel() else nothing for tensor in slices])
+    return norms if math.isinf(order) else norms.pow(order)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A number of a whole tensor.
+
+    Args:
+        part: of this rank's elements, which may be none: one number, or the sum and the count of a mean.
+        finish: the number, from those of all ranks.
+        largest: whether it is the largest of all ranks' numbers, and not their sum.
+    """
+
+    part: Callable[..., Tensor]
+    finish: Callable[[Tensor], Tensor] = lambda found: found[0]
+    largest: bool = False
+
+
+def _wide(values: Tensor) -> Tensor:
+    """In fp64 or int64: sums of other ranks' numbers are rounded once, at the end."""
+    return values.to(torch.float64 if values.is_floating_point() else torch.int64)
+
+
+def _sum(values: Tensor) -> Tensor:
+    return _wide(values).sum()
+
+
+def _top(values: Tensor) -> Tensor:
+    wide = _wide(values)
+    least = -math.inf if wide.is_floating_point() else torch.iinfo(torch.int64).min
+    return wide.amax() if wide.numel() else torch.full((), least, dtype=wide.dtype, device=wide.device)
+
+
+def _some(values: Tensor) -> Tensor:
+    return _wide(values.bool()).sum()
+
+
+_SUM, _TOP = Reduction(_sum), Reduction(_top, largest=True)
+_BOTTOM = Reduction(lambda values: _top(-_wide(values)), lambda found: -found[0], largest=True)
+_EVERY = Reduction(lambda values: _some(~values.bool()), lambda found: found[0] == 0)
+
+REDUCTIONS: dict[str, Reduction] = {
+    "sum": _SUM,
+    "mean": Reduction(
+        lambda values: torch.stack([_sum(values), torch.full_like(_sum(values), values.numel())]),
+        lambda found: found[0] / found[1],
+    ),
+    "amax": _TOP,
+    "max": _TOP,
+    "amin": _BOTTOM,
+    "min": _BOTTOM,
+    "count_nonzero": Reduction(_some),
+    "any": Reduction(_some, lambda found: found[0] > 0),
+    "all": _EVERY,
+    "dot": Reduction(lambda one, other: (_wide(one) * _wide(other)).sum()),
+    "vdot": Reduction(lambda one, other: (_wide(one) * _wide(other)).sum()),
+    "equal": Reduction(lambda one, other: _some(one != other), lambda found: found[0] == 0),
+    "allclose": Reduction(
+        lambda one, other, **options: _some(~torch.isclose(one, other, **options)), lambda found: found[0] == 0
+    ),
+    # One element, which some ranks have: of the others' nothing the largest is it, to the bit.
+    "item": _TOP,
+}
+
+
+def whole_value(name: str, elements: Elements, operands: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
+    """The number of the whole tensor, 0-d, on every rank.
+
+    Args:
+        name: in `REDUCTIONS`.
+        elements: of the slice.
+        operands: this rank's elements of each.
+        options: of the function; alike on all ranks.
+    """
+    kind, control = REDUCTIONS[name], elements.control
+    part = kind.part(*operands, **options).reshape(-1)
+    if control is None:
+        return kind.finish(part)
+    with control.meeting(f"{name}{options or ''}", elements.name):
+        found = _over_spans(part, [elements.spans] * len(part), largest=kind.largest)
+    return kind.finish(found)
+
+
+def whole_norms(name: str, elements: Sequence[Elements], slices: Sequence[Tensor], order: float) -> list[Tensor]:
+    """`slice_norms` for a function that users call."""
+    control = next((each.control for each in elements), None)
+    spans = [each.spans for each in elements]
+    if control is None:
+        return slice_norms(slices, spans, order)
+    names = ", ".join(each.name for each in elements)
+    with control.meeting(f"{name} of order {order}", names):
+        return slice_norms(slices, spans, order)

@@ -1,0 +1,397 @@
+"""Slices know their elements: functions of them give what plain tensors give, or are refused on all ranks alike."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+import pickle
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zeromesh as zm
+from tests.dist.pool import kept, on_ranks
+from zeromesh.engine import progress
+from zeromesh.engine.param import Slice
+from zeromesh.errors import CheckpointError, CommunicationError, InputError, MismatchError, ModelError, OptimizerError
+
+STRATEGIES = ["node=3,cluster=1", "node=1,cluster=3", "node=1,cluster=1", "node=0,cluster=0", "node=3,cluster=0"]
+
+
+def mesh():
+    return kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+
+
+def net(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).to(dtype)
+
+
+def sharded(seed: int, strategy: str, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    return zm.shard(net(seed, dtype), mesh(), strategy, units=[nn.Linear], bucket_bytes=0)
+
+
+def outcome(compute: Callable[[], Any]) -> Any:
+    try:
+        return compute()
+    except Exception as error:
+        return error
+
+
+def require_same_everywhere(outcomes: list[str]) -> None:
+    found: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(found, outcomes)
+    assert [at for at in zip(*found, strict=True) if len(set(at)) > 1] == []
+
+
+def close(ours: Any, plain: Any) -> None:
+    """`ours` is `plain`, or this rank's slice of it."""
+    if isinstance(ours, Slice):
+        assert ours.shape == plain.shape
+        ours, plain = ours.local, ours.elements.part_of(plain.detach(), "compare").expand(ours.elements.numel)
+    assert type(ours) is type(plain) or not isinstance(plain, Tensor)
+    if isinstance(plain, Tensor):
+        assert ours.dtype == plain.dtype and ours.shape == plain.shape
+        torch.testing.assert_close(ours.detach(), plain.detach(), equal_nan=True, check_device=False)
+    else:
+        assert ours == pytest.approx(plain, nan_ok=True)
+
+
+PAIRS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "rsub": lambda a, b: torch.rsub(a, b),
+    "where": lambda a, b: torch.where(a > b, a, b),
+    "lerp": lambda a, b: torch.lerp(a, b, 0.25),
+    "addcmul": lambda a, b: torch.addcmul(a, b, a, value=0.5),
+    "maximum": torch.max,
+    "clamp": lambda a, b: torch.clamp(a, min=b),
+    "foreach": lambda a, b: torch._foreach_mul([a, a], [b, b])[1],
+    "foreach scalar": lambda a, b: torch._foreach_add([a], 2.0)[0] * b,
+    "in place": lambda a, b: a.detach().clone().mul_(b),
+    "foreach in place": lambda a, b: (c := [a.detach().clone()], torch._foreach_lerp_(c, [b], 0.1))[0][0],
+    "copy_": lambda a, b: a.detach().clone().copy_(b),
+    "mask": lambda a, b: a.detach().clone().masked_fill_(b > 0, 3.0),
+    "set by mask": lambda a, b: (c := a.detach().clone(), c.__setitem__(b > 0, 3.0))[0],
+    "to": lambda a, b: a * b.to(a),
+    "sum": lambda a, b: (a - b).pow(2).sum(),
+    "equal": torch.equal,
+    "allclose": lambda a, b: torch.allclose(a, b, rtol=1e-3),
+}
+OPERANDS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    # From (the first one's like, one of another layout, plain values of the whole).
+    "alike": lambda like, other, whole: like,
+    "clone": lambda like, other, whole: like.clone(),
+    "zeros": lambda like, other, whole: torch.zeros_like(like),
+    "deepcopy": lambda like, other, whole: copy.deepcopy(like),
+    "data": lambda like, other, whole: like.data,
+    "other layout": lambda like, other, whole: other,
+    "clone of another layout": lambda like, other, whole: other.clone() * 1,
+    "whole": lambda like, other, whole: whole,
+    "row": lambda like, other, whole: whole[..., :1].clone(),
+    "number": lambda like, other, whole: torch.tensor(0.3, dtype=whole.dtype),
+    "one": lambda like, other, whole: torch.full((1,), 0.3, dtype=whole.dtype),
+    "fragment": lambda like, other, whole: torch.ones(4, dtype=whole.dtype),
+}
+
+
+WRITES = {"in place", "foreach in place", "copy_", "mask", "set by mask"}
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    first=st.sampled_from(STRATEGIES),
+    second=st.sampled_from(STRATEGIES),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    grad=st.booleans(),
+)
+@on_ranks(4)
+def test_two_operands_give_what_plain_ones_give_or_are_refused_on_all_ranks(first, second, dtype, grad):
+    models = sharded(0, first, dtype), sharded(1, second, dtype), net(0, dtype), net(1, dtype)
+    errors, refused = [], 0
+    for a, b, x, y in ([model[0].weight for model in models], [model[1].bias for model in models]):
+        for (name, call), (kind, make), swapped in itertools.product(PAIRS.items(), OPERANDS.items(), (False, True)):
+            with torch.set_grad_enabled(grad):
+                ours, plain = (a, make(a, b, y.detach())), (x, make(x, y, y.detach()))
+                got, wanted = (outcome(lambda: call(*(p[::-1] if swapped else p))) for p in (ours, plain))
+            errors.append(f"{name} {kind} {swapped}: {got if isinstance(got, Exception) else ''}")
+            plain_target = swapped and name in WRITES and type(ours[1]) is Tensor
+            if isinstance(got, Exception):
+                unlike = "other layout" in kind or "another layout" in kind
+                refused += 1
+                assert (unlike and a.elements != b.elements) or plain_target or isinstance(wanted, Exception), errors[-1]
+            else:
+                assert not isinstance(wanted, Exception), errors[-1]
+                close(got, wanted)
+    assert refused
+    require_same_everywhere(errors)
+
+
+NUMBERS: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda p: p.sum(),
+    "sum of abs": lambda p: p.abs().sum(),
+    "sum in another dtype": lambda p: torch.sum(p, dtype=torch.float32),
+    "mean": lambda p: p.mean(),
+    "mean of squares": lambda p: (p**2).mean(),
+    "norm": lambda p: p.norm(),
+    "vector_norm": lambda p: torch.linalg.vector_norm(p, 1.0),
+    "foreach_norm": lambda p: torch._foreach_norm([p])[0],
+    "amax": lambda p: p.amax(),
+    "max": lambda p: p.max(),
+    "amin": torch.amin,
+    "min": torch.min,
+    "finite": lambda p: p.isfinite().all(),
+    "any": lambda p: (p > 0.3).any(),
+    "count_nonzero": lambda p: (p > 0).count_nonzero(),
+    "count": lambda p: (p > 0).sum(),
+    "dot": lambda p: torch.dot(p, p) if p.dim() == 1 else (p * p).sum(),
+    "unknown": lambda p: (p / 0).isnan().any(),
+    "largest of unknown": lambda p: torch.where(p > 0, p, math.nan).amax(),
+    "of the data": lambda p: p.data.sum(),
+    "of one": lambda p: float(torch.ones_like(p).amin()),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_numbers_of_a_slice_are_those_of_the_whole_tensor(strategy):
+    model, plain = sharded(0, strategy), net(0)
+    model[1].bias.grad = torch.arange(3.0).double()
+    plain[1].bias.grad = torch.arange(3.0).double()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            for name, look in NUMBERS.items():
+                for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                    got = look(ours)
+                    close(got, look(theirs))
+                    with pytest.raises(ModelError, match=r"differentiated") if grad and requires(got) else nullcontext():
+                        got.backward() if requires(got) else None
+            close(model[1].bias.grad.sum(), plain[1].bias.grad.sum())
+
+
+def requires(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale, self.wide = nn.Parameter(torch.tensor(0.25)), nn.Parameter(torch.tensor([[-3.0]]))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale.exp() + self.wide
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_a_parameter_of_one_element_is_a_number_on_every_rank(strategy):
+    model = zm.shard(Scaled(), mesh(), strategy)
+    assert (model.scale.item(), float(model.wide), int(model.wide), bool(model.scale)) == (0.25, -3.0, -3, True)
+    assert f"{model.scale:.3f}" == "0.250" and model.scale.exp().item() == pytest.approx(math.exp(0.25))
+
+
+# ---- rows, operands of the whole shape, copies
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_rows_and_masks_of_the_whole_tensor(strategy):
+    model, plain = sharded(0, strategy), net(0)
+    changes: list[Callable[[Tensor], Any]] = [
+        lambda p: p.__setitem__(slice(None, 2), 0.0),
+        lambda p: p.__setitem__((..., -1), 0.5),
+        lambda p: p.__setitem__(torch.tensor([0, 2]), torch.tensor(2.0).double()),
+        lambda p: p.__setitem__([1], 7.0),
+        lambda p: p.__setitem__(torch.arange(p.numel()).view(p.shape) % 3 == 0, -1.0),
+        lambda p: p.index_fill_(0, torch.tensor([1]), 4.0),
+        lambda p: p.mul_(torch.arange(p.shape[0]).double().view(-1, *(1 for _ in p.shape[1:]))),
+        lambda p: p.copy_(p.index_fill(0, torch.tensor([2]), 4.0)),
+    ]
+    for change in changes:
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            with torch.no_grad():
+                change(ours)
+                change(theirs)
+            close(ours, theirs)
+    whole = zm.full_state_dict(model)
+    assert dist.get_rank() or all(torch.equal(whole[name], value) for name, value in plain.state_dict().items())
+    with pytest.raises(OptimizerError, match=r"takes integers, slices and one list"):
+        model[0].weight[[0, 1], [1, 2]] = 0.0
+    with pytest.raises(OptimizerError, match=r"must be the whole tensor"), torch.no_grad():
+        model[0].weight.add_(torch.ones(4))
+    with pytest.raises(OptimizerError, match=r"into a plain tensor needs all of"), torch.no_grad():
+        torch.zeros(5, 7).double().copy_(model[0].weight)
+
+
+@on_ranks(4)
+def test_random_numbers_are_those_of_the_whole_tensor():
+    model, plain = sharded(0, "node=3,cluster=1"), net(0)
+    for draw in (torch.rand_like, torch.randn_like):
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            found = []
+            for each in (ours, theirs):
+                torch.manual_seed(1)
+                found.append(draw(each))
+            close(*found)
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=0"])
+@on_ranks(4)
+def test_gradients_that_are_assigned_are_whole_or_slices_of_the_same_elements(strategy):
+    model, other = sharded(0, strategy), sharded(0, "node=1,cluster=3")
+    weight = model[0].weight
+    weight.grad = torch.arange(35.0).view(5, 7).double()
+    close(weight.grad.sum(), torch.tensor(595.0).double())
+    weight.grad = weight.grad / 2
+    with pytest.raises(OptimizerError, match=r"so they cannot be combined rank by rank.*zm\.copy_values"):
+        weight.grad = other[0].weight.detach()
+    with pytest.raises(OptimizerError, match=r"must be a slice of the same elements, or the whole tensor"):
+        weight.grad = torch.ones(3).double()
+    close(weight.grad.sum(), torch.tensor(297.5).double())
+
+
+@on_ranks(4)
+def test_a_slice_is_not_pickled_by_itself():
+    model = sharded(0, "node=3,cluster=1")
+    weight = model[0].weight
+    for each in (weight, weight.clone(), weight.data, weight * 2, copy.deepcopy(weight), torch.zeros_like(weight)):
+        for save in (lambda value: torch.save(value, io.BytesIO()), lambda value: pickle.dumps([value])):
+            with pytest.raises(CheckpointError, match=r"zm\.Checkpoints or zm\.full_state_dict"):
+                save(each)
+
+
+@on_ranks(4)
+def test_loading_a_state_of_another_layout_raises_on_every_rank():
+    model, other = sharded(0, "node=3,cluster=1"), sharded(1, "node=1,cluster=3")
+    with pytest.raises(OptimizerError, match=r"load_state_dict of 0\.weight.*zm\.copy_values"):
+        model.load_state_dict(other.state_dict())
+    model.load_state_dict(sharded(1, "node=3,cluster=1").state_dict())
+    close(model[0].weight, net(1)[0].weight)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, other)]
+    for each, optimizer in zip((model, other), optimizers, strict=True):
+        each(torch.ones(2, 7).double()).sum().backward()
+        optimizer.step()
+    with pytest.raises(OptimizerError, match=r"load_state_dict of state 'momentum_buffer' of 0\.weight"):
+        optimizers[0].load_state_dict(optimizers[1].state_dict())
+
+
+# ---- across layouts
+
+
+@pytest.mark.parametrize("target", STRATEGIES)
+@pytest.mark.parametrize("source", STRATEGIES)
+@on_ranks(4)
+def test_values_are_copied_between_any_two_layouts(source, target):
+    ours, other, plain = sharded(0, target), sharded(1, source, torch.float32), net(1, torch.float32)
+    averages = [param.detach().clone() for param in ours.parameters()]
+    for targets in (list(ours.parameters()), averages):
+        zm.copy_values(targets, list(other.parameters()))
+        for own, wanted in zip(targets, plain.parameters(), strict=True):
+            close(own, wanted.double())
+    x = torch.ones(2, 7).double()
+    assert torch.equal(ours(x), plain.double()(x))  # copies that units compute with have followed
+
+
+@on_ranks(4)
+def test_what_cannot_be_copied_across_layouts_is_said_on_every_rank():
+    ours, other = sharded(0, "node=3,cluster=1"), sharded(1, "node=0,cluster=0")
+    with pytest.raises(InputError, match=r"needs a source of the same shape for each target"):
+        zm.copy_values([ours[0].weight], [other[0].bias])
+    with pytest.raises(InputError, match=r"number 0 is Tensor of \(5, 7\)"):
+        zm.copy_values([torch.ones(5, 7)], [other[0].weight])
+
+
+# ---- calls by some ranks alone
+
+
+@on_ranks(4)
+def test_ranks_that_call_different_functions_all_raise_at_once():
+    model = sharded(0, "node=3,cluster=1")
+    calls = (lambda: model[0].weight.sum(), lambda: model[0].bias.norm(), lambda: float(model[0].weight.amax()))
+    for one, others in itertools.permutations(calls, 2):
+        began = time.monotonic()
+        with pytest.raises(MismatchError, match=r"rank 2 called .*test_slices\.py:\d+\)") as caught:
+            (one if dist.get_rank() == 2 else others)()
+        assert "ranks 0, 1, 3 called" in str(caught.value) and time.monotonic() - began < 1.0
+    close(model[0].weight.sum(), net(0)[0].weight.sum())
+
+
+@on_ranks(4, spoils=True)
+def test_a_rank_that_never_comes_is_named():
+    progress.WAIT_S = 0.5
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+    model = zm.shard(net(), group, "node=3,cluster=1")
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    model[0].weight.sum()
+    if dist.get_rank() == 1:
+        time.sleep(3.0)
+        return
+    with pytest.raises(CommunicationError, match=r"norm of order 2\.0 of 0\.bias .*test_slices\.py:\d+\).*Missing: rank 1 "):
+        model[0].bias.norm()
+
+
+# ---- moving averages
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(seed)).double()
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_a_moving_average_of_clones_is_that_of_plain_tensors(strategy):
+    plain, model = net(), sharded(0, strategy)
+    averages = []
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        clones = [param.detach().clone() for param in each.parameters()]
+        for step in range(4):
+            train(each, optimizer, step)
+            with torch.no_grad():
+                for average, param in zip(clones, each.parameters(), strict=True):
+                    average.sub_(0.1 * (average - param))
+                torch._foreach_lerp_(clones, [param.detach() for param in each.parameters()], 0.2)
+        for average, param in zip(clones, each.parameters(), strict=True):
+            param.data.copy_(average)
+        averages.append(clones)
+    for theirs, ours in zip(*averages, strict=True):
+        close(ours, theirs)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+@on_ranks(4)
+def test_torchs_averaged_model_is_sharded_as_the_trained_one(decay):
+    plain, base = net(), net()
+    options: dict[str, Any] = {} if decay is None else {"multi_avg_fn": get_ema_multi_avg_fn(decay)}
+    expected, average = AveragedModel(plain, **options), AveragedModel(base, **options)
+    model = zm.shard(base, mesh(), "node=3,cluster=1")
+    zm.shard(average.module, mesh(), "node=3,cluster=1")
+    for each, kept_average in ((plain, expected), (model, average)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for step in range(4):
+            train(each, optimizer, step)
+            kept_average.update_parameters(each)
+    for ours, theirs in zip(average.module.parameters(), expected.module.parameters(), strict=True):
+        close(ours, theirs)
+    x = torch.ones(2, 7).double()
+    torch.testing.assert_close(average(x), expected(x))
+    with pytest.raises(ModelError, match=r"cannot be copied.*before zm\.shard"):
+        AveragedModel(model)
