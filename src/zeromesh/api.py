@@ -85,10 +85,10 @@ def shard(
     mesh: DeviceMesh | None,
     strategy: str | Strategy | Plan,
     *,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-    master_dtype: torch.dtype | None = None,
+    param_dtype: torch.dtype | str | None = None,
+    reduce_dtype: torch.dtype | str | None = None,
+    grad_dtype: torch.dtype | str | None = None,
+    master_dtype: torch.dtype | str | None = None,
     units: UnitClasses | None = None,
     resident: Sequence[str] = (),
     init: Callable[[nn.Module], None] | None = None,
@@ -214,7 +214,7 @@ def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]
     for parameter in model.parameters():
         sizes[parameter.dtype] += parameter.numel()
     own = next((dtype for dtype, _ in sizes.most_common() if dtype in DTYPE_NAMES), DTYPES["fp32"])
-    precision = replace(precision_of(options, workload), param=options.get("param_dtype"))
+    precision = replace(precision_of(options, workload), param=precision_of(options, None).param)
     buffer = precision.buffer(own, 1, trainable=True)
     assert buffer.master_dtype is not None  # it is trained
     return replace(

@@ -12,6 +12,7 @@ from zeromesh.errors import InputError, MeshError
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
 from zeromesh.strategy.parts import with_given
+from zeromesh.strategy.plan import DTYPE_FIELDS, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,8 @@ class Sharding:
             parts, cluster, workload: as `zm.shard` takes them.
 
     Raises:
-        InputError: "auto" without mesh, cluster or workload, or either of the last two without "auto".
+        InputError: "auto" without mesh, cluster or workload, or either of the last two without "auto"; or a dtype that
+            no model computes in.
         NotationError, MeshError: the strategy does not parse, or does not fit the sizes.
 
     Examples:
@@ -53,10 +55,10 @@ class Sharding:
 
     strategy: str | Strategy | Plan
     mesh: Mapping[str, int] | Sizes | DeviceMesh | None = None
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    grad_dtype: torch.dtype | None = None
-    master_dtype: torch.dtype | None = None
+    param_dtype: torch.dtype | str | None = None
+    reduce_dtype: torch.dtype | str | None = None
+    grad_dtype: torch.dtype | str | None = None
+    master_dtype: torch.dtype | str | None = None
     units: UnitClasses | None = None
     resident: Sequence[str] = ()
     init: Callable[[nn.Module], None] | None = None
@@ -73,6 +75,8 @@ class Sharding:
         object.__setattr__(self, "resident", tuple(self.resident))
         if isinstance(self.mesh, tuple):
             _require_sizes(self.mesh)
+        for name in DTYPE_FIELDS:
+            object.__setattr__(self, name, dtype_name(getattr(self, name), name))
         require_plannable(self.strategy, mesh=self.mesh, cluster=self.cluster, workload=self.workload)
         if self.strategy == "auto" or not isinstance(self.strategy, str | Strategy):
             return

@@ -28,6 +28,7 @@ def test_equal_meaning_is_equal() -> None:
     named = zm.Sharding(strategy="node[2]=3,node[2]=3,cluster=1", mesh=MESH, resident=["3"])
     assert named == zm.Sharding(strategy="node=3,cluster=1", mesh=tuple(MESH.items()), resident=("3",))
     assert hash(named) == hash(zm.Sharding(strategy="node=3,cluster=1", mesh=MESH, resident=["3"]))
+    assert zm.Sharding(strategy="zero3", param_dtype="torch.bfloat16").param_dtype == "bf16"
     parts = {"*.a": zm.Part(strategy="ddp"), "*.b": zm.Part()}
     apart = zm.Sharding(strategy="zero3|*.b:node=0,cluster=1", mesh=MESH, parts=parts)
     assert hash(apart) == hash(zm.Sharding(strategy=str(apart.strategy), mesh=MESH, parts=dict(parts)))
@@ -43,6 +44,7 @@ def test_equal_meaning_is_equal() -> None:
         ({"strategy": "nod=3,cluster=1", "mesh": MESH}, MeshError, "no axis 'nod'.*did you mean node"),
         ({"strategy": "node=9,cluster=1", "mesh": MESH}, NotationError, "9"),
         ({"strategy": "node=9"}, NotationError, "9"),
+        ({"strategy": "node=3", "master_dtype": "bf"}, InputError, "master_dtype must be one of .*: did you mean bf16"),
         (
             {"strategy": "node=3,cluster=1|*.a: node=1", "mesh": MESH},
             MeshError,

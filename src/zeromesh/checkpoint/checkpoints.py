@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint import extra
 from zeromesh.checkpoint.collect import STATE, aliases_of, collect
 from zeromesh.checkpoint.frozen import checksums, left_out, require_same
-from zeromesh.checkpoint.groups import describe_groups, read_groups, restore_groups
+from zeromesh.checkpoint.groups import describe_groups, read_groups, require_kinds, restore_groups
 from zeromesh.checkpoint.held import Held
 from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
 from zeromesh.checkpoint.manifest import DamagedError
@@ -126,8 +126,8 @@ class Checkpoints:
 
         Args:
             step: optimizer steps done; names the checkpoint.
-            state: anything made of numbers, text, lists, tuples and dicts, such as the `state_dict()` of a scheduler or
-                a GradScaler. Rank 0's is taken.
+            state: anything made of numbers, text, 0-d tensors, lists, tuples and dicts, such as the `state_dict()` of a
+                scheduler or a GradScaler. Rank 0's is taken.
 
         Raises:
             CheckpointError: `step` is none, the save before failed, or something cannot be saved.
@@ -190,22 +190,24 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on all ranks, the checkpoint is damaged (with "auto": all of them are), or of another
-                model, or another optimizer. Of another model, nothing is changed. Otherwise a part of this one may have
-                been filled: load another before going on.
+                model, or another optimizer. Of another model or class of optimizer, nothing is changed. Otherwise a
+                part of this one may have been filled: load another before going on.
             CommunicationError: a rank did not take part.
         """
         self.wait()
 
         def restore(reader: Reader) -> None:
-            options = read_groups(reader)
+            groups = read_groups(reader)
             user[:] = [_read_state(reader)]
+            if optimizers:
+                require_kinds(self._optimizers, groups, reader.where)
             restore_models(held, reader)
             if optimizers:
                 restore_optimizers(held, self._optimizers, reader)
             for model in held.models:
                 _restore_extra(model, reader)
             if optimizers and optimizer_options:
-                restore_groups(self._optimizers, options, reader.where)
+                restore_groups(self._optimizers, groups, reader.where)
             if random_states and reader.manifest.about.get("world") == held.control.world:
                 _restore_random(held.control.number, reader)
             found.append(any(name.startswith(STATE) for name in reader.manifest.tensors))

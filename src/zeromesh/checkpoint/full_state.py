@@ -6,9 +6,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from zeromesh.checkpoint.extra import extra_states, set_extra_states
 from zeromesh.engine.api import engine_of
@@ -19,8 +17,6 @@ from zeromesh.engine.parts import require_one_of_a_name
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError, nearest
 from zeromesh.model.module_units import clean_name, is_sharded
-from zeromesh.pieces.piece import copy_shared, whole
-from zeromesh.pieces.sliced import SlicedTensor
 
 
 def full_state_dict(model: nn.Module, *, names: Container[str] | None = None) -> dict[str, Any]:
@@ -61,26 +57,6 @@ def full_state_dict(model: nn.Module, *, names: Container[str] | None = None) ->
         state = {name: state[name] for name in _in_order(model) if name in state}
         state = state if names is None else {name: value for name, value in state.items() if name in names}
     return state
-
-
-def whole_state(state: Any) -> Any:
-    """A state dict with slices, as a sharded model's `state_dict()` has them, with whole tensors in their place.
-
-    They are on the CPU of the job's first rank; the others have None there. All ranks call it, with the same names.
-
-    Args:
-        state: dicts, lists and tuples of slices and of anything else.
-    """
-    return tree_map_only(SlicedTensor, _whole, state)
-
-
-def _whole(sliced: SlicedTensor) -> Tensor | None:
-    values = torch.zeros(sliced.shape, dtype=sliced.dtype, device=sliced.device)
-    copy_shared(sliced.piece, whole(sliced.piece.name, values))
-    if dist.is_initialized() and values.numel():
-        # What several ranks have is the same on all of them, to the bit: a maximum of bytes is their union.
-        dist.reduce(values.view(-1).view(torch.uint8), 0, dist.ReduceOp.MAX)
-    return values.cpu() if not dist.is_initialized() or dist.get_rank() == 0 else None
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:

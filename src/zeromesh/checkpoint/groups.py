@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,35 +13,70 @@ from zeromesh.checkpoint.manifest import DamagedError
 from zeromesh.checkpoint.plain import from_plain, to_plain
 from zeromesh.checkpoint.read import Reader
 from zeromesh.errors import CheckpointError
+from zeromesh.owners.optimizer import OwnerOptimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A parameter group as a checkpoint has it.
+
+    Args:
+        kind: the name of the optimizer's class; None where the checkpoint does not say.
+        options: learning rate and the like.
+    """
+
+    kind: str | None
+    options: Mapping[str, Any]
 
 
 def describe_groups(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """The options of every parameter group, with the names of its parameters."""
-    return [[_describe(group) for group in optimizer.param_groups] for optimizer in optimizers]
+    """The options of every parameter group, with its optimizer's class and the names of its parameters."""
+    return [[_describe(optimizer, group) for group in optimizer.param_groups] for optimizer in optimizers]
 
 
-def _describe(group: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
     names = [getattr(param, "full_name", "") for param in group["params"]]
-    return {"options": to_plain(options, "the optimizer's options"), "params": names}
+    return {"kind": _kind(optimizer), "options": to_plain(options, "the optimizer's options"), "params": names}
 
 
-def read_groups(reader: Reader) -> dict[str, dict[str, Any]]:
-    """By parameter: the options of its group.
+def _kind(optimizer: Optimizer) -> str:
+    kind = optimizer.kind if isinstance(optimizer, OwnerOptimizer) else type(optimizer)
+    return kind.__name__
+
+
+def read_groups(reader: Reader) -> dict[str, Group]:
+    """By parameter: its group.
 
     Raises:
         DamagedError: they are not what `describe_groups` returned.
     """
     described = reader.manifest.state.get("groups", [])
+    found: dict[str, Group] = {}
     try:
-        groups = [(group["params"], from_plain(group["options"])) for groups in described for group in groups]
-        return {name: dict(options) for names, options in groups for name in names}
-    except (TypeError, KeyError, ValueError, CheckpointError) as error:
+        for group in (group for groups in described for group in groups):
+            saved = Group(kind=group.get("kind"), options=dict(from_plain(group["options"])))
+            found |= dict.fromkeys(group["params"], saved)
+    except (AttributeError, TypeError, KeyError, ValueError, CheckpointError) as error:
         raise DamagedError(f"{reader.where}: the optimizer's options cannot be read: {error!r}") from error
+    return found
 
 
-def restore_groups(optimizers: Sequence[Optimizer], options: Mapping[str, Mapping[str, Any]], where: str) -> None:
-    """Sets each group's options to those that its first parameter had.
+def require_kinds(optimizers: Sequence[Optimizer], groups: Mapping[str, Group], where: str) -> None:
+    """Raises CheckpointError where a parameter's optimizer is of another class than the one that was saved."""
+    for optimizer in optimizers:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            name = getattr(param, "full_name", "")
+            saved = groups[name].kind if name in groups else None
+            if saved not in (None, _kind(optimizer)):
+                raise CheckpointError(
+                    f"{where} was saved with {saved} for {name}, and here {_kind(optimizer)} steps on it: make "
+                    f"optimizers of the classes that were saved, or load the model alone, with optimizers=False"
+                )
+
+
+def restore_groups(optimizers: Sequence[Optimizer], groups: Mapping[str, Group], where: str) -> None:
+    """Sets each group's options to those of the first of its parameters that was saved.
 
     Raises:
         CheckpointError: an option has a value of another type; nothing is changed then.
@@ -48,8 +84,9 @@ def restore_groups(optimizers: Sequence[Optimizer], options: Mapping[str, Mappin
     changes: list[tuple[dict[str, Any], str, Any]] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            name = getattr(group["params"][0], "full_name", "") if group["params"] else ""
-            changes += [(group, key, value) for key, value in options.get(name, {}).items() if key != "params"]
+            names = [getattr(param, "full_name", "") for param in group["params"]]
+            saved = next((groups[name].options for name in names if name in groups), {})
+            changes += [(group, key, value) for key, value in saved.items() if key != "params"]
     for group, key, value in changes:
         if not _fits(group.get(key), value):  # what is not there yet may be anything
             raise CheckpointError(f"{where}: the optimizer's {key} cannot be {value!r}; here it is {group.get(key)!r}")
@@ -80,7 +117,7 @@ def join_groups(described: Sequence[Sequence[Any]]) -> list[Any]:
         joined += ([] for _ in range(len(joined), len(optimizers)))
         for own, groups in zip(joined, optimizers, strict=False):
             for place, group in enumerate(groups):
-                if place < len(own) and own[place]["options"] == group["options"]:
+                if place < len(own) and all(own[place][key] == group[key] for key in ("kind", "options")):
                     own[place] = {**group, "params": [*own[place]["params"], *group["params"]]}
                 else:
                     own.append(group)

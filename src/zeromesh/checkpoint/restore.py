@@ -59,10 +59,12 @@ def restore_models(held: Held, reader: Reader) -> None:
 def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Reader) -> None:
     """Replaces the optimizers' states by those of the checkpoint, in the layout of this run.
 
-    States that are there already are filled in place: no rank holds two copies.
+    States that are there already are filled in place: no rank holds two copies. Saved states of parameters that are
+    frozen here are passed over, and a parameter without saved states begins with none.
 
     Raises:
-        CheckpointError: states of parameters that no optimizer has, or of other shapes; nothing is changed then.
+        CheckpointError: states of trained parameters that no optimizer has, or of other shapes; nothing is changed
+            then.
     """
     saved = _saved_states(reader.manifest.tensors)
     fresh: dict[Optimizer, dict[Tensor, dict[str, Tensor]]] = {}
@@ -80,7 +82,8 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
                     pieces += [piece for piece, _ in targets]
     own = {name for known in names.values() for name in known}
     elsewhere = {name.removeprefix(MODEL) for tensor in held.tensors() for name in tensor.names} - own
-    saved = {name: states for name, states in saved.items() if name not in elsewhere}
+    frozen = {name for param, known in names.items() if not param.requires_grad for name in known}
+    saved = {name: states for name, states in saved.items() if name not in elsewhere | frozen}
     if saved:
         raise CheckpointError(
             f"{reader.where} has optimizer states of {len(saved)} parameters that the optimizer does not have, such as "

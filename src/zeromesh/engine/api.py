@@ -42,7 +42,7 @@ from zeromesh.model.module_units import DTYPES
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
 from zeromesh.strategy.parts import with_given
-from zeromesh.strategy.plan import DTYPE_FIELDS
+from zeromesh.strategy.plan import DTYPE_FIELDS, dtype_name
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -56,10 +56,10 @@ def shard(
     mesh: DeviceMesh | None,
     strategy: str | Strategy | Plan,
     *,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-    master_dtype: torch.dtype | None = None,
+    param_dtype: torch.dtype | str | None = None,
+    reduce_dtype: torch.dtype | str | None = None,
+    grad_dtype: torch.dtype | str | None = None,
+    master_dtype: torch.dtype | str | None = None,
     units: UnitClasses | None = None,
     resident: Sequence[str] = (),
     init: Callable[[nn.Module], None] | None = None,
@@ -180,17 +180,14 @@ def _names(strategy: str | Strategy) -> Sequence[str]:
         return Strategy.parse(strategy, ("node", "cluster")).names
 
 
-def precision_of(given: Mapping[str, torch.dtype | None], named: object) -> Precision:
+def precision_of(given: Mapping[str, torch.dtype | str | None], named: object) -> Precision:
     """The dtypes that are given, else those that `named`, a plan or a workload, has by name, else the defaults.
 
     Args:
         given: by `DTYPE_FIELDS`; other keys are ignored.
     """
-    found = [given.get(name) or DTYPES.get(getattr(named, name, None) or "") for name in DTYPE_FIELDS]
-    for name, dtype in zip(DTYPE_FIELDS, found, strict=True):
-        if dtype is not None and dtype not in DTYPES.values():
-            raise ModelError(f"{name} must be torch.float64, float32, bfloat16 or float16; got {dtype!r}")
-    param, reduce, grad, master = found
+    names = [dtype_name(given.get(field) or getattr(named, field, None), field) for field in DTYPE_FIELDS]
+    param, reduce, grad, master = (DTYPES[name] if name else None for name in names)
     return Precision(param=param, reduce=reduce, grad=grad or torch.float32, master=master or torch.float32)
 
 

@@ -54,6 +54,11 @@ itself, may drop those."""
 VOUCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """By `elementwise`."""
 
+UNPROVEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Classes of others that have not stepped yet, so nobody knows what their states are."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, Slice)
+
 _shown: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Whose state dicts hold slices."""
 
@@ -75,6 +80,7 @@ def elementwise(optimizer: Optimizer) -> Optimizer:
         The optimizer itself.
     """
     VOUCHED.add(optimizer)
+    UNPROVEN.add(optimizer)
     return optimizer
 
 
@@ -203,6 +209,23 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         updated = [param for param in params if id(param) in graded or param.grad is not None]
         if updated:
             engine.changes.stepped(updated, by=weakref.ref(optimizer))
+        if optimizer in UNPROVEN:
+            _require_plain_states(optimizer, engine)
+    UNPROVEN.discard(optimizer)
+
+
+def _require_plain_states(optimizer: Optimizer, engine: Engine) -> None:
+    """Raises OptimizerError, on all ranks, if any keeps a state in a subclass of Tensor, such as codes with their
+    scales: only the subclass knows what it holds, so it could not be saved, nor loaded under another layout."""
+    held = [item for state in optimizer.state.values() for item in state.items()]
+    strange = [key for key, value in held if isinstance(value, torch.Tensor) and type(value) not in _PLAIN]
+    found = [key for keys in engine.control.gather(strange) for key in keys]
+    if found:
+        name = getattr(optimizer, "kind", type(optimizer)).__name__
+        raise OptimizerError(
+            f"states of {name} must be plain tensors or numbers, which checkpoints can hold; {found[0]!r} is of a "
+            f"subclass of Tensor: use a variant of the optimizer that keeps its states as plain tensors"
+        )
 
 
 def updates(optimizer: Optimizer, engine: object) -> bool:

@@ -7,7 +7,8 @@ looks at the wrapped module itself, which a part does not know; so it is told as
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -16,16 +17,29 @@ from torch.nn.parallel import DistributedDataParallel
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import ModelError
 
+MERGES = ("merge_and_unload", "merge_adapter", "unmerge_adapter")
+"""PEFT's methods that compute whole weights of a model."""
+
 
 def keep_others_out(model: nn.Module) -> None:
     """Of a model that has just been sharded, and of whatever wraps it later."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):  # cuDNN's would move the weights out of the memory that is gathered into
             object.__setattr__(module, "flatten_parameters", lambda: None)
+        for name in MERGES:
+            if hasattr(type(module), name):
+                object.__setattr__(module, name, partial(_refuse_merge, name))
     # Launchers wrap models in DistributedDataParallel by themselves: it then says that there is nothing to do.
     names = [name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named]
     object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", names)
     _watch_wrappers()
+
+
+def _refuse_merge(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise ModelError(
+        f"{name} needs whole weights, and each rank holds slices: save the adapters (save_pretrained of an "
+        f"integration's model, or zm.full_state_dict), load them into a model that is not sharded, and merge there"
+    )
 
 
 @cache

@@ -17,9 +17,9 @@ would follow raises when a gradient arrives at it.
 A write to a parameter, or through a tensor that shows its values, tells the engine, which brings copies up to date.
 
 Inside a forward of the model nothing is refused: a function that uses a parameter whose unit is not open opens the unit
-for as long as it takes, as a call of the unit. The same holds inside another method of one of its modules (`encode` of a
-VAE, the forward of a layer that is no unit), except that functions of slices are as elsewhere there. All ranks run the
-same code of the model; elsewhere one of them may be alone.
+for as long as it takes, as a call of the unit. The same holds inside another method of one of its modules (`encode` of
+a VAE, the forward of a layer that is no unit), except that functions of slices are as elsewhere there. All ranks run
+the same code of the model; elsewhere one of them may be alone.
 
 [Note: Stepping] Inside the step of an optimizer that has been looked at, operands are not compared, and new tensors are
 plain 1-D tensors of this rank's elements: an optimizer's states belong to their parameter, and Python for each of them

@@ -12,6 +12,7 @@ Several tensors may show the same values (`p.data`, `p.detach()`): they share a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from zeromesh.engine.engine import Engine
 
 _ORIGIN = "_zeromesh_origin"
+
+_CHUNK = 1 << 20
+"""Elements that are converted at once, so that no rank holds a slice in two dtypes."""
 
 
 class Source(Protocol):
@@ -58,6 +62,27 @@ class _Unmade:
             f"{self.name} is not in {self.origin}: it is initialised where the model is sharded, and has no "
             f"values before; to give it some, put a tensor in its place"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rounded:
+    """A source of which values are taken in a dtype first: a tensor in bf16 that is cast to fp32 stays rounded."""
+
+    source: Source
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def fill(self, target: Tensor, start: int) -> None:
+        if target.dtype == self.dtype:
+            return self.source.fill(target, start)
+        for first in range(0, target.numel(), _CHUNK):
+            part = target[first : first + _CHUNK]
+            rounded = torch.empty_like(part, dtype=self.dtype)
+            self.source.fill(rounded, start + first)
+            part.copy_(rounded)
 
 
 class _Cell:
@@ -153,7 +178,7 @@ class Promised(Tensor):
 
     def _lazily(self, like: Tensor) -> Promised:
         """Another tensor of the same values, in the dtype of `like`."""
-        return Promised.of(like, _Cell(self._cell.source))
+        return Promised.of(like, _Cell(_in_dtype(self)))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,6 +192,13 @@ class Promised(Tensor):
                     return found
         args, kwargs = tree_map_only(Promised, lambda each: each.whole, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _in_dtype(tensor: Promised) -> Source:
+    """Its values as it shows them: the source may be of a higher precision."""
+    source = tensor.source
+    assert source is not None  # not read yet
+    return source if isinstance(source, _Unmade) else _Rounded(source=source, dtype=tensor.dtype)
 
 
 # What needs no values ------------------------------------------------------------------------------------------------
@@ -296,8 +328,8 @@ def promised_of(model: nn.Module) -> dict[str, Source]:
     origins = {clean_name(name): origin for name, part in model.named_modules() if (origin := origin_of(part))}
     for name, tensor in _tensors(model, persistent=True):
         if isinstance(tensor, Promised):
-            assert tensor.source is not None  # settled before
-            found |= {} if isinstance(tensor.source, _Unmade) else {name: tensor.source}
+            source = _in_dtype(tensor)
+            found |= {} if isinstance(source, _Unmade) else {name: source}
         elif tensor.is_meta:
             for prefix, origin in origins.items():
                 if not prefix or name.startswith(f"{prefix}."):

@@ -13,14 +13,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zeromesh.engine.control import reduce_over
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.param import ShardedParameter, local_operand
 from zeromesh.engine.parts import require_one_of_a_name
+from zeromesh.errors import InputError
 from zeromesh.model.module_units import clean_name
+from zeromesh.pieces.piece import copy_shared, whole
 from zeromesh.pieces.sliced import SlicedTensor
 
 
@@ -45,6 +53,7 @@ def install_state_dict(model: nn.Module, engine: Engine) -> None:
     model.register_state_dict_post_hook(shown)  # type: ignore[no-untyped-call]  # torch leaves these so
     model.register_load_state_dict_pre_hook(renamed)  # type: ignore[no-untyped-call]
     _install_loading(model, reference)
+    _gather_where_torch_does()
 
 
 def _install_part(module: nn.Module, reference: weakref.ref[Engine]) -> None:
@@ -120,3 +129,49 @@ def _rename(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
             actual = f"{name}.{key}" if name else key
             if clean_name(actual) in given:
                 state[prefix + actual] = state.pop(given[clean_name(actual)])
+
+
+def whole_state(state: Any, engine: Engine | None = None, *, everywhere: bool = False) -> Any:
+    """A state dict with slices, as a sharded model's `state_dict()` has them, with whole tensors in their place.
+
+    All ranks call it, with the same names.
+
+    Args:
+        state: dicts, lists and tuples of slices and of anything else.
+        engine: whose ranks have the slices; None for all ranks of the job.
+        everywhere: on all ranks, where the slices are; else on the CPU of the job's first rank, and None on the others.
+    """
+    control = None if engine is None else engine.control
+    groups = [dist.group.WORLD] if control is None else [control.group, *control.beyond]
+
+    def gathered(sliced: SlicedTensor) -> Tensor | None:
+        values = torch.zeros(sliced.shape, dtype=sliced.dtype, device=sliced.device)
+        copy_shared(sliced.piece, whole(sliced.piece.name, values))
+        for group in groups if dist.is_initialized() and values.numel() else ():
+            # What several ranks have is the same on all of them, to the bit: a maximum of bytes is their union.
+            reduce_over(group, values.view(-1).view(torch.uint8), dist.ReduceOp.MAX)
+        return values if everywhere else values.cpu() if not dist.is_initialized() or dist.get_rank() == 0 else None
+
+    return tree_map_only(SlicedTensor, gathered, state)
+
+
+@cache
+def _gather_where_torch_does() -> None:
+    """`get_model_state_dict` and its like, which gather DTensors alone, get whole tensors for a full state dict."""
+    own = torch_state_dict._maybe_full_or_cpu_state_dict
+
+    def gathered(state: dict[str, Any], info: Any) -> Any:
+        params = (param for param in info.fqn_param_mapping if isinstance(param, ShardedParameter))
+        engine = next((param.engine() for param in params), None)
+        if engine is not None and info.full_state_dict:
+            names = [each.piece.name for each in tree_leaves(state) if isinstance(each, SlicedTensor)]
+            if any(other != names for other in engine.control.gather(names)):
+                raise InputError(
+                    "full_state_dict=True gathers tensors of which every rank has a slice, and an optimizer of "
+                    "zm.by_owner has whole states on some ranks: save it with zm.Checkpoints, or leave full_state_dict "
+                    "out and save with torch.distributed.checkpoint; zm.full_state_dict(model) gathers the model"
+                )
+            state = whole_state(state, engine, everywhere=not info.cpu_offload)
+        return own(state, info)
+
+    torch_state_dict._maybe_full_or_cpu_state_dict = gathered

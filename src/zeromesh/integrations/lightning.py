@@ -28,9 +28,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeromesh.checkpoint.full_state import whole_state
 from zeromesh.engine.api import accumulate, engine_of
 from zeromesh.engine.optim import check_optimizer, updates
+from zeromesh.engine.state_dict import whole_state
 from zeromesh.errors import CheckpointError, InputError
 from zeromesh.integrations.methods import require_plain, require_sharding, shard_model, with_mixed_precision
 from zeromesh.integrations.optimizers import give_shards

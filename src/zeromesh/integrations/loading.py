@@ -30,13 +30,14 @@ from zeromesh.checkpoint.sources import Computed, Last, Tiled, joined, stacked
 from zeromesh.engine.promised import Source, promise
 from zeromesh.errors import InputError, ModelError
 from zeromesh.integrations.versions import require_known
-from zeromesh.model.module_units import DTYPE_NAMES
+from zeromesh.model.module_units import DTYPE_NAMES, DTYPES
+from zeromesh.strategy.plan import dtype_name
 
 require_known("transformers")
 
 
 def from_pretrained(
-    kind: Any, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **options: Any
+    kind: Any, directory: str | os.PathLike[str], *, dtype: torch.dtype | str | None = None, **options: Any
 ) -> Any:
     """A model of transformers on the meta device, whose values each rank reads where it is sharded.
 
@@ -47,7 +48,7 @@ def from_pretrained(
     Args:
         kind: `AutoModelForCausalLM`, `LlamaForCausalLM` or another class that has `from_pretrained`.
         directory: with `config.json` and safetensors, where all ranks see it.
-        dtype: of the parameters. Default: as the configuration says, else the files.
+        dtype: of the parameters. Default, or "auto": as the configuration says, else the files.
         options: of the model's configuration, and `config` or `attn_implementation`.
 
     Raises:
@@ -62,7 +63,9 @@ def from_pretrained(
             f"for a model of the Hub: hf download NAME --local-dir DIRECTORY"
         )
     stored = read_headers(location)
-    model = _build(kind, location, dtype or _dtype_in(stored), explicit=dtype is not None, **options)
+    named = None if dtype == "auto" else dtype_name(dtype, "dtype")
+    made_in = DTYPES[named] if named else _dtype_in(stored)
+    model = _build(kind, location, made_in, explicit=named is not None, **options)
     sources, missing, unexpected = _plan(model, stored)
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in sources:

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,8 +20,8 @@ from zeromesh.errors import InputError, ModelError
 from zeromesh.model.module_units import DTYPE_NAMES
 from zeromesh.sharding import Sharding
 
-MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""By the names that accelerate has for mixed precision."""
+MIXED = ("bf16", "fp16")
+"""Mixed precision by accelerate's names."""
 
 
 def is_sharded(model: object) -> bool:
@@ -32,7 +31,7 @@ def is_sharded(model: object) -> bool:
 
 def with_mixed_precision(sharding: Sharding, name: str | None) -> Sharding:
     """`sharding`, in the dtype that a library is told to compute in, where it says none itself."""
-    return replace(sharding, param_dtype=sharding.param_dtype or MIXED.get(name or ""))
+    return replace(sharding, param_dtype=sharding.param_dtype or (name if name in MIXED else None))
 
 
 def require_plain(model: object) -> None:

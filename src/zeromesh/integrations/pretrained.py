@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from zeromesh.checkpoint.collect import buffers_of
-from zeromesh.checkpoint.full_state import full_state_dict
+from zeromesh.checkpoint.full_state import full_state_dict, persistent_buffers
 from zeromesh.checkpoint.huggingface import save_safetensors, written_dtype
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.flat import FlatShards, Place
@@ -22,7 +26,7 @@ from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError
 from zeromesh.integrations.methods import give_method
 from zeromesh.integrations.saved import is_peft
-from zeromesh.model.module_units import find_blocks
+from zeromesh.model.module_units import clean_name, find_blocks
 from zeromesh.sharding import Sharding
 
 
@@ -114,18 +118,18 @@ def _save_adapters(
     dtype: torch.dtype | None,
     **options: Any,
 ) -> None:
-    """PEFT's `save_pretrained` of a sharded model: all ranks call it, and only the adapters are gathered."""
+    """PEFT's `save_pretrained` of a sharded model: all ranks call it, and only what it asks for is gathered."""
     if state_dict is None:
-        state_dict = full_state_dict(model, names=_adapter_names(model, options))
-        own = {name: DTYPES[buffer.spec.param_dtype] for name, buffer, _ in _named(model)}
+        kinds = {name: DTYPES[buffer.spec.param_dtype] for name, buffer, _ in _named(model)}
+        whole = full_state_dict(model, names=_asked_for(model, options))
         state_dict = {
-            name: value.to(written_dtype(dtype, own.get(name, value.dtype)))
+            name: value.to(written_dtype(dtype, kinds.get(name, value.dtype)))
+            for name, value in whole.items()
             if isinstance(value, torch.Tensor)
-            else value
-            for name, value in state_dict.items()
         }
     if is_main_process:
-        type(model).save_pretrained(model, save_directory, state_dict=state_dict, **options)
+        with _shown_as(model, state_dict):
+            type(model).save_pretrained(model, save_directory, state_dict=state_dict, **options)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, FlatShards, Place]]:
@@ -136,22 +140,54 @@ def _named(model: nn.Module) -> Iterator[tuple[str, FlatShards, Place]]:
                 yield name, buffer, place
 
 
-def _adapter_names(model: nn.Module, options: Mapping[str, Any]) -> frozenset[str]:
-    """Those of the parameters that PEFT would write, as itself chooses them."""
+class _Used(TorchDispatchMode):
+    """Notes what computations read, of tensors without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= {id(arg) for arg in tree_leaves((args, kwargs))}
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta:
+            kwargs = (kwargs or {}) | {"device": "meta"}
+        return func(*args, **(kwargs or {}))
+
+
+def _asked_for(model: Any, options: Mapping[str, Any]) -> frozenset[str]:
+    """The names of what PEFT writes of a model, and of what it computes that from (virtual tokens, weights that count
+    most): as itself chooses them, of tensors without values."""
     from peft import get_peft_model_state_dict
 
     stands = {name: torch.empty(place.global_shape, device="meta") for name, _, place in _named(model)}
-    by_stand = {id(stand): name for name, stand in stands.items()}
-    adapters: Iterable[str] = options.get("selected_adapters") or model.peft_config  # type: ignore[assignment]
-    chosen: set[str] = set()
-    for adapter in adapters:
-        found = get_peft_model_state_dict(
-            model,
-            state_dict=dict(stands),
-            adapter_name=adapter,
-            save_embedding_layers=options.get("save_embedding_layers", "auto"),
-        )
-        if any(id(value) not in by_stand for value in found.values()):  # computed from others
-            return frozenset(stands)
-        chosen.update(by_stand[id(value)] for value in found.values())
-    return frozenset(chosen)
+    stands |= {name: torch.empty_like(held, device="meta") for name, held in persistent_buffers(model)}
+    adapters: Iterable[str] = options.get("selected_adapters") or model.peft_config
+    try:
+        with _shown_as(model, stands), _Used() as used:
+            for adapter in adapters:
+                found = get_peft_model_state_dict(
+                    model,
+                    state_dict=dict(stands),
+                    adapter_name=adapter,
+                    save_embedding_layers=options.get("save_embedding_layers", "auto"),
+                )
+                used.seen |= set(map(id, found.values()))
+    except RuntimeError:  # where values decide; any may be asked for
+        return frozenset(stands)
+    return frozenset(name for name, stand in stands.items() if id(stand) in used.seen)
+
+
+@contextmanager
+def _shown_as(model: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    """These tensors, by name, in the place of a sharded model's, whose modules then compute as plain ones do."""
+    with ExitStack() as stack:
+        for prefix, module in model.named_modules():
+            for kind in ("_parameters", "_buffers"):
+                held = vars(module)[kind]
+                own = {key: values.get(clean_name(f"{prefix}.{key}"), tensor) for key, tensor in held.items()}
+                stack.callback(vars(module).__setitem__, kind, held)
+                vars(module)[kind] = own
+            for kind in ("_forward_pre_hooks", "_forward_hooks"):
+                stack.callback(vars(module).__setitem__, kind, vars(module)[kind])
+                vars(module)[kind] = OrderedDict()
+        yield

@@ -10,7 +10,7 @@ before the step, and out of it after.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -74,6 +74,7 @@ class OwnedBucket:
         groups: by axis that is crossed, outermost first.
         strides: by the same: distance between neighbours' numbers, and how many there are.
         stacking: how tensors are laid together for the optimizer.
+        act: what is done to the optimizer in the place of a step; None for the step.
         room_bytes: that the last step has taken.
     """
 
@@ -83,6 +84,7 @@ class OwnedBucket:
     groups: Mapping[str, AxisGroup]
     strides: Mapping[str, tuple[int, int]]
     stacking: Stacking
+    act: Callable[[Optimizer], object] | None = None
     room_bytes: int = 0
     _moving: list[Member] = field(default_factory=list)
     _held: Held = field(default_factory=dict)
@@ -114,7 +116,10 @@ class OwnedBucket:
         for member, part, kind in self._landing:
             for inside, apart in _boxes(member, part, kind, self._held[part][kind]):
                 inside.copy_(apart)
-        step_on_stacks(self.optimizer, self.stacking)
+        if self.act is None:
+            step_on_stacks(self.optimizer, self.stacking)
+        else:
+            self.act(self.optimizer)
 
     def give_back(self) -> list[AxisJob]:
         jobs: list[AxisJob] = []

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import Place
-from zeromesh.engine.optim import WHOLE
+from zeromesh.engine.optim import UNPROVEN, WHOLE
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.parts import Home
 from zeromesh.engine.units import DTYPES
@@ -194,6 +194,7 @@ class OwnerOptimizer(Optimizer):
             parts[part.tensor].append(part)
         mine = [any(part.owner == rank for part in parts[index]) for index in range(len(params))]
         WHOLE[self] = {param: region for param, region, own in zip(params, joined, mine, strict=True) if own}
+        UNPROVEN.add(self)
         # All of them if any move, since of those that are divided elsewhere too ranks may have to send others.
         self._moving = params if any(part.hops for own in parts.values() for part in own) else []
         members = [
@@ -241,11 +242,40 @@ class OwnerOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
             engine.before_step(self._params)
+        self._run(engine, None)
+        return loss
+
+    def _run(self, engine: Engine, act: Callable[[Optimizer], object] | None) -> None:
+        """A step, or `act` in its place, on whole tensors."""
         self._forget_changed(engine)
         self._hand_over()
+        for bucket in self.buckets:
+            bucket.act = act
         engine.interpreter.step_owned(self._number)
         self._take_over()
-        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """Further methods of the class, such as `train` and `eval` of schedule-free ones; all ranks call them."""
+        if name.startswith("_") or not callable(getattr(vars(self).get("kind"), name, None)):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return partial(self._call, name)
+
+    @torch.no_grad()
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """A method may change values, as a step does: gradients of zero go with them, and are dropped."""
+        engine = self._engine()
+        if engine is None:
+            raise OptimizerError("the model whose parameters this optimizer steps on has been deleted")
+        stepped = [*self._grad_dtypes]
+        shown = [param.grad for param in stepped]
+        for param in stepped:
+            param.grad = torch.zeros_like(param, dtype=self._grad_dtypes[param])
+        try:
+            self._run(engine, lambda optimizer: getattr(optimizer, name)(*args, **kwargs))
+            engine.changes.stepped(stepped, by=weakref.ref(self))
+        finally:
+            for param, grad in zip(stepped, shown, strict=True):
+                param.grad = grad
 
     def _forget_changed(self, engine: Engine) -> None:
         """What anybody else has changed since the last step, on any rank, goes to its owner anew."""

@@ -63,7 +63,7 @@ def _stepped(
 ) -> tuple[list[Tensor], Numbers]:
     """Values after a few steps, and the numbers beside tensors' states that those have changed."""
     params = [nn.Parameter(values[index].clone()) for index in which]
-    optimizer = kind([{"params": params}], **options)
+    optimizer = _made(kind, [{"params": params}], options)
     before = _numbers(optimizer)
     for _ in range(STEPS):
         for index, param in zip(which, params, strict=True):
@@ -76,6 +76,13 @@ def _stepped(
             ) from error
     changed = {key: value for key, value in _numbers(optimizer).items() if before.get(key) != value}
     return [param.detach() for param in params], changed
+
+
+def _made(kind: type[Optimizer], groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Optimizer:
+    """An optimizer of the class; one of two modes, as schedule-free ones have them, in that of training."""
+    optimizer = kind(groups, **options)
+    getattr(optimizer, "train", lambda: None)()
+    return optimizer
 
 
 def _numbers(optimizer: Optimizer) -> Numbers:
@@ -132,7 +139,7 @@ def _kept_bytes(
     if grad_dtype != like.dtype:
         param.grad_dtype = grad_dtype
     param.grad = torch.ones(like.shape, dtype=grad_dtype, device=device)
-    optimizer = kind([{**group, "params": [param]}], **options)
+    optimizer = _made(kind, [{**group, "params": [param]}], options)
     optimizer.step()
     return sum(value.nbytes for value in kept_tensors(optimizer.state[param], like))
 

@@ -19,16 +19,34 @@ DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype")
 """Of plans and workloads by name; what `zm.shard` takes."""
 
 
-def settle_dtypes(owner: object) -> None:
-    """Gives a plan or a workload in fp64 the sums and masters that the engine then has, in fp64 too.
+_TORCH_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def dtype_name(dtype: object, field: str) -> str | None:
+    """The name of a dtype that is given as torch's own, by our name or by torch's; of None, None.
 
     Raises:
-        InputError: one of its `DTYPE_FIELDS` is not the name of a dtype.
+        InputError: a model does not compute in it.
+
+    >>> dtype_name("torch.bfloat16", "param_dtype"), dtype_name("fp32", "grad_dtype")
+    ('bf16', 'fp32')
+    """
+    text = str(dtype).removeprefix("torch.")
+    name = _TORCH_NAMES.get(text, text)
+    if dtype is not None and name not in FLOAT_DTYPES:
+        raise InputError(f"{field} must be {one_of(text, FLOAT_DTYPES)}")
+    return None if dtype is None else name
+
+
+def settle_dtypes(owner: object) -> None:
+    """Gives a plan or a workload its dtypes by name, and in fp64 the sums and masters that the engine then has, in fp64
+    too.
+
+    Raises:
+        InputError: one of its `DTYPE_FIELDS` is no dtype that a model computes in.
     """
     for field in DTYPE_FIELDS:
-        name = getattr(owner, field)
-        if name is not None and name not in FLOAT_DTYPES:
-            raise InputError(f"{field} must be {one_of(name, FLOAT_DTYPES)}")
+        object.__setattr__(owner, field, dtype_name(getattr(owner, field), field))
     if getattr(owner, "param_dtype") == "fp64":  # noqa: B009  # mypy knows nothing of it
         for field in ("grad_dtype", "master_dtype"):
             object.__setattr__(owner, field, "fp64")

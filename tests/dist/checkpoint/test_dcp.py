@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
+import zeromesh as zm
 from tests.dist.checkpoint.models import Mesh, Odd, assemble, make, require_equal, slices, train
 from tests.dist.pool import Pool, kept
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.storage import LocalStorage
-from zeromesh.errors import CheckpointError
+from zeromesh.engine.state_dict import whole_state
+from zeromesh.errors import CheckpointError, InputError
+from zeromesh.pieces.sliced import SlicedTensor
 
 ONE: Mesh = (("cluster", 1), ("node", 1))
 TWO: Mesh = (("cluster", 1), ("node", 2))
@@ -45,8 +59,6 @@ def fsdp2(seed: int, *, columns: bool = False) -> tuple[nn.Module, torch.optim.O
 
 def ours(mesh: Mesh, strategy: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Ours, of the parameters that FSDP2 has."""
-    import zeromesh as zm
-
     torch.manual_seed(seed)
     model = Odd()
     del model.scale, model.none
@@ -172,6 +184,42 @@ def whole_tensors(mesh: Mesh, strategy: str):
 
 def test_load_state_dict_takes_whole_tensors(pool: Pool) -> None:
     pool.run(4, whole_tensors, FOUR, "node=3,cluster=1")
+
+
+def told_by_torch(mesh: Mesh, strategy: str) -> None:
+    """All of torch's options: whole tensors where they are asked for, as a plain model has them, and back."""
+    model, optimizer = ours(mesh, strategy, seed=0)
+    train(model, optimizer, 2)
+    plain = [whole_state(state, everywhere=True) for state in get_state_dict(model, optimizer)]
+    for offload, unfrozen in product((False, True), repeat=2):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=offload, ignore_frozen_params=unfrozen)
+        found = get_state_dict(model, optimizer, options=options)
+        if offload and dist.get_rank():
+            assert found == ({}, {})
+            continue
+        assert not any(isinstance(value, SlicedTensor) for value in tree_leaves(found))
+        names = found[0].keys()
+        assert names == plain[0].keys() - ({"frozen"} if unfrozen else set())
+        torch.testing.assert_close(found[0], {name: plain[0][name] for name in names}, rtol=0, atol=0)
+        torch.testing.assert_close(found[1]["state"], plain[1]["state"], rtol=0, atol=0)
+    for broadcast in (False, True):
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        given = copy.deepcopy(plain) if not broadcast or dist.get_rank() == 0 else [{}, {}]
+        other, others = ours(mesh, strategy, seed=1)
+        set_model_state_dict(other, given[0], options=options)
+        set_optimizer_state_dict(other, others, given[1], options=options)
+        here, there = ({row[0]: row[-1] for row in slices(*pair)} for pair in ((other, others), (model, optimizer)))
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+    owner = zm.by_owner(torch.optim.AdamW, [*model.parameters()])
+    with pytest.raises(
+        InputError, match="full_state_dict=True gathers tensors of which every rank has a slice, and an"
+    ):
+        get_optimizer_state_dict(model, owner, options=StateDictOptions(full_state_dict=True))
+
+
+def test_state_dict_options(pool: Pool) -> None:
+    pool.run(4, told_by_torch, FOUR, "node=3,cluster=1")
+    pool.run(2, told_by_torch, TWO, "node=1,cluster=0")
 
 
 class Evil:

@@ -197,7 +197,7 @@ def test_updates_too_small_for_the_compute_dtype_add_up():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for param in model.parameters():
         nn.init.ones_(param)
-    zm.shard(model, mesh_2x2(), "node=3,cluster=1", param_dtype=torch.bfloat16)
+    zm.shard(model, mesh_2x2(), "node=3,cluster=1", param_dtype="bf16")
     optimizer = optim.SGD(model.parameters(), lr=2**-12)
     for _ in range(32):
         for param in model.parameters():

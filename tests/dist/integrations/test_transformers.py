@@ -339,6 +339,58 @@ def test_adapters_are_saved_in_the_dtypes_of_plain_ones(tmp_path):
     assert saved(True) == saved(False)
 
 
+VIRTUAL: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+LAYERS: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
+BANK: dict[str, Any] = LAYERS | {"r": 2, "topk": 2, "num_vectors": 8, "vector_length": 4}
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "virtual tokens": ("PromptTuningConfig", VIRTUAL),
+    "projected prefixes": ("PrefixTuningConfig", VIRTUAL | {"prefix_projection": True, "encoder_hidden_size": 6}),
+    "an encoder's tokens": ("PromptEncoderConfig", VIRTUAL | {"encoder_hidden_size": 6}),
+    "shared buffers": ("VeraConfig", LAYERS | {"r": 2}),
+    "a shared bank": ("VBLoRAConfig", BANK),
+    "weights that count most": ("VBLoRAConfig", BANK | {"save_only_topk_weights": True}),
+    "frequencies": ("FourierFTConfig", LAYERS | {"n_frequency": 6}),
+    "magnitudes and a head": ("LoraConfig", LAYERS | {"r": 2, "use_dora": True, "modules_to_save": ["lm_head"]}),
+}
+
+
+@pytest.mark.timeout(100)
+@on_ranks(2, timeout_s=90)
+def test_adapters_that_are_computed_or_buffered_are_saved(tmp_path):
+    """As PEFT saves those of a plain model that has taken the same step, and loads them into a plain one."""
+    import peft
+
+    from zeromesh.integrations.methods import shard_model
+
+    def stepped(kind: str, rows: slice, how: zm.Sharding | None) -> Any:
+        name, options = ADAPTERS[kind]
+        model = peft.get_peft_model(build(), getattr(peft, name)(**options))
+        if how is not None:
+            shard_model(how, model)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        model(input_ids=ids[rows], labels=ids[rows]).loss.backward()
+        optimizer.step()
+        return model
+
+    ids = torch.stack([each["input_ids"] for each in samples(4)])
+    rank, how = dist.get_rank(), sharding("node=3", {"node": 2}).on("cpu")
+    for kind in ADAPTERS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's, of names and of what may be saved
+            model = stepped(kind, slice(2 * rank, 2 * rank + 2), how)
+            model.save_pretrained(tmp_path / "ours", is_main_process=rank == 0)
+            if rank == 0:
+                stepped(kind, slice(4), None).save_pretrained(tmp_path / "plain")
+                ours, theirs = weights(tmp_path / "ours"), weights(tmp_path / "plain")
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+                loaded = peft.PeftModel.from_pretrained(build(), tmp_path / "ours").eval()
+                expected = peft.PeftModel.from_pretrained(build(), tmp_path / "plain").eval()
+                torch.testing.assert_close(loaded(ids).logits, expected(ids).logits, rtol=0, atol=1e-6)
+    with pytest.raises(ModelError, match="merge_and_unload needs whole weights, and each rank holds slices: save the"):
+        model.merge_and_unload()
+    dist.barrier()
+
+
 @on_ranks(2, timeout_s=60)
 def test_an_encoder_is_called_by_itself():
     """By `generate`, and by whoever evaluates with it."""

@@ -340,6 +340,77 @@ def test_an_optimizer_that_is_gone_leaves_nothing():
     assert [line.predicted_bytes for line in zm.traffic_report(model, micro_batches=1).lines()] == before
 
 
+class TwoModes(LAMB):
+    """Evaluates at other values than it trains at, and goes from one to the other when told."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options, training=False)
+
+    def train(self) -> None:
+        self._move(True, 0.5)
+
+    def eval(self) -> None:
+        self._move(False, 2.0)
+
+    @torch.no_grad()
+    def _move(self, training: bool, factor: float) -> None:
+        for group in self.param_groups:
+            for param in group["params"] if group["training"] is not training else ():
+                param.mul_(factor).add_(param.norm() * sum(self.state[param].values(), torch.zeros(())).sum())
+            group["training"] = training
+
+    def step(self, closure: Any = None) -> Any:
+        assert all(group["training"] for group in self.param_groups)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=0"])
+@on_ranks(4)
+def test_further_methods_of_the_class_are_called_on_whole_tensors(strategy):
+    plain, model = net(), shard(net(), (2, 2), strategy)
+    trained = [[p for n, p in m.named_parameters() if p.requires_grad and "unused" not in n] for m in (plain, model)]
+    optimizers: list[Any] = [TwoModes(trained[0]), zm.by_owner(TwoModes, trained[1], bucket_bytes=400)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.train()
+        backward(model, step)
+        for micro in range(MICRO_BATCHES):
+            for rank in range(4):
+                (loss_of(plain, step, micro, rank) / MICRO_BATCHES / 4).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.eval()
+        same_params(model, plain)
+        close(loss_of(model, 9, 0, 0), loss_of(plain, 9, 0, 0), "the loss at these values")
+    zm.check_replicas(model, optimizers[1])
+    assert not hasattr(optimizers[1], "evaluate")
+
+
+class Codes(torch.Tensor):
+    """As some optimizers keep states: of few bits."""
+
+
+class FewBits(LAMB):
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        coded = param.numel() > 50  # those of few elements stay as they are
+        state.setdefault("mean", torch.zeros_like(param).as_subclass(Codes if coded else torch.Tensor))
+
+
+@pytest.mark.parametrize("owned", [True, False])
+@on_ranks(4)
+def test_states_that_no_checkpoint_could_hold_are_refused_at_the_first_step(owned):
+    """On all ranks, where some of them own nothing of the kind."""
+    model = shard(net(), (2, 2), "node=3,cluster=1")
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = zm.by_owner(FewBits, params) if owned else zm.elementwise(FewBits(params))
+    backward(model, 0)
+    with pytest.raises(
+        OptimizerError, match=r"states of FewBits must be plain tensors or numbers.*'mean' is of a subclass"
+    ):
+        optimizer.step()
+
+
 class Clipping(LAMB):
     """Scales by a norm over all gradients inside its step."""
 

@@ -16,7 +16,7 @@ from tests.dist.pool import kept, on_ranks
 from zeromesh.api import with_dtypes
 from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.engine.api import engine_of
-from zeromesh.errors import InputError, MeshError, ModelError
+from zeromesh.errors import InputError, MeshError
 from zeromesh.strategy import Plan, Strategy
 
 WORKLOAD = {"seq_len": 8, "global_batch_tokens": 16, "micro_batch": 1}
@@ -124,5 +124,5 @@ def test_the_plan_is_made_for_these_dtypes(dtype: torch.dtype, options: dict[str
 
 
 def test_a_dtype_that_cannot_be_trained_in_is_refused_before_planning() -> None:
-    with pytest.raises(ModelError, match=r"grad_dtype must be torch.float64, .*; got torch\.int8"):
+    with pytest.raises(InputError, match=r"grad_dtype must be one of fp64, .*; got 'int8'"):
         with_dtypes(zm.Workload(**WORKLOAD), nn.Linear(4, 4), {"grad_dtype": torch.int8})

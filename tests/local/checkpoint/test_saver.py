@@ -512,6 +512,12 @@ def test_states_come_back_exactly(value: object) -> None:
     assert from_plain(to_plain(value, "state")) == value
 
 
+@pytest.mark.parametrize("value", [torch.tensor(1e-3), torch.tensor(3), torch.tensor(0.1, dtype=torch.bfloat16)])
+def test_numbers_that_are_tensors_come_back_as_tensors(value: torch.Tensor) -> None:
+    (found,) = from_plain(to_plain([value], "state"))
+    assert torch.equal(found, value) and found.dtype == value.dtype
+
+
 def test_what_only_a_pickle_could_hold_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"state\.scheduler\.fn must be made of numbers.*got builtins\.function"):
         to_plain({"scheduler": {"fn": lambda: 0}}, "state")
