@@ -19,10 +19,7 @@ from uuid import uuid4
 
 import torch
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
-from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
-from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
@@ -35,10 +32,13 @@ from zeromesh.errors import CheckpointError, InputError
 from zeromesh.integrations.methods import require_plain, require_sharding, shard_model, with_mixed_precision
 from zeromesh.integrations.optimizers import give_shards
 from zeromesh.integrations.saved import checkpoints_of
-from zeromesh.integrations.versions import require_known
+from zeromesh.integrations.versions import names_of, require_attributes, require_known
 from zeromesh.sharding import Sharding
 
 require_known("lightning")
+with names_of("lightning"):
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 
 REST = "rest"
 """In the state of a model's checkpoint: the name of the file of what is neither model nor optimizer."""
@@ -160,6 +160,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         self.sharding = sharding
         self._sharding: Sharding | None = None
         self._shards: Any = WeakIdKeyDictionary()
+        require_attributes("lightning", self, "_backward_sync_control")
         self._backward_sync_control = _SyncControl()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -214,7 +215,9 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
             raise InputError("to load a checkpoint of sharded models give the dict of what was saved: {'model': model}")
         models, optimizers, rest = _sorted(state)
         saved = _load(directory, models, optimizers, weights_only)
-        _validate_keys_for_strict_loading(rest, saved, strict)
+        missing = rest.keys() - saved.keys()
+        if strict and missing:
+            raise KeyError(f"{directory} has no {', '.join(sorted(missing))}: leave it out, or pass strict=False")
         for name in rest.keys() & saved.keys():
             if hasattr(state[name], "load_state_dict"):
                 state[name].load_state_dict(saved[name])
@@ -249,9 +252,8 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         require_sharding(sharding)
         _require_options(options)
         super().__init__(**options)
+        require_attributes("lightning", self, "_layer_sync")
         self.sharding = sharding
-        # A step is a forward of the whole module, whose own parameters are gathered for it.
-        self._forward_redirection = _ForwardRedirection()
         self._own: Any = None
         self._loaded_ours = False
 
@@ -299,7 +301,16 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
 
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._forward_redirection(self.lightning_module, self.lightning_module, name, *args, **kwargs)
+        """A step is a forward of the whole module, whose own parameters are gathered for it."""
+        module = self.lightning_module
+        forward = module.forward
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            module.forward = forward  # which the step may call
+            return getattr(module, name)(*args, **kwargs)
+
+        module.forward = step
+        return module(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
