@@ -131,6 +131,11 @@ def _held(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> d
     return held
 
 
+def _given(weights_only: bool | None) -> dict[str, bool]:
+    """The option, which Lightning has from 2.6 on, where somebody gives it."""
+    return {} if weights_only is None else {"weights_only": weights_only}
+
+
 def _directory(path: Any) -> Path:
     if "://" in str(path):
         raise InputError(f"checkpoints of sharded models go to a directory that all ranks see; got {path}")
@@ -210,7 +215,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         """Returns what was saved beside models and optimizers and `state` does not ask for."""
         directory = _directory(self.broadcast(path))
         if self.broadcast(directory.is_file()):  # with whole tensors
-            return super().load_checkpoint(path, state, strict, weights_only)  # type: ignore[no-any-return]
+            return super().load_checkpoint(path, state, strict, **_given(weights_only))  # type: ignore[no-any-return]
         if not isinstance(state, dict) or not any(isinstance(value, nn.Module) for value in state.values()):
             raise InputError("to load a checkpoint of sharded models give the dict of what was saved: {'model': model}")
         models, optimizers, rest = _sorted(state)
@@ -362,7 +367,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         directory = _directory(self.broadcast(checkpoint_path))
         self._loaded_ours = self.broadcast(directory.is_dir())
         if not self._loaded_ours:  # a file of another strategy's, with whole tensors
-            return super().load_checkpoint(directory, weights_only)  # type: ignore[no-any-return]
+            return super().load_checkpoint(directory, **_given(weights_only))  # type: ignore[no-any-return]
         trained = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         return _load(directory, {MODEL: self.model}, self.optimizers if trained else (), weights_only)
 

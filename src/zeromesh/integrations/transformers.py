@@ -184,13 +184,19 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
     # ---- checkpoints
 
     @override
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if is_sharded(self.model) and not self.args.should_save:  # the others' parts of the writing rank's `_save`
+            if hasattr(self.model, "save_pretrained"):
+                self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
+            else:
+                full_state_dict(self.model)
+        super().save_model(output_dir, _internal_call)
+
+    @override
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and is_sharded(self.model):
-            directory = output_dir if output_dir is not None else self.args.output_dir
-            if not hasattr(self.model, "save_pretrained"):
-                state_dict = full_state_dict(self.model)
-            elif not self.args.should_save:  # the others' parts of what the writing rank does below
-                self.model.save_pretrained(directory, is_main_process=False)
+        gathers = state_dict is None and is_sharded(self.model) and self.args.should_save
+        if gathers and not hasattr(self.model, "save_pretrained"):
+            state_dict = full_state_dict(self.model)
         super()._save(output_dir, state_dict)
 
     @override
