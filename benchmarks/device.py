@@ -16,9 +16,9 @@ up.
     bf16+masters    param_dtype=bf16             autocast          MixedPrecisionPolicy(param_dtype=bf16)
     bf16            masters and gradients too    model.bfloat16()  model.bfloat16()
 
-Peaks are taken in a process for each side, of what torch's allocator gave out beyond what was there before the model
-(of the resident set on a CPU), with accumulation 2 and gradients that stay alive. Predicted are the model state,
-exactly, by `zm.memory_report`, and the peak with activations by the simulator. The file is written after every row.
+Peaks are taken on a GPU only, in a process for each side, of what torch's allocator gave out beyond what was there
+before the model, with accumulation 2 and gradients that stay alive. Predicted are the model state, exactly, by
+`zm.memory_report`, and the peak with activations by the simulator. The file is written after every row.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -164,37 +162,29 @@ def compare(strategy: str, peer: str, setting: str, args: argparse.Namespace) ->
     }
 
 
-def print_peak(side: str, setting: str, args: argparse.Namespace) -> None:
-    """In a process of its own: trains, and prints bytes."""
-    warm_up = make_step("plain", "fp32", argparse.Namespace(**vars(args) | {"model": "tiny", "tokens": 8}))
-    warm_up[0](False)  # libraries take their workspaces once
-    del warm_up
-    gc.collect()
-    before = held(args.device)
-    if args.device != "cpu":
+def peak_row(side: str, setting: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Trains, and returns bytes. On a GPU in a process of its own."""
+    on_gpu = args.device != "cpu"
+    before = 0
+    if on_gpu:
+        warm_up = make_step("plain", "fp32", argparse.Namespace(**vars(args) | {"model": "tiny", "tokens": 8}))
+        warm_up[0](False)  # libraries take their workspaces once
+        del warm_up
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     step, model, optimizer = make_step(side, setting, args, keep_grads=True)
     for _ in range(3):
         step(False)
-    line: dict[str, Any] = {"side": side, "setting": setting, "peak_bytes": peak(args.device) - before}
+    line: dict[str, Any] = {"side": side, "setting": setting}
+    if on_gpu:
+        line["peak_bytes"] = torch.cuda.max_memory_allocated() - before
     if side not in PEERS:
         total = zm.memory_report(model, optimizer)[-1]
         line |= {"state_predicted_bytes": total.predicted_bytes, "state_allocated_bytes": total.allocated_bytes}
         line["peak_predicted_bytes"] = round(predicted_peak(side, setting, args))
-    print(json.dumps(line))
-
-
-def held(device: str) -> int:
-    if device != "cpu":
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak(device: str) -> int:
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return line
 
 
 def predicted_peak(strategy: str, setting: str, args: argparse.Namespace) -> float:
@@ -216,7 +206,7 @@ def predicted_peak(strategy: str, setting: str, args: argparse.Namespace) -> flo
     return memory.total - memory.overhead
 
 
-def peak_of(side: str, setting: str, args: argparse.Namespace) -> dict[str, Any]:
+def peak_alone(side: str, setting: str, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--side", side, "--settings", setting, "--micro-batches", "2"]
     for name in ("device", "model", "sequences", "tokens", "ranks"):
         command += [f"--{name}", str(getattr(args, name))]
@@ -280,7 +270,7 @@ def main() -> None:
                 device_id=None if on_cpu else torch.device("cuda", 0),
             )
         if args.side:
-            print_peak(args.side, args.settings[0], args)
+            print(json.dumps(peak_row(args.side, args.settings[0], args)))
         else:
             measure(args)
         dist.destroy_process_group()
@@ -300,11 +290,12 @@ def measure(args: argparse.Namespace) -> None:
             for peer in args.peers:
                 note("times", compare(strategy, peer, setting, args))
                 gc.collect()
-    if args.device != "cpu":
+    on_gpu = args.device != "cpu"
+    if on_gpu:
         torch.cuda.empty_cache()  # the other processes share the device
     for setting in args.settings:
-        for side in (*args.strategies, *args.peers):
-            note("peaks", peak_of(side, setting, args))
+        for side in (*args.strategies, *args.peers) if on_gpu else args.strategies:
+            note("peaks", (peak_alone if on_gpu else peak_row)(side, setting, args))
 
 
 if __name__ == "__main__":

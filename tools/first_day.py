@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -194,10 +195,10 @@ def judge_selftest(result: Mapping[str, Any]) -> Iterable[Check]:
         yield Check(what=check["name"], required="ok", found=f"{status}: {check['detail']}", held=status != "failed")
 
 
-def _within(what: str, found: float, *, least: float | None = None, most: float | None = None) -> Check:
-    bounds = [f"at least {least:,}"] * (least is not None) + [f"at most {most:,}"] * (most is not None)
-    held = (least is None or found >= least) and (most is None or found <= most)
-    return Check(what=what, required=", ".join(bounds), found=f"{found:,}", held=held)
+def _within(what: str, found: float, *, least: float = -math.inf, most: float = math.inf) -> Check:
+    bounds = {"at least": least, "at most": most}
+    required = ", ".join(f"{word} {bound:,}" for word, bound in bounds.items() if math.isfinite(bound))
+    return Check(what=what, required=required, found=f"{found:,}", held=least <= found <= most)
 
 
 def run(part: Part, directory: Path, limit_s: float) -> Outcome:

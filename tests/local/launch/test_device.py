@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from zeromesh.cli.env import env
 from zeromesh.errors import InputError
 from zeromesh.launch.device import (
     CPU,
@@ -189,3 +190,19 @@ def test_a_device_has_a_name_and_a_backend(see: See) -> None:
     see(1)
     assert [device_name(device) for device in (CPU, FIRST)] == ["CPU", "GPU 0"]
     assert [backend_for(device) for device in (CPU, FIRST)] == ["gloo", "cpu:gloo,cuda:nccl"]
+
+
+def test_env_prints_what_is_set_and_what_a_run_would_set(
+    see: See, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    see(2)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is as before afterwards
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    env()
+    printed = capsys.readouterr().out.splitlines()
+    assert {"cuda: 12.8", "nccl: 2.28.9", "devices: 1 x GPU 0, 1 x GPU 1"} <= set(printed)
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT=0" in printed
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=32  (set by zeromesh)" in printed
