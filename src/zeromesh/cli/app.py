@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import zeromesh
-from zeromesh.cli import bench, clusters, lab, plan, probe, rehearse, selftest, simulate, train, validate
+from zeromesh.cli import bench, clusters, env, lab, plan, probe, rehearse, selftest, simulate, train, validate
 from zeromesh.errors import InputError, InternalError, ZeromeshError
 
 EXIT_INPUT = 2
@@ -48,6 +48,7 @@ app.command()(probe.probe)
 app.command()(selftest.selftest)
 app.command()(bench.bench)
 app.command()(clusters.clusters)
+app.command()(env.env)
 app.command()(validate.validate)
 app.add_typer(lab.app, name="lab")
 
