@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.engine.api import accumulate, engine_of
+from zeromesh.engine.hooks import install_on_parts
 from zeromesh.engine.optim import check_optimizer, updates
 from zeromesh.engine.state_dict import whole_state
 from zeromesh.errors import CheckpointError, InputError
@@ -272,6 +273,10 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
                 self.model_to_device()
             sharding = _sharding_of(self.sharding, self.precision_plugin.precision, self.root_device)
             shard_model(sharding, self.model)
+            if not self.model.automatic_optimization:  # a step is several forwards, of parts
+                engine = engine_of(self.model)
+                parts = [part for part in self.model.children() if part not in engine.parts]
+                install_on_parts(engine, parts, engine.precision.param)
             _update_properties(self.model, device=self.root_device)  # what `self.device` says in it
             self._own = self.model
         if trainer.state.fn == TrainerFn.FITTING:
@@ -299,6 +304,8 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
 
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "training_step" and not self.lightning_module.automatic_optimization:
+            return self.lightning_module.training_step(*args, **kwargs)  # has backwards and optimizers' steps inside
         return self._forward_redirection(self.lightning_module, self.lightning_module, name, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
