@@ -36,7 +36,7 @@ from zeromesh.integrations.methods import (
     with_mixed_precision,
 )
 from zeromesh.integrations.optimizers import give_shards
-from zeromesh.integrations.saved import checkpoints_of
+from zeromesh.integrations.saved import Registered, checkpoints_of
 from zeromesh.integrations.versions import require_attributes, require_known
 from zeromesh.sharding import Sharding
 
@@ -169,13 +169,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
 
     @contextmanager
     def _without_shards(self) -> Iterator[None]:
-        """What is in here would write the first rank's slices for everyone's."""
-        held = self._models, self._optimizers
-        self._models, self._optimizers = [], []
+        """Accelerate's own saving would write the first rank's slices for everyone's."""
+        held = self._models, self._optimizers, self._custom_objects
+        self._models, self._optimizers, self._custom_objects = [], [], [*map(Registered, held[-1])]
         try:
             yield
         finally:
-            self._models, self._optimizers = held
+            self._models, self._optimizers, self._custom_objects = held
 
     def _checkpoints(self, directory: Any) -> Iterator[tuple[str, Checkpoints]]:
         optimizers = [held.optimizer for held in self._optimizers]

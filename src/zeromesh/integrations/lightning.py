@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.engine.api import accumulate, engine_of
+from zeromesh.engine.hooks import install_on_parts
 from zeromesh.engine.optim import check_optimizer, updates
 from zeromesh.engine.state_dict import whole_state
 from zeromesh.errors import CheckpointError, InputError
@@ -279,6 +280,10 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
                 self.model_to_device()
             sharding = _sharding_of(self.sharding, self.precision_plugin.precision, self.root_device)
             shard_model(sharding, self.model)
+            if not self.model.automatic_optimization:  # a step is several forwards, of parts
+                engine = engine_of(self.model)
+                parts = [part for part in self.model.children() if part not in engine.parts]
+                install_on_parts(engine, parts, engine.precision.param)
             _update_properties(self.model, device=self.root_device)  # what `self.device` says in it
             self._own = self.model
         if trainer.state.fn == TrainerFn.FITTING:
@@ -308,6 +313,8 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A step is a forward of the whole module, whose own parameters are gathered for it."""
         module = self.lightning_module
+        if name == "training_step" and not module.automatic_optimization:
+            return module.training_step(*args, **kwargs)  # has backwards and optimizers' steps inside
         forward = module.forward
 
         def step(*args: Any, **kwargs: Any) -> Any:

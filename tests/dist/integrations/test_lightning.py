@@ -186,6 +186,69 @@ def test_losses_are_those_of_plain_training(kind, tmp_path):
             zm.check_replicas(module, trainer.optimizers[0])
 
 
+def adversaries() -> Any:
+    """A generator and a discriminator, which a step trains one after the other, each with its own optimizer."""
+    import lightning
+    from torch.nn import functional
+
+    class Adversaries(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.automatic_optimization = False
+            self.generator = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)), torch.nn.Linear(4, 6))
+            self.discriminator = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+            self.losses: list[float] = []
+
+        def judged(self, made: torch.Tensor, real: bool) -> torch.Tensor:
+            found = self.discriminator(made)
+            return functional.binary_cross_entropy_with_logits(found, torch.full_like(found, float(real)))
+
+        def training_step(self, batch: torch.Tensor, index: int) -> None:
+            first, second = self.optimizers()  # type: ignore[misc]  # two
+            made = self.generator(batch[:, 6:])
+            losses = [self.judged(batch[:, :6], True) + self.judged(made.detach(), False)]
+            second.zero_grad()
+            self.manual_backward(losses[0])
+            second.step()
+            losses.append(self.judged(self.generator(batch[:, 6:]), True))
+            first.zero_grad()
+            self.manual_backward(losses[1])
+            first.step()
+            self.losses += [float(self.all_gather(loss.detach()).mean()) for loss in losses]
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.Adam(part.parameters(), 1e-2) for part in (self.generator, self.discriminator)]
+
+    return Adversaries()
+
+
+def played(directory: Path, how: zm.Sharding | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    from zeromesh.integrations.lightning import Strategy
+
+    world, rank = (1, 0) if how is None else (dist.get_world_size(), dist.get_rank())
+    data = torch.randn(48, 10, generator=torch.Generator().manual_seed(1)).view(6, world, 8 // world, 10)
+    own = data[:, rank].flatten(0, 1)
+    options: dict[str, Any] = {"max_steps": 12, "accumulate_grad_batches": 1, "gradient_clip_val": None}
+    trainer = make_trainer(directory, None if how is None else Strategy(sharding=how), **options)
+    module = adversaries()
+    with quiet():
+        trainer.fit(module, torch.utils.data.DataLoader(own, batch_size=8 // world))
+    return module.losses, module.state_dict() if how is None else zm.full_state_dict(module)
+
+
+@pytest.mark.timeout(100)
+@on_ranks(4, timeout_s=90)
+def test_two_optimizers_that_a_step_steps_itself(tmp_path):
+    losses, weights = plain(lambda: played(tmp_path / "plain"))
+    for strategy in STRATEGIES:
+        with started():
+            found, own = played(tmp_path / strategy, sharding(strategy))
+        assert found == pytest.approx(losses, abs=1e-6) and len(found) == 12
+        if dist.get_rank() == 0:
+            torch.testing.assert_close(own, weights, rtol=0, atol=1e-6)
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["tied", "lora"])
 def test_resumes_on_another_world_and_strategy(pool: Pool, kind, tmp_path):

@@ -252,6 +252,18 @@ def test_bf16_computes_and_sends_in_it_and_is_written_as_it_came(tmp_path):
 
 
 @on_ranks(2, timeout_s=60)
+def test_means_over_each_rank_s_own_tokens(tmp_path):
+    """As the plain Trainer's in DistributedDataParallel, of unequal numbers of tokens."""
+    own: dict[str, Any] = {"average_tokens_across_devices": False, "max_steps": 6}
+    with launched():
+        expected = curve(trained(tmp_path / "plain", **own))
+        found = curve(trained(tmp_path, "llama", sharding("node=3", {"node": 2}), **own))
+        over_all = curve(trained(tmp_path / "other", "llama", sharding("node=3", {"node": 2}), max_steps=6))
+    assert_same_curve(found, expected)
+    assert found[0] != pytest.approx(over_all[0], abs=1e-4)
+
+
+@on_ranks(2, timeout_s=60)
 def test_fp16_with_a_scaler_of_gradients(tmp_path):
     expected = plain(lambda: curve(trained(tmp_path / "plain", max_steps=8)))
     options: dict[str, Any] = {"fp16": True, "max_steps": 8}
