@@ -124,7 +124,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole tensors, on the first rank's CPU; empty on the others. All ranks call it."""
-        return full_state_dict(model)
+        state: dict[str, Any] = full_state_dict(model)
+        return state
 
     def save_model(
         self,
@@ -170,7 +171,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
     @contextmanager
     def _without_shards(self) -> Iterator[None]:
         """Accelerate's own saving would write the first rank's slices for everyone's."""
-        held = self._models, self._optimizers, self._custom_objects
+        held: Any = self._models, self._optimizers, self._custom_objects
         self._models, self._optimizers, self._custom_objects = [], [], [*map(Registered, held[-1])]
         try:
             yield

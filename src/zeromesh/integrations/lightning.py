@@ -282,7 +282,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
             shard_model(sharding, self.model)
             if not self.model.automatic_optimization:  # a step is several forwards, of parts
                 engine = engine_of(self.model)
-                parts = [part for part in self.model.children() if part not in engine.parts]
+                parts = [part for part in self.model.children() if part not in engine.called]
                 install_on_parts(engine, parts, engine.precision.param)
             _update_properties(self.model, device=self.root_device)  # what `self.device` says in it
             self._own = self.model
