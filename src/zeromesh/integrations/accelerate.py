@@ -171,12 +171,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
     @contextmanager
     def _without_shards(self) -> Iterator[None]:
         """Accelerate's own saving would write the first rank's slices for everyone's."""
-        held: Any = self._models, self._optimizers, self._custom_objects
-        self._models, self._optimizers, self._custom_objects = [], [], [*map(Registered, held[-1])]
+        names = ("_models", "_optimizers", "_custom_objects")
+        held = {name: getattr(self, name) for name in names}
+        self.__dict__.update(_models=[], _optimizers=[], _custom_objects=[*map(Registered, held["_custom_objects"])])
         try:
             yield
         finally:
-            self._models, self._optimizers, self._custom_objects = held
+            self.__dict__.update(held)
 
     def _checkpoints(self, directory: Any) -> Iterator[tuple[str, Checkpoints]]:
         optimizers = [held.optimizer for held in self._optimizers]
