@@ -76,7 +76,7 @@ def simulate(
 def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]) -> Workload:
     """`workload` in the dtypes that `shard` takes: the options', else the model's own and the workload's others."""
     from zeromesh.engine.api import precision_of
-    from zeromesh.model.module_units import DTYPE_NAMES, DTYPES
+    from zeromesh.modules import DTYPE_NAMES, DTYPES
 
     sizes: Counter[Any] = Counter()
     for parameter in model.parameters():
@@ -98,7 +98,7 @@ def auto_strategy(model: nn.Module, mesh: DeviceMesh, cluster: Cluster | str, wo
     """The planner's choice for `model` on `mesh`, whose axes must be the cluster's levels."""
     from zeromesh.engine.build import mesh_axes
     from zeromesh.model import Recomputation
-    from zeromesh.model.module_units import recomputes
+    from zeromesh.modules import recomputes
 
     axes = mesh_axes(mesh, ())
     if workload.recomputation is None:

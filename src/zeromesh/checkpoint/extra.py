@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.errors import CheckpointError
-from zeromesh.model.module_units import clean_name
+from zeromesh.modules import clean_name
 from zeromesh.pieces.piece import Piece, whole
 
 PREFIX = "extra."

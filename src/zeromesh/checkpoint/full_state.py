@@ -17,7 +17,7 @@ from zeromesh.engine.parts import require_one_of_a_name
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.state_dict import whole_state
 from zeromesh.errors import ModelError, nearest
-from zeromesh.model.module_units import clean_name, is_sharded
+from zeromesh.modules import clean_name, is_sharded
 
 
 def full_state_dict(model: nn.Module | Any, *, names: Container[str] | None = None) -> Any:

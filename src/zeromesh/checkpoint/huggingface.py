@@ -17,7 +17,7 @@ from zeromesh.checkpoint.safetensors import Spec, read_headers, write_safetensor
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import CheckpointError, ModelError, nearest
-from zeromesh.model.module_units import DTYPE_NAMES
+from zeromesh.modules import DTYPE_NAMES
 from zeromesh.pieces.piece import Piece, share, whole
 
 

@@ -96,7 +96,7 @@ class Described:
     def workload(self, cluster: Cluster, degrees: Mapping[str, int | None]) -> Workload:
         """What one step computes, in the device's own matrix dtype; `degrees`: None for those to be found."""
         from zeromesh.model import Recomputation
-        from zeromesh.model.parallel import SCHEDULES
+        from zeromesh.parallel import SCHEDULES
         from zeromesh.planner import Workload
         from zeromesh.simulator.workload import OPTIMIZERS, OWNERSHIPS
 

@@ -38,7 +38,7 @@ from zeromesh.engine.units import (
 )
 from zeromesh.engine.weight import Weight
 from zeromesh.errors import InputError, MeshError, ModelError, NotationError
-from zeromesh.model.module_units import DTYPES
+from zeromesh.modules import DTYPES
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
 from zeromesh.strategy.parts import with_given

@@ -29,7 +29,7 @@ from zeromesh.engine.promised import lacks_values
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit, parts_of_root
 from zeromesh.errors import MeshError, ModelError
-from zeromesh.model.module_units import clean_name
+from zeromesh.modules import clean_name
 from zeromesh.schedule import ITEM_BYTES, LANES, Placed, Schedule, lent_axes
 from zeromesh.schedule.transfer import LaneKind
 from zeromesh.strategy import Axis, Layout

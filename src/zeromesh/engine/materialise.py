@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from zeromesh.engine.promised import Promised, lacks_values
 from zeromesh.engine.units import ModuleUnit
-from zeromesh.model.module_units import clean_name
+from zeromesh.modules import clean_name
 
 Init = Callable[[nn.Module], None]
 

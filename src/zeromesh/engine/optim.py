@@ -29,7 +29,7 @@ from zeromesh.engine.hooks import as_python
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.param import ShardedParameter, Slice, Step, mark
 from zeromesh.errors import OptimizerError
-from zeromesh.model.module_units import DTYPE_NAMES
+from zeromesh.modules import DTYPE_NAMES
 from zeromesh.pieces.piece import whole
 from zeromesh.pieces.region import Region
 from zeromesh.pieces.sliced import SlicedTensor, part_of

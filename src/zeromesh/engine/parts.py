@@ -15,7 +15,7 @@ from zeromesh.engine.control import Control, Span
 from zeromesh.engine.elements import Divided
 from zeromesh.engine.spread import Spread, groups_beyond
 from zeromesh.errors import MeshError, MismatchError, ModelError
-from zeromesh.model.module_units import clean_name, is_sharded
+from zeromesh.modules import clean_name, is_sharded
 from zeromesh.strategy import Axis, Layout, Part
 from zeromesh.strategy.parts import belongs, require_known
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from zeromesh.engine.allowed import PROPERTIES, spelt
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
-from zeromesh.model.module_units import clean_name
+from zeromesh.modules import clean_name
 
 if TYPE_CHECKING:
     from zeromesh.engine.engine import Engine

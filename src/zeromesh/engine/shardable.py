@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from zeromesh.engine.promised import Promised
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
-from zeromesh.model.module_units import is_sharded
+from zeromesh.modules import is_sharded
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
 

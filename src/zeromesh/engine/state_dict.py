@@ -27,7 +27,7 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.param import ShardedParameter, Slice, local_operand
 from zeromesh.engine.parts import require_one_of_a_name
 from zeromesh.errors import InputError
-from zeromesh.model.module_units import clean_name
+from zeromesh.modules import clean_name
 from zeromesh.pieces.piece import copy_shared, whole
 from zeromesh.pieces.sliced import SlicedTensor
 

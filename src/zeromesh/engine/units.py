@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeromesh import modules
 from zeromesh.engine.parts import part_of, parts_by_module
 from zeromesh.engine.shardable import can_shard, require_apart
 from zeromesh.engine.spread import Spread, spread_of
 from zeromesh.errors import ModelError, nearest
-from zeromesh.model import module_units
-from zeromesh.model.module_units import clean_name, find_blocks, find_edges, unwrapped
+from zeromesh.modules import clean_name, find_blocks, find_edges, unwrapped
 from zeromesh.pieces.region import Region
 from zeromesh.schedule import FlatBuffer, Role, Unit, joined_name, neighbours
 
 UnitClasses = Sequence[type[nn.Module] | str]
 
-DTYPES = module_units.DTYPES | module_units.FROZEN_DTYPES
+DTYPES = modules.DTYPES | modules.FROZEN_DTYPES
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -46,7 +46,7 @@ class Precision:
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
         """What parameters that had `dtype` before sharding have in a forward."""
-        return dtype if self.param is None or dtype not in module_units.DTYPE_NAMES else self.param
+        return dtype if self.param is None or dtype not in modules.DTYPE_NAMES else self.param
 
     def buffer(self, dtype: torch.dtype, numel: int, trainable: bool, part: str = "") -> FlatBuffer:
         """The flat buffer of `numel` elements whose parameters had `dtype` before sharding, of a part of the model."""

@@ -27,7 +27,7 @@ from zeromesh.checkpoint.sources import Computed, Last, Tiled, joined, stacked
 from zeromesh.engine.promised import Source, promise
 from zeromesh.errors import InputError, ModelError
 from zeromesh.integrations.versions import names_of, require_attributes, require_known
-from zeromesh.model.module_units import DTYPE_NAMES, DTYPES
+from zeromesh.modules import DTYPE_NAMES, DTYPES
 from zeromesh.strategy.plan import dtype_name
 
 require_known("transformers")

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeromesh.engine.api import ENGINE, accumulate
 from zeromesh.engine.shardable import require_unwrapped
 from zeromesh.errors import InputError, ModelError
-from zeromesh.model.module_units import DTYPE_NAMES
+from zeromesh.modules import DTYPE_NAMES
 from zeromesh.sharding import Sharding
 
 MIXED = ("bf16", "fp16")

@@ -32,7 +32,7 @@ from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.lifetimes import Half
 from zeromesh.engine.pipeline import Pipeline
 from zeromesh.errors import InputError
-from zeromesh.model.module_units import clean_name
+from zeromesh.modules import clean_name
 
 StageT = TypeVar("StageT", bound=_PipelineStageBase)
 

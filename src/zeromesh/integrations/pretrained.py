@@ -27,7 +27,7 @@ from zeromesh.errors import InputError
 from zeromesh.integrations.methods import give_method
 from zeromesh.integrations.saved import is_peft
 from zeromesh.integrations.versions import changed
-from zeromesh.model.module_units import clean_name, find_blocks
+from zeromesh.modules import clean_name, find_blocks
 from zeromesh.sharding import Sharding
 
 

@@ -42,7 +42,7 @@ from zeromesh.integrations.methods import (
 )
 from zeromesh.integrations.saved import checkpoints_of, is_peft
 from zeromesh.integrations.versions import require_known, require_overridden
-from zeromesh.model.module_units import find_blocks
+from zeromesh.modules import find_blocks
 from zeromesh.sharding import Sharding
 
 require_known("transformers")

@@ -24,15 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from zeromesh.errors import ModelError
 from zeromesh.model.module_trace import AttentionTrace, Most, Product, StepByStep, UnitTrace, storage_of, trace
-from zeromesh.model.module_units import (
-    DTYPE_NAMES,
-    DTYPES,
-    FROZEN_DTYPES,
-    CutUnit,
-    cut,
-    is_sharded,
-    without_recomputation,
-)
+from zeromesh.model.module_units import CutUnit, cut
 from zeromesh.model.module_values import KnownValues, Recording
 from zeromesh.model.spec import (
     ActivationSpec,
@@ -44,6 +36,7 @@ from zeromesh.model.spec import (
     UnitKind,
     UnitSpec,
 )
+from zeromesh.modules import DTYPE_NAMES, DTYPES, FROZEN_DTYPES, is_sharded, without_recomputation
 
 _CODES = {dtype: name for name, dtype in FROZEN_DTYPES.items()}
 

@@ -15,8 +15,8 @@ from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zeromesh.model.module_units import DTYPE_NAMES
 from zeromesh.model.module_values import KnownValues
+from zeromesh.modules import DTYPE_NAMES
 
 _PACKED = "find_packed_sequence_indices"
 _FINITE = {"isnan": False, "isinf": False, "isfinite": True}

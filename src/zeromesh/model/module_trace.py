@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_map
 from zeromesh.errors import ModelError
 from zeromesh.model.module_calls import as_on_an_accelerator
 from zeromesh.model.module_flops import flops_of
-from zeromesh.model.module_units import CutUnit, clean_name
+from zeromesh.model.module_units import CutUnit
 from zeromesh.model.module_values import KnownValues, place_of
 from zeromesh.model.spec import UnitKind
+from zeromesh.modules import clean_name
 
 aten = torch.ops.aten
 _ATTENTION = {

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.model.shape import EAGER, Kernels, Naming, TransformerShape
 from zeromesh.model.spec import (
     DTYPE_BYTES,
@@ -40,6 +39,7 @@ from zeromesh.model.spec import (
     UnitKind,
     UnitSpec,
 )
+from zeromesh.parallel import WHOLE, Parallel
 
 _INDEX_BYTES = 8  # token ids are int64
 _FP32 = 4

@@ -20,7 +20,7 @@ from zeromesh.cost import MOST_TAKEN, ComputeModel, Constants, taken_share
 from zeromesh.cost.collective import HOST
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
-from zeromesh.model.parallel import WHOLE, Parallel
+from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.elements import Elements, state_degree
 from zeromesh.planner.memory_bound import PREFETCH, MemoryBound
 from zeromesh.planner.space import STAGES, Block, Integers, divisors

@@ -25,7 +25,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, UnitKind
-from zeromesh.model.parallel import WHOLE
+from zeromesh.parallel import WHOLE
 from zeromesh.strategy import Layout, Plan
 
 Parts = list[tuple[str, int]]

@@ -8,7 +8,7 @@ from typing import Any
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
 from zeromesh.model import ModelSpec, Recomputation
-from zeromesh.model.parallel import WHOLE, Parallel
+from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.time_bound import Known
 from zeromesh.planner.workload import Workload

@@ -7,7 +7,7 @@ import numpy as np
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants, default_constants
 from zeromesh.model import ModelSpec
-from zeromesh.model.parallel import WHOLE, Parallel
+from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Evaluator
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.workload import Workload

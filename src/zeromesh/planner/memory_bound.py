@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
-from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.model.spec import DTYPE_BYTES
+from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.elements import Elements, state_degree
 from zeromesh.planner.memory import bytes_each, moment_bytes
 from zeromesh.planner.space import Block

@@ -19,7 +19,7 @@ from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants, default_constants
 from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, Recomputation
-from zeromesh.model.parallel import Parallel
+from zeromesh.parallel import Parallel
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.settings import Setting, screened, settings_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zeromesh.cost.memory import Overhead
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation
-from zeromesh.model.parallel import Parallel
+from zeromesh.parallel import Parallel
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Evaluator
 from zeromesh.planner.time_bound import ComputeSeconds

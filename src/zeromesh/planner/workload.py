@@ -9,7 +9,7 @@ from math import ceil
 
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation
-from zeromesh.model.parallel import DEGREES, WHOLE, Parallel
+from zeromesh.parallel import DEGREES, WHOLE, Parallel
 from zeromesh.simulator import FixedWorkload
 from zeromesh.strategy.plan import settle_dtypes
 
@@ -30,7 +30,7 @@ class Workload:
             `zeromesh.shard` of these names; reduce_dtype None is param_dtype.
         optimizer: adamw, or muon for the matrices of blocks and adamw for the rest.
         ownership: what adamw steps on: slices, or whole tensors that each have an owner. Muon's always have.
-        tp, cp, pp, ep: by how many ranks the model is cut beside data (`zeromesh.model.parallel.Parallel`, which has
+        tp, cp, pp, ep: by how many ranks the model is cut beside data (`zeromesh.parallel.Parallel`, which has
             the next three too); None leaves a degree to the planner.
         pp_schedule: of the pipeline: gpipe, 1f1b, interleaved or zero-bubble.
         pp_chunks: stages that one rank of it holds.

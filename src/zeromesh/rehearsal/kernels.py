@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from zeromesh.cost.compute import ComputeModel
-from zeromesh.model.module_units import DTYPE_NAMES
+from zeromesh.modules import DTYPE_NAMES
 
 aten = torch.ops.aten
 

@@ -10,8 +10,8 @@ from zeromesh.cost.collective import CollectiveCost, Operation, one_after_anothe
 from zeromesh.cost.compute import ComputeModel, UnitSeconds
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import UnitSpec
-from zeromesh.model.parallel import Parallel
 from zeromesh.model.spec import CollectiveSpec
+from zeromesh.parallel import Parallel
 from zeromesh.schedule import ITEM_BYTES, Placed
 from zeromesh.schedule.step import Phase
 from zeromesh.simulator.division import Division, Part

@@ -1,7 +1,7 @@
 """A model and a cluster as data-parallel ranks see them, where other parallelisms cut both.
 
 What is simulated is one rank's part of the model on what is left of the cluster: the strategy's stages lie over the
-data-parallel ranks (cp among them, [Note: Mesh] of `zeromesh.model.parallel`), the collectives of the other axes are
+data-parallel ranks (cp among them, [Note: Mesh] of `zeromesh.parallel`), the collectives of the other axes are
 what the units' computation waits for. So there is no second simulator, and with every degree 1 nothing is different.
 """
 
@@ -16,9 +16,9 @@ from zeromesh.cluster import Cluster
 from zeromesh.cost.group import INSIDE_A_NODE
 from zeromesh.errors import ClusterError, InputError
 from zeromesh.model import ModelSpec, UnitKind, UnitSpec, with_trainable
-from zeromesh.model.parallel import Parallel
 from zeromesh.model.spec import DTYPE_BYTES, ActivationSpec, CollectiveSpec, PerToken
 from zeromesh.model.transformer import build
+from zeromesh.parallel import Parallel
 from zeromesh.strategy import Axis, Layout, Stage, Wire
 
 EXPERTS = "experts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zeromesh.model.parallel import WHOLE, Parallel
+from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.simulator.memory import MemoryBytes
 from zeromesh.trace import Trace
 from zeromesh.units import format_bytes

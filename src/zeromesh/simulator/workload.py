@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zeromesh.errors import ConfigError, InputError, one_of
 from zeromesh.model import Recomputation
-from zeromesh.model.parallel import WHOLE, Parallel
+from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.strategy.plan import settle_dtypes
 
 OPTIMIZERS = ("adamw", "muon")

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from zeromesh.errors import InputError, one_of
 from zeromesh.files import parse_json, read_text
-from zeromesh.model.parallel import Parallel
+from zeromesh.parallel import Parallel
 from zeromesh.strategy.stage import FLOAT_DTYPES
 from zeromesh.strategy.strategy import Strategy
 

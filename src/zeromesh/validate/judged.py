@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zeromesh.model.parallel import Parallel
+from zeromesh.parallel import Parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from zeromesh.cost.constants import default_constants
 from zeromesh.engine.api import engine_of
 from zeromesh.model import ModelSpec
 from zeromesh.model.from_module import from_module
-from zeromesh.model.parallel import WHOLE
 from zeromesh.owners.optimizer import OwnerOptimizer
+from zeromesh.parallel import WHOLE
 from zeromesh.schedule import sent_bytes_per_axis
 from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.simulator.division import Division

@@ -16,7 +16,7 @@ from zeromesh.cluster import find_cluster
 from zeromesh.cost import default_constants
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation, preset
-from zeromesh.model.parallel import Parallel
+from zeromesh.parallel import Parallel
 from zeromesh.planner import NothingFitsError, Options, Workload, plan, search, simulate_choices
 from zeromesh.planner.emit import EMITTERS, emit_torchtitan
 from zeromesh.planner.evaluate import Evaluator

@@ -15,9 +15,9 @@ from zeromesh.cost.group import Group
 from zeromesh.errors import ClusterError, InputError
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, with_trainable
 from zeromesh.model import preset as model_preset
-from zeromesh.model.parallel import SCHEDULES, Parallel
 from zeromesh.model.shape import MEGATRON, TransformerShape
 from zeromesh.model.transformer import build
+from zeromesh.parallel import SCHEDULES, Parallel
 from zeromesh.simulator import FixedWorkload, Simulation, simulate
 from zeromesh.simulator.division import Division
 

@@ -12,7 +12,7 @@ from tests.pure.planner.setups import small_cluster, small_model
 from zeromesh.cluster import find_cluster
 from zeromesh.cost import default_constants
 from zeromesh.model import Recomputation, preset
-from zeromesh.model.parallel import Parallel
+from zeromesh.parallel import Parallel
 from zeromesh.planner import Workload
 from zeromesh.planner.space import Space
 from zeromesh.simulator import ENGINES

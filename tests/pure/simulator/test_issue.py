@@ -10,7 +10,7 @@ from tests.pure.planner.setups import small_model
 from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.cost import default_constants
 from zeromesh.model import preset
-from zeromesh.model.parallel import Parallel
+from zeromesh.parallel import Parallel
 from zeromesh.simulator import FixedWorkload, Mechanics, Simulation, find_engine, simulate
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, HostSeconds

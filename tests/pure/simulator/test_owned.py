@@ -14,7 +14,7 @@ from zeromesh.cost.constants import default_constants
 from zeromesh.errors import ConfigError, InputError
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.model import preset as model_preset
-from zeromesh.model.parallel import WHOLE
+from zeromesh.parallel import WHOLE
 from zeromesh.pieces.owners import BUCKET_BYTES, choose_owners, newton_schulz_flops
 from zeromesh.planner import Options, Workload, search
 from zeromesh.schedule import Schedule

@@ -11,7 +11,7 @@ from zeromesh.cluster import preset
 from zeromesh.cost import default_constants
 from zeromesh.errors import InputError
 from zeromesh.model import preset as model_preset
-from zeromesh.model.parallel import WHOLE, Parallel
+from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.validate.assumptions import assumed, assumptions
 from zeromesh.validate.claims import Claim

@@ -17,10 +17,10 @@ from zeromesh.cost.collective import Operation, collective_cost
 from zeromesh.cost.group import Group
 from zeromesh.model import Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
-from zeromesh.model.parallel import Parallel
 from zeromesh.model.presets import preset_shape
 from zeromesh.model.shape import FUSED, Kernels
 from zeromesh.model.transformer import build
+from zeromesh.parallel import Parallel
 from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.simulator.allocated import AllocatedPeak
 from zeromesh.simulator.division import Division, Part

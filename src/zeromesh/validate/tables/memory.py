@@ -10,8 +10,8 @@ from itertools import product
 from zeromesh.cluster import preset as cluster_preset
 from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
-from zeromesh.model.parallel import WHOLE, Parallel
 from zeromesh.model.shape import EAGER, FUSED, MEGATRON, Kernels
+from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.simulator import ENGINES, FixedWorkload, simulate
 from zeromesh.simulator.allocated import AllocatedPeak
 from zeromesh.validate.assumptions import assumed

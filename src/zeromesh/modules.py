@@ -1,0 +1,144 @@
+"""What a module is made of, for engine and planner alike: its dtypes, wrappers, blocks and edges. Imports torch.
+
+Blocks are the modules that Hugging Face's `_no_split_modules` names, else the members of its repeated lists
+(`ModuleList` or `Sequential` of two or more of one class that hold parameters); of nested ones the outermost. The
+model's input embedding and output head are units of their own, unless they share a parameter with anything else; the
+root holds the rest. Wrappers for checkpointing and compilation are looked through.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""That a model computes and trains in."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+FROZEN_DTYPES = {
+    "code i8": torch.int8,
+    "code i16": torch.int16,
+    "code i32": torch.int32,
+    "code i64": torch.int64,
+    "code u8": torch.uint8,
+    "code bool": torch.bool,
+    "code e4m3": torch.float8_e4m3fn,
+    "code e5m2": torch.float8_e5m2,
+}
+"""Of frozen parameters that layers make numbers of (quantised weights): they are never cast. Those of others stay whole
+on every rank."""
+
+_CHECKPOINT = "_checkpoint_wrapped_module"
+WRAPPERS = ("_orig_mod", _CHECKPOINT)
+"""Under which compile and checkpoint wrappers register what they wrap."""
+
+
+def clean_name(name: str) -> str:
+    """A qualified name without the parts that compile and checkpoint wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What compile and checkpoint wrappers hold."""
+    for wrapper in WRAPPERS:
+        inner = module._modules.get(wrapper)
+        if inner is not None:
+            return unwrapped(inner)
+    return module
+
+
+def is_sharded(param: torch.Tensor) -> bool:
+    """Whether a strategy says the place of it."""
+    return param.dtype in DTYPE_NAMES or (not param.requires_grad and param.dtype in FROZEN_DTYPES.values())
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether parts of it compute their activations again: by a checkpoint wrapper, or as transformers' do."""
+    return any(
+        _CHECKPOINT in part._modules or getattr(part, "gradient_checkpointing", False) is True
+        for part in module.modules()
+    )
+
+
+def without_recomputation(module: nn.Module) -> nn.Module:
+    """`module`, which is changed: no wrappers, and nothing computed twice."""
+    for part in list(module.modules()):
+        if getattr(part, "gradient_checkpointing", False) is True:
+            part.gradient_checkpointing = False  # type: ignore[assignment]  # no parameter or module
+        for key, child in part._modules.items():
+            if child is not None and key not in WRAPPERS:
+                part._modules[key] = unwrapped(child)
+    return unwrapped(module)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Members of the repeated lists that hold parameters, outermost ones only."""
+    named = getattr(model, "_no_split_modules", None)
+    if named:
+        found = [module for module in model.modules() if type(module).__name__ in set(named)]
+        if found:
+            return _outer(model, found)
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    members = [[unwrapped(child) for child in every._modules.values() if child is not None] for every in lists]
+    alike = [group for group in members if len(group) > 1 and len({type(child) for child in group}) == 1]
+    return _outer(model, [child for group in alike if _has_params(group[0]) for child in group])
+
+
+def find_edges(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module | None, nn.Module | None]:
+    """The input embedding and the output head: what a Hugging Face model says that they are; of others the first
+    embedding ahead of the blocks and the last linear layer behind them.
+
+    None where there are no blocks, and in the place of what is tied to something else or has no forward of its own: no
+    call of it would say when its parameters are needed.
+    """
+    inside = {inner for block in blocks for inner in block.modules()}
+    holders = _holders(model)
+
+    def own(edge: nn.Module | None) -> nn.Module | None:
+        if edge is None or edge in inside or type(edge).forward is nn.Module.forward:
+            return None
+        return edge if all(len(holders[param]) == 1 for param in edge.parameters()) else None
+
+    if not blocks:
+        return None, None
+    if hasattr(model, "get_input_embeddings"):
+        return own(_accessor(model, "get_input_embeddings")), own(_accessor(model, "get_output_embeddings"))
+    order = {module: index for index, module in enumerate(model.modules())}
+    places = [order[block] for block in blocks]
+    ahead = [module for module in order if order[module] < min(places)]
+    behind = [module for module in order if order[module] > max(places) and module not in inside]
+    return own(_first(ahead, nn.Embedding)), own(_first(behind[::-1], nn.Linear))
+
+
+def _outer(model: nn.Module, found: Sequence[nn.Module]) -> list[nn.Module]:
+    names = {module: name for name, module in model.named_modules()}
+    return [m for m in found if not any(names[m].startswith(f"{names[other]}.") for other in found)]
+
+
+def _accessor(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        module = getattr(model, name)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return module if isinstance(module, nn.Module) else None
+
+
+def _first(modules: Sequence[nn.Module], kind: type[nn.Module]) -> nn.Module | None:
+    return next((module for module in modules if isinstance(module, kind)), None)
+
+
+def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    holders: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                holders[param].append(module)
+    return holders
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
