@@ -1,10 +1,9 @@
-"""One level after the other."""
+"""One level after the other; and all levels at once, which engines issue that know of none."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.cost import CollectiveCost, Constants, Group, Operation, collective_cost, one_after_another
 from zeromesh.strategy import Collective
 
 if TYPE_CHECKING:
@@ -13,20 +12,19 @@ if TYPE_CHECKING:
     from zeromesh.comm import AxisGroup
 
 
+class Flat(Collective):
+    """One ring over all ranks, or a tree for an all-reduce."""
+
+    name = "flat"
+    by_level = False
+    costs = "zeromesh.collectives.costs:FlatCost"
+
+
 class Hierarchical(Collective):
     """Level by level, the outermost one carrying pieces of 1/(ranks inside), each level waiting for the one before."""
 
     name = "hierarchical"
-
-    def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
-        if len(group.hops) <= 1:
-            return collective_cost(group, operation, full_bytes, constants)
-        inner, outer = group.inner(), group.outermost()
-        piece = full_bytes if operation == "broadcast" else full_bytes / inner.size
-        across = collective_cost(outer, operation, piece, constants)
-        # An all-reduce scatters inside, sums the pieces across, and gathers inside.
-        inside: tuple[Operation, ...] = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
-        return one_after_another(across, *(self.joint_cost(inner, op, full_bytes, constants) for op in inside))
+    costs = "zeromesh.collectives.costs:HierarchicalCost"
 
     def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool) -> None:
         from zeromesh.comm import all_gather

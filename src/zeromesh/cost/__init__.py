@@ -1,6 +1,6 @@
 """Seconds and bytes of an op: collectives on a hierarchy, compute, memory. Torch-free."""
 
-from zeromesh.cost.collective import CollectiveCost, Operation, collective_cost, one_after_another
+from zeromesh.cost.collective import CollectiveCost, JointCost, Operation, collective_cost, one_after_another
 from zeromesh.cost.compute import ComputeModel, UnitSeconds
 from zeromesh.cost.constants import Constants, Provenance, default_constants, provenance
 from zeromesh.cost.contention import MOST_TAKEN, memory_passes, slowdown, taken_share
@@ -13,6 +13,7 @@ __all__ = [
     "Constants",
     "Group",
     "Hop",
+    "JointCost",
     "Operation",
     "Provenance",
     "UnitSeconds",

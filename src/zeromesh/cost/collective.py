@@ -18,15 +18,21 @@ as NCCL does. Other ways over several levels are in `zeromesh.collectives`.
 
 from __future__ import annotations
 
+import importlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from typing import TYPE_CHECKING, Literal
 
 from zeromesh.cost.constants import Constants
 from zeromesh.cost.group import Group, Hop
 from zeromesh.errors import InternalError
-from zeromesh.strategy import find_collective
+from zeromesh.strategy import Collective, find_collective
+
+if TYPE_CHECKING:
+    from zeromesh.schedule import Transfer
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
 
@@ -72,6 +78,32 @@ class CollectiveCost:
         return replace(self, seconds=whole, busy=merge_busy(self.busy, ((HOST, seconds * min(1.0, cores) / cores),)))
 
 
+class JointCost(ABC):
+    """What a collective over several levels costs, beside `zeromesh.strategy.Collective`, which carries it out."""
+
+    @abstractmethod
+    def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
+        """Of one collective over a group of several levels, in engines that issue it so."""
+
+    def pair_cost(
+        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], backend: str
+    ) -> CollectiveCost:
+        """Of two steps at once on torch's `backend`, given that of each alone."""
+        raise NotImplementedError(f"{type(self).__name__} is of one step at a time")
+
+
+def costs_of(collective: Collective) -> JointCost:
+    """What a collective costs, as its `costs` says."""
+    return _found(collective.costs)
+
+
+@cache
+def _found(costs: str | type) -> JointCost:
+    module, _, name = costs.partition(":") if isinstance(costs, str) else ("", "", "")
+    found: JointCost = (getattr(importlib.import_module(module), name) if isinstance(costs, str) else costs)()
+    return found
+
+
 HOST = -1
 """The level index under which `busy` lists a device's own processor, where that moves the bytes."""
 
@@ -101,7 +133,7 @@ def collective_cost(
     if operation == "all_to_all":
         return _all_to_all(group, full_bytes, constants)
     if algorithm != "flat":
-        return find_collective(algorithm).joint_cost(group, operation, full_bytes, constants)
+        return costs_of(find_collective(algorithm)).joint_cost(group, operation, full_bytes, constants)
     ring = ring_cost(group, operation, full_bytes, constants)
     if operation != "all_reduce":
         return ring

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import Literal
 
-from zeromesh.cost.collective import CollectiveCost, Operation, one_after_another
+from zeromesh.cost.collective import CollectiveCost, Operation, costs_of, one_after_another
 from zeromesh.cost.transfer import SUMMED_NATIVELY, TransferModel
 from zeromesh.schedule import LaneKind, Placed, Route, Schedule, Shipment, Transfer
 from zeromesh.schedule.transfer import wire_bytes
@@ -113,7 +113,7 @@ class Chains:
             return self._single(steps[0], kind)
         one, other = steps
         first, last = (self._single(step, kind) for step in steps)
-        cost = self._collective.pair_cost(first.cost, last.cost, (one, other), self.model.cluster.backend)
+        cost = costs_of(self._collective).pair_cost(first.cost, last.cost, (one, other), self.model.cluster.backend)
         inner, outer = (first, last) if self._place(one) < self._place(other) else (last, first)
         return Work(first.name, (*inner.axes, *outer.axes), cost, (*inner.sent_bytes, *outer.sent_bytes))
 

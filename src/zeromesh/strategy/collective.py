@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
@@ -12,11 +11,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from zeromesh.comm import AxisGroup
-    from zeromesh.cost import CollectiveCost, Constants, Group, Operation
-    from zeromesh.schedule import Transfer
 
 
-class Collective(ABC):
+class Collective:
     """One way, without state. Two neighbouring steps of a route that it carries out at once have a `major` axis and a
     `minor` one: the region is major * minor equal shards, and shard i * minor + t belongs to the rank with index i on
     major and t on minor. A gather goes over minor first, a reduction over major first.
@@ -27,22 +24,14 @@ class Collective(ABC):
         pairs: it carries out two neighbouring steps at once where both scatter or both gather, lossless and with no
             copy between them. What is replicated is then scattered over every level and gathered again.
         measured: torch's backends on which that has been measured, so that plans try it unasked.
+        costs: a `zeromesh.cost.JointCost`, or "module:class" of one, which whoever only runs it never imports.
     """
 
     name: ClassVar[str]
     by_level: ClassVar[bool] = True
     pairs: ClassVar[bool] = False
     measured: ClassVar[tuple[str, ...]] = ()
-
-    @abstractmethod
-    def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
-        """Of one collective over a group of several levels, in engines that issue it so."""
-
-    def pair_cost(
-        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], backend: str
-    ) -> CollectiveCost:
-        """Of two steps at once on torch's `backend`, given that of each alone."""
-        raise NotImplementedError(f"{self.name} carries out one step at a time")
+    costs: ClassVar[str | type]
 
     def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool) -> None:
         """Fills `region`, of which this rank's shard is filled.
@@ -79,7 +68,7 @@ class Collective(ABC):
 
 
 HOMES = {
-    "flat": "zeromesh.collectives.flat:Flat",
+    "flat": "zeromesh.collectives.hierarchical:Flat",
     "hierarchical": "zeromesh.collectives.hierarchical:Hierarchical",
     "ho_ring": "zeromesh.collectives.ho_ring:HoRing",
 }

@@ -3,7 +3,7 @@
 import pytest
 
 from zeromesh.cluster import Cluster, Device, Level, parse_cluster
-from zeromesh.collectives.ho_ring import overlapped_cost
+from zeromesh.collectives.ho_ring.cost import overlapped_cost
 from zeromesh.cost import CollectiveCost
 from zeromesh.cost.collective import HOST
 from zeromesh.cost.compute import ComputeModel

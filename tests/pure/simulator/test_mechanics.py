@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from zeromesh.cluster import Cluster, Device, Level, preset
-from zeromesh.collectives.ho_ring import overlapped_cost
+from zeromesh.collectives.ho_ring.cost import overlapped_cost
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel

@@ -8,15 +8,9 @@ other, each as the backend's own collective.
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.collectives.hierarchical import Hierarchical
-from zeromesh.collectives.ho_ring.slices import slice_bytes, sum_terms
-from zeromesh.cost import CollectiveCost, Constants, Group, Operation
-from zeromesh.cost.collective import mean_taken, merge_busy, one_after_another, ring_cost
-from zeromesh.schedule import ITEM_BYTES, Transfer
-from zeromesh.schedule.workspace import GLOO_BYTES, part_numel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,43 +24,7 @@ class HoRing(Hierarchical):
     name = "ho_ring"
     pairs = True
     measured = ("gloo",)
-
-    def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
-        if len(group.hops) <= 1 or operation == "broadcast":
-            return super().joint_cost(group, operation, full_bytes, constants)
-        if operation == "all_reduce":
-            scatter, gather = (
-                self.joint_cost(group, half, full_bytes, constants) for half in ("reduce_scatter", "all_gather")
-            )
-            return one_after_another(scatter, gather)
-        inner, outer = group.inner(), group.outermost()
-        slices = outer.size
-        across = ring_cost(outer, operation, full_bytes / inner.size, constants)
-        spread = ring_cost(inner, operation, full_bytes / slices, constants)
-        # One launch for both rings: they are one kernel.
-        across_s, spread_s = across.seconds - constants.launch_s, spread.seconds - constants.launch_s
-        return CollectiveCost(
-            seconds=constants.launch_s + max(across_s, slices * spread_s) + spread_s,
-            busy=merge_busy(across.busy, *[spread.busy] * slices),
-            sent_bytes=across.sent_bytes + slices * spread.sent_bytes,
-        )
-
-    def pair_cost(
-        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], backend: str
-    ) -> CollectiveCost:
-        if backend != "gloo":
-            return one_after_another(first, second)
-        sizes = [step.axis.size for step in steps]
-        shard_numel = -(-max(step.numel for step in steps) // prod(sizes))
-        item_bytes = ITEM_BYTES[steps[0].wire]
-        longest = slice_bytes(shard_numel * item_bytes)
-        if steps[0].operation == "all_gather":  # passes every shard of the ring on
-            rounds = -(-shard_numel // (longest // item_bytes)) * sizes[0]
-        else:  # sums the same slice of all shards in one round
-            wide, terms = max(item_bytes, ITEM_BYTES["fp32"]), sum_terms(*sizes)
-            numel = part_numel(GLOO_BYTES, item_bytes, wide, terms=terms, longest_bytes=longest)
-            rounds = -(-shard_numel // max(1, numel))  # 0 of more ranks than there is room for
-        return overlapped_cost(first, second, rounds)
+    costs = "zeromesh.collectives.ho_ring.cost:HoRingCost"
 
     def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool) -> None:
         from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather
@@ -83,19 +41,3 @@ class HoRing(Hierarchical):
             super().reduce_scatter(region, out, major, minor, **options)
         else:
             ho_ring_reduce_scatter(region, out, major, minor, **options)
-
-
-def overlapped_cost(first: CollectiveCost, second: CollectiveCost, slices: int) -> CollectiveCost:
-    """Two collectives of which each works on a slice as soon as the other has delivered it: the slower one's time, and
-    one slice of the other; on the same links both take their time."""
-    slower, other = max(first.seconds, second.seconds), min(first.seconds, second.seconds)
-    busy = merge_busy(first.busy, second.busy)
-    seconds = max(slower + other / max(1, slices), *(share for _, share in busy))
-    return CollectiveCost(
-        seconds=seconds,
-        busy=busy,
-        sent_bytes=first.sent_bytes + second.sent_bytes,
-        busy_latency_s=max(first.busy_latency_s, second.busy_latency_s),
-        taken=mean_taken((first, second), seconds),
-        memory_s=first.memory_s + second.memory_s,
-    )

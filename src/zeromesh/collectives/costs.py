@@ -1,0 +1,34 @@
+"""What collectives over several levels cost: all levels at once, and one after the other."""
+
+from __future__ import annotations
+
+from zeromesh.cost import (
+    CollectiveCost,
+    Constants,
+    Group,
+    JointCost,
+    Operation,
+    collective_cost,
+    one_after_another,
+)
+
+
+class FlatCost(JointCost):
+    """Of one ring over all ranks, or a tree for an all-reduce."""
+
+    def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
+        return collective_cost(group, operation, full_bytes, constants)
+
+
+class HierarchicalCost(JointCost):
+    """The outermost level carries pieces of 1/(ranks inside), and each level waits for the one before."""
+
+    def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
+        if len(group.hops) <= 1:
+            return collective_cost(group, operation, full_bytes, constants)
+        inner, outer = group.inner(), group.outermost()
+        piece = full_bytes if operation == "broadcast" else full_bytes / inner.size
+        across = collective_cost(outer, operation, piece, constants)
+        # An all-reduce scatters inside, sums the pieces across, and gathers inside.
+        inside: tuple[Operation, ...] = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
+        return one_after_another(across, *(self.joint_cost(inner, op, full_bytes, constants) for op in inside))
