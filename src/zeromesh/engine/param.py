@@ -321,8 +321,9 @@ def _running_engine(func: Any, args: Any, kwargs: Any) -> Any:
     for arg in tensors_in([*args, *kwargs.values()]):
         if type(arg) is ShardedParameter:
             engine = arg.engine()
-            whole = engine is not None and _needs_whole(arg, func, args, kwargs)
-            return engine if engine is not None and (engine.runs() or (whole and engine.runs_a_method())) else None
+            if engine is None or engine.runs():
+                return engine
+            return engine if _needs_whole(arg, func, args, kwargs) and engine.runs_a_method() else None
     return None
 
 
