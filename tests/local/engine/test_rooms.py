@@ -1,0 +1,24 @@
+"""Which of our modules a plain `zm.shard` loads: the core, and nothing that plans."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys, torch, zeromesh as zm
+zm.shard(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4))), None, "node=3")
+for name, module in sorted(sys.modules.items()):
+    if name.partition(".")[0] == "zeromesh":
+        print(name, sum(1 for _ in open(module.__file__)))
+"""
+PLANNING = {"planner", "simulator", "cost", "cluster", "model", "report", "validate", "measure", "lab", "api"}
+MODULES, LINES = 77, 14_100
+"""At most; the goal is 60 and 10,000."""
+
+
+def test_sharding_loads_nothing_that_plans():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=50, check=True)
+    loaded = dict(line.split() for line in done.stdout.splitlines())
+    assert {name.split(".")[1] for name in loaded if "." in name}.isdisjoint(PLANNING)
+    assert len(loaded) <= MODULES and sum(map(int, loaded.values())) <= LINES
