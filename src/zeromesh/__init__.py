@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from zeromesh.checkpoint.checkpoints import Checkpoints
     from zeromesh.checkpoint.full_state import full_state_dict, load_full_state_dict
     from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
+    from zeromesh.checkpoint.redistribute import copy_values
     from zeromesh.engine.api import accumulate, clip_grad_norm_, refresh, sum_over_ranks, zero_grad
     from zeromesh.engine.optim import elementwise
-    from zeromesh.engine.redistribute import copy_values
     from zeromesh.integrations.loading import from_pretrained
     from zeromesh.integrations.pipelining import pipeline
     from zeromesh.observe.record import record_trace
@@ -40,7 +40,7 @@ _HOMES = {
     "by_owner": "zeromesh.owners.optimizer",
     "check_replicas": "zeromesh.observe.replicas",
     "clip_grad_norm_": "zeromesh.engine.api",
-    "copy_values": "zeromesh.engine.redistribute",
+    "copy_values": "zeromesh.checkpoint.redistribute",
     "elementwise": "zeromesh.engine.optim",
     "from_pretrained": "zeromesh.integrations.loading",
     "full_state_dict": "zeromesh.checkpoint.full_state",
