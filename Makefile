@@ -7,7 +7,7 @@ STAMP := $(VENV)/.up-to-date
 # what it imports of src and tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test test-gpu gpu check check-format check-lint check-types check-layers check-docs format clean docs FORCE
+.PHONY: help venv demo test test-gpu smoke matrix gpu check check-format check-lint check-types check-layers check-docs format clean docs FORCE
 
 help:
 	@echo "make venv    .venv with everything in it (PYTHON=... names the interpreter, >= 3.11)"
@@ -15,6 +15,8 @@ help:
 	@echo "make test    the tests (TESTS=tests/pure for a part of them)"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make gpu     all that this machine's devices can show, in one result file and one page (docs/first-day.md)"
+	@echo "make smoke   the short set of tests (tests/smoke.txt), of this environment's versions"
+	@echo "make matrix  the short set under other versions, written into docs/support.md (SETS=\"oldest newest\")"
 	@echo "make check   format, lint, types, import layers, documentation examples"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make bench-NAME  run benchmarks/NAME.py, by hand on a quiet machine (ARGS=... for its options)"
@@ -40,8 +42,20 @@ else
 	$(BIN)/python -m pytest tests/netlab && exit $$others
 endif
 
-test-gpu: $(STAMP)
+test-smoke: $(STAMP)
+	@$(BIN)/python -m pytest @tests/smoke.txt
+
+matrix: $(STAMP)
+	@$(BIN)/python tools/matrix.py $(or $(SETS),pinned oldest before newest) $(ARGS)
+
+gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu
+
+smoke: $(STAMP)
+	@$(BIN)/python -m pytest @tests/smoke.txt
+
+matrix: $(STAMP)
+	@$(BIN)/python tools/matrix.py $(or $(SETS),pinned oldest before newest) $(ARGS)
 
 gpu: $(STAMP)
 	@$(BIN)/python tools/first_day.py $(ARGS)

@@ -1,20 +1,24 @@
-"""One process on a GPU: step time against plain PyTorch and FSDP2 at world size 1, and peak memory against prediction.
+"""One process on a GPU beside plain PyTorch and FSDP2: step time, host time, and peak memory against the prediction.
 
     python benchmarks/device.py --out benchmarks/results/device.json
-    python benchmarks/device.py --device cpu --model tiny --tokens 32 --pairs 3      # that the script works
+    python benchmarks/device.py --ranks 8 --strategies node=3 "node[4]=3,node[2]=1"   # as one rank of eight
+    python benchmarks/device.py --device cpu --model tiny --tokens 32 --pairs 3        # that the script works
 
-Nothing is sent: what is measured is what hooks, flat buffers and casts cost. Both sides of a pair live in the same
-process and take turns, two steps each of which the second is timed, by events on the device's stream (by the clock on a
-CPU), in alternating order; the figure is the ratio of the medians. Goal: at most 1.01.
+Nothing is sent. With one rank, the figures are the cost of hooks, flat buffers and casts. With more, the process group
+is torch's fake one, whose collectives return at once: sharding, streams, copies and slots are those of a real rank, and
+the values are not. Both sides of a pair live in the same process and take turns, two steps each of which the second is
+timed, by events on the device's stream (by the clock on a CPU), in alternating order; the figure is the ratio of the
+medians. Goal: at most 1.01. Host time is the time until a step returns, with sequences so short that the device keeps
+up.
 
     setting         zeromesh                     plain PyTorch     FSDP2
     fp32            fp32                         fp32              fp32
     bf16+masters    param_dtype=bf16             autocast          MixedPrecisionPolicy(param_dtype=bf16)
     bf16            masters and gradients too    model.bfloat16()  model.bfloat16()
 
-Peaks are taken in a process for each side, of what torch's allocator gave out beyond what was there before the model
-(of the resident set on a CPU), with accumulation 2 and gradients that stay alive. Predicted are the model state,
-exactly, by `zm.memory_report`, and the peak with activations by the simulator.
+Peaks are taken on a GPU only, in a process for each side, of what torch's allocator gave out beyond what was there
+before the model, with accumulation 2 and gradients that stay alive. Predicted are the model state, exactly, by
+`zm.memory_report`, and the peak with activations by the simulator. The file is written after every row.
 """
 
 from __future__ import annotations
@@ -22,8 +26,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -39,6 +41,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeromesh as zm
 from zeromesh.measure.llama import Llama, loss_of
@@ -47,13 +50,17 @@ from zeromesh.measure.shapes import SHAPES, LlamaShape
 from zeromesh.model import Recomputation
 from zeromesh.planner import Workload
 
-Step = Callable[[], None]
+Step = Callable[[bool], None]
+"""Trains a step; given True, on `SHORT_TOKENS` of one sequence."""
+
+SHORT_TOKENS = 8
+
 MODELS = SHAPES | {
     "370M": LlamaShape(hidden=1024, intermediate=2752, layers=24, heads=16, vocab=32000),
     "1.3B": LlamaShape(hidden=2048, intermediate=5504, layers=24, heads=16, vocab=32000),
 }
 SETTINGS = ("fp32", "bf16+masters", "bf16")
-SIDES = ("zeromesh", "plain", "FSDP2")
+PEERS = ("plain", "FSDP2")
 BF16 = torch.bfloat16
 OURS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -69,14 +76,19 @@ def make_model(args: argparse.Namespace, setting: str) -> nn.Module:
 
 
 def make_step(side: str, setting: str, args: argparse.Namespace, *, keep_grads: bool = False) -> tuple[Step, Any, Any]:
-    """A training step, its model and its optimizer."""
+    """A training step, its model and its optimizer.
+
+    Args:
+        side: a strategy, or one of `PEERS`.
+    """
     model: Any = make_model(args, setting)
     context: Callable[[bool], Any] = lambda last: nullcontext()  # noqa: E731
-    if side == "zeromesh":
-        zm.shard(model, None, "node=3", **OURS[setting])
+    if side not in PEERS:
+        mesh = init_device_mesh(args.device, (args.ranks,), mesh_dim_names=("node",)) if args.ranks > 1 else None
+        zm.shard(model, mesh, side, **OURS[setting])
         context = lambda last: zm.accumulate(model, last=last)  # noqa: E731
     elif side == "FSDP2":
-        mesh = init_device_mesh(args.device, (1,))
+        mesh = init_device_mesh(args.device, (args.ranks,))
         policy = MixedPrecisionPolicy(param_dtype=BF16 if setting == "bf16+masters" else None)
         for module in (*model.layers, model.embed_tokens, model.lm_head, model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -86,8 +98,8 @@ def make_step(side: str, setting: str, args: argparse.Namespace, *, keep_grads: 
     shape = (args.micro_batches, args.sequences, args.tokens)
     data = torch.randint(0, MODELS[args.model].vocab, shape, generator=generator).to(args.device)
 
-    def step() -> None:
-        for index, ids in enumerate(data):
+    def step(short: bool = False) -> None:
+        for index, ids in enumerate(data[:, :1, :SHORT_TOKENS] if short else data):
             with context(index == len(data) - 1):
                 with torch.autocast(args.device, BF16) if casts else nullcontext():
                     loss = loss_of(model, ids) / len(data)
@@ -102,79 +114,85 @@ def timed(step: Step, device: str) -> float:
     """Seconds of one step, on the device, after one of the same side: what that one left under way is paid in this one,
     as what this one leaves is in the next."""
     if device == "cpu":
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # as above
+        return host_seconds(step, device, short=False)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch leaves it so
     start.record()
-    step()
+    step(False)
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 
 
-def compare(setting: str, peer: str, args: argparse.Namespace) -> dict[str, Any]:
+def host_seconds(step: Step, device: str, *, short: bool = True) -> float:
+    """Seconds until a step has returned."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step(short)
+    return time.perf_counter() - begin
+
+
+def compare(strategy: str, peer: str, setting: str, args: argparse.Namespace) -> dict[str, Any]:
     """The ratio of the medians of interleaved pairs, with the quartiles of the pairs' ratios."""
-    sides = [make_step(side, setting, args)[0] for side in ("zeromesh", peer)]
+    sides = [make_step(side, setting, args)[0] for side in (strategy, peer)]
     for step in (*sides, *sides):
-        step()
-    times: tuple[list[float], list[float]] = ([], [])
+        step(False)
+    whole: tuple[list[float], list[float]] = ([], [])
+    host: tuple[list[float], list[float]] = ([], [])
     for index in range(args.pairs):
         for side in (0, 1) if index % 2 else (1, 0):
-            sides[side]()
-            times[side].append(timed(sides[side], args.device))
-    ratios = [ours / theirs for ours, theirs in zip(*times, strict=True)]
-    medians = [statistics.median(side) for side in times]
+            sides[side](False)
+            whole[side].append(timed(sides[side], args.device))
+            sides[side](True)
+            host[side].append(host_seconds(sides[side], args.device))
+    ratios = [ours / theirs for ours, theirs in zip(*whole, strict=True)]
+    (ours, theirs), (our_host, their_host) = (list(map(statistics.median, each)) for each in (whole, host))
     return {
+        "strategy": strategy,
         "peer": peer,
         "setting": setting,
-        "ratio": round(medians[0] / medians[1], 4),
+        "ratio": round(ours / theirs, 4),
         "ratio_quartiles": [round(quartile, 4) for quartile in statistics.quantiles(ratios, n=4)],
-        "ours_s": round(medians[0], 6),
-        "peer_s": round(medians[1], 6),
+        "ours_s": round(ours, 6),
+        "peer_s": round(theirs, 6),
+        "host_ratio": round(our_host / their_host, 4),
+        "our_host_s": round(our_host, 6),
+        "peer_host_s": round(their_host, 6),
         "pairs": args.pairs,
     }
 
 
-def print_peak(side: str, setting: str, args: argparse.Namespace) -> None:
-    """In a process of its own: trains, and prints bytes."""
-    warm_up = make_step("plain", "fp32", argparse.Namespace(**vars(args) | {"model": "tiny", "tokens": 8}))
-    warm_up[0]()  # libraries take their workspaces once
-    del warm_up
-    gc.collect()
-    before = held(args.device)
-    if args.device != "cpu":
+def peak_row(side: str, setting: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Trains, and returns bytes. On a GPU in a process of its own."""
+    on_gpu = args.device != "cpu"
+    before = 0
+    if on_gpu:
+        warm_up = make_step("plain", "fp32", argparse.Namespace(**vars(args) | {"model": "tiny", "tokens": 8}))
+        warm_up[0](False)  # libraries take their workspaces once
+        del warm_up
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     step, model, optimizer = make_step(side, setting, args, keep_grads=True)
     for _ in range(3):
-        step()
-    line: dict[str, Any] = {"side": side, "setting": setting, "peak_bytes": peak(args.device) - before}
-    if side == "zeromesh":
+        step(False)
+    line: dict[str, Any] = {"side": side, "setting": setting}
+    if on_gpu:
+        line["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    if side not in PEERS:
         total = zm.memory_report(model, optimizer)[-1]
         line |= {"state_predicted_bytes": total.predicted_bytes, "state_allocated_bytes": total.allocated_bytes}
-        line["peak_predicted_bytes"] = round(predicted_peak(setting, args))
-    print(json.dumps(line))
+        line["peak_predicted_bytes"] = round(predicted_peak(side, setting, args))
+    return line
 
 
-def held(device: str) -> int:
-    if device != "cpu":
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak(device: str) -> int:
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def predicted_peak(setting: str, args: argparse.Namespace) -> float:
+def predicted_peak(strategy: str, setting: str, args: argparse.Namespace) -> float:
     """What the simulator expects to be allocated on one device; context and allocator left out."""
     wide = "bf16" if setting == "bf16" else "fp32"
     workload = Workload(
         seq_len=args.tokens,
-        global_batch_tokens=args.micro_batches * args.sequences * args.tokens,
+        global_batch_tokens=args.ranks * args.micro_batches * args.sequences * args.tokens,
         micro_batch=args.sequences,
         recomputation=Recomputation.NONE,
         param_dtype="fp32" if setting == "fp32" else "bf16",
@@ -183,21 +201,18 @@ def predicted_peak(setting: str, args: argparse.Namespace) -> float:
     )
     with torch.device("meta"):
         model = Llama(MODELS[args.model])
-    memory = zm.simulate(model, "h100-8x-ndr", workload, "node=3,cluster=0", world=1).simulation.memory
+    choice = zm.simulate(model, "h100-8x-ndr", workload, f"{strategy},cluster=0", world=args.ranks)
+    memory = choice.simulation.memory
     return memory.total - memory.overhead
 
 
-def peaks(args: argparse.Namespace) -> list[dict[str, Any]]:
-    lines = []
-    for setting in args.settings:
-        for side in SIDES:
-            command = [sys.executable, __file__, "--side", side, "--settings", setting, "--micro-batches", "2"]
-            for name in ("device", "model", "sequences", "tokens"):
-                command += [f"--{name}", str(getattr(args, name))]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            lines.append(json.loads(done.stdout.splitlines()[-1]))
-            print(json.dumps(lines[-1]), flush=True)
-    return lines
+def peak_alone(side: str, setting: str, args: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--side", side, "--settings", setting, "--micro-batches", "2"]
+    for name in ("device", "model", "sequences", "tokens", "ranks"):
+        command += [f"--{name}", str(getattr(args, name))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return line
 
 
 def setting_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -206,6 +221,7 @@ def setting_of(args: argparse.Namespace) -> dict[str, Any]:
         **read_setting(),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "cuda": torch.version.cuda if on_gpu else None,
+        "ranks": args.ranks,
         "model": args.model,
         "micro_batches": args.micro_batches,
         "sequences": args.sequences,
@@ -222,7 +238,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--pairs", type=int, default=50)
-    parser.add_argument("--side", choices=SIDES, help="print this side's peak alone")
+    parser.add_argument("--ranks", type=int, default=1, help="of which this process is one")
+    parser.add_argument("--strategies", nargs="+", default=["node=3"], help="of zeromesh, on one axis, node")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--side", help="print only this side's peak")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -240,32 +259,43 @@ def main() -> None:
             torch.set_num_threads(1)
         else:
             torch.cuda.set_device(0)
-        dist.init_process_group(
-            "gloo" if on_cpu else "nccl",
-            init_method=f"file://{folder}/store",
-            rank=0,
-            world_size=1,
-            device_id=None if on_cpu else torch.device("cuda", 0),
-        )
+        if args.ranks > 1:
+            dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())
+        else:
+            dist.init_process_group(
+                "gloo" if on_cpu else "nccl",
+                init_method=f"file://{folder}/store",
+                rank=0,
+                world_size=1,
+                device_id=None if on_cpu else torch.device("cuda", 0),
+            )
         if args.side:
-            print_peak(args.side, args.settings[0], args)
+            print(json.dumps(peak_row(args.side, args.settings[0], args)))
         else:
             measure(args)
         dist.destroy_process_group()
 
 
 def measure(args: argparse.Namespace) -> None:
-    times = []
+    result: dict[str, Any] = {"setting": setting_of(args), "times": [], "peaks": []}
+
+    def note(kind: str, row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
+        result[kind].append(row)
+        if args.out:
+            Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
     for setting in args.settings:
-        for peer in SIDES[1:]:
-            times.append(compare(setting, peer, args))
-            print(json.dumps(times[-1]), flush=True)
-            gc.collect()
-    if args.device != "cpu":
+        for strategy in args.strategies:
+            for peer in args.peers:
+                note("times", compare(strategy, peer, setting, args))
+                gc.collect()
+    on_gpu = args.device != "cpu"
+    if on_gpu:
         torch.cuda.empty_cache()  # the other processes share the device
-    result = {"setting": setting_of(args), "times": times, "peaks": peaks(args)}
-    if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+    for setting in args.settings:
+        for side in (*args.strategies, *args.peers) if on_gpu else args.strategies:
+            note("peaks", (peak_alone if on_gpu else peak_row)(side, setting, args))
 
 
 if __name__ == "__main__":

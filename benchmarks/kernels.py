@@ -178,18 +178,18 @@ def main() -> None:
     if args.repeats < 1 or min(args.mib) < 1:
         parser.error(f"--repeats and --mib must be at least 1; got {args.repeats} and {min(args.mib)}")
     torch.set_num_threads(1)
-    results = []
-    for row in rows(args):
-        results.append(row)
-        print(json.dumps(row), flush=True)
     here = {
         **read_setting(),
         "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
         "threads": 1,
         "ranks": RANKS,
     }
-    if args.out:
-        Path(args.out).write_text(json.dumps({"setting": here, "results": results}, indent=1) + "\n")
+    results = []
+    for row in rows(args):
+        results.append(row)
+        print(json.dumps(row), flush=True)
+        if args.out:
+            Path(args.out).write_text(json.dumps({"setting": here, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,29 +1,49 @@
-"""The first day on GPUs: everything that can be learnt on this machine's devices, in one result file and one page.
+"""The first minutes on a GPU: what this machine's devices can show, in one result file, one page and one log.
 
-    python tools/first_day.py --out runs/gpu          # or: make gpu
+    PYTHONPATH=src python3 tools/first_day.py --budget-s 570     # any interpreter with torch and pytest; or: make gpu
+    python3 tools/first_day.py --only fake ranks
 
-Each part is a process of its own with a time limit; one that fails does not keep the others from running. What must
-hold is judged from what they write, and the page says what did, what did not, and what to send back. Where torch sees
-no device it says so in one line and exits with 2; else with 0 if all has held and 1 if not.
+Parts run in the order of their value, each in a process group of its own, which is ended at the part's limit or when
+the budget is spent. Results are written after every part, and the programs that measure write theirs after every row,
+so a run that is cut off leaves what it has found. Where torch sees no device, the parts that can do without run on the
+CPU, to show that they work, and the exit code is 2; else it is 0 if everything held and 1 if not.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
+import os
 import platform
+import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULT = "gpu.md", "gpu.json"
-MOST_LINES = 40
-"""Of the end of a failed part's output that the result file keeps."""
+PAGE, RESULT, LOG = "gpu.md", "gpu.json", "gpu.log"
+LEAST_S = 10.0
+"""A part is not begun with less time left."""
+
+GRACE_S = 10.0
+"""Between SIGTERM, on which torchrun ends its workers, and SIGKILL."""
+
+NO_DEVICE = 2
+"""The exit code."""
+
+# Any version of pytest, whatever plugins it has; what another torch warns of is no error.
+PYTEST = (
+    "-m pytest -q -ra --maxfail 5 -p no:benchmark -p no:cacheprovider -o minversion=6 -o filterwarnings=default "
+    "-o addopts=--import-mode=importlib"
+)
+TORCHRUN = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +52,8 @@ class Check:
 
     Args:
         what: for a person.
-        required, found: what was to be, and what was.
-        held: whether it did.
+        required, found: the goal, and the figure beside it.
+        held: whether the goal is met.
     """
 
     what: str
@@ -42,7 +62,7 @@ class Check:
     held: bool
 
 
-Judge = Callable[[Mapping[str, Any]], list[Check]]
+Judge = Callable[[Mapping[str, Any]], Iterable[Check]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,37 +70,28 @@ class Part:
     """One process.
 
     Args:
-        name: of its files.
-        what: it shows.
-        command: after the interpreter.
-        judge: of the JSON that it leaves.
-        file: that JSON, in the directory of the results; empty where it leaves none.
-        limit_s: after which it is ended.
-        devices: how many it needs.
-        of_cuda: whether it is written for CUDA, which ROCm's torch is too.
+        name: also of its result file, NAME.json.
+        command: after the interpreter; {out} stands for the result file.
+        judge: of the result file; None for a part whose exit code says all.
+        limit_s: after which its process group is ended.
+        here: whether this machine can run it.
     """
 
     name: str
-    what: str
-    command: tuple[str, ...]
-    judge: Judge
-    file: str = ""
-    limit_s: float = 1800.0
-    devices: int = 1
-    of_cuda: bool = False
+    command: str
+    judge: Judge | None = None
+    limit_s: float = 120.0
+    here: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a part; without a code it was ended at its limit."""
+    """How a part ended; without a code it was ended at its limit."""
 
     name: str
-    what: str
-    command: str
     code: int | None
     seconds: float
     checks: tuple[Check, ...]
-    output: tuple[str, ...] = ()
     result: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -88,220 +99,196 @@ class Outcome:
         return self.code == 0 and all(check.held for check in self.checks)
 
 
-def parts(directory: Path, devices: int, kind: str = "cuda") -> list[Part]:
-    """All that this many devices of this kind can show."""
-
-    def bench(name: str) -> tuple[str, ...]:
-        return (f"benchmarks/{name}.py", "--out", str(directory / f"{name}.json"))
-
-    topology = f"node={devices}"
-    return [
-        part
-        for part in (
-            Part(
-                name="tests",
-                what="The engine on a device, four ranks sharing it over gloo: parity, memory, kernels",
-                command=("-m", "pytest", "tests/gpu", "-q", "-ra"),
-                judge=lambda result: [],
-                of_cuda=True,
-            ),
-            Part(
-                name="kernels",
-                what="Quantised messages: bytes a second beside a copy",
-                command=bench("kernels"),
-                judge=judge_kernels,
-                file="kernels.json",
-                of_cuda=True,
-            ),
-            Part(
-                name="device",
-                what="One process against plain PyTorch and FSDP2: step time and memory",
-                command=bench("device"),
-                judge=judge_device,
-                file="device.json",
-                of_cuda=True,
-                limit_s=3600.0,
-            ),
-            Part(
-                name="selftest",
-                what=f"{devices} ranks: numbers, bytes, memory, links and predicted times",
-                command=(
-                    "-m",
-                    "zeromesh.cli",
-                    "selftest",
-                    "--ranks",
-                    str(devices),
-                    "-o",
-                    str(directory / "selftest.json"),
-                ),
-                judge=judge_selftest,
-                file="selftest.json",
-                devices=1,
-            ),
-            Part(
-                name="bench",
-                what=f"Training steps over {devices} devices beside what the simulator predicts",
-                command=("-m", "zeromesh.cli", "bench", topology, "-d", str(directory / "bench"), "--model", "60M"),
-                judge=lambda result: [],
-                file="bench/result.json",
-                limit_s=3600.0,
-                devices=2,
-            ),
-        )
-        if devices >= part.devices and (kind == "cuda" or not part.of_cuda)
+def parts(devices: int, kind: str) -> list[Part]:
+    """The parts for a machine, in the order of their value; without a device, those that a CPU can run."""
+    cuda, share = devices > 0 and kind == "cuda", devices < 2
+    device = f"benchmarks/device.py --out {{out}} --device {'cuda' if devices else 'cpu'}"
+    tiny = "--settings bf16+masters --model tiny --sequences 1 --tokens 16 --pairs 2"
+    sizes = "--settings bf16+masters --pairs 15" if devices else tiny
+    strategies = "node=3 node[4]=3,node[2]=1 node=0 node=3@int8/int4" if devices else "node=3"
+    mesh = f"node={devices}" if not share else "cluster=2,node=2" if devices else "node=2"
+    ranks = devices if not share else 4 if devices else 2
+    selftest = f"{TORCHRUN} --nproc-per-node {ranks} -m zeromesh.cli selftest --mesh {mesh} -o {{out}}"
+    every = [
+        # Steps run on the device, beside plain PyTorch and FSDP2 in one process.
+        Part(name="smoke", command=f"{device} {tiny}", judge=judge_state, here=cuda),
+        # One rank of eight beside FSDP2, nothing sent.
+        Part(
+            name="fake",
+            command=f"{device} {sizes} --ranks 8 --peers FSDP2 --strategies {strategies}",
+            judge=judge_device if devices else judge_state,
+            limit_s=150.0,
+            here=cuda or not devices,
+        ),
+        # Numbers, bytes and memory of every stage over the device's own collectives.
+        Part(
+            name="ranks",
+            command=selftest + " --share-devices" * share,
+            judge=judge_selftest,
+            limit_s=150.0 if share else 600.0,
+        ),
+        Part(
+            name="kernels",
+            command="benchmarks/kernels.py --mib 256 64 --repeats 10 --out {out}",
+            judge=judge_kernels,
+            here=cuda,
+        ),
+        # The next two: four ranks share a device over gloo; the allocator's bytes, then numbers under delays.
+        Part(name="memory", command=f"{PYTEST} tests/gpu/test_memory.py", limit_s=600.0, here=cuda),
+        Part(
+            name="parity",
+            command=f"{PYTEST} tests/gpu/test_kernels.py tests/gpu/test_parity.py",
+            limit_s=1800.0,
+            here=cuda,
+        ),
+        # One process beside plain PyTorch and FSDP2, at length.
+        Part(name="device", command=device, judge=judge_device, limit_s=3600.0, here=cuda),
+        # Training steps beside the simulator's prediction.
+        Part(
+            name="bench",
+            command=f"-m zeromesh.cli bench {mesh} -d {{out}}.runs --model 60M",
+            limit_s=3600.0,
+            here=devices > 1,
+        ),
     ]
+    return [part for part in every if part.here]
 
 
-def judge_kernels(result: Mapping[str, Any]) -> list[Check]:
+def judge_kernels(result: Mapping[str, Any]) -> Iterable[Check]:
     """At least 85 % of a copy's rate, of the longest tensor of each format and dtype."""
     longest: dict[str, Mapping[str, Any]] = {}
     for row in sorted(result["results"], key=lambda row: int(row["tensor_bytes"])):
         longest[f"int{row['bits']} of {row['dtype']}"] = row
-    checks = []
     for name, row in longest.items():
         slowest, share = min(row["share_of_copy"].items(), key=lambda pair: float(pair[1]))
-        checks.append(
-            Check(
-                what=f"kernels of {name}, {row['tensor_bytes']:,} bytes",
-                required="at least 0.85 of a copy's rate",
-                found=f"{share:.2f}, {slowest}",
-                held=share >= 0.85,
-            )
-        )
-    return checks
+        yield _within(f"{slowest} of {name}, {row['tensor_bytes']:,} bytes, over a copy's rate", share, least=0.85)
 
 
-def judge_device(result: Mapping[str, Any]) -> list[Check]:
-    """Steps at most 1 % longer than plain PyTorch's; model state as predicted, to the byte."""
-    checks = [
-        Check(
-            what=f"step against {row['peer']}, {row['setting']}",
-            required="at most 1.01 of its time",
-            found=f"{row['ratio']:.3f}",
-            held=row["ratio"] <= 1.01,
-        )
-        for row in result["times"]
-    ]
+def judge_state(result: Mapping[str, Any]) -> Iterable[Check]:
+    """Model state as predicted, to the byte."""
     for row in result["peaks"]:
         if "state_predicted_bytes" in row:
-            predicted, allocated = row["state_predicted_bytes"], row["state_allocated_bytes"]
-            checks.append(
-                Check(
-                    what=f"bytes of model state, {row['setting']}",
-                    required=f"{predicted:,}, as predicted",
-                    found=f"{allocated:,}",
-                    held=predicted == allocated,
-                )
-            )
-    return checks
+            predicted, found = row["state_predicted_bytes"], row["state_allocated_bytes"]
+            what = f"bytes of model state, of {predicted:,} predicted, {row['side']}, {row['setting']}"
+            yield _within(what, found, least=predicted, most=predicted)
 
 
-def judge_selftest(result: Mapping[str, Any]) -> list[Check]:
+def judge_device(result: Mapping[str, Any]) -> Iterable[Check]:
+    """Steps of `node=3` as short as a peer's, to 1 %; no more host time than FSDP2's; peaks as predicted, to 10 %."""
+    for row in result["times"]:
+        title = f"{row['strategy']} over {row['peer']}, {row['setting']}"
+        if row["strategy"] == "node=3":
+            yield _within(f"step, {title}", row["ratio"], most=1.01)
+        if row["peer"] == "FSDP2":
+            yield _within(f"host time, {title}", row["host_ratio"], most=1.0)
+    for row in result["peaks"]:
+        if "peak_predicted_bytes" in row:
+            share = round(row["peak_bytes"] / row["peak_predicted_bytes"], 3)
+            yield _within(f"peak over predicted, {row['side']}, {row['setting']}", share, least=0.9, most=1.1)
+    yield from judge_state(result)
+
+
+def judge_selftest(result: Mapping[str, Any]) -> Iterable[Check]:
     """Its own checks."""
-    return [
-        Check(
-            what=check["name"],
-            required="ok",
-            found=f"{check['status']}: {check['detail']}",
-            held=check["status"] != "failed",
+    for check in result["checks"]:
+        status = check["status"]
+        yield Check(what=check["name"], required="ok", found=f"{status}: {check['detail']}", held=status != "failed")
+
+
+def _within(what: str, found: float, *, least: float = -math.inf, most: float = math.inf) -> Check:
+    bounds = {"at least": least, "at most": most}
+    required = ", ".join(f"{word} {bound:,}" for word, bound in bounds.items() if math.isfinite(bound))
+    return Check(what=what, required=required, found=f"{found:,}", held=least <= found <= most)
+
+
+def run(part: Part, directory: Path, limit_s: float) -> Outcome:
+    """Runs a part, adds all that it prints to the log, and judges the result that it leaves."""
+    begin, file = time.monotonic(), directory / f"{part.name}.json"
+    file.unlink(missing_ok=True)  # of an earlier run
+    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    around = {
+        "PYTHONPATH": paths,
+        "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "ZEROMESH_TEST_WARNINGS": "default",
+    }
+    with (directory / LOG).open("a") as log:
+        print(f"\n==== {part.name}: {part.command}", file=log, flush=True)
+        process = subprocess.Popen(
+            [sys.executable, *(text.replace("{out}", str(file)) for text in shlex.split(part.command))],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=os.environ | around,
+            start_new_session=True,
         )
-        for check in result["checks"]
-    ]
-
-
-def run(part: Part, directory: Path) -> Outcome:
-    """Runs it, leaves all that it says in NAME.log, and judges what it leaves."""
-    begin, log = time.monotonic(), directory / f"{part.name}.log"
-    with log.open("w") as output:
-        try:
-            code: int | None = subprocess.run(
-                [sys.executable, *part.command],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                timeout=part.limit_s,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = None
-    result, checks = judged(part, directory)
-    outcome = Outcome(
-        name=part.name,
-        what=part.what,
-        command=" ".join(part.command),
-        code=code,
-        seconds=round(time.monotonic() - begin, 1),
-        checks=tuple(checks),
-        result=result,
-        output=tuple(log.read_text(errors="replace").splitlines()[-MOST_LINES:]),
-    )
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(limit_s)
+        end_group(process)
+    result, checks = judged(part, file)
+    seconds = round(time.monotonic() - begin, 1)
+    outcome = Outcome(name=part.name, code=code, seconds=seconds, checks=tuple(checks), result=result)
     print(f"{'held' if outcome.held else 'DID NOT HOLD':12} {part.name} ({outcome.seconds:.0f} s)", flush=True)
     return outcome
 
 
-def judged(part: Part, directory: Path) -> tuple[Mapping[str, Any], list[Check]]:
-    """What the part has left, and what that says; nothing it left is a check that failed, and so is what is not as this
-    knows it."""
-    if not part.file:
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends whatever is left of a part's process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def judged(part: Part, file: Path) -> tuple[Mapping[str, Any], list[Check]]:
+    """The result file and its checks. A file that is missing or of another form is a check that failed."""
+    if part.judge is None:
         return {}, []
-    path = directory / part.file
     try:
-        result = json.loads(path.read_text())
-        return result, part.judge(result)
+        result = json.loads(file.read_text())
+        return result, list(part.judge(result))
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = f"{type(error).__name__}: {error}"
-        return {}, [Check(what="its result file", required=f"figures in {part.file}", found=found, held=False)]
+        return {}, [Check(what="its result file", required=f"figures in {file.name}", found=found, held=False)]
 
 
-def page(setting: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+def page(setting: Mapping[str, Any], outcomes: Sequence[Outcome], not_run: Sequence[str]) -> str:
     """The page, in Markdown."""
     failed = [outcome.name for outcome in outcomes if not outcome.held]
-    verdict = f"Did not hold: {', '.join(failed)}." if failed else "Everything held."
-    lines = ["# zeromesh on these devices", "", f"{verdict} {where(setting)}", ""]
+    verdict = f"Did not hold: {', '.join(failed)}." if failed else "Everything that ran held."
+    where = f"{setting['devices']} x {setting['device']}, torch {setting['torch']}, zeromesh {setting['zeromesh']}"
+    lines = ["# zeromesh on these devices", "", f"{verdict} {where}, {setting['at']}."]
+    lines += [f"Not run: {', '.join(not_run)}."] * bool(not_run)
     for outcome in outcomes:
-        ended = "ran out of time" if outcome.code is None else f"exit code {outcome.code}"
-        lines += [f"## {outcome.name}: {'held' if outcome.held else 'did not hold'}", "", f"{outcome.what}.", ""]
-        lines += [f"`{outcome.command}`: {ended} after {outcome.seconds:.0f} s.", ""]
+        ended = "ended at its limit" if outcome.code is None else f"exit code {outcome.code}"
+        lines += ["", f"## {outcome.name}: {'held' if outcome.held else 'did not hold'}", ""]
+        lines += [f"{ended} after {outcome.seconds:.0f} s"]
         if outcome.checks:
-            lines += ["| | check | required | found |", "|---|---|---|---|"]
-            lines += [
-                f"| {'ok' if c.held else '**no**'} | {_cell(c.what)} | {_cell(c.required)} | {_cell(c.found)} |"
-                for c in outcome.checks
-            ]
-            lines.append("")
-        if not outcome.held:
-            lines += ["```", *outcome.output, "```", ""]
-    lines += [f"Send back `{RESULT}`, which has all figures, with the `.log` of what did not hold.", ""]
-    return "\n".join(lines)
+            lines += ["", "| | check | required | found |", "|---|---|---|---|"]
+        for check in outcome.checks:
+            cells = "ok" if check.held else "**no**", check.what, check.required, check.found
+            lines.append(f"| {' | '.join(' '.join(cell.replace('|', chr(92) + '|').split()) for cell in cells)} |")
+    return "\n".join([*lines, "", f"Send back `{RESULT}`, which has all figures, and `{LOG}`.", ""])
 
 
-def where(setting: Mapping[str, Any]) -> str:
-    """For a person."""
-    return (
-        f"{setting['devices']} x {setting['device']}, torch {setting['torch']}, zeromesh {setting['zeromesh']}, "
-        f"{setting['at']}."
-    )
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
-
-
-def setting_of(devices: int) -> dict[str, Any]:
+def setting_of() -> dict[str, Any]:
     """Versions and devices."""
     import torch
 
-    from zeromesh.launch.device import device_name
+    from zeromesh.launch.device import CPU, device_name, visible_devices
     from zeromesh.measure.setting import read_setting
 
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
+    devices = visible_devices()
+    kind = torch.accelerator.current_accelerator() if devices else None
     return {
         **read_setting(),
         "host": platform.node(),
         "devices": devices,
-        "device_type": kind.type,
-        "device": device_name(torch.device(kind.type, 0)),
+        "device_type": kind.type if kind else "cpu",
+        "device": device_name(torch.device(kind.type, 0) if kind else CPU),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
     }
@@ -310,22 +297,36 @@ def setting_of(devices: int) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the directory of the results")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="for all parts together")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="PART")
     args = parser.parse_args(arguments)
-    from zeromesh.launch.device import visible_devices
-
-    devices = visible_devices()
-    if not devices:
-        print("make gpu: torch sees no device here, so nothing was run; `make test` needs none")
-        return 2
+    end = time.monotonic() + args.budget_s
+    setting = setting_of()
+    every = {part.name: part for part in parts(setting["devices"], setting["device_type"])}
+    unknown = {*args.only, *args.skip} - every.keys()
+    if unknown:
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; here there are {', '.join(every)}")
     directory: Path = args.out.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    setting = setting_of(devices)
-    outcomes = [run(part, directory) for part in parts(directory, devices, setting["device_type"])]
-    result = {"setting": setting, "held": all(outcome.held for outcome in outcomes), "parts": [*map(asdict, outcomes)]}
-    (directory / RESULT).write_text(json.dumps(result, indent=1) + "\n")
-    (directory / PAGE).write_text(page(setting, outcomes))
-    print(f"all figures: {directory / RESULT}; what held: {directory / PAGE}")
-    return 0 if result["held"] else 1
+    (directory / LOG).write_text("")
+    outcomes: list[Outcome] = []
+    not_run = list(every)
+    for name in [name for name in every if name not in args.skip and (name in args.only or not args.only)]:
+        left_s = end - time.monotonic()
+        if left_s < LEAST_S:
+            break
+        outcomes.append(run(every[name], directory, min(every[name].limit_s, left_s)))
+        not_run.remove(name)
+        held = all(outcome.held for outcome in outcomes)
+        result = {"setting": setting, "held": held, "not_run": not_run, "parts": [*map(asdict, outcomes)]}
+        (directory / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+        (directory / PAGE).write_text(page(setting, outcomes, not_run))
+    print(f"all figures: {directory / RESULT}; the checks: {directory / PAGE}; all output: {directory / LOG}")
+    if not setting["devices"]:
+        print("torch sees no device here: these were the parts that a CPU can run")
+        return NO_DEVICE
+    return 0 if all(outcome.held for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that the demo, the tests and the checks need. Run by `make venv`.
-# Usage: tools/venv.sh [DIRECTORY]      the interpreter: $PYTHON, else the first suitable one on PATH
+# Usage: tools/venv.sh [DIRECTORY [CONSTRAINTS]]      the interpreter: $PYTHON, else the first suitable one on PATH
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
+constraints=${2:-constraints.txt}
 pip_flags=(--quiet --quiet --disable-pip-version-check --no-input)
 
 suitable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
@@ -19,10 +20,11 @@ find_python() {
 }
 
 # Without a GPU, a torch that brings gigabytes of CUDA libraries is a waste: take PyTorch's own index of CPU builds then,
-# but only then, since where pip is set up to find a CPU build that index may not be reachable.
+# but only then, since where pip is set up to find a CPU build that index may not be reachable. If it is not, CUDA's has
+# to do.
 torch_source() {
     command -v nvidia-smi >/dev/null 2>&1 && return
-    if "$venv/bin/pip" install "${pip_flags[@]}" --dry-run --ignore-installed --report - -c constraints.txt torch 2>/dev/null |
+    if "$venv/bin/pip" install "${pip_flags[@]}" --dry-run --ignore-installed --report - -c "$constraints" torch 2>/dev/null |
         grep -q '"name": "\(nvidia-\|cuda-\|triton\)'; then
         echo "--index-url=https://download.pytorch.org/whl/cpu"
     fi
@@ -43,8 +45,9 @@ fi
 if ! "$venv/bin/python" -c 'import importlib.metadata as m, sys; sys.exit(not m.version("torch").startswith("2."))' 2>/dev/null; then
     echo "make venv: installing torch"
     # shellcheck disable=SC2046  # no source means no argument
-    "$venv/bin/pip" install "${pip_flags[@]}" -c constraints.txt torch $(torch_source)
+    "$venv/bin/pip" install "${pip_flags[@]}" -c "$constraints" torch $(torch_source) ||
+        "$venv/bin/pip" install "${pip_flags[@]}" -c "$constraints" torch
 fi
 echo "make venv: installing zeromesh and its other dependencies"
-"$venv/bin/pip" install "${pip_flags[@]}" -c constraints.txt -e '.[dev]'
+"$venv/bin/pip" install "${pip_flags[@]}" -c "$constraints" -e '.[dev]'
 "$venv/bin/pip" install "${pip_flags[@]}" --no-deps -r tools/torchtitan.txt

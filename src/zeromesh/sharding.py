@@ -133,7 +133,7 @@ class Sharding:
         if isinstance(self.mesh, tuple):
             import torch
 
-            found = torch.accelerator.current_accelerator()
+            found = torch.accelerator.current_accelerator(check_available=True)  # not what torch was built for
             return self.on(found.type if found else "cpu").shard(model)
         options: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         return shard(model, options.pop("mesh"), options.pop("strategy"), **options)

@@ -6,11 +6,12 @@ import inspect
 from dataclasses import fields
 
 import pytest
+from typing_extensions import override
 
 import zeromesh as zm
 from zeromesh.errors import InputError, MeshError, NotationError
 from zeromesh.integrations import versions
-from zeromesh.integrations.versions import require_known
+from zeromesh.integrations.versions import names_of, require_attributes, require_known, require_overridden
 
 MESH = {"cluster": 2, "node": 4}
 WORKLOAD = zm.Workload(seq_len=8, global_batch_tokens=64)
@@ -72,7 +73,45 @@ def test_plans_later() -> None:
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     require_known("peft")
     monkeypatch.setattr(versions, "version", lambda library: "0.3.1")
-    with pytest.raises(
-        InputError, match=r"was written for peft <0.22,>=0.21, and 0.3.1 is installed, .*zeromesh\[peft\]"
-    ):
+    with pytest.raises(InputError, match=r"was written for peft <.*, and 0.3.1 is installed, .*zeromesh\[peft\]"):
         require_known("peft")
+
+
+class Ours:
+    @override
+    def _save(self, directory: str) -> None: ...
+    @override
+    def _load(self, **options: object) -> None: ...
+
+
+class AsKnown:
+    def _save(self, directory: str) -> None: ...
+    def _load(self, directory: str) -> None: ...
+
+
+class WithoutSave:
+    def _load(self) -> None: ...
+
+
+class SaveTakesMore(AsKnown):
+    def _save(self, directory: str, step: int) -> None: ...  # type: ignore[override]
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [
+        (lambda: require_overridden("peft", Ours, WithoutSave), "peft 0.*: WithoutSave has no _save. Install an older"),
+        (lambda: require_overridden("peft", Ours, SaveTakesMore), "SaveTakesMore._save takes step as well"),
+        (lambda: require_attributes("peft", AsKnown(), "_save", "_models"), "AsKnown has no _models"),
+        (lambda: import_from_peft(), "cannot import name '_gone'"),
+    ],
+)
+def test_private_parts_that_a_library_has_changed_are_named(check, message) -> None:
+    require_overridden("peft", Ours, AsKnown)
+    with pytest.raises(InputError, match=message):
+        check()
+
+
+def import_from_peft() -> None:
+    with names_of("peft"):
+        from zeromesh.errors import _gone  # type: ignore[attr-defined]  # noqa: F401

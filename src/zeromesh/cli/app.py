@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
 import typer
 
 import zeromesh
-from zeromesh.cli import bench, clusters, lab, plan, probe, rehearse, selftest, simulate, train, validate
-from zeromesh.errors import InputError
+from zeromesh.cli import bench, clusters, env, lab, plan, probe, rehearse, selftest, simulate, train, validate
+from zeromesh.errors import InputError, InternalError, ZeromeshError
 
 EXIT_INPUT = 2
 
@@ -47,17 +48,30 @@ app.command()(probe.probe)
 app.command()(selftest.selftest)
 app.command()(bench.bench)
 app.command()(clusters.clusters)
+app.command()(env.env)
 app.command()(validate.validate)
 app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:
-    """The entry point: run a command; exit with 0 done, 2 wrong input, 75 preempted and saved, 1 anything else."""
+    """The entry point: run a command; exit with 0 done, 2 wrong input, 75 preempted and saved, 1 anything else.
+
+    An error that zeromesh raises on purpose is one line.
+    """
     try:
         app()
     except InputError as error:
         print(f"zeromesh: {error}", file=sys.stderr)
         sys.exit(EXIT_INPUT)
+    except InternalError:
+        raise
+    except ZeromeshError as error:
+        from zeromesh.launch.failure import end_process
+
+        # Ranks that another launcher has started are told apart.
+        who = f"rank {os.environ['RANK']} failed: " if "RANK" in os.environ else ""
+        print(f"zeromesh: {who}{error}", file=sys.stderr)
+        end_process(1)
 
 
 if __name__ == "__main__":

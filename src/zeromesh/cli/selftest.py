@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import traceback
 from pathlib import Path
@@ -20,6 +21,9 @@ def selftest(
     mesh: MeshText = "",
     lab: TreeText = "",
     steps: Annotated[int, typer.Option(help="Timed steps of each strategy.")] = 6,
+    share_devices: Annotated[
+        bool, typer.Option("--share-devices", help="Let ranks share devices, and measure no times.")
+    ] = False,
     output: Annotated[Path, typer.Option("-o", "--output", help="The result file.")] = Path("zeromesh-selftest.json"),
 ) -> None:
     """Check numbers, bytes, memory, links and predicted times on these machines, in a minute or two.
@@ -35,6 +39,8 @@ def selftest(
 
     if steps < 1:
         raise InputError(f"--steps must be at least 1, got {steps}")
+    if share_devices:
+        os.environ["ZEROMESH_SHARE_DEVICES"] = "1"  # ranks that are started here inherit it
     with emulated(lab) as cluster:
         joined = under_torchrun()
         try:

@@ -40,10 +40,9 @@ from zeromesh.engine.weight import Weight
 from zeromesh.errors import InputError, MeshError, ModelError, NotationError
 from zeromesh.model.module_units import DTYPES
 from zeromesh.schedule import BUCKET_BYTES
-from zeromesh.strategy import Layout, Plan, Stage, Strategy, layouts_of, part_name
+from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
 from zeromesh.strategy.parts import with_given
 from zeromesh.strategy.plan import DTYPE_FIELDS, dtype_name
-from zeromesh.strategy.strategy import AxisStage
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -158,7 +157,7 @@ def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Par
 
 
 def _on_axes(plan: Plan, axes: Sequence[tuple[str, int]]) -> Strategy:
-    """The plan's strategy on a mesh that may have other axes of one rank than the planned one.
+    """The plan's strategy without axes of one rank that this mesh has not.
 
     Raises:
         MeshError: an axis has another size than it was planned for.
@@ -171,12 +170,6 @@ def _on_axes(plan: Plan, axes: Sequence[tuple[str, int]]) -> Strategy:
             f"the strategy itself, {plan.strategy}, to which no prediction is tied"
         )
     terms = [term for term in plan.strategy.axes if term.name in sizes or planned.get(term.name) != 1]
-    named = {term.name for term in terms}
-    for index, (name, size) in enumerate(axes):
-        if size == 1 and name not in named:
-            inside = {inner for inner, _ in axes[:index]}
-            place = sum(term.name in inside for term in terms)
-            terms.insert(place, AxisStage(name=name, stage=Stage.ZERO))
     return replace(plan.strategy, axes=tuple(terms)) if terms else plan.strategy
 
 

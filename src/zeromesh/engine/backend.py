@@ -77,7 +77,7 @@ class WholeTensors(Protocol):
         """What brings values back to the state shards."""
 
 
-Site = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter, int]
+Site = tuple[dict[str, nn.Parameter | None], str, Leaf, ShardedParameter, int]
 """The `_parameters` of a module, a key, and what stands there: the compute leaf, or else the optimizer's parameter. And
 the leaf's address, where gathers and refreshes write."""
 
@@ -296,13 +296,16 @@ class DeviceBackend:
 
     def require_usable(self, unit: int, outputs: Iterable[Tensor]) -> None:
         """Raises ModelError where a forward hands out what outlives the unit's turn in its slot."""
-        shards = self.units[unit]
-        slots = {_storage(buffer.full) for buffer in shards.buffers} if shards.shares_slot else set()
-        if any(_storage(tensor) in slots for tensor in outputs):
+        if any(self.in_shared_slot(unit, tensor) for tensor in outputs):
             raise ModelError(
-                f"unit {shards.name!r} returns a parameter of its own, or a view of one, in memory that other units' "
-                f"parameters will use: return a clone, or name the unit in zm.shard(resident=[...])"
+                f"unit {self.units[unit].name!r} returns a parameter of its own, or a view of one, in memory that "
+                f"other units' parameters will use: return a clone, or name the unit in zm.shard(resident=[...])"
             )
+
+    def in_shared_slot(self, unit: int, tensor: Tensor) -> bool:
+        """Whether a tensor is, or shows, gathered parameters of the unit where others' will be."""
+        shards = self.units[unit]
+        return shards.shares_slot and any(_storage(buffer.full) == _storage(tensor) for buffer in shards.buffers)
 
     def require_in_place(self, unit: int, *, outermost: bool) -> None:
         """Raises ModelError where a forward of the unit has put other parameters, memory or values in their place; of
@@ -479,8 +482,19 @@ def written(unit: str) -> ModelError:
     )
 
 
-def _replaced(unit: UnitShards, param: nn.Parameter) -> ModelError:
-    name = next(p.full_name for buffer in unit.buffers for p in buffer.optimizer_params if p is param)
+def _replaced(unit: UnitShards, param: ShardedParameter) -> ModelError:
+    name, leaf, dtype = next(
+        (param.full_name, leaf, buffer.full.dtype)
+        for buffer in unit.buffers
+        for each, leaf in zip(buffer.optimizer_params, buffer.leaves, strict=True)
+        if each is param
+    )
+    if leaf.dtype != dtype:
+        return ModelError(
+            f"a forward casts the module of {name} to {leaf.dtype}, and the model computes in {dtype}: choose that "
+            f"dtype in the model's configuration (router_dtype, say), give zm.shard(param_dtype={leaf.dtype}), or "
+            f"cast values instead of the module, as in functional.linear(x, self.weight.float())"
+        )
     return ModelError(
         f"the model has something else where zm.shard has put {name}, by torch.func.functional_call or an assignment "
         f"(of `.data` too): a sharded model computes with its own parameters. Change their values (`.local.copy_` and "

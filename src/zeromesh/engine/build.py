@@ -22,7 +22,7 @@ from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes, progress_of
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.hooks import install, install_on_parts
+from zeromesh.engine.hooks import install, install_on_parts, watch_reads
 from zeromesh.engine.materialise import Init, Materialiser
 from zeromesh.engine.parts import Home, buffers_apart, require_divided
 from zeromesh.engine.promised import lacks_values
@@ -138,6 +138,7 @@ def build_engine(
         backend=next((group.backend for group in groups.values()), None),
         triton=has_triton(device.type),
     )
+    watch_reads(modules, model.modules())
     shards = _fill_shards(model, modules, schedule, homes, device, init, promised)
     inline, memory = schedule.layout.strategy.overlap == "none", schedule.memory
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from zeromesh.comm import group_of
 from zeromesh.engine.progress import Progress
-from zeromesh.errors import CommunicationError, MeshError, MismatchError, ZeromeshError
+from zeromesh.errors import CommunicationError, InternalError, MeshError, MismatchError
 
 ResultT = TypeVar("ResultT")
 
@@ -246,9 +246,9 @@ class Control:
             found = [] if self._same(text) else self.gather(f"{text[:200]} ({_users_line()})")
             if not found:
                 yield
+        except InternalError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, ZeromeshError) and not isinstance(error, CommunicationError):
-                raise
             missing = "; ".join(progress.missing()) or "a rank that has ended since"
             raise CommunicationError(
                 f"{text[:200]} ({_users_line()}) is one value of the whole tensor, so all {self.world} ranks that have "

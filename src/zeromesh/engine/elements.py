@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from zeromesh.engine.control import Control, Span
 from zeromesh.engine.spread import Spread
-from zeromesh.errors import OptimizerError
+from zeromesh.errors import CheckpointError, OptimizerError, ZeromeshError
 from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.region import Region
 from zeromesh.pieces.sliced import SlicedTensor
@@ -95,12 +95,16 @@ class Elements:
         the elements lie there in a row.
 
         Raises:
-            OptimizerError: the operand is no tensor of these elements; the same error on every rank.
+            OptimizerError, CheckpointError (of what a state dict holds): the operand is no tensor of these elements;
+                the same error on every rank.
         """
         if isinstance(operand, SlicedTensor):
-            if operand.elements != self:
+            held = operand.elements
+            if held == self:
+                return operand.piece.local
+            if not isinstance(held, Elements) or held.place is not None or held.spread is not None:
                 raise self._refusal(operand, call)
-            return operand.piece.local
+            operand = operand.piece.local.view(operand.shape)  # whole on every rank
         if isinstance(operand, DTensor):
             lies = None if self.spread is None else (self.spread.mesh, self.spread.placements)
             alike = operand.shape == self.shape and (operand.device_mesh, operand.placements) == lies
@@ -124,11 +128,16 @@ class Elements:
         ]
         return torch.cat(parts) if parts else whole.new_empty(0)
 
-    def _refusal(self, operand: Tensor, call: str) -> OptimizerError:
+    def _refusal(self, operand: Tensor, call: str) -> ZeromeshError:
+        if isinstance(operand, SlicedTensor):
+            how = f" under {operand.elements.layout}" if isinstance(operand.elements, Elements) else ""
+            return CheckpointError(
+                f"{call} of {self} was given a slice of {tuple(operand.shape)}{how}, of other elements: load it with "
+                f"zm.Checkpoints or torch.distributed.checkpoint, which go from one layout to another, or with "
+                f"zm.copy_values from a model of that layout"
+            )
         how = ""
-        if isinstance(operand, SlicedTensor) and isinstance(operand.elements, Elements):
-            how = f" under {operand.elements.layout}"
-        elif isinstance(operand, DTensor):
+        if isinstance(operand, DTensor):
             how = f" that lies as {operand.placements}"
         return OptimizerError(
             f"{call} of {self} and a {type(operand).__name__} of {tuple(operand.shape)}{how}, which must be the whole "

@@ -25,7 +25,7 @@ from zeromesh.engine.changes import Changes
 from zeromesh.engine.containers import tensors_of
 from zeromesh.engine.control import reduce_over
 from zeromesh.engine.guard import SlotGuard
-from zeromesh.engine.hooks import OutputHook, as_python, put_first
+from zeromesh.engine.hooks import OutputHook, as_python, put_first, require_traced
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.lifetimes import Backward, Half, Step
 from zeromesh.engine.param import ShardedParameter
@@ -64,7 +64,7 @@ class Engine:
     ) -> None:
         self.backend = backend
         self.model = model
-        self.parts = weakref.WeakSet[nn.Module]()  # whose forwards, by themselves, are forwards of the model
+        self.called = weakref.WeakSet[nn.Module]()  # modules with hooks: their forwards are calls of units
         self.homes = homes
         self.control = homes[""].control
         self.precision = precision
@@ -121,8 +121,8 @@ class Engine:
 
     # ---- points, from the hooks
 
-    def pre_forward(self, unit: int, *, outermost: bool) -> None:
-        """Before a unit's forward; `outermost`: that of the whole model."""
+    def pre_forward(self, unit: int, *, outermost: bool = False, lent: bool = False) -> None:
+        """Before a unit's forward; `outermost`: that of the whole model; `lent`: see `read`."""
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
         else:
@@ -130,12 +130,15 @@ class Engine:
             if outermost:
                 self._end_interrupted(own=1)
             self.changes.apply()
-        self.interpreter.pre_forward(unit)
+        self.interpreter.pre_forward(unit, lent=lent)
 
     def post_forward(self, unit: int, outputs: Iterable[Tensor] | None) -> None:
         """After a unit's forward; makes its outputs' gradients call `pre_backward`. None: it has raised."""
         outputs = None if outputs is None else list(outputs)
         try:
+            forward = self.interpreter.forward
+            while forward is not None and forward.lent and forward.is_outermost(unit):
+                self.post_forward(forward.lent.pop(), outputs)
             if outputs:
                 self.backend.require_usable(unit, outputs)
             if outputs is not None and self.interpreter.forward is not None:
@@ -163,6 +166,29 @@ class Engine:
             self._end_interrupted(own=own)
         return self.interpreter.forward is not None
 
+    def runs_a_method(self) -> bool:
+        """Whether code of one of the model's modules runs, and not an optimizer that it has called. What nn.Module
+        itself does with parameters (`state_dict`, `to`) does not count."""
+        model, frame = self.model(), sys._getframe()
+        while model is not None and frame.f_back is not None:
+            frame = frame.f_back
+            code = frame.f_code
+            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if isinstance(owner, torch.optim.Optimizer):
+                return False
+            own = isinstance(owner, nn.Module) and code.co_filename != nn.Module._call_impl.__code__.co_filename
+            if own and any(module is owner for module in model.modules()):
+                return True
+        return False
+
+    def read(self, param: ShardedParameter) -> Tensor:
+        """A parameter as a forward finds it in a module of a unit that is not open: [Note: Reads] of
+        `zeromesh.engine.hooks`."""
+        if self.interpreter.forward is None or self.schedule.shares_slot(param.unit) or not self.runs():
+            return param
+        self.pre_forward(param.unit, lent=True)
+        return self.backend.units[param.unit].leaf_of[param]
+
     def on_demand(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`function` of whole parameters in the place of their slices: a call of their units."""
         units = dict[int, None]()
@@ -171,15 +197,21 @@ class Engine:
             if param.engine() is not self:
                 return param
             if param.unit not in units:
+                if self.schedule.shares_slot(param.unit):
+                    require_traced(param)
                 units[param.unit] = None
-                self.pre_forward(param.unit, outermost=False)
+                self.pre_forward(param.unit)
             found: Tensor = self.backend.units[param.unit].leaf_of[param]
             return found
+
+        def outlasting(tensor: Tensor) -> Tensor:
+            """Views into a slot do not outlast this call."""
+            return tensor.clone() if any(self.backend.in_shared_slot(unit, tensor) for unit in units) else tensor
 
         outputs: list[Tensor] | None = None
         try:
             args, kwargs = tree_map_only(ShardedParameter, leaf, (args, kwargs))
-            result = function(*args, **kwargs)
+            result = tree_map_only(Tensor, outlasting, function(*args, **kwargs))
             outputs = list(tensors_of(result))
         finally:
             for unit in reversed(units):
@@ -361,16 +393,16 @@ class Engine:
 
     def _end_interrupted(self, *, own: int = 0) -> None:
         """Also where a forward was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions: no more
-        forwards of the model or of its parts are on the stack than the caller's `own`."""
+        forwards of the model or of its units are on the stack than the caller's `own`."""
         self.recover()
         if self.interpreter.forward is not None and self._forwards_on_the_stack() <= own:
             self.give_up()
 
     def _forwards_on_the_stack(self) -> int:
-        count, frame, outermost = 0, sys._getframe(), {self.model(), *self.parts}
+        count, frame = 0, sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
-            count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in outermost
+            count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in self.called
         return count
 
     # ---- accumulation

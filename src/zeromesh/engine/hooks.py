@@ -1,11 +1,20 @@
-"""Hooks that turn a module's forward and backward into points of the schedule."""
+"""Hooks that turn a module's forward and backward into points of the schedule.
+
+[Note: Reads] A forward may use parameters of other units: a loss of hidden states and the head's weight, a custom
+autograd.Function. Modules therefore hold their parameters in a dict that sees a parameter being read. In a forward,
+reading one of a unit that is not open opens the unit until the outermost forward ends, and gives the whole parameter.
+A unit that shares its gather slot cannot stay open while other units run: of such a unit the slice is read, and each of
+torch's functions on that opens the unit while it computes (`Engine.on_demand`).
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,6 +22,8 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
 from zeromesh.engine.containers import CastCalls, tensors_of
+from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.units import ModuleUnit
 from zeromesh.errors import CommunicationError, ModelError
 
 if TYPE_CHECKING:
@@ -46,6 +57,7 @@ def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch
     """
     reference = weakref.ref(engine)
     for index, module in enumerate(modules):
+        engine.called.add(module)
         _on_module(reference, unit, module, cast, outermost=unit == index == 0)
 
 
@@ -54,7 +66,7 @@ def install_on_parts(engine: Engine, parts: Iterable[nn.Module], cast: torch.dty
     `generate` does, runs a forward of the model, and the root's parameters are whole for it."""
     reference = weakref.ref(engine)
     for part in parts:
-        engine.parts.add(part)
+        engine.called.add(part)
         _on_module(reference, 0, part, cast, outermost=True, alone=True)
 
 
@@ -96,6 +108,52 @@ def _on_module(
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     # always_call: after a forward that raised, nothing may count as in use.
     module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
+
+
+class Parameters(dict[str, "nn.Parameter | None"]):
+    """A module's parameters: [Note: Reads]."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: str) -> nn.Parameter | None:
+        found = dict.__getitem__(self, key)
+        return found if type(found) is not ShardedParameter else _read(found)
+
+
+@as_python
+def _read(param: ShardedParameter) -> Any:
+    engine = param.engine()
+    return param if engine is None else engine.read(param)
+
+
+def watch_reads(units: Iterable[ModuleUnit], modules: Iterable[nn.Module]) -> None:
+    """Puts `Parameters` in the place of the dicts that `modules` and the infos of `units` have."""
+    made: dict[int, tuple[Any, Parameters]] = {}  # the old dicts too, whose numbers are used
+    for module in modules:
+        if module._parameters:
+            made[id(module._parameters)] = module._parameters, Parameters(module._parameters)
+            module._parameters = made[id(module._parameters)][1]
+    for infos in (infos for unit in units for infos in unit.groups.values()):
+        infos[:] = [
+            replace(info, sites=tuple((made[id(params)][1], key) for params, key in info.sites)) for info in infos
+        ]
+
+
+def require_traced(param: ShardedParameter) -> None:
+    """Raises ModelError where an autograd.Function is computing with a parameter as it was read: autograd would send
+    the gradient to the slice."""
+    frame: FrameType | None = sys._getframe()
+    while param.requires_grad and frame is not None:
+        if frame.f_code is _APPLY and any(arg is param for arg in frame.f_locals["args"]):
+            raise ModelError(
+                f"an autograd.Function is given {param.full_name}, whose unit shares its gather slot with others and "
+                f"is not open here: give that unit a slot of its own, zm.shard(resident=[...]), or name in "
+                f"zm.shard(units=[...]) a class around both the parameter and the forward that uses it"
+            )
+        frame = frame.f_back
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a classmethod
 
 
 def _alive(reference: weakref.ref[Engine]) -> Engine:

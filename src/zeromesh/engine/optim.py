@@ -24,9 +24,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from zeromesh.engine.elements import require_alike
 from zeromesh.engine.hooks import as_python
 from zeromesh.engine.leaf import Leaf
-from zeromesh.engine.param import STEPPING, ShardedParameter, Slice, mark
+from zeromesh.engine.param import ShardedParameter, Slice, Step, mark
 from zeromesh.errors import OptimizerError
 from zeromesh.model.module_units import DTYPE_NAMES
 from zeromesh.pieces.piece import whole
@@ -106,7 +107,7 @@ def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 @as_python
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     held = tuple(map(id, _params(optimizer)))
     if _checked.get(optimizer) != held:
         check_optimizer(optimizer)
@@ -120,8 +121,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine.before_step(params)
         if without:
             engine.require_gradients(params)
-        if optimizer not in WHOLE:
-            STEPPING.add(id(optimizer))
+    if optimizer not in _shown or optimizer in WHOLE:
+        return None
+    step = Step(kwargs)
+    Step.innermost = weakref.ref(step)
+    return args, step
 
 
 def _show_slices(optimizer: Optimizer) -> None:
@@ -165,7 +169,10 @@ def take_slices(optimizer: Optimizer) -> None:
         if isinstance(param, ShardedParameter):
             state: dict[str, Any] = optimizer.state.get(param, {})
             for key, value in state.items():
-                if isinstance(value, SlicedTensor) or _is_whole(key, value, param):
+                if isinstance(value, Slice):  # made before the first step
+                    require_alike(f"state {key!r}", param.elements, value.elements)
+                    state[key] = value.local
+                elif isinstance(value, SlicedTensor) or _is_whole(key, value, param):
                     own = param.elements.part_of(value, f"load_state_dict of state {key!r}")
                     # A clone, or the whole of it would stay in memory.
                     state[key] = own if isinstance(value, SlicedTensor) else own.clone()
@@ -196,7 +203,7 @@ def _is_whole(key: str, value: Any, param: ShardedParameter) -> bool:
 
 @as_python
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    STEPPING.discard(id(optimizer))
+    Step.innermost = None
     graded = set(map(id, _graded.pop(optimizer, ())))
     for engine, params in _by_engine(optimizer).items():
         updated = [param for param in params if id(param) in graded or param.grad is not None]

@@ -17,7 +17,9 @@ would follow raises when a gradient arrives at it.
 A write to a parameter, or through a tensor that shows its values, tells the engine, which brings copies up to date.
 
 Inside a forward of the model nothing is refused: a function that uses a parameter whose unit is not open opens the unit
-for as long as it takes, as a call of the unit. All ranks run the same forward; elsewhere one of them may be alone.
+for as long as it takes, as a call of the unit. The same holds inside another method of one of its modules (`encode` of
+a VAE, the forward of a layer that is no unit), except that functions of slices are as elsewhere there. All ranks run
+the same code of the model; elsewhere one of them may be alone.
 
 [Note: Stepping] Inside the step of an optimizer that has been looked at, operands are not compared, and new tensors are
 plain 1-D tensors of this rank's elements: an optimizer's states belong to their parameter, and Python for each of them
@@ -28,6 +30,7 @@ of a step (`eval()` of a schedule-free one) may use them beside slices.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -43,8 +46,17 @@ from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.region import Region
 from zeromesh.pieces.sliced import SlicedTensor
 
-STEPPING: set[int] = set()
-"""Ids of the optimizers that step now: [Note: Stepping]. One whose step raised stays until its next step ends."""
+
+class Step(dict[str, Any]):
+    """The keyword arguments of an optimizer's step, which live as long as it runs: also where it raises, after which
+    torch calls no hook. See [Note: Stepping]."""
+
+    innermost: weakref.ref[Step] | None = None
+
+
+def stepping() -> bool:
+    """Whether an optimizer that has been looked at steps now."""
+    return Step.innermost is not None and Step.innermost() is not None
 
 
 class Slice(torch.Tensor):
@@ -112,7 +124,7 @@ class Slice(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         act, kwargs = _ALLOWED.get(func), kwargs or {}
-        if act in _GATHERS and (engine := _running_engine(args, kwargs)) is not None:
+        if (act in _GATHERS or func in _DETACHED) and (engine := _running_engine(func, args, kwargs)) is not None:
             return engine.on_demand(func, args, kwargs)
         if act is None:
             raise _refusal(func, args, kwargs)
@@ -177,7 +189,7 @@ class ShardedParameter(Slice, nn.Parameter):
         self.grad = None
 
     def _as_grad(self, value: Tensor) -> Slice:
-        if value.shape != self.shape and not (STEPPING and value.shape == self.local.shape):
+        if value.shape != self.shape and not (stepping() and value.shape == self.local.shape):
             raise OptimizerError(
                 f"the gradient of {self.elements} must be a slice of the same elements, or the whole tensor; got one "
                 f"of shape {tuple(value.shape)}. For this rank's values write into `.grad.local`"
@@ -247,7 +259,7 @@ def local_operand(target: Slice, operand: Any, call: str) -> Any:
     if own is not None:
         require_alike(call, target.elements, own)
         return operand
-    if STEPPING and operand.dim() == 1 and type(operand) is Tensor:
+    if stepping() and operand.dim() == 1 and type(operand) is Tensor:
         return operand
     return target.elements.part_of(operand, call)
 
@@ -255,7 +267,7 @@ def local_operand(target: Slice, operand: Any, call: str) -> Any:
 def _localised(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of an elementwise function, with each operand as it is on this rank; of one over lists of tensors,
     position by position."""
-    if STEPPING:
+    if stepping():
         return args, kwargs
     width = max((len(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)), default=None)
     if width is None:
@@ -306,13 +318,30 @@ def _first_slice(args: Any, kwargs: Any = MappingProxyType({})) -> Slice | None:
     return next((arg for arg in tensors_in([*args, *kwargs.values()]) if isinstance(arg, Slice)), None)
 
 
-def _running_engine(args: Any, kwargs: Any) -> Any:
+def _running_engine(func: Any, args: Any, kwargs: Any) -> Any:
     """The engine of the first parameter among the arguments, if its model computes now."""
     for arg in tensors_in([*args, *kwargs.values()]):
         if type(arg) is ShardedParameter:
             engine = arg.engine()
-            return engine if engine is not None and engine.runs() else None
+            whole = engine is not None and _needs_whole(arg, func, args, kwargs)
+            return engine if engine is not None and (engine.runs() or (whole and engine.runs_a_method())) else None
     return None
+
+
+def _needs_whole(param: ShardedParameter, func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether `func`, in a method of a module, computes with the whole parameter: autograd follows it, or it gives
+    neither a slice nor a number of the whole tensor."""
+    act, name = _ALLOWED.get(func), _name_of(func)
+    if act in (_compute, _reduce, _norm) and torch.is_grad_enabled() and param.requires_grad:
+        return True
+    if act is not _compute:
+        return act is None and (name.endswith("__") or not name.endswith("_"))
+    plain = [arg.shape for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor) and arg.ndim]
+    return not param.shape or any(not _broadcasts(shape, param.shape) for shape in plain)
+
+
+def _broadcasts(shape: torch.Size, into: torch.Size) -> bool:
+    return len(shape) <= len(into) and all(own in (1, n) for own, n in zip(shape[::-1], into[::-1], strict=False))
 
 
 # ---- autograd
@@ -376,10 +405,12 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
-    if kwargs.get("out") is not None:
+    out = kwargs.get("out")
+    if isinstance(out, Slice) or (out is not None and not stepping()):
         raise _refusal(f"{name}(out=...)", args, kwargs)
-    if STEPPING:
-        return _sliced_result(name, func(*args, **kwargs), args, kwargs)
+    if stepping():
+        result = func(*args, **kwargs)
+        return result if out is not None else _sliced_result(name, result, args, kwargs)
     own, options = _localised(name, args, kwargs)
     result = _apart(name, lambda: func(*own, **options), args, kwargs)
     return _sliced_result(name, result, args, kwargs)
@@ -390,7 +421,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     targets = args[0] if type(args[0]) in (list, tuple) else args[:1]
     slices = [each for each in targets if isinstance(each, Slice)]
     own, options = _localised(func.__name__, args, kwargs)
-    if not STEPPING and len(slices) < len(targets):
+    if not stepping() and len(slices) < len(targets):
         _require_slices(func, targets, args, kwargs)
     for each in slices:
         tell_of_write(each)
@@ -433,6 +464,8 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
 def _set_chosen(func: Any, args: Any, kwargs: Any) -> Any:
     """One number for the elements that an index or a mask chooses, as in `grad[:n] = 0` and `sign[sign > 0] = 1`."""
     target, index, value, name = args[0], args[1], args[-1], func.__name__
+    if stepping() and isinstance(index, Tensor) and index.dtype == torch.bool:
+        return _write(func, args, kwargs)
     one = not isinstance(value, Tensor) or value.numel() == 1
     masks = not isinstance(index, Slice) or index.dtype == torch.bool
     if kwargs or not one or not masks or not isinstance(target, Slice):
@@ -455,7 +488,7 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
     result = _apart(name, lambda: func(*args, **kwargs), followed, {})
     if not isinstance(result, Tensor) or result is source:
         return result
-    if not STEPPING:
+    if not stepping():
         return _sliced_result(name, result, [source], {})
     result = result.as_subclass(torch.Tensor)
     mark(result, source.elements)
@@ -467,7 +500,7 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
     whole = func(torch.empty((), dtype=source.dtype, device=source.device).expand(source.shape), *args[1:], **kwargs)
     own = source.elements.part_of(whole, func.__name__).expand(source.elements.numel).clone()
-    return own if STEPPING else _slice_of(source.elements, own)
+    return own if stepping() else _slice_of(source.elements, own)
 
 
 def _make_sized(func: Any, args: Any, kwargs: Any) -> Any:
@@ -626,6 +659,7 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _no_hook: [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook],
     _no_grad_of: [torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward],
 }
+_DETACHED = frozenset({torch.detach, torch.Tensor.detach})
 _GATHERS = frozenset({None, _compute, _make, _norm, _reduce})
 """What computes with values, in a forward with those of the whole parameter."""
 

@@ -52,7 +52,9 @@ def copy_values(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     pairs = list(zip(_slices(targets), _slices(sources), strict=False))
     if len(targets) != len(sources) or any(target.shape != source.shape for target, source in pairs):
         shapes = [[tuple(each.shape) for each in tensors] for tensors in (targets, sources)]
-        raise InputError(f"zm.copy_values needs a source of the same shape for each target; got {shapes[0]}, {shapes[1]}")
+        raise InputError(
+            f"zm.copy_values needs a source of the same shape for each target; got {shapes[0]}, {shapes[1]}"
+        )
     for target, _ in pairs:
         tell_of_write(target)
     apart = [pair for pair in pairs if pair[0].elements != pair[1].elements]
@@ -91,7 +93,7 @@ def _exchange(pairs: Sequence[tuple[Slice, Slice]]) -> None:
         sizes = [sum(move.length * pairs[move.tensor][1].element_size() for move in each) for each in plans[rank]]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=sent[0].device)
         dist.all_to_all_single(received, torch.cat(sent), sizes, [each.numel() for each in sent], group=group)
-    for moves, data in zip(plans[rank], received.split(sizes), strict=True):
+    for moves, data in zip(plans[rank], torch.split(received, sizes), strict=True):
         _take(pairs, moves, data)
 
 
@@ -107,7 +109,7 @@ def _control_of(elements: Sequence[Elements]) -> Control:
 def _runs(elements: Elements) -> list[Run]:
     """What a slice has of the flattened whole tensor."""
     held = elements.piece(elements.name, torch.empty(elements.numel, device="meta"))
-    return [(row.start, row.local.numel(), row.local.storage_offset()) for row in held.rows() if row.local.numel()]
+    return [(row.start, row.local.numel(), int(row.local.storage_offset())) for row in held.rows() if row.local.numel()]
 
 
 def _plan(held: Sequence[Sequence[tuple[list[Run], list[Run]]]], target: int) -> list[list[Move]]:

@@ -37,7 +37,7 @@ from zeromesh.integrations.methods import (
 )
 from zeromesh.integrations.optimizers import give_shards
 from zeromesh.integrations.saved import checkpoints_of
-from zeromesh.integrations.versions import require_known
+from zeromesh.integrations.versions import require_attributes, require_known
 from zeromesh.sharding import Sharding
 
 require_known("accelerate")
@@ -76,6 +76,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         require_sharding(sharding)
         _refuse([name for name in PLUGINS if kwargs.get(name) is not None])
         super().__init__(*args, **kwargs)
+        require_attributes("accelerate", self, "_models", "_optimizers", "step")
         require_processes(sharding, self.num_processes)
         self.sharding = sharding
         self._sharding: Sharding | None = None

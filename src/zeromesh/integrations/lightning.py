@@ -19,10 +19,7 @@ from uuid import uuid4
 
 import torch
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
-from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
-from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
@@ -36,10 +33,13 @@ from zeromesh.errors import CheckpointError, InputError
 from zeromesh.integrations.methods import require_plain, require_sharding, shard_model, with_mixed_precision
 from zeromesh.integrations.optimizers import give_shards
 from zeromesh.integrations.saved import checkpoints_of
-from zeromesh.integrations.versions import require_known
+from zeromesh.integrations.versions import names_of, require_attributes, require_known
 from zeromesh.sharding import Sharding
 
 require_known("lightning")
+with names_of("lightning"):
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 
 REST = "rest"
 """In the state of a model's checkpoint: the name of the file of what is neither model nor optimizer."""
@@ -132,6 +132,11 @@ def _held(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> d
     return held
 
 
+def _given(weights_only: bool | None) -> dict[str, bool]:
+    """The option, which Lightning has from 2.6 on, where somebody gives it."""
+    return {} if weights_only is None else {"weights_only": weights_only}
+
+
 def _directory(path: Any) -> Path:
     if "://" in str(path):
         raise InputError(f"checkpoints of sharded models go to a directory that all ranks see; got {path}")
@@ -161,6 +166,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         self.sharding = sharding
         self._sharding: Sharding | None = None
         self._shards: Any = WeakIdKeyDictionary()
+        require_attributes("lightning", self, "_backward_sync_control")
         self._backward_sync_control = _SyncControl()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -210,12 +216,14 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         """Returns what was saved beside models and optimizers and `state` does not ask for."""
         directory = _directory(self.broadcast(path))
         if self.broadcast(directory.is_file()):  # with whole tensors
-            return super().load_checkpoint(path, state, strict, weights_only)  # type: ignore[no-any-return]
+            return super().load_checkpoint(path, state, strict, **_given(weights_only))  # type: ignore[no-any-return]
         if not isinstance(state, dict) or not any(isinstance(value, nn.Module) for value in state.values()):
             raise InputError("to load a checkpoint of sharded models give the dict of what was saved: {'model': model}")
         models, optimizers, rest = _sorted(state)
         saved = _load(directory, models, optimizers, weights_only)
-        _validate_keys_for_strict_loading(rest, saved, strict)
+        missing = rest.keys() - saved.keys()
+        if strict and missing:
+            raise KeyError(f"{directory} has no {', '.join(sorted(missing))}: leave it out, or pass strict=False")
         for name in rest.keys() & saved.keys():
             if hasattr(state[name], "load_state_dict"):
                 state[name].load_state_dict(saved[name])
@@ -250,9 +258,8 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         require_sharding(sharding)
         _require_options(options)
         super().__init__(**options)
+        require_attributes("lightning", self, "_layer_sync")
         self.sharding = sharding
-        # A step is a forward of the whole module, whose own parameters are gathered for it.
-        self._forward_redirection = _ForwardRedirection()
         self._own: Any = None
         self._loaded_ours = False
 
@@ -273,9 +280,9 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
                 self.model_to_device()
             sharding = _sharding_of(self.sharding, self.precision_plugin.precision, self.root_device)
             shard_model(sharding, self.model)
-            if not self.model.automatic_optimization:  # a step is several forwards, of parts
+            if not self.model.automatic_optimization:  # a step calls parts, and each such call is a forward
                 engine = engine_of(self.model)
-                parts = [part for part in self.model.children() if part not in engine.parts]
+                parts = [part for part in self.model.children() if part not in engine.called]
                 install_on_parts(engine, parts, engine.precision.param)
             _update_properties(self.model, device=self.root_device)  # what `self.device` says in it
             self._own = self.model
@@ -304,9 +311,19 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
 
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "training_step" and not self.lightning_module.automatic_optimization:
-            return self.lightning_module.training_step(*args, **kwargs)  # has backwards and optimizers' steps inside
-        return self._forward_redirection(self.lightning_module, self.lightning_module, name, *args, **kwargs)
+        """A step is a forward of the whole module, whose own parameters are gathered for it; one that the module
+        optimises itself is a method, since it has backwards and optimizers' steps inside."""
+        module = self.lightning_module
+        if name == "training_step" and not module.automatic_optimization:
+            return module.training_step(*args, **kwargs)
+        forward = module.forward
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            module.forward = forward  # which the step may call
+            return getattr(module, name)(*args, **kwargs)
+
+        module.forward = step
+        return module(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
@@ -358,7 +375,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         directory = _directory(self.broadcast(checkpoint_path))
         self._loaded_ours = self.broadcast(directory.is_dir())
         if not self._loaded_ours:  # a file of another strategy's, with whole tensors
-            return super().load_checkpoint(directory, weights_only)  # type: ignore[no-any-return]
+            return super().load_checkpoint(directory, **_given(weights_only))  # type: ignore[no-any-return]
         trained = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         return _load(directory, {MODEL: self.model}, self.optimizers if trained else (), weights_only)
 

@@ -21,19 +21,20 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import core_model_loading as library
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.initialization import meta_device_safe_creation_ops
 
 from zeromesh.checkpoint.safetensors import Stored, read_headers
 from zeromesh.checkpoint.sources import Computed, Last, Tiled, joined, stacked
 from zeromesh.engine.promised import Source, promise
 from zeromesh.errors import InputError, ModelError
-from zeromesh.integrations.versions import require_known
+from zeromesh.integrations.versions import names_of, require_attributes, require_known
 from zeromesh.model.module_units import DTYPE_NAMES, DTYPES
 from zeromesh.strategy.plan import dtype_name
 
 require_known("transformers")
+with names_of("transformers"):
+    from transformers import core_model_loading as library
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.initialization import meta_device_safe_creation_ops
 
 
 def from_pretrained(
@@ -106,6 +107,7 @@ def _build(kind: Any, location: Path, dtype: torch.dtype, *, explicit: bool, **o
     make = kind.from_config if auto else kind._from_config
     with torch.device("meta"), meta_device_safe_creation_ops():
         model = make(config, dtype=dtype, **options)
+    require_attributes("transformers", model, "_get_dtype_plan", "_adjust_missing_and_unexpected_keys")
     model.config.name_or_path = model.name_or_path = str(location)
     plan = model._get_dtype_plan(dtype)
     if plan:

@@ -26,6 +26,7 @@ from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError
 from zeromesh.integrations.methods import give_method
 from zeromesh.integrations.saved import is_peft
+from zeromesh.integrations.versions import changed
 from zeromesh.model.module_units import clean_name, find_blocks
 from zeromesh.sharding import Sharding
 
@@ -72,6 +73,8 @@ def _keep_trainable(model: nn.Module) -> None:
 
 def _enable_adapters(layer: Any, enabled: bool) -> None:
     layer._disable_adapters = not enabled
+    if layer.disable_adapters == enabled:  # the public name of the same
+        raise changed("peft", f"{type(layer).__name__}.disable_adapters does not read _disable_adapters")
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:

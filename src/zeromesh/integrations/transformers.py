@@ -23,6 +23,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.full_state import full_state_dict
@@ -40,7 +41,7 @@ from zeromesh.integrations.methods import (
     with_mixed_precision,
 )
 from zeromesh.integrations.saved import checkpoints_of, is_peft
-from zeromesh.integrations.versions import require_known
+from zeromesh.integrations.versions import require_known, require_overridden
 from zeromesh.model.module_units import find_blocks
 from zeromesh.sharding import Sharding
 
@@ -86,6 +87,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
                 "changes what is trained and cannot be done once it is sharded: give it the model without adapters and "
                 "peft_config=..., or a ref_model"
             )
+        self._require_optimizer()
 
     def shard_model(self) -> None:
         """Shards `self.model`, and a frozen reference beside it, where they are not yet; all ranks call it.
@@ -116,6 +118,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         self.shard_model()
         return super().create_optimizer(model)
 
+    @override
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.shard_model()
         return super()._inner_training_loop(*args, **kwargs)
@@ -124,6 +127,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         self.shard_model()
         return super().evaluation_loop(*args, **kwargs)
 
+    @override
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Not the whole of it: its shards will be there."""
         if self.sharding.mesh is None and not any(map(lacks_values, model.parameters())):
@@ -161,8 +165,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
             )
         require_processes(self.sharding, self.accelerator.num_processes)
 
-    def _validate_args(self) -> None:
-        super()._validate_args()
+    def _require_optimizer(self) -> None:
         if self.optimizer is not None:
             raise OptimizerError(
                 "optimizers=(...) holds an optimizer of the model as it is before it is sharded, so the sharded one "
@@ -180,26 +183,36 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
 
     # ---- checkpoints
 
+    @override
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if is_sharded(self.model) and not self.args.should_save:  # the others' parts of the writing rank's `_save`
+            if hasattr(self.model, "save_pretrained"):
+                self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
+            else:
+                full_state_dict(self.model)
+        super().save_model(output_dir, _internal_call)
+
+    @override
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and is_sharded(self.model):
-            directory = output_dir if output_dir is not None else self.args.output_dir
-            if not hasattr(self.model, "save_pretrained"):
-                state_dict = full_state_dict(self.model)
-            elif not self.args.should_save:  # the others' parts of what the writing rank does below
-                self.model.save_pretrained(directory, is_main_process=False)
+        gathers = state_dict is None and is_sharded(self.model) and self.args.should_save
+        if gathers and not hasattr(self.model, "save_pretrained"):
+            state_dict = full_state_dict(self.model)
         super()._save(output_dir, state_dict)
 
+    @override
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = {SCHEDULER: self.lr_scheduler.state_dict(), SAMPLES: self._samples_per_step()}
         with self._checkpoints(output_dir) as checkpoints:
             checkpoints.save(self.state.global_step, state)
             checkpoints.wait()
 
+    @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.shard_model()
         if not self._has_states(resume_from_checkpoint):  # else they come with the optimizer's
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not self._has_states(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -211,6 +224,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         self._require_same_samples(checkpoint, found.state)
         self.lr_scheduler.load_state_dict(found.state[SCHEDULER])
 
+    @override
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if is_peft(self.model) or best is None:
@@ -264,3 +278,6 @@ def _refuse(named: list[str]) -> None:
 
 class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers is not followed by mypy
     """transformers' Trainer with one argument more: `sharding`."""
+
+
+require_overridden("transformers", TrainerMixin, transformers.Trainer)

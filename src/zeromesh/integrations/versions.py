@@ -1,17 +1,24 @@
-"""Which versions of a library its integration knows: what the extra in pyproject.toml says."""
+"""Which versions of a library its integration accepts, and whether the private parts that it uses are still there.
+
+The extra in pyproject.toml gives the range. Its upper end is one minor version beyond the newest that was run, so the
+private names of a library are looked up when its integration is imported. All that differs ends in one error.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import requires, version
 
 from zeromesh.errors import InputError
 
 
 def require_known(library: str) -> None:
-    """Of an integration whose extra has the library's name.
+    """Checks the installed version against the extra that has the library's name.
 
     Raises:
-        InputError: the installed version is another than those it was written for.
+        InputError: the installed version is outside of the range.
     """
     from packaging.requirements import Requirement  # comes with each of the libraries
 
@@ -23,3 +30,45 @@ def require_known(library: str) -> None:
                 f"zeromesh's integration of {library} was written for {library} {requirement.specifier}, and "
                 f"{installed} is installed, whose insides may differ: pip install 'zeromesh[{library}]'"
             )
+
+
+@contextmanager
+def names_of(library: str) -> Iterator[None]:
+    """Around imports of a library's private names: one that is missing becomes the error of `changed`."""
+    try:
+        yield
+    except ImportError as error:
+        raise changed(library, str(error)) from error
+
+
+def require_attributes(library: str, owner: object, *names: str) -> None:
+    """Raises InputError if `owner`, an object of the library's, lacks one of these private attributes."""
+    for name in names:
+        if not hasattr(owner, name):
+            raise changed(library, f"{type(owner).__name__} has no {name}")
+
+
+def require_overridden(library: str, ours: type, theirs: type) -> None:
+    """Compares the methods of `ours` that are marked with `typing_extensions.override` with those of `theirs`.
+
+    Raises:
+        InputError: `theirs` has no such method, or one with a parameter that ours does not take.
+    """
+    for name, method in vars(ours).items():
+        if not getattr(method, "__override__", False):
+            continue
+        if not hasattr(theirs, name):
+            raise changed(library, f"{theirs.__name__} has no {name}")
+        own = inspect.signature(method).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values())
+        new = inspect.signature(getattr(theirs, name)).parameters.keys() - own.keys()
+        if new and not takes_any:
+            raise changed(library, f"{theirs.__name__}.{name} takes {', '.join(sorted(new))} as well")
+
+
+def changed(library: str, difference: str) -> InputError:
+    """The error of a library that is not as its integration knows it."""
+    return InputError(
+        f"zeromesh's integration of {library} was not written for {library} {version(library)}: {difference}. "
+        f"Install an older one (docs/support.md has those that were run), or a newer zeromesh"
+    )

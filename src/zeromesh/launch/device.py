@@ -39,6 +39,19 @@ NO_DEVICES = ("", "0", "-1", "none", "void", "NoDevFiles")
 NCCL_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """[Note: Order]."""
 
+SHARE = "ZEROMESH_SHARE_DEVICES"
+"""A variable. Where it is set, ranks of a machine may have one device in common, for checks of numbers where there are
+fewer devices than ranks."""
+
+NCCL_SHARED = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # from NCCL 2.30 on
+    "NCCL_HOSTID": "rank{rank}",  # before: a rank that takes itself for another machine is not compared with the others
+    "NCCL_SOCKET_IFNAME": "lo",  # and reaches these machines through it
+    "NCCL_MAX_CTAS": "2",  # kernels of all ranks must fit on the device at once, or they wait for each other for ever
+    "NCCL_CUMEM_ENABLE": "0",
+}
+"""Settings of NCCL for ranks that share a device."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
@@ -46,7 +59,7 @@ class Claim:
 
     Args:
         type: of the device.
-        identity: what no other device has, on any machine; empty for the CPU.
+        identity: what no other device has, on any machine; empty for the CPU and for a device that ranks may share.
         lacks: why it has none, where it should have one.
     """
 
@@ -79,6 +92,8 @@ def find_device(wanted: str, local_rank: int, local_world: int) -> tuple[torch.d
         lacks = _promised(os.environ) if wanted == "auto" else f"are to have a device of type {wanted}"
         lacks = lacks and f"{lacks}, where torch sees {there}"
         return CPU, Claim(type="cpu", lacks=lacks)
+    if SHARE in os.environ:
+        return torch.device(found.type, local_rank % visible), Claim(type=found.type)
     if 1 < visible < local_world:
         return CPU, Claim(type="cpu", lacks=f"are {local_world} on a machine of {visible} devices")
     device = torch.device(found.type, 0 if visible == 1 else local_rank)
@@ -92,9 +107,9 @@ def _promised(environ: Mapping[str, str]) -> str:
     return "" if none or not said else "were given devices by " + ", ".join(f"{n}={v}" for n, v in said.items())
 
 
-def order_launches() -> None:
-    """Settings of NCCL and CUDA for several communicators at work at once, unless somebody has set them: before CUDA is
-    initialised.
+def set_variables(rank: int) -> None:
+    """Settings of NCCL and CUDA for several communicators at work at once, and for ranks that share a device, unless
+    somebody has set them: before CUDA is initialised.
 
     [Note: Order] Collectives of several communicators may run at the same time only if all ranks launch them in one
     order and the device keeps to it; else two that wait for each other's places never end. The lanes see to the first.
@@ -103,8 +118,8 @@ def order_launches() -> None:
     is left alone: told to keep the order, it has crashed.
     """
     if torch.version.cuda is not None:
-        for name, value in NCCL_ORDER.items():
-            os.environ.setdefault(name, value)
+        for name, value in (NCCL_ORDER | (NCCL_SHARED if SHARE in os.environ else {})).items():
+            os.environ.setdefault(name, value.format(rank=rank))
 
 
 def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:

@@ -36,7 +36,7 @@ class Job:
         return (sys.executable, "-m", "zeromesh.launch.worker", str(self.directory))
 
     def failures(self) -> list[Failure]:
-        """What ranks that failed have left, the earliest first."""
+        """What ranks that failed have left, the cause first."""
         return Failure.read_all(self.directory)
 
     def result(self) -> Any:

@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from zeromesh.errors import CommunicationError, ConfigError, InputError, ZeromeshError
-from zeromesh.launch.device import CPU, agree_on_device, backend_for, find_device, order_launches
+from zeromesh.launch.device import CPU, agree_on_device, backend_for, find_device, set_variables
 from zeromesh.launch.environment import Launched
+from zeromesh.launch.failure import is_communication
 from zeromesh.launch.meeting import meet
-from zeromesh.launch.roll_call import RollCall, is_communication
+from zeromesh.launch.roll_call import RollCall
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ def join_ranks(
     launched = Launched.of(os.environ) or Launched.alone(os.environ)
     rank, world = launched.rank, launched.world
     _set_threads(threads, launched.local_world)
-    order_launches()
+    set_variables(rank)
     # Before the others wait: a device that does not answer is no failure to meet.
     found, claim = find_device(device, launched.local_rank, launched.local_world)
     with _reaching_all(launched, store_file):

@@ -22,7 +22,8 @@ from typing import Literal, Self
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from zeromesh.errors import CommunicationError, ZeromeshError
+from zeromesh.errors import CommunicationError
+from zeromesh.launch.failure import is_communication
 
 POLL_S = 1.0
 WAIT_S = 3.0
@@ -174,13 +175,3 @@ def _wait_for_keys(store: Store, keys: list[str], wait_s: float) -> list[str]:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.5)
     return []
-
-
-def is_communication(error: BaseException) -> bool:
-    """Whether `error` says that others could not be reached: ours, and what torch raises for it."""
-    if isinstance(error, ZeromeshError):
-        return isinstance(error, CommunicationError)
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("gloo" in text or "Connection closed by peer" in text)

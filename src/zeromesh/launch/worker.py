@@ -25,9 +25,10 @@ def main(directory: Path) -> int:
         if rank == 0:
             write_whole(directory / RESULT, json.dumps(result))
     except Exception as error:
+        failure = Failure.now(rank, error, traceback.format_exc())
         if job["prints"]:
-            traceback.print_exc()
-        Failure.now(rank, error, traceback.format_exc()).write(directory)
+            print(failure.traceback or failure.message, file=sys.stderr)
+        failure.write(directory)
         return 1
     return 0
 

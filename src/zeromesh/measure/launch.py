@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import InputError, MeasurementError, MeshError
 from zeromesh.launch.environment import Launched, check_address
+from zeromesh.launch.failure import report
 from zeromesh.launch.job import make_job
 from zeromesh.launch.processes import local_launches, raise_failed, run_ranks
 
@@ -129,9 +130,9 @@ def on_all_ranks(
             results = run_ranks(launches, timeout_s=timeout_s, on_line=on_line)
         else:
             results = lab.run(job.command, timeout_s=timeout_s, on_line=on_line)
-        first = next(iter(job.failures()), None)
-        if first is not None and first.is_input:
-            raise InputError(first.message)
+        failures = job.failures()
+        if failures and failures[0].is_input:
+            raise InputError(report(failures, len(results)).removeprefix("zeromesh: "))
         raise_failed(results)
         return job.result()
 

@@ -226,6 +226,7 @@ def _work(ranks: Ranks, mesh: Mesh, steps: int, found: dict[str, Any]) -> Iterat
     """All that is to be done, in order, each with a name; it puts what it finds into `found`."""
     import torch.distributed as dist
 
+    from zeromesh.launch.device import SHARE
     from zeromesh.measure.probe import measure
     from zeromesh.measure.steps import measure_compute
 
@@ -234,10 +235,12 @@ def _work(ranks: Ranks, mesh: Mesh, steps: int, found: dict[str, Any]) -> Iterat
     for title, strategy in layouts.items():
         for name, look in _exact(ranks, title, strategy):
             yield name, partial(_judge, name, look, found["checks"])
-    if ranks.world > 1:
+    timed = SHARE not in os.environ  # ranks that share a device wait for each other
+    if timed and ranks.world > 1:
         yield "links", lambda: found.update(probe=measure(ranks, rounds=8, seconds=6.0, patience=math.inf))
-    yield "compute", lambda: found.update(compute=measure_compute(ranks, batch, steps=steps))
-    for text in list(layouts.values())[-3:] if ranks.world > 1 else []:
+    if timed:
+        yield "compute", lambda: found.update(compute=measure_compute(ranks, batch, steps=steps))
+    for text in list(layouts.values())[-3:] if timed and ranks.world > 1 else []:
         yield f"time, {text}", partial(_time, ranks, text, steps, found["steps"])
     yield "the end of all ranks", dist.barrier  # so that the first hears of one that failed in its last check
 

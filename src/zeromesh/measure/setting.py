@@ -12,7 +12,7 @@ from typing import Any
 
 import zeromesh
 
-OTHERS = ("torch", "transformers", "deepspeed")
+OTHERS = ("torch", "triton", "transformers", "accelerate", "peft", "trl", "lightning", "deepspeed")
 """Whose versions are told where they are installed."""
 
 

@@ -61,7 +61,7 @@ class record_trace:  # used as a function that is also a context
         self.steps: tuple[Trace, ...] = ()
 
     def __enter__(self) -> record_trace:
-        self._engine.interpreter.quiesce()
+        self._engine.settle()
         self._recorder = _Recorder(self._engine)
         self._recorder.install()
         return self

@@ -78,11 +78,11 @@ def check_replicas(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
         CommunicationError: a rank did not take part.
     """
     engine = engine_of(model)
+    engine.settle()  # copies that still follow their masters would differ
     everyone = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     held = list(_held(engine, everyone))
     if not held:
         return
-    engine.interpreter.quiesce()
     ranks, digests = _exchange(engine, held)
     drifts = list(_drifts(engine, held, digests))
     if drifts:
@@ -206,11 +206,13 @@ class Drift:
         thing: what.
         odd: ranks of the mesh that differ from most of their replicas; all replicas where no value is held by most.
         model: a rank that holds what most hold.
+        other: the first that does not.
     """
 
     thing: Held
     odd: tuple[int, ...]
     model: int
+    other: int
 
 
 Seats = Sequence[tuple[int, dict[str, int]]]
@@ -233,9 +235,9 @@ def _drifts(engine: Engine, held: Sequence[Held], digests: Tensor) -> Iterator[D
         # Almost always all is well, and with many ranks a loop over them would take longer than the digests.
         if not torch.equal(values, values[firsts[thing.axes]]):
             for ranks in replicas[thing.axes]:
-                odd, model = _odd(values.tolist(), ranks)
-                if odd:
-                    yield Drift(thing=thing, odd=tuple(odd), model=model)
+                found = _drift(thing, values.tolist(), ranks)
+                if found is not None:
+                    yield found
 
 
 def _groups(seats: Seats, axes: Sequence[Axis]) -> list[list[int]]:
@@ -256,22 +258,23 @@ def _first_of(groups: Sequence[Sequence[int]], world: int) -> Tensor:
     return firsts
 
 
-def _odd(values: Sequence[int], ranks: Sequence[int]) -> tuple[list[int], int]:
-    """The ranks that differ from what most of `ranks` hold, all where no value is most; and one that holds it."""
+def _drift(thing: Held, values: Sequence[int], ranks: Sequence[int]) -> Drift | None:
+    """How the values of `ranks`, which must be equal, differ."""
     (value, most), *others = Counter(values[rank] for rank in ranks).most_common()
+    if not others:
+        return None
+    differing = [rank for rank in ranks if values[rank] != value]
     model = next(rank for rank in ranks if values[rank] == value)
-    if others and others[0][1] == most:
-        return list(ranks), model
-    return [rank for rank in ranks if values[rank] != value], model
+    odd = ranks if others[0][1] == most else differing
+    return Drift(thing=thing, odd=tuple(odd), model=model, other=differing[0])
 
 
 def _message(engine: Engine, drifts: Sequence[Drift], ranks: Sequence[int]) -> str:
     """Collective: the ranks look at the first drift part by part."""
     first = drifts[0]
     thing, seats = first.thing, _seats(engine, first.thing.home)
-    other = next(rank for rank in first.odd if rank != first.model)
-    parts = _differing_parts(engine, thing, first.model, other)
-    (_, one), (_, two) = seats[first.model], seats[other]
+    parts = _differing_parts(engine, thing, first.model, first.other)
+    (_, one), (_, two) = seats[first.model], seats[first.other]
     axes = ", ".join(axis.name for axis in thing.axes if one[axis.name] != two[axis.name])
     odd = ", ".join(map(str, sorted(ranks[rank] for rank in first.odd)))
     plural = "s" if len(first.odd) > 1 else ""

@@ -27,6 +27,7 @@ class Forward:
         calls: how many of the marked calls each unit has.
         hidden: units that have returned nothing that a gradient could be seen to arrive at.
         visited: a backward has come back to it.
+        lent: units that are open for the outermost call, which has read their parameters; they end with it.
     """
 
     number: int
@@ -35,10 +36,18 @@ class Forward:
     calls: Counter[int] = field(default_factory=Counter)
     hidden: set[int] = field(default_factory=set)
     visited: bool = False
+    lent: list[int] = field(default_factory=list)
 
-    def begin(self, unit: int) -> None:
-        self.running.append((len(self.marks), unit))
+    def begin(self, unit: int, *, lent: bool = False) -> None:
+        # A lent unit outlives the calls that are under way inside the outermost one.
+        self.running.insert(1 + len(self.lent) if lent else len(self.running), (len(self.marks), unit))
         self.marks.append(None)
+        if lent:
+            self.lent.append(unit)
+
+    def is_outermost(self, unit: int) -> bool:
+        """Whether the innermost running call of `unit` is the one around all others."""
+        return next(at for at in reversed(range(len(self.running))) if self.running[at][1] == unit) == 0
 
     def end(self, unit: int, *, backward: bool) -> int | None:
         """The place of the call's end among the marks; None if no backward will come back to it."""

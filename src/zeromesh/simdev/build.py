@@ -107,8 +107,8 @@ def _build(directory: Path) -> Any:
         )
     except RuntimeError as error:
         raise InputError(
-            f"the simulated device was written for torch 2.13 and does not compile here, with torch "
-            f"{torch.__version__}: use torch 2.13 for it. {error}"
+            f"the simulated device does not compile with torch {torch.__version__}: use a torch that docs/support.md "
+            f"lists. {error}"
         ) from error
     finally:
         os.environ["PATH"] = before

@@ -98,7 +98,8 @@ class Layout:
 
         Raises:
             NotationError: the text does not parse, or has parts: `zeromesh.strategy.parts` has a layout for each.
-            MeshError: an axis is missing, unknown or out of order, or a split does not divide its axis.
+            MeshError: an axis of several ranks is missing, or one is unknown or out of order, or a split does not
+                divide its axis.
         """
         names = [name for name, _ in mesh]
         parsed = Strategy.parse(strategy, names)
@@ -107,6 +108,7 @@ class Layout:
                 f"strategy {parsed} has strategies for parts of the model, which zm.shard takes; here one must stand "
                 f"for all of it: leave {', '.join(part for part, _ in parsed.parts)} out"
             )
+        parsed = _with_lone_axes(parsed, mesh)
         _check_names(parsed, names)
         parts = {name: list(axes) for name, axes in groupby(parsed.axes, key=lambda axis: axis.name)}
         axes = tuple(axis for name, size in mesh for axis in _split(parts[name], size))
@@ -197,6 +199,17 @@ class Layout:
             index = index * axis.size + coordinates[axis.name]
         length = padded // self.degree(axes)
         return slice(index * length, (index + 1) * length)
+
+
+def _with_lone_axes(strategy: Strategy, mesh: Sequence[tuple[str, int]]) -> Strategy:
+    """The strategy with stage 0 for axes of one rank that it leaves out: no stage shards anything over them."""
+    terms, named = list(strategy.axes), strategy.names
+    for index, (name, size) in enumerate(mesh):
+        if size == 1 and name not in named:
+            inside = {inner for inner, _ in mesh[:index]}
+            terms.insert(sum(term.name in inside for term in terms), AxisStage(name=name, stage=Stage.ZERO))
+    # Equal in nearly all cases, and a search makes thousands of layouts.
+    return strategy if len(terms) == len(strategy.axes) else replace(strategy, axes=tuple(terms))
 
 
 def _check_names(strategy: Strategy, names: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeromesh.errors import InputError
-from zeromesh.launch.failure import Failure
+from zeromesh.launch.failure import Failure, report
 from zeromesh.launch.processes import EXIT_PREEMPTED, RankResult
 
 
@@ -31,7 +31,7 @@ def verdict(results: Sequence[RankResult], failures: Sequence[Failure], *, preem
 
     Args:
         results: of each rank's process.
-        failures: earliest first.
+        failures: the cause first.
         preempted: whether the ranks were told to save and end, and can save.
 
     Raises:
@@ -45,11 +45,9 @@ def verdict(results: Sequence[RankResult], failures: Sequence[Failure], *, preem
             return Ending(code=EXIT_PREEMPTED)  # before it had begun to listen, and so before its first step
         return Ending(code=1, reason=_killed(*min(killed)), again=True)
     if failures:
-        first = failures[0]
+        first, reason = failures[0], report(failures, len(results))
         if first.is_input:
-            raise InputError(first.message)
-        trace = f"{first.traceback.rstrip()}\n" if first.traceback else ""
-        reason = f"{trace}zeromesh: rank {first.rank} failed: {first.message}"
+            raise InputError(reason.removeprefix("zeromesh: "))
         return Ending(code=1, reason=reason, again=not first.is_final)
     ended = set(codes.values())
     if ended - {0, EXIT_PREEMPTED}:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from zeromesh.errors import InputError, InternalError, ZeromeshError
+from zeromesh.errors import InputError, ZeromeshError
 from zeromesh.launch.environment import NO_NAME, Launched, check_address
 from zeromesh.launch.job import RENDEZVOUS, make_folder, make_job
 from zeromesh.launch.processes import EXIT_PREEMPTED, Sigterm, local_launches, run_ranks
@@ -55,11 +55,8 @@ def _run_here(config: TrainConfig, launched: Launched | None) -> int:
     with nullcontext() if launched else make_folder() as directory:
         try:
             finished = _run_rank(config, directory and directory / RENDEZVOUS)
-        except (InputError, InternalError):
+        except ZeromeshError:
             raise
-        except ZeromeshError as error:
-            print(f"zeromesh: rank {launched.rank if launched else 0} failed: {error}", file=sys.stderr)
-            return 1
         except Exception:
             traceback.print_exc()
             return 1

@@ -161,14 +161,12 @@ def test_what_mixes_elements_is_refused():
     for mix in (
         lambda: functional.mse_loss(param, torch.zeros_like(param)),
         lambda: functional.cosine_similarity(param, param, dim=0),
-        lambda: torch.equal(param, param),
-        lambda: torch.allclose(param, param),
         lambda: param.narrow(0, 0, 1),
         lambda: param.select(0, 0),
         lambda: param * torch.ones(3, 1, dtype=param.dtype),
         lambda: torch.kthvalue(param, 1),
     ):
-        with torch.no_grad(), pytest.raises(OptimizerError, match=r"needs all of 0\.0\.weight"):
+        with torch.no_grad(), pytest.raises(OptimizerError, match=r"needs all of 0\.0\.weight|must be the whole"):
             mix()
 
 

@@ -351,7 +351,7 @@ def test_a_change_by_hand_and_refresh(strategy):
         kept = {n: p.local.clone() for n, p in pair.model.named_parameters()}
         with torch.no_grad():
             for name, p in pair.model.named_parameters():
-                p.copy_(local[name])
+                p.local.copy_(local[name])
             zm.refresh(pair.model)
             reference = copy.deepcopy(pair.plain)
             reference.load_state_dict(average)
@@ -422,3 +422,12 @@ def test_a_block_of_a_deleted_model_says_so():
     del model
     with pytest.raises(ModelError, match=r"has been deleted"):
         block(torch.ones(2, 5).double())
+
+
+@on_ranks(2)
+def test_a_mesh_of_sizes_is_on_the_host_where_a_build_for_devices_finds_none():
+    built_for = torch.device("cuda")
+    with mock.patch.object(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None if check_available else built_for
+    ):
+        zm.Sharding(strategy="node=3", mesh={"node": 2}).shard(nn.Linear(2, 2))

@@ -251,10 +251,10 @@ class Quantised(nn.Module):
         )
 
 
-CODES = {
-    torch.int8: ("node=3,cluster=1", {}, 1e-6),
-    torch.float8_e4m3fn: ("node=3,cluster=3k", {}, 1e-6),
-    torch.int32: ("node=1,cluster=1", {}, 1e-6),
+CODES = {  # in fp32, whose sums some processors round apart by 1.2e-6 here
+    torch.int8: ("node=3,cluster=1", {}, 4e-6),
+    torch.float8_e4m3fn: ("node=3,cluster=3k", {}, 4e-6),
+    torch.int32: ("node=1,cluster=1", {}, 4e-6),
     torch.uint8: ("node=3@int8/,cluster=3k@int8/", {"debug": True}, 0.1),  # of adapters in 8 bits
     torch.float8_e5m2: ("node=3,cluster=3", {"param_dtype": torch.bfloat16}, 0.05),
 }

@@ -110,6 +110,55 @@ def test_intact_replicas_are_equal(pool: Pool, strategy: str) -> None:
     assert pool.run(4, run, strategy, [], torch.bfloat16) == [""] * 4
 
 
+def pending(shape: tuple[int, ...], strategy: str, flips: list[Flip]) -> str:
+    """Two optimizers step in turn, then masters are changed in place: copies that follow later are no differences, no
+    traffic of the next step, and no events of it. Then the flips, and what the check says."""
+    mesh = kept(init_device_mesh, "cpu", shape, mesh_dim_names=("pod", "cluster", "node")[-len(shape) :])
+    torch.manual_seed(0)
+    model = zm.shard(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), mesh, strategy)
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=0.01) for part in (model[0], model[2])]
+    x = torch.randn(4, 5)
+    for step in range(4):
+        model(x).square().mean().backward()
+        for optimizer in optimizers[: 1 + step % 2]:
+            optimizer.step()
+            zm.check_replicas(model, optimizers)
+        zm.zero_grad(model)
+
+    def clamp(bound: float) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.clamp_(-bound, bound)
+
+    clamp(0.1)
+    zm.check_replicas(model, optimizers)
+    clamp(0.05)
+    with zm.traffic_report(model, micro_batches=1) as traffic, torch.no_grad():
+        model(x)
+    assert not traffic.calls
+    clamp(0.01)
+    with zm.record_trace(model) as recording:
+        model(x).square().mean().backward()
+        optimizers[0].step()
+    assert not [event for event in recording.steps[0].events if event.name.startswith("refresh")]
+    model(x)
+    for rank, what, element in flips:
+        if rank == dist.get_rank():
+            flip(find(model, optimizers[0], what), element)
+    try:
+        zm.check_replicas(model, optimizers)
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_copies_that_have_yet_to_follow_their_masters_are_no_difference(pool: Pool) -> None:
+    assert pool.run(2, pending, (2,), "node=2", []) == [""] * 2
+    flips = [(rank, "params", rank // 2) for rank in range(2, 6)]  # no value is held by most
+    (said, *_) = pool.run(6, pending, (3, 1, 2), "node=0,cluster=1,pod=1", flips)
+    assert "ranks 0, 1, 2, 3, 4, 5 have drifted apart: over axis pod they must hold the same parameters" in said
+
+
 def exchanges(strategy: str) -> int:
     """Collectives of one check."""
     mesh = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=MESH)

@@ -83,7 +83,7 @@ def tensors_in(result: object) -> bool:
         "as_strided": lambda p: p.as_strided((2,), (1,)),
         "kaiming_uniform_": nn.init.kaiming_uniform_,
         "where": torch.where,
-        "sum over a dimension": lambda p: p.data.sum(0),
+        "sum over a dimension, or into a tensor,": lambda p: p.data.sum(0),
         "__getitem__": lambda p: p.detach()[0],
         "T": lambda p: p.T,
         "__bool__": bool,

@@ -11,16 +11,19 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from zeromesh.cli.env import env
 from zeromesh.errors import InputError
 from zeromesh.launch.device import (
     CPU,
+    NCCL_ORDER,
+    NCCL_SHARED,
     PROMISES,
     Claim,
     agree_on_device,
     backend_for,
     device_name,
     find_device,
-    order_launches,
+    set_variables,
 )
 
 FIRST, SECOND = (torch.device("cuda", index) for index in range(2))
@@ -68,6 +71,19 @@ def test_leaves_of_an_emulated_cluster_share_devices(see: See, monkeypatch: pyte
     monkeypatch.setenv("ZEROMESH_LAB", "zmlab-1-0")
     assert find_device("auto", 0, 1)[0] == CPU
     assert find_device("cuda", 0, 1)[0] == FIRST
+
+
+def test_ranks_share_a_device_where_they_are_told_to(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROMESH_SHARE_DEVICES", "1")
+    for variable in ("NCCL_HOSTID", *NCCL_ORDER, *NCCL_SHARED):
+        monkeypatch.setenv(variable, "")  # so that it is as before afterwards
+        monkeypatch.delenv(variable)
+    see(2)
+    devices, claims = zip(*(find_device("auto", rank, 4) for rank in range(4)), strict=True)
+    assert devices == (FIRST, SECOND, FIRST, SECOND) and agree(*claims) == [""] * 4
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    set_variables(rank=3)
+    assert os.environ["NCCL_HOSTID"] == "rank3" and os.environ["NCCL_MAX_CTAS"] == "2"
 
 
 def test_dies_of_a_card_and_parts_of_a_die_are_told_apart(see: See) -> None:
@@ -165,7 +181,7 @@ def test_nccl_keeps_the_order_of_launches_unless_somebody_says_otherwise(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    order_launches()
+    set_variables(rank=0)
     assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == ("1" if cuda else None)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
@@ -174,3 +190,19 @@ def test_a_device_has_a_name_and_a_backend(see: See) -> None:
     see(1)
     assert [device_name(device) for device in (CPU, FIRST)] == ["CPU", "GPU 0"]
     assert [backend_for(device) for device in (CPU, FIRST)] == ["gloo", "cpu:gloo,cuda:nccl"]
+
+
+def test_env_prints_what_is_set_and_what_a_run_would_set(
+    see: See, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    see(2)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is as before afterwards
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    env()
+    printed = capsys.readouterr().out.splitlines()
+    assert {"cuda: 12.8", "nccl: 2.28.9", "devices: 1 x GPU 0, 1 x GPU 1"} <= set(printed)
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT=0" in printed
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=32  (set by zeromesh)" in printed

@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from zeromesh.comm import Lane
 from zeromesh.errors import CheckpointError, CommunicationError
-from zeromesh.launch.roll_call import RollCall, is_communication, whereabouts
+from zeromesh.launch.failure import is_communication
+from zeromesh.launch.roll_call import RollCall, whereabouts
 
 TIMEOUT = CommunicationError("all_gather over axis node failed.")
 

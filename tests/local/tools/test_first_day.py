@@ -1,10 +1,13 @@
-"""`make gpu`: what becomes of its parts' results, on processes that stand for them."""
+"""`tools/first_day.py`: its parts' processes, limits and results, on programs that stand for them, and on a CPU."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +15,18 @@ import pytest
 import torch
 
 from tools import first_day
-from tools.first_day import Check, Part, judge_device, judge_kernels, judge_selftest, judged, main, page, parts, run
+from tools.first_day import Check, Part, judge_device, judge_kernels, judge_selftest, main, page, parts, run
 
 ROOT = Path(__file__).parents[3]
-SETTING = {"devices": 8, "device": "Fast [one]", "torch": "2.13", "zeromesh": "0.1", "at": "now"}
+SETTING = {"devices": 8, "device": "Fast [one]", "torch": "2.13", "zeromesh": "0.1", "at": "now", "device_type": "cuda"}
 
 
-def part(code: str, *, judge: Any = lambda result: [], file: str = "", limit_s: float = 60.0) -> Part:
-    return Part(name="part", what="Something", command=("-c", code), judge=judge, file=file, limit_s=limit_s)
+def part(code: str, *, name: str = "part", judge: Any = None, limit_s: float = 60.0) -> Part:
+    return Part(name=name, command=f"-c {shlex.quote(code)} {{out}}", judge=judge, limit_s=limit_s)
 
 
-def writing(path: Path, result: object) -> str:
-    return f"import pathlib; pathlib.Path({str(path)!r}).write_text({json.dumps(result)!r}); print('done so')"
+def writing(result: object) -> str:
+    return f"import pathlib, sys; pathlib.Path(sys.argv[1]).write_text({json.dumps(result)!r}); print('done so')"
 
 
 def below_ten(result: Any) -> list[Check]:
@@ -31,89 +34,120 @@ def below_ten(result: Any) -> list[Check]:
 
 
 @pytest.mark.parametrize(("n", "held"), [(9, True), (10, False)])
-def test_a_part_is_judged_by_what_it_leaves(tmp_path: Path, n: int, held: bool) -> None:
-    outcome = run(part(writing(tmp_path / "f.json", {"n": n}), judge=below_ten, file="f.json"), tmp_path)
+def test_a_part_is_judged_by_the_file_that_it_leaves(tmp_path: Path, n: int, held: bool) -> None:
+    outcome = run(part(writing({"n": n}), judge=below_ten), tmp_path, 60.0)
     assert outcome.held == held and outcome.code == 0 and outcome.result == {"n": n}
-    assert (tmp_path / "part.log").read_text() == "done so\n"
-    text = page(SETTING, [outcome])
-    assert ("Everything held" in text) == held and ("**no**" in text) == (not held)
-    assert "8 x Fast [one], torch 2.13" in text and "n \\| m" in text
-    assert ("```\ndone so\n```" in text) == (not held), "of what did not hold, the end of what it said"
+    assert (tmp_path / "gpu.log").read_text().endswith("done so\n")
+    text = page(SETTING, [outcome], ["bench"])
+    assert ("Everything that ran held" in text) == held and ("**no**" in text) == (not held)
+    assert "8 x Fast [one], torch 2.13" in text and "n \\| m" in text and "Not run: bench." in text
 
 
 @pytest.mark.parametrize(
-    ("broken", "code", "said"),
+    ("broken", "code", "found"),
     [
-        (part("import sys; print('no such card'); sys.exit(3)"), 3, "no such card"),
-        (part("print('begun', flush=True); import time; time.sleep(60)", limit_s=2.0), None, "begun"),
-        (part("print('all well')", judge=below_ten, file="f.json"), 0, "all well"),
+        (part("import sys; print('no such card'); sys.exit(3)"), 3, None),
+        (part("print('all well')", judge=below_ten), 0, "FileNotFoundError"),
+        (part(writing({"m": 1}), judge=below_ten), 0, "KeyError: 'n'"),
     ],
-    ids=["failed", "out of time", "without a result"],
+    ids=["failed", "without a result", "a result of another form"],
 )
-def test_a_part_that_breaks_is_told_and_holds_nothing(
-    tmp_path: Path, broken: Part, code: int | None, said: str
-) -> None:
-    outcome = run(broken, tmp_path)
-    assert not outcome.held and outcome.code == code and outcome.output == (said,)
-    text = page(SETTING, [outcome])
-    assert "Did not hold: part." in text and said in text
-    assert ("ran out of time" in text) == (code is None)
+def test_a_part_that_breaks_holds_nothing(tmp_path: Path, broken: Part, code: int, found: str | None) -> None:
+    (tmp_path / "part.json").write_text('{"n": 1}')  # of an earlier run
+    outcome = run(broken, tmp_path, 60.0)
+    assert not outcome.held and outcome.code == code and "Did not hold: part." in page(SETTING, [outcome], [])
+    assert [check.found.startswith(found) for check in outcome.checks] == [True] * bool(found)
 
 
-def test_a_result_of_another_form_is_not_taken_for_a_good_one(tmp_path: Path) -> None:
-    (tmp_path / "f.json").write_text('{"m": 1}')
-    _, (check,) = judged(part("", judge=below_ten, file="f.json"), tmp_path)
-    assert not check.held and "KeyError: 'n'" in check.found
+def test_at_its_limit_all_of_a_part_ends_and_what_it_left_is_kept(tmp_path: Path) -> None:
+    started = "import os, subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); "
+    outcome = run(part(started + writing({"n": 1}) + "; os.wait()", judge=below_ten), tmp_path, 3.0)
+    assert outcome.code is None and not outcome.held and outcome.result == {"n": 1}
+    child = int((tmp_path / "gpu.log").read_text().splitlines()[-2])
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _runs(child):
+        time.sleep(0.01)
+    assert not _runs(child)
 
 
-def test_what_the_measuring_programs_write_is_understood(tmp_path: Path) -> None:
-    """Their own files, made on the processor, where kernels are torch's and no goal holds."""
-    out = tmp_path / "kernels.json"
-    command = ["benchmarks/kernels.py", "--device", "cpu", "--mib", "1", "--repeats", "1", "--out", str(out)]
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    checks = judge_kernels(json.loads(out.read_text()))
-    assert len(checks) == 4 and {check.required for check in checks} == {"at least 0.85 of a copy's rate"}
-    assert "int8 of fp32" in checks[0].what
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_goals_of_a_device() -> None:
-    row = {"peer": "plain", "setting": "bf16", "ratio": 1.02}
-    state = {"side": "zeromesh", "setting": "bf16", "state_predicted_bytes": 1000, "state_allocated_bytes": 1000}
-    slow, bytes_ = judge_device({"times": [row], "peaks": [{"side": "plain", "setting": "bf16"}, state]})
-    assert not slow.held and slow.found == "1.020" and bytes_.held and bytes_.found == "1,000"
-    fast, other = judge_device({"times": [row | {"ratio": 1.0}], "peaks": [state | {"state_allocated_bytes": 1008}]})
-    assert fast.held and not other.held
-    found = [
-        {"name": "parity", "status": "failed", "detail": "off"},
-        {"name": "links", "status": "warning", "detail": "-"},
+    row = {"strategy": "node=3", "peer": "FSDP2", "setting": "bf16", "ratio": 1.02, "host_ratio": 0.5}
+    peak = {"side": "node=3", "setting": "bf16", "peak_bytes": 100, "peak_predicted_bytes": 120}
+    state = {"state_predicted_bytes": 1000, "state_allocated_bytes": 1000}
+    checks = list(judge_device({"times": [row], "peaks": [{"side": "FSDP2", "setting": "bf16"}, peak | state]}))
+    assert [(check.what.split(",")[0], check.held) for check in checks] == [
+        ("step", False),
+        ("host time", True),
+        ("peak over predicted", False),
+        ("bytes of model state", True),
     ]
+    others = [row | {"ratio": 1.0, "host_ratio": 1.1}, row | {"strategy": "node=0", "peer": "plain", "ratio": 2.0}]
+    state["state_allocated_bytes"] = 1008
+    checks = list(judge_device({"times": others, "peaks": [peak | {"peak_bytes": 121} | state]}))
+    assert [check.held for check in checks] == [True, False, True, False]
+    found = [{"name": name, "status": name, "detail": "-"} for name in ("failed", "look")]
     assert [check.held for check in judge_selftest({"checks": found})] == [False, True]
 
 
-def test_parts_fit_the_machine(tmp_path: Path) -> None:
-    assert [each.name for each in parts(tmp_path, 1)] == ["tests", "kernels", "device", "selftest"]
-    several = parts(tmp_path, 8)
-    assert [each.name for each in several][-2:] == ["selftest", "bench"] and "node=8" in several[-1].command
-    assert [each.name for each in parts(tmp_path, 8, "xpu")] == ["selftest", "bench"]
+def test_kernels_are_judged_by_their_longest_tensor() -> None:
+    rows = [
+        {"bits": 8, "dtype": "fp32", "tensor_bytes": size, "share_of_copy": {"quantise": share, "reduce": 0.99}}
+        for size, share in ((2, 0.8), (1, 0.9))
+    ]
+    (check,) = judge_kernels({"results": rows})
+    assert not check.held and check.what.startswith("quantise of int8 of fp32, 2 bytes") and check.found == "0.8"
+
+
+def test_parts_fit_the_machine() -> None:
+    one = [each.name for each in parts(1, "cuda")]
+    assert one == ["smoke", "fake", "ranks", "kernels", "memory", "parity", "device"]
+    several = parts(8, "cuda")
+    assert [each.name for each in several] == [*one, "bench"]
+    assert [each.name for each in parts(8, "xpu")] == ["ranks", "bench"]
+    assert [each.name for each in parts(0, "cpu")] == ["fake", "ranks"]
+    ranks = [next(each.command for each in parts(count, "cuda") if each.name == "ranks") for count in (1, 8)]
+    assert ["--share-devices" in command for command in ranks] == [True, False]
     for each in several:
-        assert each.command[0] in ("-m",) or (ROOT / each.command[0]).exists()
+        first = each.command.split()[0]
+        assert first == "-m" or (ROOT / first).exists()
 
 
-def test_without_a_device_it_says_so_in_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    assert main(["--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().out.count("\n") == 1 and not (tmp_path / "out").exists()
+def test_parts_within_the_budget_end_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = part("print('fine')", name="good"), part("raise SystemExit(1)", name="bad")
+    slow = part("import time; time.sleep(60)", name="slow")
+    monkeypatch.setattr(first_day, "setting_of", lambda: SETTING)
+    monkeypatch.setattr(first_day, "parts", lambda *_: [good, bad, slow])
+    monkeypatch.setattr(first_day, "LEAST_S", 1.0)
 
-
-def test_all_parts_end_in_one_file_and_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = part("print('fine')"), part("raise SystemExit(1)")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    monkeypatch.setattr(first_day, "setting_of", lambda devices: SETTING | {"device_type": "cuda"})
-    for chosen, code in (([good], 0), ([good, bad], 1)):
-        monkeypatch.setattr(first_day, "parts", lambda *_, chosen=chosen: chosen)
-        assert main(["--out", str(tmp_path)]) == code
+    def ran(*arguments: str) -> tuple[int, list[tuple[str, int | None]], list[str]]:
+        code = main(["--out", str(tmp_path), *arguments])
         result = json.loads((tmp_path / "gpu.json").read_text())
-        assert result["held"] == (code == 0) and len(result["parts"]) == len(chosen)
-        assert (tmp_path / "gpu.md").read_text().startswith("# zeromesh on these devices")
+        assert result["held"] == (code == 0) and (tmp_path / "gpu.md").exists()
+        return code, [(each["name"], each["code"]) for each in result["parts"]], result["not_run"]
+
+    assert ran("--only", "good") == (0, [("good", 0)], ["bad", "slow"])
+    assert ran("--skip", "slow") == (1, [("good", 0), ("bad", 1)], ["slow"])
+    assert ran("--skip", "bad", "--budget-s", "3") == (1, [("good", 0), ("slow", None)], ["bad"])
+    with pytest.raises(SystemExit):
+        main(["--only", "god"])
+
+
+@pytest.mark.timeout(180)  # three interpreters, one after the other
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device_it_runs_on_the_cpu_and_says_so(tmp_path: Path) -> None:
+    """One of the two parts; the other is the self-test, which has tests of its own."""
+    around = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, ROOT / "tools" / "first_day.py", "--out", tmp_path, "--only", "fake"]
+    done = subprocess.run(command, cwd=tmp_path, env=around | {"PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.PIPE)
+    assert done.returncode == 2, (tmp_path / "gpu.log").read_text()
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert result["held"] and result["not_run"] == ["ranks"]
+    (row,) = result["parts"][0]["result"]["times"]
+    assert row["strategy"] == "node=3" and row["host_ratio"] > 0

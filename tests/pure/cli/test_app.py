@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -39,6 +40,19 @@ def test_input_error_is_one_message_and_exit_code_2(
         cli.main()
     assert exit_info.value.code == 2
     assert capsys.readouterr().err == "zeromesh: strategy names axis 'rack', the mesh has node, cluster\n"
+
+
+def test_other_errors_of_zeromesh_are_one_line_on_each_rank() -> None:
+    script = (
+        "import sys\nfrom zeromesh.cli import app\nfrom zeromesh.errors import CommunicationError\n"
+        "def fail():\n    raise CommunicationError('all_gather failed')\napp.app = fail\napp.main()"
+    )
+    for rank, who in (({}, ""), ({"RANK": "3"}, "rank 3 failed: ")):
+        environment = {**{key: value for key, value in os.environ.items() if key != "RANK"}, **rank}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=30, check=False
+        )
+        assert (done.returncode, done.stderr) == (1, f"zeromesh: {who}all_gather failed\n")
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,17 @@ def test_a_rising_order_chunks_over_the_outer_axis_first():
 
 
 @pytest.mark.parametrize(
+    ("short", "long"),
+    [("node=3d", "rack=0,node=3d,pod=0"), ("node[2]=3,node[2]=1", "rack=0,node[2]=3,node[2]=1,pod=0")],
+)
+def test_an_axis_of_one_rank_needs_no_stage(short, long):
+    mesh = (("rack", 1), ("node", 4), ("pod", 1))
+    assert Layout.of(short, mesh) == Layout.of(long, mesh)
+    with pytest.raises(MeshError, match="gives no stage to mesh axis 'node'"):
+        Layout.of("rack=0", mesh)
+
+
+@pytest.mark.parametrize(
     ("text", "size", "parts"),
     [
         ("node[4]=3,node[2]=1", 8, [("node[0]", 4, 1), ("node[1]", 2, 4)]),

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.errors import CommunicationError, ConfigError, InputError, NonFiniteError
+from zeromesh.errors import (
+    CommunicationError,
+    ConfigError,
+    InputError,
+    MismatchError,
+    NonFiniteError,
+    OptimizerError,
+)
 from zeromesh.launch.failure import Failure
 from zeromesh.launch.processes import EXIT_PREEMPTED, RankResult, Sigterm, local_launches, run_ranks
 from zeromesh.train.ending import Ending, verdict
@@ -71,8 +78,21 @@ def test_the_first_failure_is_reported_not_its_consequences(tmp_path: Path) -> N
     fail(2, ValueError("the cause"), tmp_path)
     fail(0, RuntimeError("connection closed by peer"), tmp_path)
     ending = verdict(ended(1, 0, 1), Failure.read_all(tmp_path))
-    assert ending.reason == "Traceback of rank 2\nzeromesh: rank 2 failed: ValueError: the cause"
+    assert ending.reason.startswith("Traceback of rank 2\nzeromesh: rank 2 failed: ValueError: the cause\n")
     assert (ending.code, ending.again) == (1, True)
+
+
+def test_each_message_is_reported_once_the_cause_first(tmp_path: Path) -> None:
+    fail(3, CommunicationError("all_gather failed"), tmp_path)
+    for rank in (2, 0):
+        fail(rank, MismatchError("ranks have drifted apart"), tmp_path)
+    fail(1, OptimizerError("no gradient"), tmp_path)
+    ending = verdict(ended(1, 1, 1, 1), Failure.read_all(tmp_path))
+    assert ending.reason.splitlines() == [
+        "zeromesh: ranks 0, 2 failed: ranks have drifted apart",
+        "zeromesh: rank 1 failed: no gradient",
+        "zeromesh: rank 3 failed: all_gather failed",
+    ]
 
 
 def test_an_error_that_says_it_all_has_no_traceback(tmp_path: Path) -> None:
@@ -91,6 +111,8 @@ def test_wrong_input_on_a_rank_is_the_users_one_message(tmp_path: Path) -> None:
         fail(rank, ConfigError("data.files matches nothing"), tmp_path)
     with pytest.raises(InputError, match=r"^data.files matches nothing$"):
         verdict(ended(1, 1, 1), Failure.read_all(tmp_path))
+    with pytest.raises(InputError, match=r"^ranks 0, 1, 2 failed: data.files matches nothing$"):
+        verdict(ended(1, 1, 1, 1), Failure.read_all(tmp_path))
 
 
 def test_preempted_only_if_nobody_failed() -> None:

@@ -1,0 +1,30 @@
+"""`zeromesh env`: what a bug report needs to know about a machine."""
+
+from __future__ import annotations
+
+import os
+
+PREFIXES = ("NCCL_", "RCCL_", "GLOO_", "TORCH_", "CUDA_", "HIP_", "OMP_", "ZEROMESH_")
+
+
+def env() -> None:
+    """Print versions, devices, and the variables that are set or that a run would set."""
+    import torch
+
+    from zeromesh.launch.device import CPU, backend_for, device_name, set_variables, visible_devices
+    from zeromesh.measure.setting import read_setting
+
+    kind = torch.accelerator.current_accelerator(check_available=True) or CPU
+    names = [device_name(torch.device(kind.type, index)) for index in range(visible_devices())]
+    lines = read_setting() | {
+        "cuda": torch.version.cuda or torch.version.hip or "none",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if kind.type == "cuda" else "none",
+        "devices": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none: the CPU",
+        "backend": backend_for(kind),
+    }
+    for name, value in lines.items():
+        print(f"{name}: {value}")
+    before = dict(os.environ)
+    set_variables(rank=0)
+    for name in sorted(name for name in os.environ if name.startswith(PREFIXES)):
+        print(f"{name}={os.environ[name]}{'' if name in before else '  (set by zeromesh)'}")
