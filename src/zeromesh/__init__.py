@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeromesh.api import plan, shard, simulate
+    from zeromesh.api import plan, simulate
     from zeromesh.checkpoint.checkpoints import Checkpoints
     from zeromesh.checkpoint.full_state import full_state_dict, load_full_state_dict
     from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zeromesh.owners.optimizer import by_owner
     from zeromesh.planner import Workload
     from zeromesh.rehearsal.own import rehearse
-    from zeromesh.sharding import Sharding
+    from zeromesh.sharding import Sharding, shard
     from zeromesh.strategy import Part, Plan, Strategy
 
 __version__ = "0.1.0.dev0"
@@ -53,7 +53,7 @@ _HOMES = {
     "refresh": "zeromesh.engine.api",
     "rehearse": "zeromesh.rehearsal.own",
     "save_safetensors": "zeromesh.checkpoint.huggingface",
-    "shard": "zeromesh.api",
+    "shard": "zeromesh.sharding",
     "simulate": "zeromesh.api",
     "sum_over_ranks": "zeromesh.engine.api",
     "traffic_report": "zeromesh.observe.report",

@@ -1,4 +1,7 @@
-"""How to shard, as one value: what integrations with training libraries take in the place of `zm.shard`'s arguments."""
+"""`zm.shard`, and its arguments as one value, which integrations with training libraries take.
+
+The engine runs whatever strategy it is given and never asks the planner; here, above both, one call does.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from zeromesh.api import require_plannable, shard
 from zeromesh.errors import InputError, MeshError
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
@@ -27,6 +29,132 @@ if TYPE_CHECKING:
 ModelT = TypeVar("ModelT", bound="nn.Module")
 
 Sizes = tuple[tuple[str, int], ...]
+
+
+def shard(
+    model: ModelT,
+    mesh: DeviceMesh | None,
+    strategy: str | Strategy | Plan,
+    *,
+    param_dtype: torch.dtype | str | None = None,
+    reduce_dtype: torch.dtype | str | None = None,
+    grad_dtype: torch.dtype | str | None = None,
+    master_dtype: torch.dtype | str | None = None,
+    units: UnitClasses | None = None,
+    resident: Sequence[str] = (),
+    init: Callable[[nn.Module], None] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    debug: bool | None = None,
+    register: bool | None = None,
+    parts: Parts | None = None,
+    cluster: Cluster | str | None = None,
+    workload: Workload | None = None,
+) -> ModelT:
+    """Shards `model` in place over `mesh`, each axis with the ZeRO stage that `strategy` gives it.
+
+    Afterwards make any elementwise torch optimizer from ``model.parameters()`` and train as usual. Values are the first
+    rank's; other ranks may hold anything, the meta device included.
+
+    Args:
+        model: any module; its parameters are freed as they are sharded.
+        mesh: torch's mesh with named dimensions, outermost first, whose device receives the shards; None on a single
+            process, which keeps the model's.
+        strategy: ``"node=3,cluster=1"`` (innermost axis first), a preset's name, a plan of the planner's, whose dtypes
+            count where none is given here, or "auto": the planner's choice for this mesh.
+        param_dtype: of compute, and of parameters on the wire. Default: each parameter's own.
+        reduce_dtype: of gradients on the wire. Default: `param_dtype`.
+        grad_dtype: of the accumulated gradient shard. Default: fp32 (fp64 for fp64 parameters).
+        master_dtype: of the optimizer's copy. Default: fp32 (fp64 for fp64 parameters).
+        units: classes, or their names, of the modules that are gathered as one. Default: the model's repeated blocks,
+            its input embedding and its output head; where classes are given, the rest belongs to the model itself.
+        resident: names of units that are to have a gather slot of their own.
+        init: initialises the parameters and buffers of one module in place; for models on the meta device. Default:
+            Hugging Face's `_init_weights`, else the module's `reset_parameters`.
+        bucket_bytes: where no parameters are sharded, neighbouring units are joined until their parameters, as they
+            compute, take this many bytes, and reduced as one; 0 joins none.
+        debug: compare what each unit computes with before and after every use; slow, for bug reports. Default: whether
+            the environment variable ZEROMESH_DEBUG is set and not 0.
+        register: take gather and reduce slots from memory that the device's backend sends from without staging, where
+            it has such memory. Default: whether ZEROMESH_REGISTER is set and not 0.
+        parts: modules that have a strategy of their own, on axes of their own if need be, by a pattern of their
+            qualified names or by their class: ``{"*.experts": zm.Part(mesh=mesh["expert"], strategy="expert=3")}``. The
+            notation says the same of parts on the model's mesh.
+        cluster: with "auto": what the mesh's devices and links are. Its levels are the mesh's axes, by name and size.
+        workload: with "auto": sequence length, batch and micro-batch, and dtypes for which there is no option. What is
+            computed in is `param_dtype`, else the model's own dtype, and never the workload's. Recomputation is what
+            the model is set to.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        InputError: "auto" without cluster and workload, or either of them without "auto".
+        NotationError, MeshError: the strategy does not parse or does not fit the mesh, or the mesh not the cluster.
+        ModelError: a unit's class is not in the model, a parameter in two parts, or the model is sharded already.
+        MismatchError: the ranks have different strategies, meshes or models, or one of the errors above was raised on
+            another rank.
+
+    Examples:
+        >>> import torch, zeromesh as zm
+        >>> model = zm.shard(torch.nn.Linear(4, 4), None, "node=3")
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+    """
+    from zeromesh.engine import api  # imports torch, which a Sharding alone does not need
+    from zeromesh.engine.build import make_control
+
+    dtypes = {
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+        "grad_dtype": grad_dtype,
+        "master_dtype": master_dtype,
+    }
+    chosen: str | Strategy | Plan = strategy
+    require_plannable(strategy, mesh=mesh, cluster=cluster, workload=workload)
+    if strategy == "auto":
+        from zeromesh.api import auto_strategy, with_dtypes  # the planner, which nothing else here needs
+
+        assert mesh is not None and cluster is not None and workload is not None  # required above
+        own = {
+            "parts": bool(parts),
+            "units": units is not None,
+            "resident": bool(resident),
+            "bucket_bytes": bucket_bytes != BUCKET_BYTES,
+        }
+        if any(own.values()):
+            raise InputError(
+                f'strategy "auto" plans for the units that the model is cut into by itself, so it takes no '
+                f"{' and no '.join(name for name, given in own.items() if given)}: name a strategy beside them"
+            )
+        devices, described, asked = mesh, cluster, workload  # not None, also inside the lambda
+        planned = make_control(mesh).together(
+            lambda: auto_strategy(model, devices, described, with_dtypes(asked, model, dtypes))
+        )
+        # Planned for one dtype; without the option each parameter computes in its own.
+        chosen = replace(planned, param_dtype=None)
+    return api.shard(
+        model,
+        mesh,
+        chosen,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        grad_dtype=grad_dtype,
+        master_dtype=master_dtype,
+        units=units,
+        resident=resident,
+        init=init,
+        bucket_bytes=bucket_bytes,
+        debug=debug,
+        register=register,
+        parts=parts,
+    )
+
+
+def require_plannable(strategy: object, *, mesh: object, cluster: object, workload: object) -> None:
+    """Raises InputError for "auto" without what it plans by, and for that without "auto"."""
+    if strategy == "auto" and (cluster is None or workload is None or mesh is None):
+        raise InputError('strategy "auto" needs a mesh, cluster=... and workload=zm.Workload(...) to choose by')
+    if strategy != "auto" and (cluster is not None or workload is not None):
+        raise InputError(f'cluster and workload are for the strategy "auto"; the strategy is {str(strategy)!r}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

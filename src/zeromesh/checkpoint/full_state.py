@@ -15,19 +15,21 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards, Place
 from zeromesh.engine.parts import require_one_of_a_name
 from zeromesh.engine.spread import local_of
+from zeromesh.engine.state_dict import whole_state
 from zeromesh.errors import ModelError, nearest
 from zeromesh.model.module_units import clean_name, is_sharded
 
 
-def full_state_dict(model: nn.Module, *, names: Container[str] | None = None) -> dict[str, Any]:
+def full_state_dict(model: nn.Module | Any, *, names: Container[str] | None = None) -> Any:
     """All parameters (in the master's dtype) and buffers, whole, on the CPU of the mesh's first rank, and its modules'
     extra states.
 
     Every rank calls it; at most one flat buffer is whole on a device at a time.
 
     Args:
-        model: sharded.
-        names: of what is wanted, the same on every rank; nothing else is gathered.
+        model: sharded; or dicts, lists and tuples of slices (a moving average), of which the same is returned with
+            whole tensors, and None for each on the other ranks.
+        names: the parameters that are wanted, the same on every rank; nothing else is gathered.
 
     Returns:
         By original name, in the model's order, tied parameters under each of their names; an empty dict on the other
@@ -36,6 +38,8 @@ def full_state_dict(model: nn.Module, *, names: Container[str] | None = None) ->
     Raises:
         ModelError: the model has parameters that came after `zm.shard`.
     """
+    if not isinstance(model, nn.Module):
+        return whole_state(model)
     engine = engine_of(model)
     engine.require_own()
     engine.interpreter.quiesce()

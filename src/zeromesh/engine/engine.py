@@ -121,8 +121,8 @@ class Engine:
 
     # ---- points, from the hooks
 
-    def pre_forward(self, unit: int, *, outermost: bool = False, lent: bool = False) -> None:
-        """Before a unit's forward; `outermost`: that of the whole model; `lent`: see `read`."""
+    def pre_forward(self, unit: int, *, outermost: bool = False, read: bool = False) -> None:
+        """Before a unit's forward; `outermost`: that of the whole model; `read`: see there."""
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
         else:
@@ -130,21 +130,23 @@ class Engine:
             if outermost:
                 self._end_interrupted(own=1)
             self.changes.apply()
-        self.interpreter.pre_forward(unit, lent=lent)
+        self.interpreter.pre_forward(unit, read=read)
 
     def post_forward(self, unit: int, outputs: Iterable[Tensor] | None) -> None:
         """After a unit's forward; makes its outputs' gradients call `pre_backward`. None: it has raised."""
         outputs = None if outputs is None else list(outputs)
+        forward = self.interpreter.forward
+        reads = forward.reads_until(unit) if forward is not None else iter(())
         try:
-            forward = self.interpreter.forward
-            while forward is not None and forward.lent and forward.is_outermost(unit):
-                self.post_forward(forward.lent.pop(), outputs)
+            for each in reads:
+                self.post_forward(each, outputs)
             if outputs:
                 self.backend.require_usable(unit, outputs)
             if outputs is not None and self.interpreter.forward is not None:
                 self.backend.require_in_place(unit, outermost=len(self.interpreter.forward.running) == 1)
         except ModelError:
-            self.interpreter.post_forward(unit, backward=False)
+            for each in (*reads, unit):
+                self.interpreter.post_forward(each, backward=False)
             raise
         # Of a recomputation too: reentrant checkpointing runs a backward of its own from there, and a segment longer
         # than the slots then has to gather its first units again. (Otherwise these hooks are never reached.)
@@ -186,7 +188,7 @@ class Engine:
         `zeromesh.engine.hooks`."""
         if self.interpreter.forward is None or self.schedule.shares_slot(param.unit) or not self.runs():
             return param
-        self.pre_forward(param.unit, lent=True)
+        self.pre_forward(param.unit, read=True)
         return self.backend.units[param.unit].leaf_of[param]
 
     def on_demand(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -267,8 +267,6 @@ def local_operand(target: Slice, operand: Any, call: str) -> Any:
 def _localised(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of an elementwise function, with each operand as it is on this rank; of one over lists of tensors,
     position by position."""
-    if stepping():
-        return args, kwargs
     width = max((len(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)), default=None)
     if width is None:
         like = _first_slice(args, kwargs)
@@ -420,9 +418,11 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     """In place. Operands are compared before anything is written."""
     targets = args[0] if type(args[0]) in (list, tuple) else args[:1]
     slices = [each for each in targets if isinstance(each, Slice)]
-    own, options = _localised(func.__name__, args, kwargs)
-    if not stepping() and len(slices) < len(targets):
-        _require_slices(func, targets, args, kwargs)
+    own, options = args, kwargs
+    if not stepping():
+        own, options = _localised(func.__name__, args, kwargs)
+        if len(slices) < len(targets):
+            _require_slices(func, targets, args, kwargs)
     for each in slices:
         tell_of_write(each)
     if not torch.is_grad_enabled() or any(each.requires_grad and each.is_leaf for each in slices):
@@ -451,7 +451,7 @@ def _owner(target: Slice) -> ShardedParameter | None:
 
 def tell_of_write(target: Slice) -> None:
     """Before something is written to what may be a parameter's values."""
-    owner = _owner(target)
+    owner = target if type(target) is ShardedParameter else target.owner
     if owner is not None and (engine := owner.engine()) is not None:
         engine.changing(owner)
 

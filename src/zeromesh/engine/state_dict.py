@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeromesh.engine.control import reduce_over
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.param import ShardedParameter, local_operand
+from zeromesh.engine.param import ShardedParameter, Slice, local_operand
 from zeromesh.engine.parts import require_one_of_a_name
 from zeromesh.errors import InputError
 from zeromesh.model.module_units import clean_name
@@ -132,7 +132,7 @@ def _rename(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 
 def whole_state(state: Any, engine: Engine | None = None, *, everywhere: bool = False) -> Any:
-    """A state dict with slices, as a sharded model's `state_dict()` has them, with whole tensors in their place.
+    """A state with whole tensors in the place of its slices: a state dict of a sharded model, a moving average.
 
     All ranks call it, with the same names.
 
@@ -144,15 +144,27 @@ def whole_state(state: Any, engine: Engine | None = None, *, everywhere: bool = 
     control = None if engine is None else engine.control
     groups = [dist.group.WORLD] if control is None else [control.group, *control.beyond]
 
-    def gathered(sliced: SlicedTensor) -> Tensor | None:
-        values = torch.zeros(sliced.shape, dtype=sliced.dtype, device=sliced.device)
-        copy_shared(sliced.piece, whole(sliced.piece.name, values))
+    def gathered(sliced: SlicedTensor | Slice) -> Tensor | None:
+        own = sliced.elements.piece(sliced.full_name, sliced.local) if isinstance(sliced, Slice) else sliced.piece
+        values = torch.zeros(sliced.shape, dtype=own.local.dtype, device=own.local.device)
+        copy_shared(own, whole(own.name, values))
         for group in groups if dist.is_initialized() and values.numel() else ():
             # What several ranks have is the same on all of them, to the bit: a maximum of bytes is their union.
             reduce_over(group, values.view(-1).view(torch.uint8), dist.ReduceOp.MAX)
         return values if everywhere else values.cpu() if not dist.is_initialized() or dist.get_rank() == 0 else None
 
-    return tree_map_only(SlicedTensor, gathered, state)
+    return tree_map_only((SlicedTensor, Slice), gathered, state)
+
+
+def sliced_like(current: Any, state: Any) -> Any:
+    """`state`, with a slice in the place of each whole tensor where `current`, which is built alike, has a slice."""
+    if isinstance(current, Slice) and isinstance(state, Tensor):
+        return torch.zeros_like(current).copy_(state)
+    if isinstance(current, Mapping) and isinstance(state, Mapping):
+        return {key: sliced_like(current.get(key), value) for key, value in state.items()}
+    if isinstance(current, list | tuple) and isinstance(state, list | tuple) and len(current) == len(state):
+        return type(state)(map(sliced_like, current, state))
+    return state
 
 
 @cache

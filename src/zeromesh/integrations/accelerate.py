@@ -36,7 +36,7 @@ from zeromesh.integrations.methods import (
     with_mixed_precision,
 )
 from zeromesh.integrations.optimizers import give_shards
-from zeromesh.integrations.saved import checkpoints_of
+from zeromesh.integrations.saved import Registered, checkpoints_of
 from zeromesh.integrations.versions import require_attributes, require_known
 from zeromesh.sharding import Sharding
 
@@ -124,7 +124,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole tensors, on the first rank's CPU; empty on the others. All ranks call it."""
-        return full_state_dict(model)
+        state: dict[str, Any] = full_state_dict(model)
+        return state
 
     def save_model(
         self,
@@ -169,13 +170,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
 
     @contextmanager
     def _without_shards(self) -> Iterator[None]:
-        """What is in here would write the first rank's slices for everyone's."""
-        held = self._models, self._optimizers
-        self._models, self._optimizers = [], []
+        """Accelerate's own saving would write the first rank's slices for everyone's."""
+        names = ("_models", "_optimizers", "_custom_objects")
+        held = {name: getattr(self, name) for name in names}
+        self.__dict__.update(_models=[], _optimizers=[], _custom_objects=[*map(Registered, held["_custom_objects"])])
         try:
             yield
         finally:
-            self._models, self._optimizers = held
+            self.__dict__.update(held)
 
     def _checkpoints(self, directory: Any) -> Iterator[tuple[str, Checkpoints]]:
         optimizers = [held.optimizer for held in self._optimizers]

@@ -11,7 +11,7 @@ optimizers as `zm.Checkpoints`, which load on any ranks and under any strategy, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ with names_of("lightning"):
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
     from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 
+AVERAGES = frozenset({"WeightAveraging", "StochasticWeightAveraging"})
+"""Lightning's callbacks that average weights, and their subclasses; some versions have one of them only."""
+
 REST = "rest"
 """In the state of a model's checkpoint: the name of the file of what is neither model nor optimizer."""
 
@@ -67,6 +70,18 @@ def _require_options(options: Mapping[str, Any]) -> None:
             f"{', '.join(unknown)} cannot be used with sharding=: of the options of Lightning's DDPStrategy there are "
             f"{', '.join(OPTIONS)}"
         )
+
+
+def _require_no_averages(callbacks: Iterable[object]) -> None:
+    """Lightning's callbacks that average weights copy the module before it is sharded."""
+    for callback in callbacks:
+        if AVERAGES.intersection(kind.__name__ for kind in type(callback).__mro__):
+            raise InputError(
+                f"{type(callback).__name__} copies the module before it is sharded, so it would average whole tensors "
+                f"with slices: leave the callback out, and keep the average in the module as a list of clones, "
+                f"[p.detach().clone() for p in self.parameters()], made in on_fit_start and updated in "
+                f"on_train_batch_end"
+            )
 
 
 def _sharding_of(sharding: Sharding, precision: str, device: torch.device) -> Sharding:
@@ -273,6 +288,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         if self._layer_sync is not None:
             raise InputError("sync_batchnorm=True cannot be used with sharding=: convert the module's layers before")
+        _require_no_averages(trainer.callbacks)
         self.accelerator.setup(trainer)
         if self.model is not self._own:
             self.model = self.precision_plugin.convert_module(self.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import updates
+from zeromesh.engine.state_dict import sliced_like, whole_state
 
 
 def checkpoints_of(
@@ -22,6 +24,20 @@ def checkpoints_of(
     """
     own = [optimizer for optimizer in optimizers if updates(optimizer, engine_of(model))]
     return Checkpoints(directory, model, own, keep=1, frozen=_freezes_beside_adapters(model))
+
+
+class Registered:
+    """An object that a library saves by its `state_dict()`, such as a moving average: its slices are saved as whole
+    tensors, and taken back as slices under any strategy. All ranks call both methods."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> Any:
+        return whole_state(self.held.state_dict())
+
+    def load_state_dict(self, state: Any) -> None:
+        self.held.load_state_dict(sliced_like(self.held.state_dict(), state))
 
 
 def is_peft(model: object) -> bool:

@@ -11,7 +11,7 @@ the same order issue the same collectives, whichever of the outputs their losses
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 
@@ -27,7 +27,7 @@ class Forward:
         calls: how many of the marked calls each unit has.
         hidden: units that have returned nothing that a gradient could be seen to arrive at.
         visited: a backward has come back to it.
-        lent: units that are open for the outermost call, which has read their parameters; they end with it.
+        read: units that are open because another one's forward has read their parameters; they end with the outermost.
     """
 
     number: int
@@ -36,18 +36,20 @@ class Forward:
     calls: Counter[int] = field(default_factory=Counter)
     hidden: set[int] = field(default_factory=set)
     visited: bool = False
-    lent: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
 
-    def begin(self, unit: int, *, lent: bool = False) -> None:
-        # A lent unit outlives the calls that are under way inside the outermost one.
-        self.running.insert(1 + len(self.lent) if lent else len(self.running), (len(self.marks), unit))
+    def begin(self, unit: int, *, read: bool = False) -> None:
+        # A unit that was read outlives the calls that are under way inside the outermost one.
+        self.running.insert(1 + len(self.read) if read else len(self.running), (len(self.marks), unit))
         self.marks.append(None)
-        if lent:
-            self.lent.append(unit)
+        if read:
+            self.read.append(unit)
 
-    def is_outermost(self, unit: int) -> bool:
-        """Whether the innermost running call of `unit` is the one around all others."""
-        return next(at for at in reversed(range(len(self.running))) if self.running[at][1] == unit) == 0
+    def reads_until(self, unit: int) -> Iterator[int]:
+        """As a call of `unit` ends: the units that end before it since they were read, the last first; none unless it
+        is the outermost call."""
+        while self.read and next(at for at in reversed(range(len(self.running))) if self.running[at][1] == unit) == 0:
+            yield self.read.pop()
 
     def end(self, unit: int, *, backward: bool) -> int | None:
         """The place of the call's end among the marks; None if no backward will come back to it."""

@@ -88,13 +88,17 @@ class Interpreter(Generic[T]):
 
     # ---- points
 
-    def pre_forward(self, unit: int, *, lent: bool = False) -> None:
-        """Before a unit's forward, or its repetition inside the backward; `lent`: inside another unit's, which needs
-        its parameters, until the outermost forward ends."""
+    def pre_forward(self, unit: int, *, read: bool = False) -> None:
+        """Before a unit's forward, or its repetition inside the backward.
+
+        Args:
+            unit: its index.
+            read: another unit's forward has read its parameters, so it is open until the outermost forward ends.
+        """
         if self.forward is None:
             self._forwards += 1
             self.forward = Forward(self._forwards)
-        self.forward.begin(unit, lent=lent)
+        self.forward.begin(unit, read=read)
         if self.backward is not None:
             return self._run(PointKind.PRE_RECOMPUTE, unit)
         if unit not in self.seen:

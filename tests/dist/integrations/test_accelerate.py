@@ -151,6 +151,71 @@ def resumed(directory: str, kind: str) -> tuple[Curve, Curve]:
         return loop.run(10, start=10), expected[10:]
 
 
+class Average:
+    """A moving average as diffusers and many scripts keep it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = [param.detach().clone() for param in model.parameters()]
+
+    @torch.no_grad()
+    def step(self, model: nn.Module) -> None:
+        for average, param in zip(self.shadow, model.parameters(), strict=True):
+            average.sub_(0.1 * (average - param))
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        for average, param in zip(self.shadow, model.parameters(), strict=True):
+            param.data.copy_(average.data)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = [each.clone() for each in state["shadow"]]
+
+
+def averaged(loop: Loop, steps: int, average: Average) -> None:
+    for _ in range(steps):
+        loop.run(1)
+        average.step(loop.model)
+
+
+@pytest.mark.timeout(120)
+def test_a_registered_average_resumes_on_another_world_and_strategy(pool: Pool, tmp_path):
+    pool.run(4, stopped_average, str(tmp_path), timeout_s=100)
+    pool.run(2, resumed_average, str(tmp_path), timeout_s=100)
+
+
+def stopped_average(directory: str) -> None:
+    with launched():
+        loop = Loop(how=sharding())
+        average = Average(loop.model)
+        loop.accelerator.register_for_checkpointing(average)
+        averaged(loop, 2, average)
+        loop.accelerator.save_state(directory)
+
+
+def resumed_average(directory: str) -> None:
+    def expected() -> dict[str, Any]:
+        loop = Loop()
+        average = Average(loop.model)
+        averaged(loop, 3, average)
+        average.copy_to(loop.model)
+        return {name: value.clone() for name, value in loop.model.state_dict().items()}
+
+    wanted = plain(expected)
+    with launched():
+        loop = Loop(how=sharding("node=3", {"node": 2}))
+        average = Average(loop.model)
+        loop.accelerator.register_for_checkpointing(average)
+        loop.accelerator.load_state(directory)
+        averaged(loop, 1, average)
+        average.copy_to(loop.model)
+        found = zm.full_state_dict(loop.model)
+        for name in found:
+            torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6)
+
+
 @on_ranks(2, timeout_s=60)
 def test_metrics_and_models_are_written(tmp_path):
     import transformers as hf

@@ -438,6 +438,8 @@ def other(fabric: Any) -> Any:
 @pytest.mark.timeout(100)
 @on_ranks(2, timeout_s=90)
 def test_a_model_on_the_meta_device_computes_in_the_trainers_precision(tmp_path):
+    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
     from zeromesh.engine.api import engine_of
     from zeromesh.integrations.lightning import FabricStrategy, Strategy
 
@@ -457,6 +459,11 @@ def test_a_model_on_the_meta_device_computes_in_the_trainers_precision(tmp_path)
             make_trainer(tmp_path, Strategy(sharding=how)).fit(module, loader(2))
         with pytest.raises(InputError, match="sync_batchnorm=True cannot be used with sharding="), quiet():
             make_trainer(tmp_path, Strategy(sharding=how), sync_batchnorm=True).fit(make_module("llama"), loader(2))
+        for callback in (EMAWeightAveraging(), StochasticWeightAveraging(0.1)):
+            with pytest.raises(InputError, match=rf"{type(callback).__name__} copies the module before"), quiet():
+                make_trainer(tmp_path, Strategy(sharding=how), callbacks=[callback]).fit(
+                    make_module("llama"), loader(2)
+                )
         for kind in (Strategy, FabricStrategy):
             with pytest.raises(InputError, match="static_graph cannot be used with sharding=: of the options of"):
                 kind(sharding=how, static_graph=True)

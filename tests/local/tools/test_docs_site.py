@@ -98,7 +98,7 @@ def test_every_page_opens_in_a_browser(tmp_path: Path) -> None:
     empty = [page for page, seen in found.items() if not seen["heading"] or seen["text"] < 300]
     assert not empty and not [(page, seen["errors"]) for page, seen in found.items() if seen["errors"]]
     reference = (site / "reference.html").read_text()
-    assert "zm.shard" in reference and 'id="zeromesh.api.shard"' in reference
+    assert "zm.shard" in reference and 'id="zeromesh.sharding.shard"' in reference
 
 
 def _environment() -> dict[str, str]:
