@@ -183,8 +183,8 @@ def take_slices(optimizer: Optimizer) -> None:
 
 def _take_whole(optimizer: Optimizer, own: Mapping[ShardedParameter, Region]) -> None:
     """The same of one that steps on whole tensors: on its own, with all of their states."""
-    for param, state in optimizer.state.items():  # of all parameters: owners alone would raise else
-        for value in state.values():
+    for param, states in optimizer.state.items():  # of all parameters: owners alone would raise else
+        for value in states.values():
             divided = isinstance(value, SlicedTensor) and getattr(value.elements, "place", None) is not None
             if divided and isinstance(param, ShardedParameter):
                 raise CheckpointError(
