@@ -128,7 +128,7 @@ def rehearsed(shape: Shape, mesh: DeviceMesh, strategy: str) -> dict[str, int]:
     assert simdev.memory_stats().peak_reserved_bytes >= simdev.memory_stats().peak_allocated_bytes
     units = shape.blocks + 1
     assert launches and all(count <= LAUNCHES * units for count in launches.values()), launches
-    parameters = sum(math.prod(param.global_shape) for param in model.parameters())
+    parameters = sum(math.prod(param.shape) for param in model.parameters())
     return {
         "parameters": parameters,
         "predicted_bytes": report.predicted_bytes,

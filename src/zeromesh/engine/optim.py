@@ -28,7 +28,7 @@ from zeromesh.engine.elements import require_alike
 from zeromesh.engine.hooks import as_python
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.param import ShardedParameter, Slice, Step, mark
-from zeromesh.errors import OptimizerError
+from zeromesh.errors import CheckpointError, OptimizerError
 from zeromesh.modules import DTYPE_NAMES
 from zeromesh.pieces.piece import whole
 from zeromesh.pieces.region import Region
@@ -174,6 +174,7 @@ def take_slices(optimizer: Optimizer) -> None:
                     state[key] = value.local
                 elif isinstance(value, SlicedTensor) or _is_whole(key, value, param):
                     own = param.elements.part_of(value, f"load_state_dict of state {key!r}")
+                    own = own.expand(param.elements.numel)  # of one element, which this rank may not have
                     # A clone, or the whole of it would stay in memory.
                     state[key] = own if isinstance(value, SlicedTensor) else own.clone()
                 if type(state[key]) is torch.Tensor and state[key].shape == (param.elements.numel,):
@@ -182,6 +183,14 @@ def take_slices(optimizer: Optimizer) -> None:
 
 def _take_whole(optimizer: Optimizer, own: Mapping[ShardedParameter, Region]) -> None:
     """The same of one that steps on whole tensors: on its own, with all of their states."""
+    for param, states in optimizer.state.items():  # of all parameters: owners alone would raise else
+        for value in states.values():
+            divided = isinstance(value, SlicedTensor) and getattr(value.elements, "place", None) is not None
+            if divided and isinstance(param, ShardedParameter):
+                raise CheckpointError(
+                    f"an optimizer of zm.by_owner has whole states, and load_state_dict was given slices, such as "
+                    f"those of {param.elements}: load them with zm.Checkpoints"
+                )
     for param in [param for param in optimizer.state if param not in own]:
         del optimizer.state[param]
     for param, owned in own.items():

@@ -172,18 +172,18 @@ def _gather_where_torch_does() -> None:
     """`get_model_state_dict` and its like, which gather DTensors alone, get whole tensors for a full state dict."""
     own = torch_state_dict._maybe_full_or_cpu_state_dict
 
-    def gathered(state: dict[str, Any], info: Any) -> Any:
+    def gathered(state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
         params = (param for param in info.fqn_param_mapping if isinstance(param, ShardedParameter))
         engine = next((param.engine() for param in params), None)
         if engine is not None and info.full_state_dict:
-            names = [each.piece.name for each in tree_leaves(state) if isinstance(each, SlicedTensor)]
+            names = [each.piece.name for each in tree_leaves(state_dict) if isinstance(each, SlicedTensor)]
             if any(other != names for other in engine.control.gather(names)):
                 raise InputError(
                     "full_state_dict=True gathers tensors of which every rank has a slice, and an optimizer of "
                     "zm.by_owner has whole states on some ranks: save it with zm.Checkpoints, or leave full_state_dict "
                     "out and save with torch.distributed.checkpoint; zm.full_state_dict(model) gathers the model"
                 )
-            state = whole_state(state, engine, everywhere=not info.cpu_offload)
-        return own(state, info)
+            state_dict = whole_state(state_dict, engine, everywhere=not info.cpu_offload)
+        return own(state_dict, info)
 
     torch_state_dict._maybe_full_or_cpu_state_dict = gathered

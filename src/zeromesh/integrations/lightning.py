@@ -296,7 +296,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
                 self.model_to_device()
             sharding = _sharding_of(self.sharding, self.precision_plugin.precision, self.root_device)
             shard_model(sharding, self.model)
-            if not self.model.automatic_optimization:  # a step is several forwards, of parts
+            if not self.model.automatic_optimization:  # a step calls parts, and each such call is a forward
                 engine = engine_of(self.model)
                 parts = [part for part in self.model.children() if part not in engine.called]
                 install_on_parts(engine, parts, engine.precision.param)
@@ -327,10 +327,11 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
 
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A step is a forward of the whole module, whose own parameters are gathered for it."""
+        """A step is a forward of the whole module, whose own parameters are gathered for it; one that the module
+        optimises itself is a method, since it has backwards and optimizers' steps inside."""
         module = self.lightning_module
         if name == "training_step" and not module.automatic_optimization:
-            return module.training_step(*args, **kwargs)  # has backwards and optimizers' steps inside
+            return module.training_step(*args, **kwargs)
         forward = module.forward
 
         def step(*args: Any, **kwargs: Any) -> Any:

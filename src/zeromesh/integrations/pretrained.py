@@ -143,11 +143,11 @@ def _named(model: nn.Module) -> Iterator[tuple[str, FlatShards, Place]]:
                 yield name, buffer, place
 
 
-class _Used(TorchDispatchMode):
+class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
     """Notes what computations read, of tensors without values."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1044,6 +1044,41 @@ def test_whole_states_are_taken_by_slices():
         assert all(value.untyped_storage().nbytes() == own.local.nbytes for value in moments)
 
 
+class Scaled(nn.Linear):
+    """With parameters of one element, which lie on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+@on_ranks(2)
+def test_whole_states_of_one_element_are_taken():
+    torch.manual_seed(0)
+    plain, x = Scaled().double(), torch.ones(2, 3, dtype=torch.float64)
+    model = sharded(copy.deepcopy(plain), "node=1")
+    theirs, ours = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model))
+    for both in (False, True):
+        for each, optimizer in ((plain, theirs), (model, ours))[: 1 + both]:
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not both:
+            ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+            model.load_state_dict(plain.state_dict())
+    for whole, own in zip(plain.parameters(), model.parameters(), strict=True):
+        close(own.local, local_part(own, whole), own.full_name, 1e-12)
+    copy.deepcopy(theirs.state_dict()), copy.deepcopy([*ours.state.values()])
+    with pytest.raises(CheckpointError, match=r"zm.by_owner has whole states, and load_state_dict was given slices"):
+        owned = zm.by_owner(torch.optim.AdamW, model.parameters())
+        owned.load_state_dict(ours.state_dict())
+        model(x).mean().backward()
+        owned.step()
+
+
 @on_ranks(2)
 def test_a_state_of_another_layout_is_refused():
     model, other = sharded(chain(), "node=1"), sharded(chain(), "node=0")
