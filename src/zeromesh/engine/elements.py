@@ -83,9 +83,6 @@ class Elements:
     control: Control | None = field(compare=False, default=None)
     agree_max: Callable[[Tensor], None] | None = field(compare=False, default=None)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Elements:
-        return self  # it names the job's groups of ranks
-
     def __str__(self) -> str:
         return f"{self.name} {tuple(self.shape)}" + f" under {self.layout}" * bool(self.layout)
 

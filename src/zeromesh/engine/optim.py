@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 from zeromesh.engine.elements import require_alike
 from zeromesh.engine.hooks import as_python
 from zeromesh.engine.leaf import Leaf
-from zeromesh.engine.param import ShardedParameter, Slice, Step, mark
+from zeromesh.engine.param import MARKED, ShardedParameter, Slice, Step
 from zeromesh.errors import CheckpointError, OptimizerError
 from zeromesh.modules import DTYPE_NAMES
 from zeromesh.pieces.piece import whole
@@ -178,7 +178,7 @@ def take_slices(optimizer: Optimizer) -> None:
                     # A clone, or the whole of it would stay in memory.
                     state[key] = own if isinstance(value, SlicedTensor) else own.clone()
                 if type(state[key]) is torch.Tensor and state[key].shape == (param.elements.numel,):
-                    mark(state[key], param.elements)
+                    MARKED[state[key]] = param.elements
 
 
 def _take_whole(optimizer: Optimizer, own: Mapping[ShardedParameter, Region]) -> None:

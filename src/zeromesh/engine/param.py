@@ -23,20 +23,21 @@ the same code of the model; elsewhere one of them may be alone.
 
 [Note: Stepping] Inside the step of an optimizer that has been looked at, operands are not compared, and new tensors are
 plain 1-D tensors of this rank's elements: an optimizer's states belong to their parameter, and Python for each of them
-would cost more than small steps take. They carry `_zeromesh_elements`, so that the same optimizer's functions outside
-of a step (`eval()` of a schedule-free one) may use them beside slices.
+would cost more than small steps take. `MARKED` says which elements they are, so that the same optimizer's functions
+outside of a step (`eval()` of a schedule-free one) may use them beside slices.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeromesh.engine import allowed
 from zeromesh.engine.elements import Elements, require_alike, tensors_in
@@ -52,6 +53,10 @@ class Step(dict[str, Any]):
     torch calls no hook. See [Note: Stepping]."""
 
     innermost: weakref.ref[Step] | None = None
+
+
+MARKED: MutableMapping[Tensor, Elements] = WeakTensorKeyDictionary()
+"""Optimizers' plain states, weakly: [Note: Stepping]."""
 
 
 def stepping() -> bool:
@@ -239,12 +244,7 @@ def _elements_of(tensor: Any) -> Elements | None:
     """Those that a tensor is known to hold: a slice, or a plain one that an optimizer has made of a slice."""
     if isinstance(tensor, Slice):
         return tensor.elements
-    return getattr(tensor, "_zeromesh_elements", None) if type(tensor) is Tensor else None
-
-
-def mark(state: Tensor, elements: Elements) -> None:
-    """Tells of an optimizer's plain state which elements it is for: [Note: Stepping]."""
-    state._zeromesh_elements = elements  # type: ignore[attr-defined]
+    return MARKED.get(tensor) if type(tensor) is Tensor else None
 
 
 def local_operand(target: Slice, operand: Any, call: str) -> Any:
@@ -492,7 +492,7 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
     if not stepping():
         return _sliced_result(name, result, [source], {})
     result = result.as_subclass(torch.Tensor)
-    mark(result, source.elements)
+    MARKED[result] = source.elements
     return result
 
 

@@ -349,6 +349,30 @@ def test_a_rank_that_never_comes_is_named():
         model[0].bias.norm()
 
 
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+@on_ranks(4)
+def test_states_of_optimizers_are_plain_and_of_their_parameters(options):
+    """Also outside of a step, and after one that raised; a schedule-free optimizer's `eval()` does so."""
+    model, plain = sharded(0, "node=3,cluster=1"), net()
+    for each in (model, plain):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, **options)
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(each, optimizer, 0)
+        optimizer.param_groups[0]["lr"] = "none"
+        with pytest.raises(TypeError):
+            train(each, optimizer, 1)
+        each.zero_grad()
+        with torch.no_grad():
+            for param in each.parameters():
+                param.lerp_(optimizer.state[param]["exp_avg"], 0.5)
+                assert type(optimizer.state[param]["exp_avg"]) is Tensor
+        torch.save([copy.deepcopy(state["exp_avg"]) for state in optimizer.state.values()], io.BytesIO())
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        close(ours, theirs)
+    with pytest.raises(OptimizerError, match=r"must be the whole tensor"), torch.no_grad():
+        model[0].weight.add_(torch.ones(4).double())
+
+
 # ---- moving averages
 
 
