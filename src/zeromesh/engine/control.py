@@ -242,14 +242,15 @@ class Control:
         progress = progress_of(self)
         text = f"{call} of {tensors}"
         try:
-            progress.arrive(text[:200])
+            if progress is not None:
+                progress.arrive(text[:200])
             found = [] if self._same(text) else self.gather(f"{text[:200]} ({_users_line()})")
             if not found:
                 yield
         except InternalError:
             raise
         except RuntimeError as error:
-            missing = "; ".join(progress.missing()) or "a rank that has ended since"
+            missing = "; ".join([] if progress is None else progress.missing()) or "a rank that has ended since"
             raise CommunicationError(
                 f"{text[:200]} ({_users_line()}) is one value of the whole tensor, so all {self.world} ranks that have "
                 f"a slice of it must call it together. Missing: {missing}. [{str(error).splitlines()[0]}]"
@@ -259,15 +260,20 @@ class Control:
 
 
 @cache
-def progress_of(control: Control) -> Progress:
-    """Where the ranks of `control` are in their meetings; the first call is made by all of them together."""
-    ranks = sorted(control.gather(dist.get_rank()))
-    return Progress(
-        store=dist.distributed_c10d._get_default_store(),  # torch has no public way to it
-        key=f"zeromesh/meetings/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}",
-        rank=control.number,
-        size=control.world,
-    )
+def progress_of(control: Control) -> Progress | None:
+    """Where the ranks of `control` are in their meetings; the first call is made by all of them together. None where
+    the process group's store keeps nothing, as that of torch's fake group."""
+    key = f"zeromesh/meetings/{hashlib.sha256(repr(ranks_of(control)).encode()).hexdigest()[:16]}"
+    store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
+    with suppress(RuntimeError):
+        return Progress(store=store, key=key, rank=control.number, size=control.world)
+    return None
+
+
+@cache
+def ranks_of(control: Control) -> tuple[int, ...]:
+    """The global ranks of all that the model is spread over; the first call is made by all of them together."""
+    return tuple(sorted(control.gather(dist.get_rank() if dist.is_initialized() else 0)))
 
 
 def _users_line() -> str:
