@@ -54,12 +54,12 @@ class Progress:
             return ["the process that holds the ranks' store, which does not answer"]
 
     def _wait(self) -> list[str]:
-        end = time.monotonic() + WAIT_S
+        end, missing = time.monotonic() + WAIT_S, list[str]()
         try:
             while (missing := self._look()) and time.monotonic() < end:
                 time.sleep(0.05)
-        except RuntimeError:
-            return ["the process that holds the ranks' store, which has ended"]
+        except RuntimeError:  # its process has raised the same error and ended
+            return missing or ["the process that holds the ranks' store, which has ended"]
         return missing
 
     def _look(self) -> list[str]:
