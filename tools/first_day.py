@@ -38,6 +38,9 @@ GRACE_S = 10.0
 NO_DEVICE = 2
 """The exit code."""
 
+AS_RANK = "--as-rank"
+"""The first argument of this script as a rank of the part `ranks`."""
+
 # Any version of pytest, whatever plugins it has; what another torch warns of is no error.
 PYTEST = (
     "-m pytest -q -ra --maxfail 5 -p no:benchmark -p no:cacheprovider -o minversion=6 -o filterwarnings=default "
@@ -108,7 +111,7 @@ def parts(devices: int, kind: str) -> list[Part]:
     strategies = "node=3 node[4]=3,node[2]=1 node=0 node=3@int8/int4" if devices else "node=3"
     mesh = f"node={devices}" if not share else "cluster=2,node=2" if devices else "node=2"
     ranks = devices if not share else 4 if devices else 2
-    selftest = f"{TORCHRUN} --nproc-per-node {ranks} -m zeromesh.cli selftest --mesh {mesh} -o {{out}}"
+    selftest = f"{TORCHRUN} --nproc-per-node {ranks} tools/first_day.py {AS_RANK} {mesh} {{out}}"
     every = [
         # Steps run on the device, beside plain PyTorch and FSDP2 in one process.
         Part(name="smoke", command=f"{device} {tiny}", judge=judge_state, here=cuda),
@@ -123,7 +126,7 @@ def parts(devices: int, kind: str) -> list[Part]:
         # Numbers, bytes and memory of every stage over the device's own collectives.
         Part(
             name="ranks",
-            command=selftest + " --share-devices" * share,
+            command=selftest + " share" * share,
             judge=judge_selftest,
             limit_s=150.0 if share else 600.0,
         ),
@@ -274,6 +277,17 @@ def page(setting: Mapping[str, Any], outcomes: Sequence[Outcome], not_run: Seque
     return "\n".join([*lines, "", f"Send back `{RESULT}`, which has all figures, and `{LOG}`.", ""])
 
 
+def run_rank(mesh: str, output: str, *share: str) -> int:
+    """`zeromesh selftest` as one of torchrun's ranks, without the packages of the command line."""
+    if share:
+        os.environ["ZEROMESH_SHARE_DEVICES"] = "1"
+    from zeromesh.measure.launch import parse_mesh
+    from zeromesh.measure.selftest import selftest
+
+    result = selftest(parse_mesh(mesh), Path(output))
+    return 0 if result is None or result.passed else 1
+
+
 def setting_of() -> dict[str, Any]:
     """Versions and devices."""
     import torch
@@ -330,4 +344,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_rank(*sys.argv[2:]) if sys.argv[1:2] == [AS_RANK] else main())

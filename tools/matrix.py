@@ -13,7 +13,6 @@ import argparse
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,11 +59,12 @@ def environment(name: str, directory: Path) -> Path:
 def cells(python: Path, tests: Sequence[str]) -> list[str]:
     """Runs the tests, and returns a row of the page."""
     ask = f"import platform, importlib.metadata as m; print(platform.python_version(), *map(m.version, {LIBRARIES}))"
-    versions = subprocess.run([python, "-c", f"import torch; print(torch.__version__); {ask}"], **_TEXT).stdout.split()
+    command = [str(python), "-c", f"import torch; print(torch.__version__); {ask}"]
+    versions = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
     print(" ".join(versions), flush=True)
     # Libraries of other versions warn, and of each other.
     around = os.environ | {"ZEROMESH_TEST_WARNINGS": "default"}
-    command = [python, "-m", "pytest", "-q", "-o", "filterwarnings=default", *tests]
+    command = [str(python), "-m", "pytest", "-q", "-o", "filterwarnings=default", *tests]
     done = subprocess.Popen(command, cwd=ROOT, env=around, stdout=subprocess.PIPE, text=True)
     assert done.stdout is not None
     last = ""
@@ -97,7 +97,5 @@ def main() -> None:
         PAGE.write_text(with_row(PAGE.read_text(), row))
 
 
-_TEXT = {"check": True, "stdout": subprocess.PIPE, "text": True, "env": os.environ | {"PYTHONPATH": ""}}
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,7 +18,7 @@ def env() -> None:
     names = [device_name(torch.device(kind.type, index)) for index in range(visible_devices())]
     lines = read_setting() | {
         "cuda": torch.version.cuda or torch.version.hip or "none",
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if kind.type == "cuda" else "none",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if kind.type == "cuda" else "none",  # type: ignore[no-untyped-call]  # torch leaves it so
         "devices": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none: the CPU",
         "backend": backend_for(kind),
     }
