@@ -42,13 +42,7 @@ else
 	$(BIN)/python -m pytest tests/netlab && exit $$others
 endif
 
-test-smoke: $(STAMP)
-	@$(BIN)/python -m pytest @tests/smoke.txt
-
-matrix: $(STAMP)
-	@$(BIN)/python tools/matrix.py $(or $(SETS),pinned oldest before newest) $(ARGS)
-
-gpu: $(STAMP)
+test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu
 
 smoke: $(STAMP)
