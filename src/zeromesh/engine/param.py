@@ -525,8 +525,8 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
         return _compute(getattr(torch, f"{name}imum"), (*args, *kwargs.values()), {})
     pair = name in ("dot", "vdot", "equal", "allclose")
     if not pair:
-        args = tuple(arg for at, arg in enumerate(args) if at == 0 or arg not in (None, (), []))
-        kwargs = {key: value for key, value in kwargs.items() if value not in (None, False, (), [])}
+        args = tuple(arg for at, arg in enumerate(args) if at == 0 or not _says_nothing(arg))
+        kwargs = {key: value for key, value in kwargs.items() if not _says_nothing(value)}
     source, operands, options = args[0], args[: 1 + pair], dict(kwargs)
     like = _first_slice(operands, kwargs)
     if pair and "other" in options:
@@ -540,6 +540,8 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
         return False
     own = [torch.Tensor.as_subclass(local_operand(like, each, name), torch.Tensor) for each in operands]
     own = [each.expand(like.elements.numel) for each in own]
+    if any(each.is_complex() for each in own):
+        raise _refusal(f"{name} of complex numbers", args)
     if pair and any(each.dim() != 1 for each in operands) and name.endswith("dot"):
         raise _refusal(f"{name} of tensors of more than one dimension", args)
     if name in _NUMBERS:
@@ -553,6 +555,11 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
         return found.to(like_torch.dtype) if isinstance(like_torch, Tensor) else found.item()
 
     return _apart(name, compute, args, kwargs) if isinstance(like_torch, Tensor) else compute()
+
+
+def _says_nothing(option: Any) -> bool:
+    """No dimension, or not to keep one. Not by equality: dimension 0 is equal to False."""
+    return option is None or option is False or (isinstance(option, list | tuple) and not option)
 
 
 _NUMBERS = frozenset({"item", "__float__", "__int__", "__bool__", "__index__", "is_nonzero"})
@@ -571,13 +578,16 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = args[0] if name == "_foreach_norm" else [args[0]]
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
     slices = [tensor for tensor in tensors if isinstance(tensor, Slice)]
-    if kwargs.get("dim") is not None or len(args) > 2 or len(slices) != len(tensors):
+    further = {key for key, value in kwargs.items() if key not in ("ord", "p", "dtype") and not _says_nothing(value)}
+    if further or len(args) > 2 or len(slices) != len(tensors):
         raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
     frobenius, matrices = order in (None, "fro"), any(tensor.ndim != 1 for tensor in slices)
     if not frobenius and (isinstance(order, str) or (name == "linalg_norm" and matrices)):
         raise _refusal(f"{name} with ord={order!r}, a norm of matrices,", args)
     local, elements = [tensor.local for tensor in slices], [tensor.elements for tensor in slices]
     power = 2.0 if frobenius else float(order)
+    dtype = kwargs.get("dtype")
+    local = local if dtype is None else [each.to(dtype) for each in local]
     norms = _apart(name, lambda: whole_norms(name, elements, local, power), args, kwargs)
     return list(norms) if name == "_foreach_norm" else norms[0]
 

@@ -189,6 +189,25 @@ def requires(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+@on_ranks(4)
+def test_numbers_over_a_dimension_are_refused():
+    weight = sharded(0, "node=3,cluster=1")[0].weight
+    for look in (
+        lambda: weight.sum(0),
+        lambda: weight.sum(dim=0),
+        lambda: weight.mean(dim=(0,)),
+        lambda: weight.amax(dim=0, keepdim=True),
+        lambda: weight.max(0),
+        lambda: torch.all(weight > 0, dim=0),
+        lambda: torch.linalg.vector_norm(weight, dim=0),
+        lambda: torch.linalg.vector_norm(weight, keepdim=True),
+    ):
+        with pytest.raises(OptimizerError, match=r"over a dimension.* needs all of 0\.weight"):
+            look()
+    close(weight.sum(dim=None, keepdim=False), net(0)[0].weight.sum())
+    close(torch.linalg.vector_norm(weight, dtype=torch.float64), torch.linalg.vector_norm(net(0)[0].weight))
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
