@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 from zeromesh.engine.elements import require_alike
 from zeromesh.engine.hooks import as_python
 from zeromesh.engine.leaf import Leaf
-from zeromesh.engine.param import MARKED, ShardedParameter, Slice, Step
+from zeromesh.engine.param import MARKED, ShardedParameter, Slice, Step, outside_of_steps
 from zeromesh.errors import CheckpointError, OptimizerError
 from zeromesh.modules import DTYPE_NAMES
 from zeromesh.pieces.piece import whole
@@ -59,8 +59,8 @@ UNPROVEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, Slice)
 
-_shown: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Whose state dicts hold slices."""
+_shown: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Whose state dicts hold slices; with the id of the hook that begins its step."""
 
 WHOLE: weakref.WeakKeyDictionary[Optimizer, Mapping[ShardedParameter, Region]] = weakref.WeakKeyDictionary()
 """By optimizer that steps on whole tensors (`zeromesh.owners`): the parameters that it steps on here, and what it has
@@ -107,7 +107,7 @@ def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 @as_python
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held = tuple(map(id, _params(optimizer)))
     if _checked.get(optimizer) != held:
         check_optimizer(optimizer)
@@ -121,16 +121,31 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         engine.before_step(params)
         if without:
             engine.require_gradients(params)
-    if optimizer not in _shown or optimizer in WHOLE:
+    if optimizer in _shown:  # the user's hooks may have come later than ours
+        optimizer._optimizer_step_pre_hooks.move_to_end(_shown[optimizer])  # type: ignore[attr-defined]  # ordered
+
+
+@as_python
+def _begin_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The last hook before the step itself: [Note: Stepping] of `zeromesh.engine.param`."""
+    if optimizer in WHOLE:
         return None
-    step = Step(kwargs)
+    step = Step({key: outside_of_steps(value) if callable(value) else value for key, value in kwargs.items()})
     Step.innermost = weakref.ref(step)
-    return args, step
+    return (optimizer, *(outside_of_steps(each) if callable(each) else each for each in args[1:])), step
+
+
+@as_python
+def _end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The first hook after the step itself."""
+    Step.innermost = None
 
 
 def _show_slices(optimizer: Optimizer) -> None:
     if optimizer not in _shown and any(isinstance(param, ShardedParameter) for param in _params(optimizer)):
-        _shown.add(optimizer)
+        _shown[optimizer] = optimizer.register_step_pre_hook(_begin_step).id
+        end = optimizer.register_step_post_hook(_end_step)
+        optimizer._optimizer_step_post_hooks.move_to_end(end.id, last=False)  # type: ignore[attr-defined]  # ordered
         optimizer.register_state_dict_post_hook(_as_slices)
         optimizer.register_load_state_dict_post_hook(take_slices)
 
@@ -212,7 +227,6 @@ def _is_whole(key: str, value: Any, param: ShardedParameter) -> bool:
 
 @as_python
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    Step.innermost = None
     graded = set(map(id, _graded.pop(optimizer, ())))
     for engine, params in _by_engine(optimizer).items():
         updated = [param for param in params if id(param) in graded or param.grad is not None]

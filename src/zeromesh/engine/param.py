@@ -24,7 +24,8 @@ the same code of the model; elsewhere one of them may be alone.
 [Note: Stepping] Inside the step of an optimizer that has been looked at, operands are not compared, and new tensors are
 plain 1-D tensors of this rank's elements: an optimizer's states belong to their parameter, and Python for each of them
 would cost more than small steps take. `MARKED` says which elements they are, so that the same optimizer's functions
-outside of a step (`eval()` of a schedule-free one) may use them beside slices.
+outside of a step (`eval()` of a schedule-free one) may use them beside slices. Closures and hooks of the user's, which
+the step calls, are outside of it. A step that raised is over when its error is dropped.
 """
 
 from __future__ import annotations
@@ -49,10 +50,22 @@ from zeromesh.pieces.sliced import SlicedTensor
 
 
 class Step(dict[str, Any]):
-    """The keyword arguments of an optimizer's step, which live as long as it runs: also where it raises, after which
+    """The keyword arguments of an optimizer's step, which live as long as its frame: also where it raises, after which
     torch calls no hook. See [Note: Stepping]."""
 
     innermost: weakref.ref[Step] | None = None
+
+
+def outside_of_steps(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, a user's, which an optimizer's step calls; where it raises, the step is over."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        step, Step.innermost = Step.innermost, None
+        result = function(*args, **kwargs)
+        Step.innermost = step
+        return result
+
+    return called
 
 
 MARKED: MutableMapping[Tensor, Elements] = WeakTensorKeyDictionary()
@@ -306,7 +319,7 @@ def _sliced_result(name: str, result: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(result, Tensor) or result.shape != (like.elements.numel,):
         raise _refusal(name, [like])
     if result.grad_fn is None:
-        return _slice_of(like.elements, result)
+        return make_slice(Slice, result, result.requires_grad, elements=like.elements)
     made = result.as_subclass(Slice)
     made.elements = like.elements
     return made
@@ -467,11 +480,13 @@ def _set_chosen(func: Any, args: Any, kwargs: Any) -> Any:
     target, index, value, name = args[0], args[1], args[-1], func.__name__
     if stepping() and isinstance(index, Tensor) and index.dtype == torch.bool:
         return _write(func, args, kwargs)
-    one = not isinstance(value, Tensor) or value.numel() == 1
+    one = not isinstance(value, Slice) and (not isinstance(value, Tensor) or value.numel() == 1)
     masks = not isinstance(index, Slice) or index.dtype == torch.bool
     if kwargs or not one or not masks or not isinstance(target, Slice):
         raise _refusal(func, args)
     if name.startswith("index_fill"):
+        if not -target.ndim <= index < target.ndim:
+            raise _refusal(f"{name} over dimension {index}", args)
         index = (*(slice(None) for _ in range(index % len(target.shape))), args[2])
         target = target if name.endswith("_") else _make(torch.clone, (target,), {})
     if not isinstance(index, Slice):
@@ -542,8 +557,8 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
     own = [each.expand(like.elements.numel) for each in own]
     if any(each.is_complex() for each in own):
         raise _refusal(f"{name} of complex numbers", args)
-    if pair and any(each.dim() != 1 for each in operands) and name.endswith("dot"):
-        raise _refusal(f"{name} of tensors of more than one dimension", args)
+    if name.endswith("dot") and any(each.dim() != 1 or each.shape != like.shape for each in operands):
+        raise _refusal(f"{name} of tensors that are not of one dimension and one length", args)
     if name in _NUMBERS:
         return _number(func, source)
     dtype = options.pop("dtype", None)
@@ -552,7 +567,7 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
 
     def compute() -> Any:
         found = whole_value(name, like.elements, own, options)
-        return found.to(like_torch.dtype) if isinstance(like_torch, Tensor) else found.item()
+        return found.to(dtype or like_torch.dtype) if isinstance(like_torch, Tensor) else found.item()
 
     return _apart(name, compute, args, kwargs) if isinstance(like_torch, Tensor) else compute()
 
@@ -581,6 +596,8 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     further = {key for key, value in kwargs.items() if key not in ("ord", "p", "dtype") and not _says_nothing(value)}
     if further or len(args) > 2 or len(slices) != len(tensors):
         raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
+    if not all(tensor.is_floating_point() for tensor in slices):  # torch refuses them where a rank has elements
+        raise _refusal(f"{name} of numbers that are not real", args)
     frobenius, matrices = order in (None, "fro"), any(tensor.ndim != 1 for tensor in slices)
     if not frobenius and (isinstance(order, str) or (name == "linalg_norm" and matrices)):
         raise _refusal(f"{name} with ord={order!r}, a norm of matrices,", args)

@@ -162,7 +162,7 @@ def whole_value(name: str, elements: Elements, operands: Sequence[Tensor], optio
     part = kind.part(*operands, **options).reshape(-1)
     if control is None:
         return kind.finish(part)
-    with control.meeting(f"{name}{options or ''}", elements.name):
+    with control.meeting(f"{name}{options or ''}", f"{elements} in {part.dtype}"):
         found = _over_spans(part, [elements.spans] * len(part), largest=kind.largest)
     return kind.finish(found)
 
@@ -173,6 +173,6 @@ def whole_norms(name: str, elements: Sequence[Elements], slices: Sequence[Tensor
     spans = [each.spans for each in elements]
     if control is None:
         return slice_norms(slices, spans, order)
-    names = ", ".join(each.name for each in elements)
+    names = ", ".join(map(str, elements))
     with control.meeting(f"{name} of order {order}", names):
         return slice_norms(slices, spans, order)

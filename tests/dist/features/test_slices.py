@@ -144,6 +144,8 @@ def test_two_operands_give_what_plain_ones_give_or_are_refused_on_all_ranks(firs
 NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda p: p.sum(),
     "sum of abs": lambda p: p.abs().sum(),
+    "sum in whole numbers": lambda p: torch.sum(p.detach() * 10, dtype=torch.int32),
+    "norm in another dtype": lambda p: p.float().norm(dtype=torch.float64),
     "sum in another dtype": lambda p: torch.sum(p, dtype=torch.float32),
     "mean": lambda p: p.mean(),
     "mean of squares": lambda p: (p**2).mean(),
@@ -191,7 +193,7 @@ def requires(value: Any) -> bool:
 
 @on_ranks(4)
 def test_numbers_over_a_dimension_are_refused():
-    weight = sharded(0, "node=3,cluster=1")[0].weight
+    weight, bias = sharded(0, "node=3,cluster=1")[0].parameters()
     for look in (
         lambda: weight.sum(0),
         lambda: weight.sum(dim=0),
@@ -201,8 +203,13 @@ def test_numbers_over_a_dimension_are_refused():
         lambda: torch.all(weight > 0, dim=0),
         lambda: torch.linalg.vector_norm(weight, dim=0),
         lambda: torch.linalg.vector_norm(weight, keepdim=True),
+        lambda: torch.linalg.vector_norm(weight, out=torch.zeros(()).double()),
+        lambda: (weight > 0).norm(),
+        lambda: (weight * 1j).sum(),
+        lambda: (weight * 1j).norm(),
+        lambda: torch.dot(bias, torch.ones(1).double()),
     ):
-        with pytest.raises(OptimizerError, match=r"over a dimension.* needs all of 0\.weight"):
+        with pytest.raises(OptimizerError, match=r"needs all of 0\.(weight|bias)"):
             look()
     close(weight.sum(dim=None, keepdim=False), net(0)[0].weight.sum())
     close(torch.linalg.vector_norm(weight, dtype=torch.float64), torch.linalg.vector_norm(net(0)[0].weight))
@@ -257,6 +264,21 @@ def test_rows_and_masks_of_the_whole_tensor(strategy):
         model[0].weight.add_(torch.ones(4))
     with pytest.raises(OptimizerError, match=r"into a plain tensor needs all of"), torch.no_grad():
         torch.zeros(5, 7).double().copy_(model[0].weight)
+
+
+@on_ranks(4)
+def test_what_chooses_or_is_chosen_of_other_elements_is_refused_on_every_rank():
+    model = zm.shard(Scaled(), mesh(), "node=3,cluster=1")
+    rows = model.layer.weight.detach().clone()
+    changes: list[Callable[[], Any]] = [
+        lambda: rows.__setitem__(slice(None, 2), model.wide),
+        lambda: rows.index_fill_(5, torch.tensor([1]), 2.0),
+        lambda: model.scale.detach().index_fill_(0, torch.tensor([0]), 2.0),
+    ]
+    for change in changes:
+        with pytest.raises(OptimizerError), torch.no_grad():
+            change()
+    assert torch.equal(rows, model.layer.weight) and torch.zeros_like(rows, requires_grad=True).requires_grad
 
 
 @on_ranks(4)
@@ -352,6 +374,17 @@ def test_ranks_that_call_different_functions_all_raise_at_once():
     close(model[0].weight.sum(), net(0)[0].weight.sum())
 
 
+@on_ranks(4)
+def test_ranks_that_look_at_the_same_name_of_two_models_all_raise_at_once():
+    model, other = sharded(0, "node=3,cluster=1"), sharded(0, "node=1,cluster=3")
+    calls = (lambda: model[0].weight.sum(), lambda: other[0].weight.sum(), lambda: (model[0].weight > 0).sum())
+    for one, others in itertools.permutations(calls, 2):
+        began = time.monotonic()
+        with pytest.raises(MismatchError, match=r"rank 2 called"):
+            (one if dist.get_rank() == 2 else others)()
+        assert time.monotonic() - began < 1.0
+
+
 @on_ranks(4, spoils=True)
 def test_a_rank_that_never_comes_is_named():
     progress.WAIT_S = 0.5
@@ -444,3 +477,54 @@ def test_torchs_averaged_model_is_sharded_as_the_trained_one(decay):
     torch.testing.assert_close(average(x), expected(x))
     with pytest.raises(ModelError, match=r"cannot be copied.*before zm\.shard"):
         AveragedModel(model)
+
+
+# ---- steps of optimizers
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_closures_and_hooks_of_a_step_see_whole_operands(strategy):
+    x, found = torch.ones(2, 7).double(), []
+    for each in (net(), sharded(0, strategy)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+
+        def scale(*_: Any, each: nn.Module = each) -> None:
+            for param in each.parameters():
+                param.grad.mul_(torch.arange(float(param.shape[-1])).double())
+
+        def closure(each: nn.Module = each, optimizer: torch.optim.Optimizer = optimizer, scale: Any = scale) -> Tensor:
+            optimizer.zero_grad()
+            loss = each(x).sum()
+            loss.backward()
+            scale()
+            return loss
+
+        optimizer.register_step_pre_hook(scale)
+        for _ in range(2):
+            each(x).sum().backward()
+            optimizer.step()
+        for _ in range(2):
+            optimizer.step(closure)
+        assert all(type(value) is Tensor for state in optimizer.state.values() for value in state.values())
+        found.append(each)
+    for theirs, ours in zip(*(each.parameters() for each in found), strict=True):
+        close(ours, theirs)
+
+
+@on_ranks(4)
+def test_a_step_whose_error_is_kept_is_over():
+    model, other = sharded(0, "node=3,cluster=1"), sharded(0, "node=1,cluster=3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        raise ValueError("no data")
+
+    model(torch.ones(2, 7).double()).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="no data") as kept_error:
+        optimizer.step(closure)
+    assert type(torch.zeros_like(model[0].weight)) is Slice
+    with pytest.raises(OptimizerError, match=r"cannot be combined"), torch.no_grad():
+        model[0].weight.add_(other[0].weight)
+    assert kept_error.tb is not None

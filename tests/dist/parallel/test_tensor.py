@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -48,12 +49,13 @@ def test_activation_checkpointing(reentrant):
 
 def counts_replicas(param: Any, beyond: tuple[dist.ProcessGroup, ...]) -> None:
     """A norm that sums over a dimension of replicas too."""
-    param.spans = (param.spans[0], *(Span(group=group) for group in beyond))
+    own = param.elements.spans
+    param.elements = replace(param.elements, spans=(own[0], *(Span(group=group) for group in beyond)))
 
 
 def counts_one_part(param: Any, beyond: tuple[dist.ProcessGroup, ...]) -> None:
     """A norm of this rank's part alone."""
-    param.spans = param.spans[:1]
+    param.elements = replace(param.elements, spans=param.elements.spans[:1])
 
 
 def takes_for_whole(param: Any, beyond: tuple[dist.ProcessGroup, ...]) -> None:
