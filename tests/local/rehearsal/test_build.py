@@ -32,9 +32,7 @@ def test_a_torch_that_it_does_not_compile_against_is_named(tmp_path: Path, monke
     monkeypatch.setattr(cpp_extension, "load", fails)
     build.native.cache_clear()
     try:
-        with pytest.raises(
-            InputError, match=r"not compile with torch 2\.99\.0: use a torch that docs.*data_ptr"
-        ):
+        with pytest.raises(InputError, match=r"not compile with torch 2\.99\.0: use a torch that docs.*data_ptr"):
             build.native()
     finally:
         build.native.cache_clear()
