@@ -459,6 +459,7 @@ def test_a_model_on_the_meta_device_computes_in_the_trainers_precision(tmp_path)
             make_trainer(tmp_path, Strategy(sharding=how)).fit(module, loader(2))
         with pytest.raises(InputError, match="sync_batchnorm=True cannot be used with sharding="), quiet():
             make_trainer(tmp_path, Strategy(sharding=how), sync_batchnorm=True).fit(make_module("llama"), loader(2))
+        warnings.filterwarnings("ignore", "You're using the WeightAveraging callback with a model that overrides")
         for callback in (EMAWeightAveraging(), StochasticWeightAveraging(0.1)):
             with pytest.raises(InputError, match=rf"{type(callback).__name__} copies the module before"), quiet():
                 make_trainer(tmp_path, Strategy(sharding=how), callbacks=[callback]).fit(
