@@ -131,7 +131,7 @@ def _plan(held: Sequence[Sequence[tuple[list[Run], list[Run]]]], target: int) ->
 
 
 def _meet(tensor: int, wanted: list[Run], there: list[Run], found: list[Move]) -> list[Run]:
-    """Adds to `found` what of `wanted` is `there`; returns what is not. Both are in order of their starts."""
+    """Adds the runs that both have to `found`, and returns the rest of `wanted`. Both are sorted by start."""
     left = list[Run]()
     for start, length, at in wanted:
         done = start

@@ -14,7 +14,7 @@ from zeromesh.cost import (
 
 
 class FlatCost(JointCost):
-    """Of one ring over all ranks, or a tree for an all-reduce."""
+    """Costs of one ring over all ranks, or of a tree for an all-reduce."""
 
     def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
         return collective_cost(group, operation, full_bytes, constants)

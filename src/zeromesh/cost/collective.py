@@ -83,12 +83,12 @@ class JointCost(ABC):
 
     @abstractmethod
     def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
-        """Of one collective over a group of several levels, in engines that issue it so."""
+        """The cost of one collective over a group of several levels, in engines that issue it so."""
 
     def pair_cost(
         self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], backend: str
     ) -> CollectiveCost:
-        """Of two steps at once on torch's `backend`, given that of each alone."""
+        """The cost of two steps at once on torch's `backend`, given the cost of each step."""
         raise NotImplementedError(f"{type(self).__name__} is of one step at a time")
 
 

@@ -581,7 +581,7 @@ _NUMBERS = frozenset({"item", "__float__", "__int__", "__bool__", "__index__", "
 
 
 def _number(func: Any, source: Slice) -> Any:
-    """Of a tensor of one element, which some ranks hold."""
+    """The only element of a tensor, as a number; only some ranks hold it."""
     if source.numel() != 1:
         raise _refusal(func, [source])
     found = whole_value("item", source.elements, [source.local], {})
