@@ -121,7 +121,6 @@ def test_other_cases():
         ";overlap=gather",
         ";overlap=none",
         ";collective=ho_ring",
-        ";sum=exact",
     ):
         require_ordered(f"node=3,cluster=3{setting}", CASE)
 

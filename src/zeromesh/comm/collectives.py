@@ -7,14 +7,13 @@ index i on the axis::
     reduce_scatter   every rank: [a b c d]  ->  out = b0 + b1 + b2 + b3      (on the rank with index 1)
     all_reduce       every rank: t          ->  t0 + t1 + t2 + t3
 
-On gloo, and elsewhere where a group is `exact`, sums are taken in fp32 (fp64 for fp64) in the order of the ranks'
-indices whatever order messages arrive in, so a result depends on neither timing nor receiver; an all_reduce in fp32 or
-fp64 is the backend's own, with an order of its own. Replicas are equal to the bit. One rank sends (n-1)/n of the region
-in a gather or a reduce-scatter and twice that in an all-reduce.
+On gloo sums are taken in fp32 (fp64 for fp64) in the order of the ranks' indices, in whatever order messages arrive, so
+a result depends on neither timing nor receiver; an all_reduce in fp32 or fp64 is gloo's own, with an order of its own.
+Replicas are equal to the bit. One rank sends (n-1)/n of the region in a gather or a reduce-scatter and twice that in an
+all-reduce.
 
 On gloo most are sends and receives: [Note: Gloo]. Elsewhere they are the backend's own, in place, with its sums in the
-dtype of the wire; for an `exact` group all-to-alls, each with one kernel that adds up what it brought. However many
-ranks an axis has, that is `ROUNDS` of them where the workspace is that of the schedule.
+dtype of the wire.
 
 [Note: Arguments] Of all collectives, also on quantised wires:
 
@@ -28,7 +27,6 @@ They raise CommunicationError where a peer died or stalled, or issued something 
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -115,8 +113,7 @@ def all_reduce_max(words: Tensor, group: AxisGroup) -> None:
 
 def sums_natively(operation: str, dtype: torch.dtype, group: AxisGroup) -> bool:
     """Whether a reduction of this dtype is the backend's own; a scale is then a pass over the memory of its own."""
-    exact = group.exact or group.backend == "gloo"
-    return not exact or (operation == "all_reduce" and dtype == sum_dtype(dtype))
+    return group.backend != "gloo" or (operation == "all_reduce" and dtype == sum_dtype(dtype))
 
 
 def chunks_of(tensor: Tensor, count: int) -> Sequence[Tensor]:
@@ -178,10 +175,6 @@ def _reduce_scatter(
 ) -> None:
     wire, wide = region.dtype, sum_dtype(region.dtype, target.out.dtype)
     exchange = Exchange(group, group.reduce, operation, region.numel(), workspace.numel())
-    if group.backend != "gloo":
-        scratch = SumScratch.cut(workspace, wire, wide, terms=group.size, longest=workspace.numel())
-        _sum_in_parts(exchange, chunks, target, scratch)
-        return
     if fits(workspace, chunks[0], wide, terms=group.size) and chunks[0].nbytes <= WHOLE_BYTES:
         scratch = SumScratch.whole(workspace, chunks[group.rank], wide, terms=group.size)
         arrivals = _arrivals_at_once(exchange, region, chunks, scratch)
@@ -229,13 +222,3 @@ def _arrivals_in_pieces(exchange: Exchange, chunks: Sequence[Tensor], scratch: S
             wait()
         yield part, terms
         post()  # into the slots whose terms have been summed by now
-
-
-def _sum_in_parts(exchange: Exchange, chunks: Sequence[Tensor], target: Target, scratch: SumScratch) -> None:
-    for part in parts(chunks[0].numel(), scratch.numel):
-        outgoing = [chunk[part] for chunk in chunks]
-        terms = [slot[: part.stop - part.start] for slot in scratch.terms]
-        sent = (len(chunks) - 1) * outgoing[0].nbytes
-        exchange.native(functools.partial(dist.all_to_all, terms, outgoing, group=exchange.process_group), sent)
-        target.add_at_once(terms, part, scratch)
-    exchange.finish()

@@ -91,7 +91,6 @@ class AxisGroup:
         device_type: of the tensors.
         gather, reduce: communicators; the same ranks in the same order.
         timeout_s: after which a collective fails.
-        exact: whether sums are ours, in fp32 in the order of the ranks, also where the backend has its own.
         record: is told of every collective; an observer for tests and byte counters.
         lender: of the communicators, where they are another axis's.
     """
@@ -104,7 +103,6 @@ class AxisGroup:
     gather: Channel
     reduce: Channel
     timeout_s: float
-    exact: bool = False
     record: Callable[[Sent], None] = _unobserved
     lender: AxisGroup | None = None
 
@@ -112,9 +110,9 @@ class AxisGroup:
     def size(self) -> int:
         return len(self.ranks)
 
-    def lent(self, name: str, *, exact: bool) -> AxisGroup:
+    def lent(self, name: str) -> AxisGroup:
         """For another axis along the same ranks, with the same communicators, which this one keeps meanwhile."""
-        return replace(self, name=name, exact=exact, lender=self)
+        return replace(self, name=name, lender=self)
 
 
 def make_groups(
@@ -123,7 +121,6 @@ def make_groups(
     *,
     timeout_s: float | None = None,
     backend: str | None = None,
-    exact: bool = False,
 ) -> dict[str, AxisGroup]:
     """The groups of every axis with more than one rank. All ranks of the mesh call this at the same point.
 
@@ -132,7 +129,6 @@ def make_groups(
         axes: each a dimension of the mesh or a part of one.
         timeout_s: after which a collective fails; None for that of the default process group.
         backend: of torch; None for that of the default process group for the mesh's devices.
-        exact: of the groups.
 
     Returns:
         By axis name; axes of size 1 have none, since nothing is ever sent over them.
@@ -151,7 +147,7 @@ def make_groups(
     free = pool.agree(mesh_group(mesh), keys)
     # Each rank makes only the groups it belongs to, so set-up does not grow with the world.
     kind = mesh.device_type
-    return {axis.name: _make_group(kind, axis.name, keys[axis.name], pool, free[axis.name], exact) for axis in axes}
+    return {axis.name: _make_group(kind, axis.name, keys[axis.name], pool, free[axis.name]) for axis in axes}
 
 
 def make_line(name: str, ranks: dist.ProcessGroup, device_type: str) -> AxisGroup:
@@ -166,7 +162,7 @@ def make_line(name: str, ranks: dist.ProcessGroup, device_type: str) -> AxisGrou
     split, backend = len(global_ranks) == dist.get_world_size(), backend_of(_world(), device_type)
     key = Key(global_ranks, default_timeout_s(device_type), backend, device_type, split)
     pool = _Pool.current()
-    return _make_group(device_type, name, key, pool, pool.agree(ranks, {name: key})[name], exact=False)
+    return _make_group(device_type, name, key, pool, pool.agree(ranks, {name: key})[name])
 
 
 def borrow_channel(
@@ -241,7 +237,7 @@ def axis_ranks(mesh: DeviceMesh, axis: Axis) -> tuple[int, ...]:
     return tuple(int(line[first + index * axis.stride]) for index in range(axis.size))
 
 
-def _make_group(device_type: str, name: str, key: Key, pool: _Pool, free: Sequence[int], exact: bool) -> AxisGroup:
+def _make_group(device_type: str, name: str, key: Key, pool: _Pool, free: Sequence[int]) -> AxisGroup:
     gather, reduce = pool.channels(key, free, f"{name} gather", f"{name} reduce")
     group = AxisGroup(
         name=name,
@@ -252,7 +248,6 @@ def _make_group(device_type: str, name: str, key: Key, pool: _Pool, free: Sequen
         gather=gather,
         reduce=reduce,
         timeout_s=key.timeout_s,
-        exact=exact,
     )
     # Jobs on their way hold the group too, so it is not gone before they have run.
     weakref.finalize(group, pool.put, key, (gather, reduce)).atexit = False

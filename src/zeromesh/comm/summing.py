@@ -10,7 +10,6 @@ from torch import Tensor
 
 from zeromesh.errors import InternalError
 from zeromesh.schedule.workspace import ALIGN, part_numel
-from zeromesh.wires.format import has_triton
 
 
 def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -103,17 +102,6 @@ class Target:
         for term in rest:
             _add(total, term, widened)
         self.store(total, part, widened)
-
-    def add_at_once(self, terms: Sequence[Tensor], part: slice, scratch: SumScratch) -> None:
-        """The same in one kernel, or three where Triton has none; the terms lie one after the other in `scratch`."""
-        numel = terms[0].numel()
-        rows = scratch.received.view(len(terms), -1)[:, :numel]
-        if has_triton(rows.device.type):
-            from zeromesh.comm.kernels import sum_in_order
-
-            sum_in_order(rows, self.out[part], scale=self.scale, accumulate=self.accumulate)
-            return
-        self.take(torch.sum(rows, 0, dtype=scratch.total.dtype, out=scratch.total[:numel]), part)
 
     def take(self, total: Tensor, part: slice = slice(None)) -> None:
         """Scales a finished sum, of any dtype, which is overwritten, and brings it to `out[part]`, which it may be."""

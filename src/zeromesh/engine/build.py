@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -34,10 +33,6 @@ from zeromesh.schedule import ITEM_BYTES, LANES, Placed, Schedule, lent_axes
 from zeromesh.schedule.transfer import LaneKind
 from zeromesh.strategy import Axis, Layout
 from zeromesh.wires.format import has_triton
-
-EXACT_RANKS = 64
-"""Of the longest axis that may have exact sums where the backend has its own: messages to all others, of a chunk each,
-are short on longer ones, and between machines they are more than a ring would send."""
 
 
 def mesh_axes(mesh: DeviceMesh | None, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -130,7 +125,6 @@ def build_engine(
     control.require_same("strategy", f"{chosen}{' registered' * register}")
     control.require_same("model", _digest(model, modules, precision, promised))
     groups = _groups_of(homes)
-    _require_short_sums(groups.values(), control)
     schedule = Schedule.of(
         homes[""].layout,
         units,
@@ -181,14 +175,10 @@ def _groups_of(homes: Mapping[str, Home]) -> dict[str, AxisGroup]:
     lent = _agreed(lent_axes(layouts, line), layouts, homes[""].control)
     found = dict[str, AxisGroup]()
     for home in homes.values():
-        exact, own = home.layout.strategy.sum == "exact", [axis for axis in home.layout.axes if axis.name not in lent]
         if home.mesh is not None:
-            found |= make_groups(home.mesh, own, exact=exact)
-        found |= {
-            axis.name: found[lent[axis.name]].lent(axis.name, exact=exact)
-            for axis in home.layout.axes
-            if axis.name in lent
-        }
+            found |= make_groups(home.mesh, [axis for axis in home.layout.axes if axis.name not in lent])
+        borrowed = (axis.name for axis in home.layout.axes if axis.name in lent)
+        found |= {name: found[lent[name]].lent(name) for name in borrowed}
     return found
 
 
@@ -227,21 +217,6 @@ def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precisio
     # A rank that asked for them before has read them.
     lines += [f"values of {name} unread, which all ranks read before or none" for name in sorted(promised)]
     return "\n".join(lines)
-
-
-def _require_short_sums(groups: Iterable[AxisGroup], control: Control) -> None:
-    """Raises MeshError where exact sums would be all-to-alls between more ranks than they are fit for."""
-    groups = [group for group in groups if group.exact and group.backend != "gloo"]
-    names = control.gather(socket.gethostname()) if groups else []
-    hosts = dict(zip(dist.get_process_group_ranks(control.group), names, strict=True)) if groups else {}
-    for group in groups:
-        machines = {hosts[rank] for rank in group.ranks}
-        if group.size > EXACT_RANKS or len(machines) > 1:
-            raise MeshError(
-                f"sum=exact sends every rank's part to every other one, which is for axes of at most {EXACT_RANKS} "
-                f"ranks inside of one machine; {group.name} has {group.size} ranks on {len(machines)} machines: leave "
-                f"sum=exact out, and give reduce_dtype=torch.float32 for sums in fp32"
-            )
 
 
 def _scratch(staging: int, workspace: int, device: torch.device) -> Scratch:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from zeromesh.schedule.placed import Placed
 from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes
-from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.strategy import Layout
 from zeromesh.wires import coded
 
@@ -14,10 +13,9 @@ GLOO_BYTES = 8 << 20
 """Room for pieces of 1 MiB from one peer and of half a MiB from three."""
 
 ROUNDS = 2
-"""Most exchanges in which a device sums a region itself, or sends it coded: the host launches each, with up to four
-kernels beside it, and a lane waits for one before it begins the next. Ten launches are what a unit may take on an axis
-in a direction, so that the host keeps ahead. With more rounds the room would be smaller: here it is for messages or
-terms of half a chunk from every rank."""
+"""Most exchanges in which a device sends a region coded: the host launches each with up to four kernels, and a lane
+waits for one before it begins the next. A unit may take ten launches on an axis in a direction, so that the host
+keeps ahead. With more rounds the room would be smaller: here it holds messages of half a chunk from every rank."""
 
 ALIGN = 64
 """Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""
@@ -31,7 +29,7 @@ def workspace_by_lane(placed: Sequence[Sequence[Placed]], backend: str, triton: 
         return {lane: GLOO_BYTES * any(_needs_pieces(layout, lane) for layout in layouts) for lane in LANES}
     return {
         lane: max(
-            (device_bytes(buffer.layout, step, triton) for buffer in each for step in buffer.routes[lane].steps),
+            (device_bytes(step, triton) for buffer in each for step in buffer.routes[lane].steps),
             default=0,
         )
         for lane in LANES
@@ -46,22 +44,15 @@ def _needs_pieces(layout: Layout, lane: LaneKind) -> bool:
     return any(coded(axis.wire.param) for axis in axes)
 
 
-def device_bytes(layout: Layout, step: Transfer, triton: bool = True) -> int:
-    """Of one step; what is native works in place."""
+def device_bytes(step: Transfer, triton: bool = True) -> int:
+    """Bytes that one step needs; a native collective works in place."""
     form = step.form
-    if form is not None:
-        directions, part = 1 if step.operation == "all_gather" else 2, _part(step, 8 * form.granule)
-        codec = 0 if form.kernels and triton else form.memory_bytes(part)
-        return codec + directions * step.axis.size * form.message_bytes(part)
-    if layout.strategy.sum == "native" or step.operation == "all_gather":
+    if form is None:
         return 0
-    item = ITEM_BYTES[step.wire]
-    return _part(step, ALIGN) * (2 * max(item, ITEM_BYTES["fp32"]) + step.axis.size * item)
-
-
-def _part(step: Transfer, multiple: int) -> int:
-    """Elements of a chunk that one of `ROUNDS` takes."""
-    return -(-step.chunk_numel // (ROUNDS * multiple)) * multiple
+    directions, multiple = 1 if step.operation == "all_gather" else 2, 8 * form.granule
+    part = -(-step.chunk_numel // (ROUNDS * multiple)) * multiple  # elements of a chunk that one of `ROUNDS` takes
+    codec = 0 if form.kernels and triton else form.memory_bytes(part)
+    return codec + directions * step.axis.size * form.message_bytes(part)
 
 
 def part_numel(workspace_bytes: int, item_bytes: int, wide_bytes: int, *, terms: int, longest_bytes: int) -> int:

@@ -9,7 +9,7 @@ from math import prod
 from typing import Literal
 
 from zeromesh.cost.collective import CollectiveCost, Operation, costs_of, one_after_another
-from zeromesh.cost.transfer import SUMMED_NATIVELY, TransferModel
+from zeromesh.cost.transfer import TransferModel
 from zeromesh.schedule import LaneKind, Placed, Route, Schedule, Shipment, Transfer
 from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.simulator.mechanics import Mechanics
@@ -97,7 +97,7 @@ class Chains:
     def _accumulated(self, works: list[Work], placed: Placed) -> list[Work]:
         """With the kernel that adds the sum to the accumulator."""
         steps = placed.routes["reduce"].steps
-        adds = self.mechanics.adds(self.model.cluster.backend, placed.layout.strategy.sum)
+        adds = self.mechanics.adds(self.model.cluster.backend)
         if not steps or not adds or steps[-1].form is not None or steps[-1].operation != "reduce_scatter":
             return works
         moved = wire_bytes(steps[-1].chunk_numel, steps[-1].wire) + 2 * placed.persistent.grads
@@ -122,24 +122,9 @@ class Chains:
 
     def _single(self, step: Transfer, kind: str) -> Work:
         pieces = self._pieces(step.numel, kind)
-        piece = self._cost(replace(step, numel=-(-step.numel // pieces)))
+        piece = self.model.cost(replace(step, numel=-(-step.numel // pieces)))
         cost = self._with_copies(self._in_pieces(piece, pieces, kind), step.numel, step.wire)
         return Work(f"{kind} {step.operation}", (step.axis.name,), cost, (float(step.sent_bytes),))
-
-    def _cost(self, step: Transfer) -> CollectiveCost:
-        """Exact sums off gloo are all-to-alls, and a gather where all ranks are to have them."""
-        native = self.schedule.layout.strategy.sum == "native" or self.model.cluster.backend == "gloo"
-        if native or coded(step.wire) is not None or step.operation == "all_gather":
-            return self.model.cost(step)
-        sent = self.model.joint((step.axis,), "all_to_all", step.numel, step.wire)
-        # The kernel that adds up reads all terms and what they are added to, and writes that.
-        moved = wire_bytes(step.numel, step.wire) + 2 * wire_bytes(step.chunk_numel, "fp32")
-        summed = self.model.with_kernels(sent, moved)
-        if step.operation == "reduce_scatter":
-            return summed
-        if step.wire in SUMMED_NATIVELY:
-            return self.model.cost(step)
-        return one_after_another(summed, self.model.joint((step.axis,), "all_gather", step.numel, step.wire))
 
     def _joined(self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, kind: str) -> Work:
         inner_first = [axis for axis in self.schedule.axes if axis in axes]

@@ -27,7 +27,6 @@ from typing import Literal
 from zeromesh.errors import ConfigError, nearest
 from zeromesh.schedule import BUCKET_BYTES, LANES, LaneKind
 from zeromesh.strategy import Strategy
-from zeromesh.strategy.strategy import Sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +76,10 @@ class Mechanics:
         """The queue that work of `kind` waits in."""
         return dict(self.lanes)[kind]
 
-    def adds(self, backend: str, sums: Sum = "native") -> bool:
+    def adds(self, backend: str) -> bool:
         """Whether a kernel of its own adds a reduce-scatter's result to the accumulated gradient: a backend's own
-        leaves it in place. What else of ours sums adds as it does so, and gloo's is counted with what sums cost it."""
-        return self.workspace and sums == "native" and backend != "gloo"
+        leaves it in place. Our sums on gloo add as they go, which is counted in their cost."""
+        return self.workspace and backend != "gloo"
 
     def carried_out(self, strategy: Strategy) -> Strategy:
         """The strategy with the collectives that this engine's `auto` means."""

@@ -9,7 +9,7 @@
     stage    = "0" | "1" | "2" | "3" | "3k" | "3d" | "3dk"
     wire     = "@" [P] "/" [G ["+ef"]] | "@" P           +ef: error feedback, on a quantised G
     P, G     = dtype | "int8[" block "]" | "int4[" block "]"
-    option   = collective=auto|flat|hierarchical|ho_ring, overlap=all|gather|none, prefetch=K, sum=native|exact
+    option   = collective=auto|flat|hierarchical|ho_ring, overlap=all|gather|none, prefetch=K
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from zeromesh.strategy.presets import preset_axes
 from zeromesh.strategy.stage import DEFAULT_WIRE, Stage, Wire
 
 Overlap = Literal["all", "gather", "none"]
-Sum = Literal["native", "exact"]
 Split = int | Literal["*"] | None
 
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
-SUMS: tuple[Sum, ...] = get_args(Sum)
 MAX_PREFETCH = 64
 
 _AXIS = re.compile(
@@ -97,7 +95,6 @@ class Strategy:
     collective: str = AUTO
     overlap: Overlap = "all"
     prefetch: int = 1
-    sum: Sum = "native"
     parts: tuple[tuple[str, Strategy], ...] = ()
 
     def __post_init__(self) -> None:
@@ -208,8 +205,6 @@ def _check_options(strategy: Strategy) -> None:
         raise NotationError(f"collective must be {one_of(strategy.collective, collectives())}")
     if strategy.overlap not in OVERLAPS:
         raise NotationError(f"overlap must be {one_of(strategy.overlap, OVERLAPS)}")
-    if strategy.sum not in SUMS:
-        raise NotationError(f"sum must be {one_of(strategy.sum, SUMS)}")
     if not 0 <= strategy.prefetch <= MAX_PREFETCH:
         raise NotationError(f"prefetch must be 0 to {MAX_PREFETCH} units; got {strategy.prefetch}")
 

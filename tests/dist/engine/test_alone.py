@@ -90,7 +90,7 @@ def test_the_same_bits_beside_coded_wires(strategy):
     require_same_bits(strategy, CASE, NARROW, 2, 2)
 
 
-@pytest.mark.parametrize("option", ["", ";sum=exact", ";collective=ho_ring"])
+@pytest.mark.parametrize("option", ["", ";collective=ho_ring"])
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_the_same_bits_on_other_backends(option):
     for strategy in AXES:

@@ -10,17 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.comm.test_native import all_to_all
 from tests.dist.engine.reference import TIMEOUT_S, Case, check, mesh_of
 from tests.dist.engine.test_parity import THREE, TWO, TWO_KEPT, in_calls_of
 from tests.dist.pool import on_ranks
 from zeromesh.comm import AxisGroup, groups
-from zeromesh.engine import build
-from zeromesh.errors import MeshError
 
 make_group = groups._make_group
 
@@ -32,23 +28,18 @@ def told(*args: Any) -> AxisGroup:
 
 
 @contextmanager
-def native(*, host: str = "here") -> Iterator[None]:
-    with (
-        mock.patch.object(groups, "_make_group", told),
-        mock.patch.object(dist, "all_to_all", all_to_all),  # which gloo has of one tensor only
-        mock.patch.object(build.socket, "gethostname", lambda: host),
-    ):
+def native() -> Iterator[None]:
+    with mock.patch.object(groups, "_make_group", told):
         yield
 
 
 @pytest.mark.parametrize("strategies", in_calls_of(7, (TWO + TWO_KEPT)[::3]))
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_mixes_on_two_axes(strategies):
-    """A third of them, with sums of both kinds: tests/simdev has all, on device tensors."""
-    for index, strategy in enumerate(strategies):
-        option = (";sum=native", ";sum=exact")[index % 3 == 2]
+    """A third of them: tests/simdev has all, on device tensors."""
+    for strategy in strategies:
         with native():
-            check(strategy + option, Case(optimizer="both", debug=True), 2, 2)
+            check(strategy, Case(optimizer="both", debug=True), 2, 2)
 
 
 @pytest.mark.parametrize("strategies", in_calls_of(3, THREE[::20]))
@@ -70,14 +61,8 @@ def test_weights_and_wires(case):
 
 
 @on_ranks(2)
-def test_exact_sums_over_an_axis_between_machines_are_refused():
-    with native(host=f"machine-{dist.get_rank()}"), pytest.raises(MeshError, match=r"node has 2 ranks on 2 machines"):
-        zm.shard(nn.Linear(4, 4), mesh_of(2), "node=3;sum=exact")
-
-
-@on_ranks(2)
 def test_memory_is_as_predicted():
-    for strategy in ("node=3", "node=3;sum=exact", "node=3@int8/int8", "node=1@int8/"):
+    for strategy in ("node=3", "node=3@int8/int8", "node=1@int8/"):
         with native():
             model: Any = zm.shard(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), mesh_of(2), strategy)
         lines = {line.kind: (line.predicted_bytes, line.allocated_bytes) for line in zm.memory_report(model)}

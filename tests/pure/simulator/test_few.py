@@ -20,7 +20,7 @@ from zeromesh.simulator.division import Division
 from zeromesh.simulator.few import simulate_few
 from zeromesh.simulator.run import simulate_divided
 
-OPTIONS = ["", ";prefetch=0", ";prefetch=3", ";overlap=none", ";overlap=gather", ";collective=ho_ring", ";sum=exact"]
+OPTIONS = ["", ";prefetch=0", ";prefetch=3", ";overlap=none", ";overlap=gather", ";collective=ho_ring"]
 KINDS = [
     *ENGINES.values(),
     *(
