@@ -65,6 +65,8 @@ import torch.distributed as dist
 
 MAX_WORLD = 16
 PRELOAD = ["torch._dynamo", "hypothesis", "pytest", "zeromesh.engine.api", __name__]
+TIMEOUT_S = 240.0
+"""When a test counts as hung: far beyond the slowest on a machine that is ten times slower than ours."""
 GRACE_S = 3.0
 """How long the other ranks may take to notice that one has failed."""
 
@@ -115,7 +117,7 @@ class Pool:
         self._group: tuple[int, float, str] | None = None
 
     def run(
-        self, world: int, fn: Body, /, *args: Any, timeout_s: float = 30.0, spoils: bool = False, **kwargs: Any
+        self, world: int, fn: Body, /, *args: Any, timeout_s: float = TIMEOUT_S, spoils: bool = False, **kwargs: Any
     ) -> list[Any]:
         """Runs `fn(*args, **kwargs)` on ranks 0 to world - 1.
 
@@ -208,7 +210,7 @@ class Pool:
 
 
 def on_ranks(
-    world: int, *, timeout_s: float = 30.0, spoils: bool = False
+    world: int, *, timeout_s: float = TIMEOUT_S, spoils: bool = False
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """A test that runs on every rank of a world of this size."""
 

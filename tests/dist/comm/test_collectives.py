@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.dist.pool import Pool, RanksFailed, kept, on_ranks
+from tests.dist.pool import TIMEOUT_S, Pool, RanksFailed, kept, on_ranks
 from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.errors import CommunicationError, InternalError
 from zeromesh.strategy import Layout
@@ -209,4 +209,4 @@ def test_a_region_must_be_flat_and_even():
 
 @on_ranks(2)
 def test_timeout_is_that_of_the_default_group():
-    assert line().timeout_s == 30.0
+    assert line().timeout_s == TIMEOUT_S

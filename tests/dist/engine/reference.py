@@ -25,7 +25,7 @@ from tests.dist.pool import kept, told_by_first
 from zeromesh.engine.api import engine_of
 
 VOCABULARY, WIDTH, BATCH, SEQUENCE = 11, 7, 2, 5
-TIMEOUT_S = 55.0
+TIMEOUT_S = 240.0
 """For whole batches of strategies; under the 60 s of a test."""
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, backward, check, mesh_of
+from tests.dist.engine.reference import Case, backward, check, mesh_of
 from tests.dist.engine.test_native import native
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
@@ -78,45 +78,45 @@ def require_same_bits(strategy: str, case: Case, options: dict[str, torch.dtype]
     ],
     ids=str,
 )
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_the_same_bits(case, options):
     for strategy in (*AXES, "node=2,cluster=1", "node=3,cluster=0", "node=3,cluster=3"):
         require_same_bits(strategy, case, options, 2, 2)
 
 
 @pytest.mark.parametrize("strategy", ["node=1,cluster=0@/int8", "node=0@/int8,cluster=1", "node=1@/int4+ef,cluster=1"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_the_same_bits_beside_coded_wires(strategy):
     require_same_bits(strategy, CASE, NARROW, 2, 2)
 
 
 @pytest.mark.parametrize("option", ["", ";collective=ho_ring"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_the_same_bits_on_other_backends(option):
     for strategy in AXES:
         with native():
             require_same_bits(strategy + option, CASE, NARROW, 2, 2)
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_the_same_bits_on_two_ranks():
     for strategy in ("node=0", "node=1", "node=2", "node=3"):
         require_same_bits(strategy, replace(CASE, world=2), NARROW, 2)
 
 
-@on_ranks(6, timeout_s=TIMEOUT_S)
+@on_ranks(6)
 def test_the_same_bits_on_odd_axes():
     for strategy in AXES:
         require_same_bits(strategy, replace(CASE, world=6), NARROW, 3, 2)
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_training_is_that_of_one_process():
     for strategy in AXES:
         check(strategy, CASE, 2, 2)
 
 
-@on_ranks(6, timeout_s=TIMEOUT_S)
+@on_ranks(6)
 def test_the_same_bits_of_what_is_sent_in_pieces():
     """While the first ones are summed the last are yet to be sent."""
     for strategy, shape in (("node=1", (6,)), ("node=1,cluster=0", (3, 2)), ("node=0,cluster=1", (3, 2))):
@@ -150,7 +150,7 @@ def collected(strategy: str, case: Case) -> list[set[torch.dtype]]:
     return found
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_where_gradients_are_copied_to():
     narrow, wide = {torch.bfloat16}, {torch.float32}
     for strategy in AXES:
@@ -160,7 +160,7 @@ def test_where_gradients_are_copied_to():
         assert collected(strategy, Case(precision="bf16", micro_batches=1)) == [wide]  # as they are sent
 
 
-@on_ranks(6, timeout_s=TIMEOUT_S)
+@on_ranks(6)
 def test_what_is_scattered_over_an_even_axis_is_sent_from_there():
     """A rank in the middle of an odd axis has its sum in both halves of the accumulator, and one that sums in place has
     it in all of it: those send a copy."""

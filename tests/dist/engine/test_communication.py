@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, backward, mesh_of, sharded
+from tests.dist.engine.reference import Case, backward, mesh_of, sharded
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.schedule import LANES, Transfer, lane_axes
@@ -39,13 +39,13 @@ def test_the_presets_are_all_there():
 
 
 @pytest.mark.parametrize("strategy", LOSSLESS)
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_calls_order_and_bytes_of_every_preset(strategy):
     require_scheduled(*observe(strategy, Case(precision="fp32", micro_batches=3), 2, 2))
 
 
 @pytest.mark.parametrize("strategy", ["node=0,cluster=2", "node=3,cluster=0;prefetch=3", "node=2,cluster=3k"])
-@on_ranks(6, timeout_s=TIMEOUT_S)
+@on_ranks(6)
 def test_calls_order_and_bytes_on_an_odd_mesh(strategy):
     require_scheduled(*observe(strategy, Case(precision="fp64", micro_batches=2, world=6), 3, 2))
 
@@ -85,7 +85,7 @@ WORKED = {
 
 
 @pytest.mark.parametrize("strategy", WORKED)
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_the_worked_example_on_the_wire(strategy):
     mesh = mesh_of(2, 2)
     model = zm.shard(Stack(), mesh, f"{strategy};prefetch=0", bucket_bytes=0)
@@ -105,7 +105,7 @@ def test_the_worked_example_on_the_wire(strategy):
         assert line.sent_bytes == line.predicted_bytes == WORKED[strategy][line.axis], line
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_frozen_blocks_before_all_that_trains_are_gathered_for_no_backward():
     """Nor ahead of one: half of six are frozen."""
     blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))

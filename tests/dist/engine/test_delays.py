@@ -10,7 +10,7 @@ import torch
 
 import zeromesh as zm
 from tests.dist.engine.delays import delays, without_order_of_lanes, without_wait
-from tests.dist.engine.reference import TIMEOUT_S, Case, Unequal, backward, check, mesh_of, sharded
+from tests.dist.engine.reference import Case, Unequal, backward, check, mesh_of, sharded
 from tests.dist.pool import on_ranks
 
 CASE = Case(steps=2, micro_batches=2, optimizer="both")
@@ -33,7 +33,7 @@ STRATEGIES = [
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_late_or_early_the_numbers_are_those_of_plain_training(seed):
     for strategy in STRATEGIES:
         with delays(seed) as drawn:
@@ -51,7 +51,7 @@ def trained(strategy: str, case: Case) -> list[torch.Tensor]:
         return list(zm.full_state_dict(model).values())
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_late_or_early_the_bits_are_the_same():
     """Of fp32 sums and of quantised wires, which round at random: their noise is drawn in the order of the jobs."""
     case = Case(precision="fp32", steps=2, micro_batches=2)
@@ -79,7 +79,7 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[None]]]] = {
 
 
 @pytest.mark.parametrize("wait", FAULTS)
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_wait_left_out_shows(wait):
     strategy, leave_out = FAULTS[wait]
     with pytest.raises(Unequal), leave_out(), delays(4, lane_s=LATE_S):
@@ -87,7 +87,7 @@ def test_a_wait_left_out_shows(wait):
 
 
 @pytest.mark.parametrize("strategy", sorted({strategy for strategy, _ in FAULTS.values()}))
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_the_same_delays_with_every_wait_change_nothing(strategy):
     with delays(4, lane_s=LATE_S):
         check(strategy, CASE, 2, 2)

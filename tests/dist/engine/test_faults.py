@@ -202,7 +202,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Patch]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_fault_is_seen(fault):
     strategy, inject = FAULTS[fault]
     case = ALL_LAST if "shown" in fault else CASE
@@ -211,7 +211,7 @@ def test_a_fault_is_seen(fault):
         check(strategy, case, 2, 2, before_step=gate.set)
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_autograd_sees_a_slot_that_is_reused_too_early():
     seen = r"modified by an inplace operation|has written to its parameters"
     with pytest.raises((RuntimeError, ModelError), match=seen), slot_reused_too_early():
@@ -219,7 +219,7 @@ def test_autograd_sees_a_slot_that_is_reused_too_early():
 
 
 @pytest.mark.parametrize("strategy", sorted({strategy for strategy, _ in FAULTS.values()}))
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_without_a_fault_they_agree(strategy):
     for case in (CASE, ALL_LAST):
         check(strategy, case, 2, 2, before_step=gate.set)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, backward, check, mesh_of, sharded
+from tests.dist.engine.reference import Case, backward, check, mesh_of, sharded
 from tests.dist.engine.test_faults import CASE, STRATEGY, slot_reused_too_early, stale_after_evaluation
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
@@ -27,14 +27,14 @@ def debug():
 @pytest.mark.parametrize(
     "strategy", [STRATEGY, "node=3,cluster=3k", "node=2,cluster=0", "node=1,cluster=3d;prefetch=2"]
 )
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_sound_run_passes(strategy):
     with debug():
         check(strategy, Case(steps=3, evaluate=True), 2, 2)
 
 
 @pytest.mark.parametrize("fault", [slot_reused_too_early, stale_after_evaluation])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_slot_in_other_hands_is_named(fault):
     strategy = "node=3,cluster=3" if fault is stale_after_evaluation else STRATEGY
     with debug(), fault(), pytest.raises(InternalError, match=r"slot|gathered"):
@@ -42,7 +42,7 @@ def test_a_slot_in_other_hands_is_named(fault):
 
 
 @pytest.mark.parametrize("refreshed", [False, True])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_change_by_hand_needs_a_refresh(refreshed):
     with debug(), sharded("node=3,cluster=3", CASE, mesh_of(2, 2)) as (model, _):
         backward(model, CASE, 0)
@@ -65,7 +65,7 @@ class Clamping(nn.Linear):
 
 
 @pytest.mark.parametrize("strategy", ["node=3", "node=1"])
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_a_forward_that_changes_its_weights_is_told_what_to_do(strategy):
     blocks = nn.ModuleList(Clamping(4, 4) for _ in range(2))
     _model = zm.shard(nn.Sequential(blocks), mesh_of(2), strategy, units=[Clamping], bucket_bytes=0, debug=True)

@@ -12,7 +12,7 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, Net, backward, mesh_of, sharded
+from tests.dist.engine.reference import Case, Net, backward, mesh_of, sharded
 from tests.dist.engine.test_communication import LOSSLESS
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
@@ -27,7 +27,7 @@ SPECIAL = ["node=3,cluster=3k;prefetch=3", "node=1@/fp32,cluster=3@fp32/bf16"]
     [(text, "bf16-wire") for text in (*LOSSLESS, *SPECIAL)]
     + [(text, "fp64") for text in ("node=3,cluster=1", "node=1,cluster=1", *SPECIAL)],
 )
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_predicted_is_allocated(strategy, precision):
     case = Case(precision=precision, micro_batches=1)
     with sharded(strategy, case, mesh_of(2, 2)) as (model, optimizer):
@@ -45,7 +45,7 @@ def test_predicted_is_allocated(strategy, precision):
         assert [tensor.data_ptr() for tensor in working_buffers(engine_of(model))] == buffers
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_bytes_term_by_term():
     """bf16 compute, fp32 master, on node=3,cluster=1 of 2x2."""
     case = Case(precision="bf16-wire")
@@ -103,7 +103,7 @@ def optimizer_line(model, optimizer):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-wire"])  # in the first, masters are parts of the compute copies
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_optimizer_states_are_predicted_before_the_first_step(precision):
     case = Case(precision=precision, micro_batches=1)
     for name, (make, first_states, second_states) in OPTIMIZERS.items():
@@ -131,7 +131,7 @@ def test_optimizer_states_are_predicted_before_the_first_step(precision):
         engine_of(model).interpreter.quiesce()
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_state_too_few_or_too_many_is_seen():
     case = Case(precision="fp32", micro_batches=1)
     with sharded("node=3,cluster=1", case, mesh_of(2, 2)) as (model, members):
@@ -150,7 +150,7 @@ def test_a_state_too_few_or_too_many_is_seen():
     assert right.allocated_bytes - fewer.allocated_bytes == param.local.nbytes
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_states_of_an_optimizer_that_is_refused():
     model = zm.shard(Case(precision="fp32").build(), mesh_of(2), "node=3")
     with pytest.raises(OptimizerError, match=r"must work element by element; .*LBFGS is not known to"):
@@ -172,7 +172,7 @@ class Allocated(TorchDispatchMode):
         return made
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_further_backward_before_the_step_sets_aside_what_is_shown():
     """This rank's part of each gradient, and nothing else; nothing where they were dropped."""
     case = Case(precision="bf16-wire", micro_batches=1)
@@ -208,7 +208,7 @@ def storages_alive():
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=1", "node=3,cluster=3k", "node=2,cluster=0"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_nothing_is_held_that_the_report_does_not_count(strategy):
     case = Case(precision="bf16-wire", micro_batches=3)
     gc.collect()
@@ -237,7 +237,7 @@ def test_nothing_is_held_that_the_report_does_not_count(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=2", "node=3,cluster=3k"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_deleting_the_model_frees_everything_at_once(strategy):
     case = Case(micro_batches=2)
     model = zm.shard(case.build(), mesh_of(2, 2), strategy, **case.shard_options())
@@ -267,7 +267,7 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
         gc.enable()
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_originals_are_freed_by_sharding():
     net = Net()
     originals = list(net.parameters())

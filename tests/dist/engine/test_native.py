@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, check, mesh_of
+from tests.dist.engine.reference import Case, check, mesh_of
 from tests.dist.engine.test_parity import THREE, TWO, TWO_KEPT, in_calls_of
 from tests.dist.pool import on_ranks
 from zeromesh.comm import AxisGroup, groups
@@ -34,7 +34,7 @@ def native() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("strategies", in_calls_of(7, (TWO + TWO_KEPT)[::3]))
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_mixes_on_two_axes(strategies):
     """A third of them: tests/simdev has all, on device tensors."""
     for strategy in strategies:
@@ -43,7 +43,7 @@ def test_mixes_on_two_axes(strategies):
 
 
 @pytest.mark.parametrize("strategies", in_calls_of(3, THREE[::20]))
-@on_ranks(8, timeout_s=TIMEOUT_S)
+@on_ranks(8)
 def test_some_on_three(strategies):
     for strategy in strategies:
         with native():
@@ -53,7 +53,7 @@ def test_some_on_three(strategies):
 @pytest.mark.parametrize(
     "case", [Case(weighted=True), Case(precision="bf16-wire", steps=1), Case(precision="bf16", steps=1)], ids=str
 )
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_weights_and_wires(case):
     for strategy in ("node=3,cluster=0", "node=2,cluster=1", "node=0,cluster=0"):
         with native():

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, check, mesh_of
+from tests.dist.engine.reference import Case, check, mesh_of
 from tests.dist.engine.test_parity import trained
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.collectives.ho_ring import HoRing
@@ -36,10 +36,8 @@ def trained_and_counted(strategy: str, case: Case, *shape: int) -> tuple[list[tu
 )
 def test_equal_to_the_bit(pool: Pool, strategy):
     case = Case(precision="fp32", steps=3)
-    plain, *none = pool.run(4, trained_and_counted, strategy, case, timeout_s=TIMEOUT_S)[0]
-    overlapped, gathers, reductions = pool.run(
-        4, trained_and_counted, f"{strategy};collective=ho_ring", case, timeout_s=TIMEOUT_S
-    )[0]
+    plain, *none = pool.run(4, trained_and_counted, strategy, case)[0]
+    overlapped, gathers, reductions = pool.run(4, trained_and_counted, f"{strategy};collective=ho_ring", case)[0]
     assert plain
     assert overlapped == plain
     assert none == [0, 0] and gathers > 0 and reductions > 0
@@ -60,14 +58,14 @@ def test_equal_to_the_bit(pool: Pool, strategy):
 def test_equal_to_the_bit_on_other_meshes(pool: Pool, shape, strategy):
     case = Case(precision="fp32", steps=2, world=math.prod(shape))
     plain, overlapped = (
-        pool.run(math.prod(shape), trained_and_counted, text, case, *shape, timeout_s=TIMEOUT_S)
+        pool.run(math.prod(shape), trained_and_counted, text, case, *shape)
         for text in (strategy, f"{strategy};collective=ho_ring")
     )
     for (values, *none), (same, gathers, reductions) in zip(plain, overlapped, strict=True):
         assert same == values and none == [0, 0] and gathers + reductions > 0
 
 
-@on_ranks(8, timeout_s=TIMEOUT_S)
+@on_ranks(8)
 def test_sums_over_replicas_beside_shards():
     """Not to the bit: regions are padded to be scattered, so the ranks' parts of the gradient's norm are others."""
     check("node=3,cluster=0,region=0;collective=ho_ring", Case(world=8, weighted=True), 2, 2, 2)
@@ -76,11 +74,11 @@ def test_sums_over_replicas_beside_shards():
 def test_staged_wires_are_not_overlapped(pool: Pool):
     case = Case(precision="fp32", steps=1)
     strategy = "node=3@bf16/,cluster=3@bf16/;collective=ho_ring"
-    _, gathers, reductions = pool.run(4, trained_and_counted, strategy, case, timeout_s=TIMEOUT_S)[0]
+    _, gathers, reductions = pool.run(4, trained_and_counted, strategy, case)[0]
     assert gathers == 0 and reductions > 0
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_flat_is_refused():
     with pytest.raises(NotationError, match=r"collective=flat: the engine goes over one axis at a time.*hierarchical"):
         zm.shard(Case().build(), mesh_of(2, 2), "node=3,cluster=3;collective=flat")

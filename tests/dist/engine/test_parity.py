@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, Optimizers, backward, check, mesh_of, plain, sharded
+from tests.dist.engine.reference import Case, Optimizers, backward, check, mesh_of, plain, sharded
 from tests.dist.pool import Pool, on_ranks
 from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.engine.api import engine_of
@@ -35,13 +35,13 @@ def test_the_mixes_are_all_there():
 
 
 @pytest.mark.parametrize("strategy", TWO + TWO_KEPT)
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_every_mix_on_two_axes(strategy):
     check(strategy, Case(optimizer="both", debug=True), 2, 2)
 
 
 @pytest.mark.parametrize("strategies", in_calls_of(4, TWO[::3]))  # the first step of every mix is looked at below
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_mixes_in_fp32(strategies):
     for strategy in strategies:
         check(strategy, Case(optimizer="sgd", precision="fp32", clip=None), 2, 2)
@@ -57,7 +57,7 @@ def test_mixes_in_fp32(strategies):
     ],
     ids=lambda value: getattr(value, "precision", "strategies"),
 )
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_what_the_first_step_of_every_mix_leaves(case, strategies):
     for strategy in strategies:
         check(strategy, case, 2, 2)
@@ -65,43 +65,40 @@ def test_what_the_first_step_of_every_mix_leaves(case, strategies):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=2,cluster=3k", "node=1,cluster=0"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_one_optimizer(strategy, optimizer):
     check(strategy, Case(optimizer=optimizer), 2, 2)
 
 
-@pytest.mark.timeout(180)  # of several calls
 @settings(max_examples=7)
 @given(strategy=st.sampled_from(TWO + TWO_KEPT), prefetch=st.sampled_from([0, 2]))
-@on_ranks(6, timeout_s=TIMEOUT_S)
+@on_ranks(6)
 def test_odd_mesh(strategy, prefetch):
     check(f"{strategy};prefetch={prefetch}", Case(world=6, optimizer="both"), 3, 2)
 
 
-@pytest.mark.timeout(180)  # of several calls
 @settings(max_examples=6)
 @given(strategy=st.sampled_from(THREE) | st.sampled_from(THREE_KEPT))
-@on_ranks(8, timeout_s=TIMEOUT_S)
+@on_ranks(8)
 def test_three_axes(strategy):
     check(strategy, Case(world=8, optimizer="both"), 2, 2, 2)
 
 
-@pytest.mark.timeout(180)  # of several calls
 @settings(max_examples=3)
 @given(strategy=st.sampled_from(THREE) | st.sampled_from(THREE_KEPT))
-@on_ranks(12, timeout_s=TIMEOUT_S)
+@on_ranks(12)
 def test_odd_mesh_of_three_axes(strategy):
     check(strategy, Case(world=12, optimizer="both"), 2, 3, 2)
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=2,region=1,site=0", "node=3d,cluster=3,region=1,site=0"])
-@on_ranks(16, timeout_s=TIMEOUT_S)
+@on_ranks(16)
 def test_four_axes(strategy):
     check(strategy, Case(world=16, optimizer="both"), 2, 2, 2, 2)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16-wire"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_sums_by_level(precision):
     check("node=0,cluster=0", Case(precision=precision, weighted=True), 2, 2)
 
@@ -109,7 +106,7 @@ def test_sums_by_level(precision):
 @pytest.mark.parametrize(
     "strategy", ["node=0,cluster=0,region=0", "node=1,cluster=0,region=0", "node=0,cluster=3,region=0"]
 )
-@on_ranks(12, timeout_s=TIMEOUT_S)
+@on_ranks(12)
 def test_sums_by_level_on_three_axes(strategy):
     check(strategy, Case(world=12, every_last=True, optimizer="sgd"), 2, 3, 2)
 
@@ -117,50 +114,50 @@ def test_sums_by_level_on_three_axes(strategy):
 @pytest.mark.parametrize(
     "strategy", ["node[2]=3,node[2]=1", "node[2]=1,node[2]=3k", "node[2]=3d,node[*]=0", "node[2]=2,node[2]=3"]
 )
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_split_axis(strategy):
     check(strategy, Case(), 4)
 
 
 @pytest.mark.parametrize("bucket_bytes", [600, 1 << 20])
 @pytest.mark.parametrize("strategy", ["node=0,cluster=0", "node=1,cluster=2", "node=2,cluster=0"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_joined_units(strategy, bucket_bytes):
     check(strategy, Case(optimizer="both", weighted=True, bucket_bytes=bucket_bytes), 2, 2)
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=2", "node=3d,cluster=3", "node=0,cluster=0"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_unequal_token_counts(strategy):
     check(strategy, Case(weighted=True), 2, 2)
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=3k", "node=2,cluster=0", "node=1,cluster=3"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_evaluation_between_backward_and_step(strategy):
     check(strategy, Case(evaluate=True), 2, 2)
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=0", "node=1,cluster=2", "node=3d,cluster=3"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_several_last_backwards_add_up(strategy):
     check(strategy, Case(every_last=True, optimizer="sgd"), 2, 2)
 
 
 @pytest.mark.parametrize("strategy", ["node=0,cluster=0", "node=3,cluster=1", "node=1,cluster=2", "node=3,cluster=3k"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_bf16_compute(strategy):
     check(strategy, Case(precision="bf16"), 2, 2)
 
 
 @pytest.mark.parametrize("strategy", ["node=0,cluster=1", "node=3,cluster=1", "node=2,cluster=3", "node=3d,cluster=0"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_bf16_wires(strategy):
     check(strategy, Case(precision="bf16-wire"), 2, 2)
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=0", "node=2,cluster=3"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_whole_tensors_after_training(strategy):
     case = Case(steps=2)
     expected = plain(case).steps[-1].params
@@ -207,7 +204,7 @@ def trained_in_turn(strategies: Sequence[str], case: Case) -> list[list[tuple[st
 
 def must_be_equal(pool: Pool, strategies: Sequence[str], case: Case) -> None:
     """Every rank's parameters and optimizer states come out the same, whichever of `strategies` has trained them."""
-    for rank, (first, *others) in enumerate(pool.run(4, trained_in_turn, strategies, case, timeout_s=TIMEOUT_S)):
+    for rank, (first, *others) in enumerate(pool.run(4, trained_in_turn, strategies, case)):
         assert first
         for text, values in zip(strategies[1:], others, strict=True):
             differ = [where for (where, value), (_, other) in zip(first, values, strict=True) if value != other]
@@ -253,5 +250,5 @@ def trained_with_slots(strategy: str, case: Case) -> list[list[tuple[str, bytes]
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1;prefetch=3", "node=2,cluster=0", "node=3,cluster=3d"])
 def test_the_number_of_reduce_slots_changes_no_bit(pool: Pool, strategy):
     case = Case(optimizer="both", precision="fp32", steps=3)
-    for one, two, three in pool.run(4, trained_with_slots, strategy, case, timeout_s=TIMEOUT_S):
+    for one, two, three in pool.run(4, trained_with_slots, strategy, case):
         assert one and one == two == three

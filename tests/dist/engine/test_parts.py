@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, backward, check, mesh_of, sharded
+from tests.dist.engine.reference import Case, backward, check, mesh_of, sharded
 from tests.dist.pool import on_ranks
 from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.engine.api import engine_of
@@ -31,7 +31,7 @@ def test_the_pairs_differ() -> None:
 
 
 @pytest.mark.parametrize("pairs", [PAIRS[::2], PAIRS[1::2]])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_parts_on_the_same_mesh(pairs):
     for (own, other), case in zip(
         pairs, itertools.cycle([Case(optimizer="both", debug=True), Case(weighted=True, steps=2)]), strict=False
@@ -39,7 +39,7 @@ def test_parts_on_the_same_mesh(pairs):
         check(in_parts(own, other), case, 2, 2)
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_what_is_held_sent_and_saved(tmp_path):
     case = Case(precision="fp32", optimizer="adamw", micro_batches=2)
     saved: dict[str, torch.Tensor] = {}
@@ -68,7 +68,7 @@ def test_what_is_held_sent_and_saved(tmp_path):
             checkpoints.close()
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_quantised_wires_of_a_part_are_its_alone():
     """Where its gradients alone are rounded, the others' are to the bit what they are without."""
     case, grads, mesh = Case(precision="fp32", micro_batches=1), list[dict[str, torch.Tensor]](), mesh_of(2, 2)
@@ -106,13 +106,13 @@ def test_quantised_wires_of_a_part_are_its_alone():
         ("| *.up: expert=0", MeshError, r"part \*\.up: the mesh has no axis 'expert'.*for other axes give zm\.Part"),
     ],
 )
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_parts_that_cannot_be(parts, error, message):
     with pytest.raises(error, match=message):
         zm.shard(Case().build(), mesh_of(2), f"node=3 {parts}")
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_owners_are_of_one_layout():
     model = zm.shard(Case(precision="fp32").build(), mesh_of(2), "node=3 | head: node=1")
     named = dict(model.named_parameters())

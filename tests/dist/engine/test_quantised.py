@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, mesh_of
+from tests.dist.engine.reference import mesh_of
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.chain import Reduce
@@ -77,12 +77,12 @@ def train(model: nn.Module, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", QUANTISED)
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_close_to_lossless(strategy):
     close_to_lossless(strategy, 2, 2)
 
 
-@on_ranks(8, timeout_s=TIMEOUT_S)
+@on_ranks(8)
 def test_close_to_lossless_over_three_axes():
     close_to_lossless(THREE_AXES, 2, 2, 2)
 
@@ -187,7 +187,7 @@ def off(strategy: str, *shape: int, device: str = "cpu") -> tuple[float, float]:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_gradients_are_within_the_bound_of_their_axes(pool: Pool, reduction):
     *shape, strategy = reduction
-    (worst, zeros), *_ = pool.run(math.prod(shape), off, strategy, *shape, timeout_s=TIMEOUT_S)
+    (worst, zeros), *_ = pool.run(math.prod(shape), off, strategy, *shape)
     assert worst <= 1
     assert zeros > 1.5, "gradients that are lost as a whole must be seen"
 
@@ -220,7 +220,7 @@ def off_with(fault: Any, strategy: str, *shape: int) -> tuple[float, float]:
 @pytest.mark.parametrize("fault", [lost_contribution, lost_result, lost_micro_batch, summed_not_averaged])
 def test_faults_are_out_of_the_bound(pool: Pool, fault):
     for strategy in ("node=3@/int8,cluster=3k@/int8", "node=3@/int4+ef,cluster=3@/int4+ef"):
-        (worst, _), *_ = pool.run(4, off_with, fault, strategy, 2, 2, timeout_s=TIMEOUT_S)
+        (worst, _), *_ = pool.run(4, off_with, fault, strategy, 2, 2)
         assert worst > 1, strategy
 
 
@@ -233,7 +233,7 @@ def test_faults_are_out_of_the_bound(pool: Pool, fault):
         "node=0,cluster=0@/int4",
     ],
 )
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_replicas_stay_equal_to_the_bit(strategy):
     torch.manual_seed(0)
     model = zm.shard(Net(), mesh_of(2, 2), strategy)
@@ -247,7 +247,7 @@ def test_replicas_stay_equal_to_the_bit(strategy):
                 assert start != buffer.state_range.start or torch.equal(master, buffer.master)
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_kept_copies_are_messages_and_give_the_same_bits():
     torch.manual_seed(0)
     base, mesh = Net(), mesh_of(2, 2)
@@ -280,7 +280,7 @@ def reduced(strategy: str, steps: int) -> list[Tensor]:
     return totals
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_what_is_lost_is_sent_later():
     """The sum of gradients over 20 steps misses the exact one by what is owed in the end: as much as over 4."""
     exact = reduced("node=3,cluster=0", 1)
@@ -298,7 +298,7 @@ def test_what_is_lost_is_sent_later():
     assert missed("node=3@/int4,cluster=0@/int4", 20) > 2 * fed_back
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_what_is_owed_is_forgotten_when_parameters_change_by_hand():
     model = zm.shard(Net(), mesh_of(2, 2), "node=3@/int4+ef,cluster=0")
     train(model, steps=1)
@@ -334,7 +334,7 @@ FED_BACK = ["node=0@/int4+ef,cluster=0", "node=2@/int4+ef,cluster=1@/int8+ef", "
 
 
 @pytest.mark.parametrize("strategy", FED_BACK)
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_equal_weights_change_no_bit(strategy):
     """Nor of what is owed: after steps of 2**14 tokens a rank come one of a single token, and again a long one."""
     model, optimizer = model_of(strategy)
@@ -350,7 +350,7 @@ def test_equal_weights_change_no_bit(strategy):
 
 @pytest.mark.parametrize("drop", ["the model's", "the optimizer's"])
 @pytest.mark.parametrize("strategy", FED_BACK)
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_gradient_that_is_thrown_away_owes_nothing(strategy, drop):
     model, optimizer = model_of(strategy)
     gradients(model, scale=1e6)
@@ -361,7 +361,7 @@ def test_a_gradient_that_is_thrown_away_owes_nothing(strategy, drop):
 
 
 @pytest.mark.parametrize("strategy", ["node=1@/int4,cluster=0", "node=0@/int4,cluster=0@/int4"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_each_backward_is_rounded_anew(strategy):
     """Backwards that add to a gradient that is there already, without zm.accumulate: what rounding adds must differ."""
     model, _ = model_of(strategy)
@@ -385,7 +385,7 @@ def test_each_backward_is_rounded_anew(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=2", "node=1,cluster=0", "node=0,cluster=0"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_weights_do_not_overflow_fp16(strategy):
     """A sum of 2**17 tokens' gradients is no number in fp16; in parts of the total it is the gradient."""
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, backward, mesh_of, sharded
+from tests.dist.engine.reference import Case, backward, mesh_of, sharded
 from tests.dist.engine.test_communication import LOSSLESS
 from tests.dist.pool import on_ranks
 from zeromesh.cluster import Cluster, Device, Level
@@ -102,13 +102,13 @@ def computed(trace: Trace) -> set[tuple[str, str | None, int]]:
 
 
 @pytest.mark.parametrize("strategy", [*LOSSLESS, *SPECIAL])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_the_same_events(strategy):
     require_same(strategy, Case(precision="fp32", micro_batches=3))
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=2"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_the_same_events_on_narrow_wires(strategy):
     """There an all-reduce is two exchanges, and one event."""
     require_same(strategy, Case(precision="bf16-wire", micro_batches=2))
@@ -127,7 +127,7 @@ def require_same(strategy: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=1;overlap=none"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_computation_and_waits_are_the_step(strategy):
     """On the rank's own row nothing overlaps, and nothing is missing but what the user does between."""
     found, _ = measured(strategy, Case(precision="fp32", micro_batches=2), 2, 2)
@@ -143,7 +143,7 @@ def test_computation_and_waits_are_the_step(strategy):
         assert exposed >= 0.99 * found.seconds(kind="communicate")
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_nothing_stays_behind():
     case = Case(precision="fp32", micro_batches=1, world=2)
     with sharded("node=3", case, mesh_of(2)) as (model, optimizer):
@@ -158,7 +158,7 @@ def test_nothing_stays_behind():
         assert len(recording.steps) == 1
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_recomputation_is_seen():
     from torch.utils.checkpoint import checkpoint
 

@@ -9,7 +9,7 @@ import pytest
 
 import zeromesh as zm
 from tests.dist.engine.delays import without_start_of_streams
-from tests.dist.engine.reference import TIMEOUT_S, Case, backward, evaluate, mesh_of, sharded
+from tests.dist.engine.reference import Case, backward, evaluate, mesh_of, sharded
 from tests.dist.engine.streams import Streams, forged_streams
 from tests.dist.engine.test_delays import FAULTS, STRATEGIES
 from tests.dist.pool import on_ranks
@@ -37,7 +37,7 @@ def trained(strategy: str, leave_out: Callable[[], AbstractContextManager[None]]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_every_access_is_ordered(strategy):
     streams = trained(strategy)
     assert len(streams.all) > 2 and streams.checked > 500, streams.checked
@@ -50,7 +50,7 @@ ON_STREAMS: dict[str, tuple[str, Callable[[], AbstractContextManager[None]]]] = 
 
 
 @pytest.mark.parametrize("wait", ON_STREAMS)
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_wait_left_out_is_found(wait):
     strategy, leave_out = ON_STREAMS[wait]
     assert trained(strategy, leave_out).races

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, backward, batch, loss_of, mesh_of, sharded
+from tests.dist.engine.reference import Case, backward, batch, loss_of, mesh_of, sharded
 from tests.dist.features.parity import net as plain_net
 from tests.dist.pool import kept, on_ranks
 from zeromesh.errors import (
@@ -43,32 +43,32 @@ def shard(model: nn.Module, strategy, mesh=None, **options):
         ("node[4]=3,node[2]=0", MeshError, r"needs node to have 8 ranks; this mesh has 2"),
     ],
 )
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_strategy(strategy, error, message):
     with pytest.raises(error, match=message):
         shard(CASE.build(), strategy)
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_stages_that_cannot_stand_together():
     with pytest.raises(NotationError, match=r"node=2 cannot stand with cluster=3d: .* use cluster=3, or node=1 or 3d"):
         shard(CASE.build(), "node=2,cluster=3d", mesh_of(2, 2))
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_mesh_without_names():
     mesh = kept(init_device_mesh, "cpu", (2,))
     with pytest.raises(MeshError, match=r"dimensions need names: init_device_mesh\(.*mesh_dim_names="):
         shard(CASE.build(), "node=3", mesh)
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_no_mesh_on_two_ranks():
     with pytest.raises(MeshError, match="a mesh is needed on 2 ranks: make one with torch's init_device_mesh"):
         zm.shard(CASE.build(), None, "node=3")
 
 
-@on_ranks(3, timeout_s=TIMEOUT_S)
+@on_ranks(3)
 def test_rank_outside_the_mesh():
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -78,7 +78,7 @@ def test_rank_outside_the_mesh():
             shard(CASE.build(), "node=3", mesh)
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_unknown_unit_class():
     with pytest.raises(ModelError, match=r"no module of class Blok is in the model.*did you mean Block\?"):
         shard(CASE.build(), "node=3", units=["Blok"])
@@ -86,7 +86,7 @@ def test_unknown_unit_class():
         shard(CASE.build(), "node=3", resident=["layers.9"])
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_sharded_twice_and_not_at_all():
     model = shard(CASE.build(), "node=3")
     with pytest.raises(ModelError, match=r"sharded already; zm\.shard is called once"):
@@ -95,7 +95,7 @@ def test_sharded_twice_and_not_at_all():
         zm.clip_grad_norm_(CASE.build(), 1.0)
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_rank_with_another_strategy():
     strategy = "node=3,cluster=1" if dist.get_rank() != 2 else "node=3,cluster=0"
     with pytest.raises(
@@ -132,7 +132,7 @@ OTHER_ARGUMENTS = {
 }
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_rank_with_another_model():
     for name in (*OTHER_MODELS, *OTHER_ARGUMENTS):
         net, options = CASE.build(), {}
@@ -149,7 +149,7 @@ def test_a_rank_with_another_model():
         assert all(param.equal(value) for param, value in zip(net.parameters(), before, strict=True))
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_rank_that_joins_other_units():
     """`bucket_bytes` counts where it joins other units; elsewhere ranks may differ in it, as in `debug` and `init`."""
     rank = dist.get_rank()
@@ -170,7 +170,7 @@ FAILURES = {
 }
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_wrong_input_on_one_rank_only():
     """The others do not wait for it: they say which rank it was, and why; nothing has been sharded."""
     others = {
@@ -195,7 +195,7 @@ def test_wrong_input_on_one_rank_only():
             shard(net, others.get(kind, strategy) if wrong else strategy, mesh_of(2, 2), **options)
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_a_cluster_that_one_rank_does_not_know():
     """With "auto", what the planner refuses on one rank is heard of by all."""
     wrong = dist.get_rank() == 2
@@ -209,7 +209,7 @@ def test_a_cluster_that_one_rank_does_not_know():
         zm.shard(plain_net(), mesh_of(4), "auto", cluster=name, workload=workload)
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_wires_whose_regions_would_overlap():
     message = r"parameters in fp64 cannot be gathered over axes in fp32 and in bf16, of other widths"
     with pytest.raises(NotationError, match=message):
@@ -217,7 +217,7 @@ def test_wires_whose_regions_would_overlap():
     shard(CASE.build().double(), "node=3@bf16/,cluster=3@fp16/", mesh_of(2, 2))
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_optimizer_built_before_sharding():
     net = CASE.build()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -228,7 +228,7 @@ def test_optimizer_built_before_sharding():
 
 
 @pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", "Muon", "custom"])
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_optimizer_that_is_not_elementwise(kind):
     model = shard(CASE.build(), "node=3")
     before = zm.full_state_dict(model)
@@ -251,7 +251,7 @@ def test_optimizer_that_is_not_elementwise(kind):
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_optimizer_that_the_user_vouches_for():
     model = shard(CASE.build(), "node=3")
     step = torch.optim.SGD.step
@@ -261,7 +261,7 @@ def test_optimizer_that_the_user_vouches_for():
     optimizer.step()
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_step_with_partial_gradients():
     model = shard(CASE.build(), "node=3")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -277,7 +277,7 @@ def test_step_with_partial_gradients():
 
 @pytest.mark.parametrize("kind", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=2", "node=3,cluster=0"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_plain_clipping_gives_the_same_norm(strategy, kind):
     case = Case(micro_batches=2)
     whole = case.build()
@@ -298,7 +298,7 @@ def test_plain_clipping_gives_the_same_norm(strategy, kind):
     assert again == pytest.approx(min(0.3, ours), rel=1e-4)
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_whole_tensor_functions_of_a_slice():
     model = shard(CASE.build(), "node=3")
     param = next(iter(model.parameters()))
@@ -307,7 +307,7 @@ def test_whole_tensor_functions_of_a_slice():
     assert param.shape == (11, 7) and param.ndim == 2 and param.local.dim() == 1
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_state_that_does_not_fit():
     model = shard(CASE.build(), "node=3")
     state = zm.full_state_dict(model)
@@ -345,7 +345,7 @@ def test_units_in_another_order_on_another_rank():
         model(torch.ones(2, 4), order).sum().backward()
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_units_in_another_order_where_nothing_is_gathered():
     model = shard(Forked(), "node=1")
     order = (0, 1, 2) if dist.get_rank() == 0 else (1, 0, 2)

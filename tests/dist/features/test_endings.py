@@ -286,13 +286,11 @@ def ended(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1]), directory
 
 
-@pytest.mark.timeout(240)  # 10 s on two idle cores
 def test_processes_end_with_their_own_code(ended):
     expected = {", ".join(cell): [ENDED[cell[1]]] * 2 for cell in cells()}
     assert {name: codes for name, codes in ended[0].items() if name != README} == expected
 
 
-@pytest.mark.timeout(240)
 def test_the_loop_of_the_readme_ends_with_0(ended):
     codes, directory = ended
     assert codes[README] == [0] * 4, [path.read_text() for path in directory.glob(f"{README}-*.txt")]

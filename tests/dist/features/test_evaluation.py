@@ -118,7 +118,7 @@ def test_gradients_of_a_part_and_of_inputs(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(4, timeout_s=50)
+@on_ranks(4)
 def test_generate(strategy):
     from tests.dist.features.test_huggingface import build, data_of, loss_of
 

@@ -75,7 +75,7 @@ FURTHER = {kind: ("node=3d,cluster=3", "node=2,cluster=3k") for kind in ("llama"
 
 
 @pytest.mark.parametrize("kind", UNITS)
-@on_ranks(4, timeout_s=50)
+@on_ranks(4)
 def test_trains_as_plain(kind):
     pairs = [
         Pair(
@@ -103,7 +103,7 @@ def test_trains_as_plain(kind):
         ("t5", 1 << 20, [""]),
     ],
 )
-@on_ranks(4, timeout_s=50)
+@on_ranks(4)
 def test_small_units_are_joined_where_no_parameters_are_sharded(kind, bucket_bytes, names):
     for strategy in ("node=1,cluster=2", "node=0,cluster=0"):
         pair = Pair(

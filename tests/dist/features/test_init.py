@@ -229,7 +229,7 @@ def test_memory_that_one_rank_lacks_is_an_error_on_every_rank():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
-@on_ranks(4, timeout_s=50)
+@on_ranks(4)
 def test_hugging_face_on_the_meta_device(kind):
     from tests.dist.features.test_huggingface import build
 

@@ -344,7 +344,7 @@ class Paths(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["node=2", "node=1", "node=0"])
-@on_ranks(2, timeout_s=40.0)
+@on_ranks(2)
 def test_ranks_may_differ_in_every_backward_of_a_forward(strategy):
     base, rank = Paths(), dist.get_rank()
     model, x = sharded(base, strategy), inputs(rank)

@@ -214,7 +214,7 @@ def test_updates_too_small_for_the_compute_dtype_add_up():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(4, timeout_s=50)
+@on_ranks(4)
 def test_float_inputs_of_a_vision_transformer_are_cast(strategy):
     from tests.dist.features.test_huggingface import build, data_of
 

@@ -198,7 +198,7 @@ def test_checkpoint_sequential():
 
 @REENTRANT
 @pytest.mark.parametrize("kind", ["llama", "t5"])
-@on_ranks(4, timeout_s=50)
+@on_ranks(4)
 def test_hugging_face_gradient_checkpointing(kind, reentrant):
     from tests.dist.features.test_huggingface import build, data_of, loss_of
 
@@ -253,7 +253,7 @@ def ahead_of_time(model: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["node=3", "node=1"])
-@on_ranks(2, timeout_s=50)
+@on_ranks(2)
 def test_a_compiled_step(strategy):
     """Forward and backward in one compiled function: the engine's own functions are none of its graphs."""
     # As in `test_compiled_blocks`.
@@ -279,7 +279,7 @@ def test_a_compiled_step(strategy):
 
 
 @pytest.mark.parametrize("wrap", [compile_list, compile_in_place, compile_then_checkpoint, ahead_of_time])
-@on_ranks(4, timeout_s=50)
+@on_ranks(4)
 def test_compiled_blocks(wrap):
     """Compiled before sharding; hooks run around the graphs, and what a block computes is all in one of them."""
     # Dynamo looks at `.grad` of every tensor that it meets; plain models get the same warning.
@@ -296,7 +296,7 @@ def test_compiled_blocks(wrap):
         assert len(graphs) <= 3
 
 
-@on_ranks(4, timeout_s=50)
+@on_ranks(4)
 def test_compiled_backwards_where_parameters_are_kept_and_where_they_are_not_sharded():
     """Ahead of time, so that the backward too is a graph, over parameters that it finds where the forward saw them."""
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
@@ -305,9 +305,8 @@ def test_compiled_backwards_where_parameters_are_kept_and_where_they_are_not_sha
         Wrapped(base=net(), strategy=strategy, wrap=ahead_of_time).train(steps=2)
 
 
-@pytest.mark.timeout(300)  # imports and C++ compilers: seconds on an idle machine, a minute on a busy one
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason=f"inductor needs one of {', '.join(COMPILERS)}")
-@on_ranks(2, timeout_s=280)
+@on_ranks(2)
 def test_blocks_that_inductor_compiles(tmp_path):
     """Torch's default back end: kernels in C++ that read the gather slots by address."""
     warnings.simplefilter("ignore", DeprecationWarning)  # inductor's imports, of what torch itself has deprecated
@@ -344,7 +343,7 @@ def test_blocks_that_inductor_compiles(tmp_path):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("strategy", ["node=3", "node=1"])
-@on_ranks(2, timeout_s=50)
+@on_ranks(2)
 def test_wrappers_around_what_is_sharded(strategy, compiled):
     """Units are found under them; state dicts have the names of what is wrapped, and take those of the wrapper too."""
 

@@ -8,7 +8,6 @@ import zeromesh as zm
 from tests.dist.engine.reference import mesh_of
 from tests.dist.pool import on_ranks
 
-TIMEOUT_S = 60.0
 WIDTH = 4
 
 
@@ -31,7 +30,7 @@ def expected(inputs, weights):
 
 
 @pytest.mark.parametrize("strategy", ["node=1,cluster=1", "node=3,cluster=1", "node=0,cluster=0"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_two_models_in_one_backward_keep_their_weights(strategy):
     """Each has a total of its own, agreed on among the same ranks; in gradients, then in the loss. One that counts
     nothing is NaN."""

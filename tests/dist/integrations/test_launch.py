@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = """
 import torch, transformers as hf, zeromesh as zm
 from zeromesh.integrations.transformers import Trainer
@@ -53,7 +51,6 @@ use_cpu: true
 """As `accelerate config` writes it; of MULTI_CPU `accelerate launch` starts one process, unless there is MPI."""
 
 
-@pytest.mark.timeout(120)
 def test_a_script_trains_with_a_planned_strategy_as_accelerate_starts_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "config.yaml").write_text(CONFIG)

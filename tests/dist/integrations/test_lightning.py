@@ -167,9 +167,8 @@ def make_trainer(directory: Path, strategy: Any = None, **options: Any) -> Any:
     )
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["tied", "lora"])
-@on_ranks(4, timeout_s=190)
+@on_ranks(4)
 def test_losses_are_those_of_plain_training(kind, tmp_path):
     def plainly() -> tuple[Curve, float]:
         trainer, module = fitted(tmp_path, kind)
@@ -237,8 +236,7 @@ def played(directory: Path, how: zm.Sharding | None = None) -> tuple[list[float]
     return module.losses, module.state_dict() if how is None else zm.full_state_dict(module)
 
 
-@pytest.mark.timeout(100)
-@on_ranks(4, timeout_s=90)
+@on_ranks(4)
 def test_two_optimizers_that_a_step_steps_itself(tmp_path):
     losses, weights = plain(lambda: played(tmp_path / "plain"))
     for strategy in STRATEGIES:
@@ -249,13 +247,12 @@ def test_two_optimizers_that_a_step_steps_itself(tmp_path):
             torch.testing.assert_close(own, weights, rtol=0, atol=1e-6)
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["tied", "lora"])
 def test_resumes_on_another_world_and_strategy(pool: Pool, kind, tmp_path):
-    pool.run(4, stopped, str(tmp_path), kind, timeout_s=190)
+    pool.run(4, stopped, str(tmp_path), kind)
     if kind == "lora":
         assert_base_left_out(tmp_path / "whole.ckpt")
-    for found, expected in pool.run(2, resumed, str(tmp_path), kind, timeout_s=190):
+    for found, expected in pool.run(2, resumed, str(tmp_path), kind):
         assert_same_curve(found, expected)
 
 
@@ -297,8 +294,7 @@ def resumed(directory: str, kind: str) -> tuple[Curve, Curve]:
         return module.curve, expected[10:]
 
 
-@pytest.mark.timeout(200)
-@on_ranks(2, timeout_s=190)
+@on_ranks(2)
 def test_resumes_from_a_file_of_another_strategy(tmp_path):
     def plainly() -> Curve:
         trainer, _ = fitted(tmp_path, "tied", steps=10)
@@ -352,10 +348,9 @@ class FabricLoop:
         return {"model": self.model, "optimizer": self.optimizer, "step": self.step}
 
 
-@pytest.mark.timeout(200)
 def test_fabric_trains_and_resumes(pool: Pool, tmp_path):
-    pool.run(4, fabric_stopped, str(tmp_path), timeout_s=190)
-    pool.run(2, fabric_resumed, str(tmp_path), timeout_s=190)
+    pool.run(4, fabric_stopped, str(tmp_path))
+    pool.run(2, fabric_resumed, str(tmp_path))
 
 
 def fabric_stopped(directory: str) -> None:
@@ -435,8 +430,7 @@ def other(fabric: Any) -> Any:
     return fabric.setup(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.timeout(100)
-@on_ranks(2, timeout_s=90)
+@on_ranks(2)
 def test_a_model_on_the_meta_device_computes_in_the_trainers_precision(tmp_path):
     from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 

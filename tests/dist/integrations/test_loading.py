@@ -52,9 +52,8 @@ def saved(directory: Path, kind: str) -> Any:
     dist.barrier()
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", ["tied", "packed experts", "cut in three", "bf16"])
-@on_ranks(4, timeout_s=90)
+@on_ranks(4)
 def test_values_are_those_of_the_library(kind, tmp_path):
     import transformers as hf
 
@@ -105,7 +104,7 @@ def tuned(directory: Path, *, whole: bool) -> Any:
         return curve(trainer)
 
 
-@on_ranks(2, timeout_s=60)
+@on_ranks(2)
 def test_adapters_and_trained_copies_of_modules(tmp_path):
     if dist.get_rank() == 0:
         build().save_pretrained(tmp_path)
@@ -114,7 +113,7 @@ def test_adapters_and_trained_copies_of_modules(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["node=0", "node=1", "node=3"])
-@on_ranks(2, timeout_s=60)
+@on_ranks(2)
 def test_adapters_keep_what_they_have(strategy, tmp_path):
     """The library's initialisation, made for buffers that no file has, sees all modules of a unit, and where nothing
     is sharded of all units that are joined."""
@@ -151,7 +150,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", ["", "tied"])
-@on_ranks(1, timeout_s=60)
+@on_ranks(1)
 def test_what_is_done_before_it_is_sharded_is_done_to_the_values(kind, tmp_path):
     build(kind).save_pretrained(tmp_path)
     for change, act in CHANGES.items():
@@ -175,7 +174,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(1, timeout_s=60)
+@on_ranks(1)
 def test_adapters_made_of_the_base_s_values(tmp_path):
     """Made anew, and loaded: those are written into what PEFT has copied from the base."""
     import peft
@@ -209,7 +208,7 @@ def test_adapters_made_of_the_base_s_values(tmp_path):
         same(*loaded)
 
 
-@on_ranks(1, timeout_s=60)
+@on_ranks(1)
 def test_nothing_is_read_before_it_is_sharded_that_nobody_asked_for(tmp_path, monkeypatch):
     import peft
 
@@ -242,7 +241,7 @@ def test_nothing_is_read_before_it_is_sharded_that_nobody_asked_for(tmp_path, mo
         model.model.model.rotary_emb.inv_freq.mul_(2)
 
 
-@on_ranks(2, timeout_s=60)
+@on_ranks(2)
 def test_a_new_head_begins_anew_and_is_named(tmp_path):
     import transformers as hf
 
@@ -259,7 +258,7 @@ def test_a_new_head_begins_anew_and_is_named(tmp_path):
         assert torch.equal(whole["model.norm.weight"], expected["model.norm.weight"])
 
 
-@on_ranks(2, timeout_s=60)
+@on_ranks(2)
 def test_refuses(tmp_path):
     import transformers as hf
 

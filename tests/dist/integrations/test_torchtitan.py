@@ -12,7 +12,6 @@ import pytest
 EXAMPLE = Path(__file__).parents[3] / "examples/torchtitan_llama.py"
 
 
-@pytest.mark.timeout(180)
 def test_torchtitans_trainer_gives_plain_losses_and_resumes_on_fewer_ranks(tmp_path: Path) -> None:
     """The example compares losses and norms itself, to 3e-5 of them, and fails where they differ."""
     pytest.importorskip("torchtitan")

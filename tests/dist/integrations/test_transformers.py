@@ -99,9 +99,8 @@ def plainly(directory: Path, kind: str) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["llama", "tied", "lora"])
-@on_ranks(4, timeout_s=190)
+@on_ranks(4)
 def test_losses_are_those_of_plain_training(kind, tmp_path):
     expected, evaluated, predicted, flos = plain(lambda: plainly(tmp_path / "plain", kind))
     assert expected[-1][1] < expected[0][1]
@@ -121,7 +120,7 @@ def test_losses_are_those_of_plain_training(kind, tmp_path):
         assert_same_weights(directory, tmp_path / "plain")
 
 
-@on_ranks(4, timeout_s=60)
+@on_ranks(4)
 def test_slow_links_are_crossed_once_a_step(tmp_path):
     from zeromesh.integrations.transformers import Trainer
 
@@ -163,8 +162,7 @@ def with_everything(directory: Path, how: zm.Sharding | None = None) -> tuple[An
     return curve(trainer), evaluated, Path(trainer.state.best_model_checkpoint).name, left
 
 
-@pytest.mark.timeout(200)
-@on_ranks(4, timeout_s=190)
+@on_ranks(4)
 def test_smoothing_recomputation_evaluation_and_the_best_model(tmp_path):
     expected, *others = plain(lambda: with_everything(tmp_path / "plain"))
     with launched():
@@ -205,15 +203,14 @@ def resumed(
         return curve(trainer)
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("kind", "strategy"), [("tied", "node=3"), ("lora", "node=1")])
 def test_resumes_on_another_world_and_strategy(pool: Pool, kind, strategy, tmp_path):
-    pool.run(4, stopped, str(tmp_path), kind, STRATEGIES[0], {"cluster": 2, "node": 2}, timeout_s=190)
-    (expected,) = pool.run(1, alone, str(tmp_path / "plain"), kind, timeout_s=190)
+    pool.run(4, stopped, str(tmp_path), kind, STRATEGIES[0], {"cluster": 2, "node": 2})
+    (expected,) = pool.run(1, alone, str(tmp_path / "plain"), kind)
     if kind == "lora":  # the base is where it came from
         assert_base_left_out(tmp_path / "checkpoint-10" / "zeromesh")
-        pool.run(2, refused_on_another_base, str(tmp_path), strategy, {"node": 2}, timeout_s=190)
-    for found in pool.run(2, resumed, str(tmp_path), kind, strategy, {"node": 2}, timeout_s=190):
+        pool.run(2, refused_on_another_base, str(tmp_path), strategy, {"node": 2})
+    for found in pool.run(2, resumed, str(tmp_path), kind, strategy, {"node": 2}):
         assert_same_curve(found, expected)
 
 
@@ -221,14 +218,14 @@ def alone(directory: str, kind: str) -> Any:
     return plain(lambda: curve(trained(Path(directory), kind)))
 
 
-@on_ranks(2, timeout_s=100)
+@on_ranks(2)
 def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path):
     expected = plain(lambda: curve(trained(tmp_path, save_strategy="steps", save_steps=10)))
     found = resumed(str(tmp_path), "llama", "node=3", {"node": 2})
     assert_same_curve(found, expected)
 
 
-@on_ranks(2, timeout_s=100)
+@on_ranks(2)
 def test_other_samples_a_step_are_refused_on_resuming(tmp_path):
     stopped(str(tmp_path), "llama", "node=3", {"node": 2})
     with pytest.raises(CheckpointError, match="was written with 8 samples a step, and this run takes 16"):
@@ -236,7 +233,7 @@ def test_other_samples_a_step_are_refused_on_resuming(tmp_path):
     resumed(str(tmp_path), "llama", "node=3", {"node": 2}, gradient_accumulation_steps=4, ignore_data_skip=True)
 
 
-@on_ranks(2, timeout_s=100)
+@on_ranks(2)
 def test_bf16_computes_and_sends_in_it_and_is_written_as_it_came(tmp_path):
     with launched():
         trainer = trained(tmp_path, "llama", sharding("node=3", {"node": 2}), bf16=True)
@@ -251,7 +248,7 @@ def test_bf16_computes_and_sends_in_it_and_is_written_as_it_came(tmp_path):
     assert {value.dtype for value in weights(tmp_path).values()} == {torch.float32}
 
 
-@on_ranks(2, timeout_s=60)
+@on_ranks(2)
 def test_means_over_each_rank_s_own_tokens(tmp_path):
     """As the plain Trainer's in DistributedDataParallel, of unequal numbers of tokens."""
     own: dict[str, Any] = {"average_tokens_across_devices": False, "max_steps": 6}
@@ -263,7 +260,7 @@ def test_means_over_each_rank_s_own_tokens(tmp_path):
     assert found[0] != pytest.approx(over_all[0], abs=1e-4)
 
 
-@on_ranks(2, timeout_s=60)
+@on_ranks(2)
 def test_fp16_with_a_scaler_of_gradients(tmp_path):
     expected = plain(lambda: curve(trained(tmp_path / "plain", max_steps=8)))
     options: dict[str, Any] = {"fp16": True, "max_steps": 8}
@@ -276,7 +273,7 @@ def test_fp16_with_a_scaler_of_gradients(tmp_path):
     assert {math.isfinite(norm) for _, _, norm in curve(overflows)} == {True, False}
 
 
-@on_ranks(2, timeout_s=60)
+@on_ranks(2)
 def test_blocks_are_compiled_by_themselves(tmp_path):
     expected = plain(lambda: curve(trained(tmp_path / "plain", max_steps=4)))
     with launched(), warnings.catch_warnings():
@@ -288,7 +285,7 @@ def test_blocks_are_compiled_by_themselves(tmp_path):
     assert_same_curve(curve(trainer), expected)
 
 
-@on_ranks(2, timeout_s=60)
+@on_ranks(2)
 def test_a_frozen_base_of_low_precision_is_sharded_in_it(tmp_path):
     from zeromesh.engine.api import engine_of
 
@@ -306,7 +303,7 @@ def test_a_frozen_base_of_low_precision_is_sharded_in_it(tmp_path):
     )
 
 
-@on_ranks(2, timeout_s=60)
+@on_ranks(2)
 def test_ranks_generate_unequal_lengths(tmp_path):
     from zeromesh.integrations.transformers import Trainer
 
@@ -332,7 +329,7 @@ def test_ranks_generate_unequal_lengths(tmp_path):
         assert generated(trainer, dist.get_rank()) == expected[dist.get_rank()]
 
 
-@on_ranks(1, timeout_s=60)
+@on_ranks(1)
 def test_adapters_are_saved_in_the_dtypes_of_plain_ones(tmp_path):
     import peft
 
@@ -366,8 +363,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.timeout(100)
-@on_ranks(2, timeout_s=90)
+@on_ranks(2)
 def test_adapters_that_are_computed_or_buffered_are_saved(tmp_path):
     """As PEFT saves those of a plain model that has taken the same step, and loads them into a plain one."""
     import peft
@@ -403,7 +399,7 @@ def test_adapters_that_are_computed_or_buffered_are_saved(tmp_path):
     dist.barrier()
 
 
-@on_ranks(2, timeout_s=60)
+@on_ranks(2)
 def test_an_encoder_is_called_by_itself():
     """By `generate`, and by whoever evaluates with it."""
     import transformers as hf
@@ -423,7 +419,7 @@ def test_an_encoder_is_called_by_itself():
 
 
 def test_refuses(pool: Pool, tmp_path):
-    pool.run(2, refuses, str(tmp_path), timeout_s=60)
+    pool.run(2, refuses, str(tmp_path))
 
 
 def refuses(directory: str) -> None:

@@ -113,7 +113,7 @@ def trained(
     return made
 
 
-@on_ranks(2, timeout_s=60)
+@on_ranks(2)
 def test_an_adapter_as_reference_is_refused_before_training(tmp_path):
     import trl
 
@@ -148,11 +148,10 @@ STOP = 4
 """The step after which a run is saved, of twice as many."""
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_plain_training(pool: Pool, case, tmp_path):
-    expected = pool.run(4, compared, case, tmp_path, timeout_s=190)[0]
-    pool.run(2, resumed, case, tmp_path, expected, timeout_s=190)
+    expected = pool.run(4, compared, case, tmp_path)[0]
+    pool.run(2, resumed, case, tmp_path, expected)
 
 
 def compared(case: str, directory: Path) -> Curve:

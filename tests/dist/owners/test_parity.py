@@ -283,12 +283,12 @@ def train(sizes: tuple[int, ...], strategies: Sequence[str], steps: int = STEPS)
 
 
 @pytest.mark.parametrize(("sizes", "part"), [((4,), slice(6)), ((2, 2), slice(5)), ((2, 2), slice(5, 10))])
-@on_ranks(4, timeout_s=50)
+@on_ranks(4)
 def test_under_every_kind_of_strategy(sizes, part):
     train(sizes, STRATEGIES[sizes][part])
 
 
-@on_ranks(8, timeout_s=50)
+@on_ranks(8)
 def test_on_three_axes():
     """More ranks than tensors, too."""
     train((2, 2, 2), STRATEGIES[2, 2, 2], steps=5)  # eight processes on a machine of few cores

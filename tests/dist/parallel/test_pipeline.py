@@ -50,15 +50,13 @@ def test_trains_as_plain_training_does(name: str) -> None:
     parity(name, "node=1,cluster=0", 4)
 
 
-@pytest.mark.timeout(200)
-@on_ranks(8, timeout_s=180)
+@on_ranks(8)
 def test_on_two_levels() -> None:
     for name in ("1f1b", "zbv"):
         parity(name, "node=3,cluster=1", 8)
 
 
-@pytest.mark.timeout(200)  # eight ranks on two cores: 45 s alone on a slow machine
-@on_ranks(8, timeout_s=180)
+@on_ranks(8)
 def test_of_stages_under_tensor_and_sequence_parallelism() -> None:
     for name, strategy in {
         "1f1b": "node=3,cluster=0",

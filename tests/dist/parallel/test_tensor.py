@@ -32,8 +32,7 @@ def test_one_axis(plan):
     check("node=3", plan, 2, debug=plan == "loss")
 
 
-@pytest.mark.timeout(200)
-@on_ranks(8, timeout_s=180)
+@on_ranks(8)
 def test_two_axes():
     for index, strategy in enumerate(MIXES[4::14]):
         check(strategy, PLANS[1 + index], 2, 2, optimizer=("adamw", "sgd")[index % 2])

@@ -32,7 +32,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.timeout(240)  # the first of them starts the process that runs all: ten seconds, minutes on a busy machine
 @pytest.mark.parametrize("name", KINDS)
 def test_command_line_names_file_and_reason(outcomes: dict[str, dict[str, Any]], name: str) -> None:
     kind, outcome = KINDS[name], outcomes[name]

@@ -11,7 +11,6 @@ import pytest
 from benchmarks.chaos import ChaosError, Outcome, _Job, soak
 
 
-@pytest.mark.timeout(180)  # three jobs of two processes, each with a rendezvous: seconds, on a machine that is not busy
 def test_kills_lose_nothing_that_was_announced(tmp_path: Path) -> None:
     reports: list[Outcome] = []
     outcome = soak(

@@ -74,7 +74,6 @@ def served(directory: Path) -> Iterator[tuple[str, queue.Queue[dict[str, Any]]]]
         server.shutdown()
 
 
-@pytest.mark.timeout(180)
 def test_every_page_opens_in_a_browser(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the site's generator is not installed: make venv")
     browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)

@@ -139,7 +139,6 @@ def test_parts_within_the_budget_end_in_one_file(tmp_path: Path, monkeypatch: py
         main(["--only", "god"])
 
 
-@pytest.mark.timeout(180)  # three interpreters, one after the other
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_it_runs_on_the_cpu_and_says_so(tmp_path: Path) -> None:
     """One of the two parts; the other is the self-test, which has tests of its own."""
