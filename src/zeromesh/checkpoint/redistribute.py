@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeromesh.engine.control import Control, gather_over, ranks_of
+from zeromesh.engine.control import Control, gather_over
 from zeromesh.engine.elements import Elements
 from zeromesh.engine.param import Slice, tell_of_write
 from zeromesh.errors import InputError, InternalError
@@ -100,7 +100,7 @@ def _exchange(pairs: Sequence[tuple[Slice, Slice]]) -> None:
 def _control_of(elements: Sequence[Elements]) -> Control:
     """The ranks that all of these are on."""
     controls = [each.control for each in elements if each.control is not None]
-    if len({ranks_of(control) for control in controls}) != 1:
+    if len({control.ranks for control in controls}) != 1:
         raise InputError("zm.copy_values copies between models on the same ranks; these are on different ones")
     return controls[0]
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -33,15 +34,7 @@ from torch import Tensor, nn
 
 from zeromesh.comm import Lane, Ticket, all_reduce_max
 from zeromesh.comm.lane import Job
-from zeromesh.engine.chain import (
-    GatherChain,
-    Groups,
-    ReduceChain,
-    Scratch,
-    reduce_chain,
-    refresh_chain,
-    unshard_chain,
-)
+from zeromesh.engine.chain import Chain, Groups, ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards, Homes
 from zeromesh.engine.leaf import Leaf, close_leaf, open_leaf, versions_of
 from zeromesh.engine.param import ShardedParameter
@@ -180,12 +173,12 @@ class UnitShards:
 
 @dataclass(slots=True)
 class UnitChains:
-    """The chains of one unit, of each buffer that has something to do; reductions by index of the buffer."""
+    """The chains of one unit: gathers of all its buffers one after the other, reductions by index of the buffer."""
 
-    unshard: list[GatherChain]
-    unshard_kept: list[GatherChain]
-    refresh: list[GatherChain]
-    reduce: dict[int, ReduceChain]
+    unshard: Chain
+    unshard_kept: Chain
+    refresh: Chain
+    reduce: dict[int, ReduceChains]
 
 
 class DeviceBackend:
@@ -226,17 +219,17 @@ class DeviceBackend:
 
     def _bind(self, unit: UnitShards) -> UnitChains:
         groups, scratch = self.groups, self.scratch
+
+        def gathers(*, from_kept: bool) -> Chain:
+            chains = (unshard_chain(b, groups, scratch["unshard"], from_kept=from_kept) for b in sharded)
+            return tuple(chain.from_iterable(chains))
+
         sharded = [b for b in unit.buffers if b.gathered]
-        refreshes = [refresh_chain(b, groups, scratch["refresh"]) for b in unit.buffers]
         return UnitChains(
-            unshard=[unshard_chain(b, groups, scratch["unshard"], from_kept=False) for b in sharded],
-            unshard_kept=[unshard_chain(b, groups, scratch["unshard"], from_kept=True) for b in sharded],
-            refresh=[chain for chain in refreshes if chain is not None],
-            reduce={
-                index: reduce_chain(b, groups, scratch, b.grads)
-                for index, b in enumerate(unit.buffers)
-                if b.grads is not None
-            },
+            unshard=gathers(from_kept=False),
+            unshard_kept=gathers(from_kept=True),
+            refresh=tuple(chain.from_iterable(refresh_chain(b, groups, scratch["refresh"]) for b in unit.buffers)),
+            reduce={i: reduce_chains(b, groups, scratch) for i, b in enumerate(unit.buffers) if b.grads is not None},
         )
 
     # ---- schedule.Backend
@@ -252,21 +245,21 @@ class DeviceBackend:
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[Ticket]:
         shards, early, late = self.units[unit], list[Job](), list[Job]()
         chains = self.chains[unit].reduce
-        for index, chain in chains.items():
+        for index, own in chains.items():
             buffer = shards.buffers[index]
             # No lane is at work on the unit now.
             before = buffer.reduced.clone() if reduction.add else None
             if reduction.micro:
-                homes, adds = chain.alone if reduction.alone else buffer.homes, reduction.accumulate and not chain.micro
-                self._collect(unit, index, chain.first, homes, accumulate=adds)
-                early.append(partial(chain.run_micro, accumulate=reduction.accumulate))
+                homes, adds = own.alone if reduction.alone else buffer.homes, reduction.accumulate and not own.micro
+                self._collect(unit, index, own.first, homes, accumulate=adds)
+                early.append(partial(_run_chain, own.micro, accumulate=reduction.accumulate))
             if reduction.boundary:
-                late.append(partial(_finish, chain, buffer, before, alone=reduction.alone))
-        if not any(chain.boundary for chain in chains.values()):
+                late.append(partial(_finish, own.boundary_alone if reduction.alone else own.boundary, buffer, before))
+        if not any(own.boundary for own in chains.values()):
             early, late = early + late, []
         taken = done = None
         label = f"reduce {shards.name}"
-        if early and any(chain.micro for chain in chains.values()):
+        if early and any(own.micro for own in chains.values()):
             taken = done = self.lanes["reduce"].submit(partial(_run, early), label)
         else:
             _run(early)
@@ -379,8 +372,8 @@ class DeviceBackend:
         """Before the backward of a unit whose accumulator holds micro-batches: `FlatShards.add_in_place`."""
         if self.scale is not None or unit in self.stale or torch.is_grad_enabled():  # that makes sums anew
             return
-        for index, chain in self.chains[unit].reduce.items():
-            if chain.first == 1:
+        for index, chains in self.chains[unit].reduce.items():
+            if chains.first == 1:
                 self.units[unit].buffers[index].add_in_place()
 
     def end_backward(self) -> None:
@@ -426,16 +419,20 @@ class DeviceBackend:
         if to.gaps:
             torch._foreach_zero_(to.gaps)
 
-    def _gather(self, lane: LaneKind, chains: Sequence[GatherChain], unit: int, after: Ticket | None) -> Ticket | None:
-        if not chains:
+    def _gather(self, lane: LaneKind, steps: Chain, unit: int, after: Ticket | None) -> Ticket | None:
+        if not steps:
             return None
-        label = f"{lane} {self.units[unit].name}"
-        return self.lanes[lane].submit(partial(_run, [chain.run for chain in chains]), label, after=after)
+        return self.lanes[lane].submit(partial(_run_chain, steps), f"{lane} {self.units[unit].name}", after=after)
 
 
-def _finish(chain: ReduceChain, buffer: FlatShards, before: Tensor | None, *, alone: bool) -> None:
+def _run_chain(steps: Chain, *, accumulate: bool = False) -> None:
+    for step in steps:
+        step.run(accumulate)
+
+
+def _finish(steps: Chain, buffer: FlatShards, before: Tensor | None) -> None:
     """From the accumulator to its state shard's part, onto what that was `before`."""
-    chain.run_boundary(alone=alone)
+    _run_chain(steps)
     if before is not None:
         buffer.reduced.add_(before)
 

@@ -18,7 +18,7 @@ from zeromesh.comm import AxisGroup, Lane, axis_ranks, make_groups, mesh_group
 from zeromesh.comm.registered import Registration, registered
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
-from zeromesh.engine.control import Control, broadcast_bytes, progress_of
+from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install, install_on_parts, watch_reads
@@ -97,7 +97,7 @@ def make_homes(
     """
     for part, divided in meshes.items():
         require_divided(part, divided, control)
-    whole = replace(control, beyond=beyond[""])
+    whole = replace(control, beyond=beyond[""]).met()
     own = {part: replace(make_control(divided), beyond=beyond[part]) for part, divided in meshes.items()}
     return {
         part: Home(layout=layout, mesh=meshes.get(part, mesh), control=own.get(part, whole))
@@ -151,8 +151,6 @@ def build_engine(
     )
     if registration is not None:
         weakref.finalize(backend, registration.release).atexit = False
-    if control.world > 1:
-        progress_of(control)  # made here, by all ranks together
     engine = Engine(schedule, backend, homes, precision, model=weakref.ref(model), debug=debug)
     _make_optimizer_params(engine)
     for index, module in enumerate(modules):

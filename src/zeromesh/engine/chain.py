@@ -1,24 +1,22 @@
-"""Chains of one-axis collectives over one flat buffer, with every view made once.
+"""Chains of collectives over one flat buffer, with every view made once.
 
-A chain is a transfer list of the schedule bound to tensors. Gathers grow a region inside its destination, from the
+A chain is a transfer list of the schedule bound to tensors. Gathers grow a region inside their destination, from the
 least significant axis to the most; reductions shrink one, the other way. Where a wire's dtype is not the buffer's, the
 region passes through staging memory; quantised wires take it as it is, by pieces.
 
 Parameters are quantised to the nearest code: every rank holds the same copy, and its error does not add up. Gradients
 are rounded stochastically: their errors add up over steps, and so must have mean zero. With error feedback (`+ef`) they
-are rounded to nearest, which errs half as much: what is lost is owed, and sent with the next gradient.
+are rounded to nearest, which errs half as much: the loss is owed, and sent with the next gradient.
 
-A kept copy is held as it came over the wire of the last gather that fills it: on a quantised wire that is the messages
-of all ranks of the axis, which the backward's gather restores first.
-
-Neighbours that a route has put together are one call of the strategy's collective.
+A kept copy is held as it came over the wire of the last gather that fills it: on a quantised wire those are the
+messages of all ranks of the axis, which the backward's gather restores first.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -39,10 +37,12 @@ from zeromesh.engine.flat import FlatShards, Homes, inside
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError, NotationError
 from zeromesh.schedule import FROZEN_BYTES, ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
-from zeromesh.strategy import Collective, Layout
-from zeromesh.wires import WireFormat
+from zeromesh.strategy import Layout
 
 Groups = Mapping[str, AxisGroup]
+
+Copy = tuple[Tensor, Tensor]
+"""Where to, and what."""
 
 
 @dataclass(slots=True)
@@ -61,104 +61,65 @@ class Scratch:
         return self.staging[: numel * dtype.itemsize].view(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """One gather of a chain: `source` into `own`, this rank's chunk of `region`, then all chunks from the others."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One collective of a chain.
 
-    group: AxisGroup
-    region: Tensor
-    own: Tensor
-    source: Tensor | None
-    form: WireFormat | None
-    keep: Tensor | None = None
+    Args:
+        operation: its name; "" where nothing is sent.
+        groups: the axes it sends over, the minor one last.
+        call: the collective, bound to its tensors.
+        before: a copy that comes first.
+        after: a copy that comes last.
+        accumulates: whether its result may be added to the accumulator, instead of overwriting it.
+    """
 
-    def run(self, workspace: Tensor) -> None:
-        if self.source is not None:
-            self.own.copy_(self.source)
-        if self.form is None:
-            all_gather(self.region, self.group)
-        else:
-            quantised_all_gather(self.region, self.group, self.form, workspace=workspace, keep=self.keep)
+    operation: str = ""
+    groups: tuple[AxisGroup, ...] = ()
+    call: partial[Any] | None = None
+    before: Copy | None = None
+    after: Copy | None = None
+    accumulates: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """`region` from the messages that an earlier gather over `group` kept."""
-
-    messages: Tensor
-    region: Tensor
-    group: AxisGroup
-    form: WireFormat
-
-    def run(self, workspace: Tensor) -> None:
-        restore_kept(self.messages, self.region, self.group, self.form, workspace=workspace)
+    def run(self, accumulate: bool = False) -> None:
+        if self.before is not None:
+            self.before[0].copy_(self.before[1])
+        if self.call is not None:
+            self.call(**({"accumulate": True} if accumulate and self.accumulates else {}))
+        if self.after is not None:
+            self.after[0].copy_(self.after[1])
 
 
-@dataclass(frozen=True, slots=True)
-class GatherPair:
-    """Two gathers of which the second's own chunk is the first's region, at once."""
-
-    collective: Collective
-    minor: Gather
-    major: Gather
-
-    def run(self, workspace: Tensor) -> None:
-        if self.minor.source is not None:
-            self.minor.own.copy_(self.minor.source)
-        self.collective.all_gather(self.major.region, self.major.group, self.minor.group, reduced=False)
+Chain = tuple[Step, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GatherChain:
-    """Gathers in order; `last` is copied into `destination` if the chain ended elsewhere. `restore` comes first."""
-
-    steps: tuple[Gather | GatherPair, ...]
-    destination: Tensor
-    last: Tensor | None
-    workspace: Tensor
-    restore: Restore | None = None
-
-    def run(self) -> None:
-        if self.restore is not None:
-            self.restore.run(self.workspace)
-        for step in self.steps:
-            step.run(self.workspace)
-        if self.last is not None:
-            self.destination.copy_(self.last)
-
-
-def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, *, from_kept: bool) -> GatherChain:
+def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, *, from_kept: bool) -> Chain:
     """Gathers `params` (or `kept`) into `full`, filling `kept` on the way."""
     placed, whole = shards.placed, slice(0, shards.padded)
     if not from_kept or shards.kept is None:
         route = placed.routes["unshard"]
-        return _gather_chain(shards, route, shards.params, shards.full, whole, groups, scratch, shards.kept)
-    restore = _restore(shards, groups) if placed.keeps_messages else None
-    source = shards.kept if restore is None else restore.region
-    chain = _gather_chain(shards, placed.from_kept, source, shards.full, whole, groups, scratch, None)
-    return replace(chain, restore=restore)
-
-
-def _restore(shards: FlatShards, groups: Groups) -> Restore:
-    """From the kept messages into the part of `full` that the gather over the kept axes filled."""
-    placed = shards.placed
+        return _gathers(shards, route, shards.params, shards.full, whole, groups, scratch, shards.kept)
+    if not placed.keeps_messages:
+        return _gathers(shards, placed.from_kept, shards.kept, shards.full, whole, groups, scratch, None)
+    # The messages give back the part of `full` that the gather over the kept axis filled.
     step = next(s for s in placed.routes["unshard"].steps if s.axis is placed.kept_axis)
-    form = step.form
-    assert shards.kept is not None and form is not None
-    region = shards.full[placed.region(step, shards.coordinates)]
-    return Restore(shards.kept, region, groups[step.axis.name], form)
+    region, group = shards.full[placed.region(step, shards.coordinates)], groups[step.axis.name]
+    assert step.form is not None
+    restore = partial(restore_kept, shards.kept, region, group, step.form, workspace=scratch.workspace)
+    rest = _gathers(shards, placed.from_kept, region, shards.full, whole, groups, scratch, None)
+    return (Step(call=restore), *rest)
 
 
-def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch) -> GatherChain | None:
-    """Casts `master` and gathers it into `params`; None if nothing is left to do."""
+def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch) -> Chain:
+    """Casts `master` and gathers it into `params`; empty if nothing is left to do."""
     route = shards.placed.routes["refresh"]
     if shards.master is None or (shards.master_in_params and not route.steps):
-        return None
+        return ()
     # The alias keeps autograd's version counter out of it: no graph outlives the optimizer's step.
-    return _gather_chain(shards, route, shards.master, shards.params.data, shards.param_range, groups, scratch, None)
+    return _gathers(shards, route, shards.master, shards.params.data, shards.param_range, groups, scratch, None)
 
 
-def _gather_chain(
+def _gathers(
     shards: FlatShards,
     route: Route,
     source: Tensor,
@@ -167,31 +128,36 @@ def _gather_chain(
     groups: Groups,
     scratch: Scratch,
     kept: Tensor | None,
-) -> GatherChain:
+) -> Chain:
     """Along `route`, in `destination`, which covers `held` of the buffer."""
-    placed, steps = shards.placed, list[Gather]()
+    placed, collective = shards.placed, shards.placed.layout.collective
 
     def sent(values: Tensor) -> Tensor:
         """Codes as bytes: backends know fewer dtypes than torch."""
         return values.view(torch.uint8) if placed.buffer.param_dtype in FROZEN_BYTES else values
 
-    current = sent(source)
-    for step in route.steps:
-        region, keep = sent(inside(destination, held, placed.region(step, shards.coordinates))), None
-        if kept is not None and step.axis is placed.kept_axis:
-            region, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
-        elif step in route.staged:
-            region = scratch.region(step.numel, DTYPES[step.wire])
-        group = groups[step.axis.name]
-        own = own_chunk(region, group)
-        moved = None if _same(own, current) else current
-        steps.append(Gather(group, region, own, moved, step.form, keep))
-        current = region
-    todo, end = iter(steps), sent(destination)
-    last = None if _same(end, current) else current
-    grouped = [[next(todo) for _ in group] for group in route.groups]
-    together = tuple(GatherPair(placed.layout.collective, *pair) if len(pair) > 1 else pair[0] for pair in grouped)
-    return GatherChain(together, end, last, scratch.workspace)
+    chain, current, end = list[Step](), sent(source), sent(destination)
+    for together in collective.grouped(route):
+        before: Copy | None = None
+        for step in together:
+            region, keep = sent(inside(destination, held, placed.region(step, shards.coordinates))), None
+            if kept is not None and step.axis is placed.kept_axis:
+                region, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
+            elif step in route.staged:
+                region = scratch.region(step.numel, DTYPES[step.wire])
+            own = own_chunk(region, groups[step.axis.name])
+            if not _same(own, current):  # of a pair, only the first's is elsewhere
+                before = own, current
+            current = region
+        major, *minor = axes = tuple(groups[step.axis.name] for step in reversed(together))
+        if minor:
+            call = partial(collective.all_gather, current, major, *minor, reduced=False)
+        elif step.form is None:
+            call = partial(all_gather, current, major)
+        else:
+            call = partial(quantised_all_gather, current, major, step.form, workspace=scratch.workspace, keep=keep)
+        chain.append(Step(operation="all_gather", groups=axes, call=call, before=before))
+    return tuple(chain) if _same(end, current) else (*chain, Step(after=(end, current)))
 
 
 def require_wires(
@@ -238,87 +204,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
 
 
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """One step of a reduction, of `region` into `out`; through `staged`, in the wire's dtype, if that is another or if
-    they share memory in two."""
-
-    operation: str
-    group: AxisGroup
-    region: Tensor
-    staged: Tensor | None
-    out: Tensor
-    accumulates: bool
-    form: WireFormat | None
-    noise: torch.Generator | None
-    owed: Tensor | None
-    scale: float
-
-    @property
-    def native(self) -> bool:
-        """Whether it is the backend's own reduction, in place."""
-        wire = self.region if self.staged is None else self.staged
-        return self.form is None and sums_natively(self.operation, wire.dtype, self.group)
-
-    def run(self, workspace: Tensor, accumulate: bool) -> None:
-        add = accumulate and self.accumulates
-        if self.form is not None:
-            self._run_quantised(self.form, workspace, add)
-            return
-        wire = self.region
-        if self.staged is not None:
-            wire = self.staged
-            wire.copy_(self.region)
-        if self.operation == "reduce_scatter":
-            reduce_scatter(wire, self.out, self.group, workspace=workspace, scale=self.scale, accumulate=add)
-            return
-        if self.operation == "all_reduce":
-            all_reduce(wire, self.group, workspace=workspace, scale=self.scale)
-        else:
-            all_gather(wire, self.group, reduced=True)
-        if self.staged is not None:
-            self.out.copy_(wire)
-
-    def _run_quantised(self, form: WireFormat, workspace: Tensor, add: bool) -> None:
-        options: dict[str, Any] = {"scale": self.scale, "residual": self.owed, "generator": self.noise}
-        if self.operation == "all_reduce":
-            quantised_all_reduce(self.region, self.group, form, workspace=workspace, **options)
-        else:
-            quantised_reduce_scatter(
-                self.region, self.out, self.group, form, workspace=workspace, accumulate=add, **options
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class ReducePair:
-    """Two reduce-scatters, `major` first, or two gathers of their sum, `minor` first, at once."""
-
-    collective: Collective
-    major: Reduce
-    minor: Reduce
-
-    @property
-    def operation(self) -> str:
-        return self.major.operation
-
-    def run(self, workspace: Tensor, accumulate: bool) -> None:
-        major, minor = self.major, self.minor
-        if self.operation == "all_gather":
-            self.collective.all_gather(major.region, major.group, minor.group, reduced=True)
-            return
-        self.collective.reduce_scatter(
-            major.region,
-            minor.out,
-            major.group,
-            minor.group,
-            workspace=workspace,
-            scales=(major.scale, minor.scale),
-            accumulate=accumulate and minor.accumulates,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceChain:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceChains:
     """A unit's reductions of one buffer: a micro-batch's into the accumulator, and the boundary's from there.
 
     Each axis averages over its ranks as it sums: fp16 wires then never carry a sum larger than the gradient. Where the
@@ -326,75 +213,48 @@ class ReduceChain:
     So it does for ranks that the axes do not reach, where a part of the model is shared by fewer than feed it.
 
     Args:
-        micro, boundary: steps of the two lanes, each with its memory.
+        micro, boundary: steps of the two lanes.
         alone: where gradients that nothing is added to are copied to: [Note: Alone] of `zeromesh.schedule.placed`.
         boundary_alone: the boundary's steps from there.
         first: factor that whoever fills the chain's source gives to it, on the way.
     """
 
-    micro: tuple[Reduce | ReducePair, ...]
-    boundary: tuple[Reduce | ReducePair, ...]
+    micro: Chain
+    boundary: Chain
     alone: Homes
-    boundary_alone: tuple[Reduce | ReducePair, ...]
-    micro_scratch: Scratch
-    boundary_scratch: Scratch
+    boundary_alone: Chain
     first: float
 
-    def run_micro(self, *, accumulate: bool) -> None:
-        for step in self.micro:
-            step.run(self.micro_scratch.workspace, accumulate)
 
-    def run_boundary(self, *, alone: bool) -> None:
-        for step in self.boundary_alone if alone else self.boundary:
-            step.run(self.boundary_scratch.workspace, accumulate=False)
-
-
-def reduce_chain(
-    shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind, Scratch], accumulator: Tensor
-) -> ReduceChain:
-    """From `waiting` into `accumulator` (of the gradient shard's length), and on to its state shard's part."""
-    early, late = shards.placed.routes["reduce"], shards.placed.routes["boundary"]
-    steps: list[Reduce] = []
-    source = shards.waiting
-    owed = {} if shards.owed is None else {axis: shards.owed[part] for axis, part in shards.placed.feedback.items()}
-    for step in early.steps:
-        assert source is not None
-        into = accumulator if step is early.steps[-1] else None
-        steps.append(_reduction(step, source, groups, scratch["reduce"], into, owed.get(step.axis.name), shards))
-        source = steps[-1].out
-    current, scattered = accumulator, dict[str, Tensor]()
-    for step in late.steps:
-        if step.operation == "all_gather":  # back to the region that was scattered over the same axis
-            current = scattered[step.axis.name]
-        scattered[step.axis.name] = current
-        steps.append(_reduction(step, current, groups, scratch["boundary"], None, owed.get(step.axis.name), shards))
-        current = steps[-1].out
-    first, steps = _scaled_early(steps)
-    first *= shards.placed.layout.share
-    todo, collective = iter(steps), shards.placed.layout.collective
-    micro, boundary = (
-        tuple(_together(collective, [next(todo) for _ in group]) for group in r.groups) for r in (early, late)
+def reduce_chains(shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind, Scratch]) -> ReduceChains:
+    """From `waiting` into the accumulator, and on to its state shard's part."""
+    placed, grads = shards.placed, shards.grads
+    assert grads is not None
+    early, late = placed.routes["reduce"], placed.routes["boundary"]
+    first, scales = _scales([*early.steps, *late.steps], groups)
+    micro = _reductions(shards, early, shards.waiting, grads, scales, groups, scratch["reduce"])
+    boundary = _reductions(shards, late, grads, None, scales[len(early.steps) :], groups, scratch["boundary"])
+    alone, boundary_alone = shards.homes, boundary
+    dtype = DTYPES[placed.collected_dtype(alone=True)]
+    if dtype != shards.collected.dtype:
+        # At the end of the accumulator that is apart from the first step's result, so that it may send from there;
+        # through its staging memory if neither end is.
+        step, group = late.steps[0], groups[late.steps[0].axis.name]
+        out, cut = own_chunk(grads, group) if step.operation == "reduce_scatter" else grads, grads.view(dtype)
+        ends = cut[: shards.padded], cut[-shards.padded :]
+        free = next((end for end in ends if _apart(end, out)), None)
+        region, alone = ends[0] if free is None else free, shards.homes_in(ends[0] if free is None else free)
+        sent = _reduction(
+            shards, step, region, out, group, scratch["boundary"], scales[len(early.steps)], staged=free is None
+        )
+        boundary_alone = (sent, *boundary[1:])
+    return ReduceChains(
+        micro=micro,
+        boundary=boundary,
+        alone=alone,
+        boundary_alone=boundary_alone,
+        first=first * placed.layout.share,
     )
-    alone, boundary_alone = _alone(shards, boundary)
-    return ReduceChain(micro, boundary, alone, boundary_alone, scratch["reduce"], scratch["boundary"], first)
-
-
-def _alone(
-    shards: FlatShards, boundary: tuple[Reduce | ReducePair, ...]
-) -> tuple[Homes, tuple[Reduce | ReducePair, ...]]:
-    """Where gradients that nothing is added to are copied to, and the boundary's steps from there: at the end of the
-    accumulator that is apart from what the first of them writes, so that it may send from there; through its staging
-    memory if neither end is."""
-    whole, dtype = shards.collected, DTYPES[shards.placed.collected_dtype(alone=True)]
-    if dtype == whole.dtype:
-        return shards.homes, boundary
-    first, *rest = boundary
-    assert isinstance(first, Reduce)  # a pair has no wire of its own
-    cut = whole.view(dtype)
-    ends = cut[: shards.padded], cut[-shards.padded :]
-    free = next((end for end in ends if _apart(end, first.out)), None)
-    first = replace(first, region=ends[0]) if free is None else replace(first, region=free, staged=None)
-    return shards.homes_in(first.region), (first, *rest)
 
 
 def _apart(one: Tensor, other: Tensor) -> bool:
@@ -403,42 +263,88 @@ def _apart(one: Tensor, other: Tensor) -> bool:
     return first.data_ptr() + first.nbytes <= second.data_ptr()
 
 
-def _together(collective: Collective, steps: Sequence[Reduce]) -> Reduce | ReducePair:
-    if len(steps) == 1:
-        return steps[0]
-    first, second = steps
-    pair = (second, first) if first.operation == "all_gather" else (first, second)
-    return ReducePair(collective, *pair)
-
-
-def _scaled_early(steps: Sequence[Reduce]) -> tuple[float, list[Reduce]]:
-    """The same steps, those that the backend sums in place with their factor at the step before, or before all."""
-    factor, scaled = 1.0, deque[Reduce]()
+def _scales(steps: Sequence[Transfer], groups: Groups) -> tuple[float, list[float]]:
+    """The factor of each step, and before them that of whoever fills the first one's source: steps that the backend
+    sums in place leave theirs to the step before."""
+    factor, scales = 1.0, list[float]()
     for step in reversed(steps):
-        factor *= step.scale
-        scaled.appendleft(replace(step, scale=1.0 if step.native else factor))
-        factor = factor if step.native else 1.0
-    return factor, list(scaled)
+        group = groups[step.axis.name]
+        factor *= 1.0 if step.operation == "all_gather" else 1 / group.size
+        native = step.form is None and sums_natively(step.operation, DTYPES[step.wire], group)
+        scales.append(1.0 if native else factor)
+        factor = factor if native else 1.0
+    return factor, scales[::-1]
+
+
+def _reductions(
+    shards: FlatShards,
+    route: Route,
+    source: Tensor | None,
+    into: Tensor | None,
+    scales: Sequence[float],
+    groups: Groups,
+    scratch: Scratch,
+) -> Chain:
+    """Along `route`, from `source`, the last step's sum into `into`, or in place."""
+    collective, chain, scale = shards.placed.layout.collective, list[Step](), iter(scales)
+    current, scattered = source, dict[str, Tensor]()
+    for together in collective.grouped(route):
+        bound, axes = list[tuple[Tensor, Tensor]](), [groups[step.axis.name] for step in together]
+        for step, group in zip(together, axes, strict=True):
+            if step.operation == "all_gather":  # back to the region that was scattered over the same axis
+                current = scattered[step.axis.name]
+            assert current is not None
+            scattered[step.axis.name] = region = current
+            current = own_chunk(region, group) if step.operation == "reduce_scatter" else region
+            if into is not None and step is route.steps[-1]:
+                current = into
+            bound.append((region, current))
+        factors, accumulates = [next(scale) for _ in together], into is not None and together[-1] is route.steps[-1]
+        (first, out), (last, end), operation = bound[0], bound[-1], together[0].operation
+        if len(together) == 1:
+            chain.append(_reduction(shards, together[0], first, out, axes[0], scratch, factors[0], accumulates))
+        elif operation == "all_gather":
+            call = partial(collective.all_gather, last, axes[1], axes[0], reduced=True)
+            chain.append(Step(operation=operation, groups=(axes[1], axes[0]), call=call))
+        else:
+            both = (factors[0], factors[1])
+            call = partial(collective.reduce_scatter, first, end, *axes, workspace=scratch.workspace, scales=both)
+            chain.append(Step(operation=operation, groups=tuple(axes), call=call, accumulates=accumulates))
+    return tuple(chain)
 
 
 def _reduction(
+    shards: FlatShards,
     step: Transfer,
     region: Tensor,
-    groups: Groups,
+    out: Tensor,
+    group: AxisGroup,
     scratch: Scratch,
-    into: Tensor | None,
-    owed: Tensor | None,
-    shards: FlatShards,
-) -> Reduce:
-    group = groups[step.axis.name]
-    wire = DTYPES.get(step.wire, region.dtype)
-    staged = None if wire == region.dtype else scratch.region(step.numel, wire)
-    scatter = step.operation == "reduce_scatter"
-    out = into if into is not None else (own_chunk(region, group) if scatter else region)
-    form = step.form
-    noise = None
-    if form is not None and form.stochastic:
-        # One for all chains of the buffer: begun anew, it would round each backward's gradient the same way.
-        noise = shards.noise.setdefault(group.name, noise_generator(group, shards.name))
-    scale = 1.0 if step.operation == "all_gather" else 1 / group.size
-    return Reduce(step.operation, group, region, staged, out, into is not None, form, noise, owed, scale)
+    scale: float,
+    accumulates: bool = False,
+    *,
+    staged: bool = False,
+) -> Step:
+    """One step over one axis: through staging memory if its wire has another dtype than `region`, or if `staged`."""
+    wire, operation, form = DTYPES.get(step.wire, region.dtype), step.operation, step.form
+    sent = scratch.region(step.numel, wire) if staged or wire != region.dtype else region
+    before, after = (None, None) if sent is region else ((sent, region), (out, sent))
+    options: dict[str, Any] = {"workspace": scratch.workspace, "scale": scale}
+    if form is not None:
+        owed = shards.placed.feedback.get(step.axis.name)
+        options["residual"] = None if owed is None or shards.owed is None else shards.owed[owed]
+        if form.stochastic:
+            # One generator for all chains of the buffer: begun anew, it would round each backward's gradient alike.
+            options["generator"] = shards.noise.setdefault(group.name, noise_generator(group, shards.name))
+    call: partial[None]
+    if operation == "reduce_scatter" and form is None:
+        call, after = partial(reduce_scatter, sent, out, group, **options), None
+    elif operation == "reduce_scatter" and form is not None:
+        call = partial(quantised_reduce_scatter, sent, out, group, form, **options)
+    elif operation == "all_reduce" and form is None:
+        call = partial(all_reduce, sent, group, **options)
+    elif operation == "all_reduce" and form is not None:
+        call = partial(quantised_all_reduce, sent, group, form, **options)
+    else:
+        call = partial(all_gather, sent, group, reduced=True)
+    return Step(operation=operation, groups=(group,), call=call, before=before, after=after, accumulates=accumulates)

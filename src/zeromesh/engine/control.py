@@ -17,7 +17,7 @@ import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -30,6 +30,9 @@ from zeromesh.engine.progress import Progress
 from zeromesh.errors import CommunicationError, InternalError, MeshError, MismatchError
 
 ResultT = TypeVar("ResultT")
+
+_models: dict[tuple[int, ...], int] = {}
+"""How many models were sharded over these ranks; alike on all of them, since they do it together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,9 @@ class Control:
         device: of what is exchanged.
         beyond: groups along further axes that the model is spread over, in an order that all ranks share: [Note:
             Beyond].
+        ranks: the global ranks of all; empty before `met`.
+        progress: how far each rank is in its meetings; None where the store of the process group keeps nothing, as
+            that of torch's fake group.
     """
 
     group: dist.ProcessGroup | None
@@ -65,6 +71,21 @@ class Control:
     source: int
     device: torch.device
     beyond: tuple[dist.ProcessGroup, ...] = ()
+    ranks: tuple[int, ...] = ()
+    progress: Progress | None = field(default=None, compare=False, repr=False)
+
+    def met(self) -> Control:
+        """The same with its ranks and their progress, for one more model on them; all ranks call this together."""
+        ranks = tuple(sorted(self.gather(dist.get_rank() if dist.is_initialized() else 0)))
+        if self.world == 1:
+            return replace(self, ranks=ranks)
+        _models[ranks] = _models.get(ranks, 0) + 1
+        key = f"zeromesh/meetings/{hashlib.sha256(repr((ranks, _models[ranks])).encode()).hexdigest()[:16]}"
+        store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
+        with suppress(RuntimeError):
+            progress = Progress(store=store, key=key, rank=self.number, size=self.world)
+            return replace(self, ranks=ranks, progress=progress)
+        return replace(self, ranks=ranks)
 
     @property
     def first(self) -> bool:
@@ -238,7 +259,7 @@ class Control:
         if self.world == 1:
             yield
             return
-        progress = progress_of(self)
+        progress = self.progress
         text = f"{call} of {tensors}"
         try:
             if progress is not None:
@@ -256,23 +277,6 @@ class Control:
             ) from error
         if found:
             raise MismatchError(f"all ranks must call the same function of the same tensor together; {_by_call(found)}")
-
-
-@cache
-def progress_of(control: Control) -> Progress | None:
-    """Where the ranks of `control` are in their meetings; the first call is made by all of them together. None where
-    the process group's store keeps nothing, as that of torch's fake group."""
-    key = f"zeromesh/meetings/{hashlib.sha256(repr(ranks_of(control)).encode()).hexdigest()[:16]}"
-    store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
-    with suppress(RuntimeError):
-        return Progress(store=store, key=key, rank=control.number, size=control.world)
-    return None
-
-
-@cache
-def ranks_of(control: Control) -> tuple[int, ...]:
-    """The global ranks of all that the model is spread over; the first call is made by all of them together."""
-    return tuple(sorted(control.gather(dist.get_rank() if dist.is_initialized() else 0)))
 
 
 def _users_line() -> str:

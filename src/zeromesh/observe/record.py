@@ -30,13 +30,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from zeromesh.comm import Lane, Sent, Ticket
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import UnitChains
-from zeromesh.engine.chain import Gather, GatherChain, GatherPair, Reduce, ReduceChain, ReducePair
+from zeromesh.engine.chain import Step
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import updates
 from zeromesh.schedule import PointKind
 from zeromesh.trace import Event, Kind, Trace
-
-Step = Gather | GatherPair | Reduce | ReducePair
 
 
 class record_trace:  # used as a function that is also a context
@@ -261,28 +259,27 @@ class _Recorder:
         return count
 
     def _unit(self, chains: UnitChains, unit: str) -> UnitChains:
+        timed = self._timed
         return UnitChains(
-            unshard=[self._gather(chain, "unshard", unit) for chain in chains.unshard],
-            unshard_kept=[self._gather(chain, "unshard", unit) for chain in chains.unshard_kept],
-            refresh=[self._gather(chain, "refresh", unit) for chain in chains.refresh],
-            reduce={index: self._reduce(chain, unit) for index, chain in chains.reduce.items()},
+            unshard=timed(chains.unshard, "unshard", unit),
+            unshard_kept=timed(chains.unshard_kept, "unshard", unit),
+            refresh=timed(chains.refresh, "refresh", unit),
+            reduce={
+                index: replace(
+                    own,
+                    micro=timed(own.micro, "reduce", unit),
+                    boundary=timed(own.boundary, "reduce", unit),
+                    boundary_alone=timed(own.boundary_alone, "reduce", unit),
+                )
+                for index, own in chains.reduce.items()
+            },
         )
 
-    def _gather(self, chain: GatherChain, kind: str, unit: str) -> GatherChain:
-        return replace(chain, steps=self._timed(chain.steps, kind, unit))
-
-    def _reduce(self, chain: ReduceChain, unit: str) -> ReduceChain:
-        micro, boundary, alone = (
-            self._timed(steps, "reduce", unit) for steps in (chain.micro, chain.boundary, chain.boundary_alone)
-        )
-        return replace(chain, micro=micro, boundary=boundary, boundary_alone=alone)
-
-    def _timed(self, steps: Sequence[Any], kind: str, unit: str) -> Any:
-        order = [axis.name for axis in self.engine.schedule.axes]
-        timed = []
+    def _timed(self, steps: Sequence[Step], kind: str, unit: str) -> Any:
+        order, timed = [axis.name for axis in self.engine.schedule.axes], list[Any]()
         for step in steps:
-            axes = "+".join(sorted(_axes(step), key=order.index))
-            timed.append(_Timed(step, f"{kind} {_operation(step)}", unit, axes, self))
+            axes = "+".join(sorted((group.name for group in step.groups), key=order.index))
+            timed.append(_Timed(step, f"{kind} {step.operation}", unit, axes, self) if axes else step)
         return tuple(timed)
 
     # ---- what passes
@@ -409,19 +406,3 @@ class _Recorder:
             axis=entry.axis,
             sent_bytes=entry.sent_bytes,
         )
-
-
-def _axes(step: Step) -> list[str]:
-    match step:
-        case GatherPair() | ReducePair():
-            return [step.minor.group.name, step.major.group.name]
-        case _:
-            return [step.group.name]
-
-
-def _operation(step: Step) -> str:
-    match step:
-        case Gather() | GatherPair():
-            return "all_gather"
-        case _:
-            return step.operation

@@ -45,21 +45,13 @@ class Route:
 
     Args:
         held: dtype of the region that it works on.
-        steps: in order.
-        groups: the steps as they are carried out: those of one group at once, each on the slices that the other has
-            delivered.
+        steps: in order; the layout's collective may carry out two neighbours at once.
+        copied: the axis over which a gather ends in memory of its own.
     """
 
     held: str
     steps: tuple[Transfer, ...]
-    groups: tuple[tuple[Transfer, ...], ...]
-
-    @classmethod
-    def of(cls, layout: Layout, held: str, steps: Iterable[Transfer], copied: Axis | None = None) -> Route:
-        """The route of `steps`; `copied`: over which a gather ends in memory of its own."""
-        steps = tuple(steps)
-        paired = layout.collective.pairs
-        return cls(held=held, steps=steps, groups=_pairs(steps, held, copied) if paired else tuple((s,) for s in steps))
+    copied: Axis | None = None
 
     @property
     def staged(self) -> tuple[Transfer, ...]:
@@ -131,10 +123,10 @@ class Placed:
         refresh = _gathers(layout, padded, param, "refresh") if buffer.trainable else []
         micro, boundary = _reductions(layout, padded, buffer.reduce_dtype) if buffer.trainable else ([], [])
         routes: dict[LaneKind, Route] = {
-            "refresh": Route.of(layout, param, refresh),
-            "unshard": Route.of(layout, param, gathers, copied=kept),
-            "reduce": Route.of(layout, _slot_dtype(buffer, micro), micro),
-            "boundary": Route.of(layout, buffer.grad_dtype, boundary),
+            "refresh": Route(held=param, steps=tuple(refresh)),
+            "unshard": Route(held=param, steps=tuple(gathers), copied=kept),
+            "reduce": Route(held=_slot_dtype(buffer, micro), steps=tuple(micro)),
+            "boundary": Route(held=buffer.grad_dtype, steps=tuple(boundary)),
         }
         return cls(
             layout=layout,
@@ -143,7 +135,7 @@ class Placed:
             stays=stays,
             padded=padded,
             routes=routes,
-            from_kept=Route.of(layout, param, rest),
+            from_kept=Route(held=param, steps=tuple(rest)),
             kept_axis=kept,
             feedback=_feedback([*micro, *boundary]),
         )
@@ -331,27 +323,3 @@ def _feedback(steps: Iterable[Transfer]) -> dict[str, slice]:
             parts[step.axis.name] = slice(start, start + step.numel)
             start += step.numel
     return parts
-
-
-def _pairs(steps: Sequence[Transfer], held: str, copied: Axis | None) -> tuple[tuple[Transfer, ...], ...]:
-    """The steps with neighbours in pairs, for two levels to be at work at once.
-
-    A step has a partner where both scatter, or both gather, lossless and in the dtype of the region, so that nothing is
-    copied between them; a chain of gathers with any other wire is staged as a whole, and has none: whether one of its
-    regions lies inside the next would depend on the rank.
-    """
-    gathers = all(step.operation == "all_gather" for step in steps)
-    if gathers and any(step.wire != held for step in steps):
-        return tuple((step,) for step in steps)
-    groups: list[tuple[Transfer, ...]] = []
-    for step in steps:
-        before = groups[-1] if groups else ()
-        if len(before) == 1 and copied not in (before[0].axis, step.axis) and _at_once(before[0], step, held):
-            groups[-1] += (step,)
-        else:
-            groups.append((step,))
-    return tuple(groups)
-
-
-def _at_once(first: Transfer, second: Transfer, held: str) -> bool:
-    return first.operation == second.operation != "all_reduce" and first.wire == second.wire == held

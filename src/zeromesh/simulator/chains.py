@@ -81,7 +81,7 @@ class Chains:
 
     def _works(self, route: Route, kind: str) -> list[Work]:
         if self._collective.by_level and not self.mechanics.joint:
-            return [self._together(steps, kind) for steps in route.groups]
+            return [self._together(steps, kind) for steps in self._collective.grouped(route)]
         works: list[Work] = []
         for (operation, wire), same in groupby(route.steps, key=lambda step: (step.operation, step.wire)):
             steps = list(same)

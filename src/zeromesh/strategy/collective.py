@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from zeromesh.comm import AxisGroup
+    from zeromesh.schedule import Route, Transfer
 
 
 class Collective:
@@ -32,6 +33,10 @@ class Collective:
     pairs: ClassVar[bool] = False
     measured: ClassVar[tuple[str, ...]] = ()
     costs: ClassVar[str | type]
+
+    def grouped(self, route: Route) -> tuple[tuple[Transfer, ...], ...]:
+        """The steps of `route` as they are carried out: two that run at once stand together."""
+        return tuple((step,) for step in route.steps)
 
     def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool) -> None:
         """Fills `region`, of which this rank's shard is filled.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import types
 from unittest.mock import patch
 
@@ -251,6 +252,20 @@ def test_models_one_after_the_other_leave_no_groups_behind():
 
     first = train()
     assert [train() for _ in range(3)] == [first] * 3
+
+
+def threads_after_a_step() -> int:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("node",))
+    model = zm.shard(torch.nn.Linear(8, 8), mesh, "node=3")
+    model(torch.ones(2, 8)).sum().backward()
+    model.weight.sum().item()
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_process_group_that_is_gone_leaves_no_threads(pool):
+    """Each of gloo's has three, which wake up a hundred times a second."""
+    found = [pool.run(2, threads_after_a_step, timeout_s=100.0 + call) for call in range(3)]
+    assert found[0] == found[1] == found[2]
 
 
 # ---- on a device

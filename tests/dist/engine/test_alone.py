@@ -19,7 +19,6 @@ from tests.dist.engine.test_native import native
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import DeviceBackend
-from zeromesh.engine.chain import Reduce
 from zeromesh.engine.engine import Engine
 from zeromesh.schedule import Placed
 
@@ -176,5 +175,5 @@ def test_what_is_scattered_over_an_even_axis_is_sent_from_there():
         chains = [chain for of_unit in engine.backend.chains for chain in of_unit.reduce.values()]
         place = dist.get_rank() % shape[0], dist.get_rank() // shape[0]
         for first in (chain.boundary_alone[0] for chain in chains):
-            assert isinstance(first, Reduce) and first.region.dtype == torch.bfloat16
-            assert (first.staged is not None) == (place in expected), strategy
+            assert first.call.args[0].dtype == torch.bfloat16
+            assert (first.before is not None) == (place in expected), strategy

@@ -15,7 +15,7 @@ from tests.dist.pool import on_ranks
 from zeromesh.comm import Lane
 from zeromesh.engine import backend
 from zeromesh.engine.backend import DeviceBackend
-from zeromesh.engine.chain import Reduce, ReduceChain
+from zeromesh.engine.chain import Step
 from zeromesh.engine.flat import FlatShards
 from zeromesh.errors import ModelError
 from zeromesh.schedule import Interpreter, memory
@@ -119,30 +119,31 @@ def slot_reused_too_early() -> Iterator[None]:
 
 def reduced_twice() -> Patch:
     """The accumulator holds a micro-batch's reduced gradient; the same is reduced into it once more."""
-    run = ReduceChain.run_micro
+    run = backend._run_chain
 
-    def twice(self, *, accumulate):
-        run(self, accumulate=accumulate)
-        run(self, accumulate=True)
+    def twice(steps, *, accumulate=False):
+        run(steps, accumulate=accumulate)
+        if any(step.accumulates for step in steps):
+            run(steps, accumulate=True)
 
-    return mock.patch.object(ReduceChain, "run_micro", twice)
+    return mock.patch.object(backend, "_run_chain", twice)
 
 
 def micro_batch_forgotten() -> Patch:
     """A later micro-batch overwrites the accumulator."""
-    run = ReduceChain.run_micro
-    return mock.patch.object(ReduceChain, "run_micro", lambda self, *, accumulate: run(self, accumulate=False))
+    run = backend._run_chain
+    return mock.patch.object(backend, "_run_chain", lambda steps, *, accumulate=False: run(steps))
 
 
 def wrong_divisor() -> Patch:
-    run = Reduce.run
+    run = Step.run
 
-    def summed(self, workspace, accumulate):
-        run(self, workspace, accumulate)
+    def summed(self, accumulate=False):
+        run(self, accumulate)
         if self.operation == "reduce_scatter" and not accumulate:
-            self.out.mul_(self.group.size)
+            self.call.args[1].mul_(self.groups[0].size)
 
-    return mock.patch.object(Reduce, "run", summed)
+    return mock.patch.object(Step, "run", summed)
 
 
 def garbage_in_padding() -> Patch:
@@ -166,8 +167,8 @@ def replica_off() -> Patch:
     """One replica steps on a gradient of its own."""
     finish = backend._finish
 
-    def one_replica_off(chain, buffer, before, *, alone):
-        finish(chain, buffer, before, alone=alone)
+    def one_replica_off(steps, buffer, before):
+        finish(steps, buffer, before)
         if buffer.coordinates["cluster"] == 1:
             buffer.reduced.mul_(1 + 1e-13)
 

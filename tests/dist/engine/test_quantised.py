@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ import zeromesh as zm
 from tests.dist.engine.reference import mesh_of
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.chain import Reduce
+from zeromesh.engine.chain import Step
 from zeromesh.errors import ZeromeshError
 from zeromesh.schedule import Placed
 from zeromesh.wires import coded
@@ -192,28 +193,35 @@ def test_gradients_are_within_the_bound_of_their_axes(pool: Pool, reduction):
     assert zeros > 1.5, "gradients that are lost as a whole must be seen"
 
 
-def lost_contribution(run: Any, step: Reduce, workspace: Tensor, accumulate: bool) -> None:
-    if step.group.ranks[step.group.rank] == 1 and step.group.name == "node":
-        step.region.zero_()
-    run(step, workspace, accumulate)
+def lost_contribution(run: Any, step: Step, accumulate: bool) -> None:
+    if step.groups[0].rank == 1 and step.groups[0].name == "node":
+        step.call.args[0].zero_()
+    run(step, accumulate)
 
 
-def lost_result(run: Any, step: Reduce, workspace: Tensor, accumulate: bool) -> None:
-    run(step, workspace, accumulate)
-    step.out.zero_()
+def lost_result(run: Any, step: Step, accumulate: bool) -> None:
+    run(step, accumulate)
+    step.call.args[1].zero_()
 
 
-def lost_micro_batch(run: Any, step: Reduce, workspace: Tensor, accumulate: bool) -> None:
-    run(step, workspace, False)
+def lost_micro_batch(run: Any, step: Step, accumulate: bool) -> None:
+    run(step, False)
 
 
-def summed_not_averaged(run: Any, step: Reduce, workspace: Tensor, accumulate: bool) -> None:
-    run(replace(step, scale=1.0), workspace, accumulate)
+def summed_not_averaged(run: Any, step: Step, accumulate: bool) -> None:
+    run(replace(step, call=partial(step.call, scale=1.0)), accumulate)
 
 
 def off_with(fault: Any, strategy: str, *shape: int) -> tuple[float, float]:
-    run = Reduce.run
-    with mock.patch.object(Reduce, "run", lambda step, workspace, add: fault(run, step, workspace, add)):
+    run = Step.run
+
+    def faulty(step, accumulate=False):
+        if step.operation == "reduce_scatter":
+            fault(run, step, accumulate)
+        else:
+            run(step, accumulate)
+
+    with mock.patch.object(Step, "run", faulty):
         return off(strategy, *shape)
 
 

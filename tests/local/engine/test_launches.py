@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.pure.strategy.mixes import NAMES, mixes, notation
 from zeromesh.comm import AxisGroup, collectives, quantised
 from zeromesh.comm.groups import Channel
-from zeromesh.engine.chain import Gather, Reduce, Scratch, reduce_chain, refresh_chain, unshard_chain
+from zeromesh.engine.chain import Scratch, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.schedule import LANES, FlatBuffer, Placed
@@ -98,18 +98,15 @@ def launched(strategy: str, sizes: Sequence[int]) -> dict[str, int]:
     assert shards.grads is not None
     with counted() as launches:
         groups = {axis.name: group_of(axis.name, axis.size, coordinates, layout) for axis in layout.axes}
-        reduce = reduce_chain(shards, groups, scratch, shards.grads)
-        gathers = [refresh_chain(shards, groups, scratch["refresh"])]
-        gathers += [unshard_chain(shards, groups, scratch["unshard"], from_kept=False)] if sharded else []
+        reduce = reduce_chains(shards, groups, scratch)
+        gathers = refresh_chain(shards, groups, scratch["refresh"])
+        gathers += unshard_chain(shards, groups, scratch["unshard"], from_kept=False) if sharded else ()
         with torch.no_grad(), launches:
-            for chain in gathers:
-                for step in chain.steps if chain else ():
-                    launches.axis = f"gather over {step.group.name if isinstance(step, Gather) else 'both'}"
-                    step.run(scratch["refresh"].workspace if chain is gathers[0] else scratch["unshard"].workspace)
-            for part, lane in ((reduce.micro, "reduce"), (reduce.boundary, "boundary")):
-                for each in part:
-                    launches.axis = f"reduce over {each.group.name if isinstance(each, Reduce) else 'both'}"
-                    each.run(scratch[lane].workspace, accumulate=True)  # type: ignore[index]
+            for kind, chain in (("gather", gathers), ("reduce", reduce.micro), ("reduce", reduce.boundary)):
+                for step in chain:
+                    axis = "+".join(group.name for group in step.groups)
+                    launches.axis = f"{kind} over {axis}" if axis else launches.axis
+                    step.run(accumulate=True)
     return dict(launches.count)
 
 
