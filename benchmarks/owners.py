@@ -93,7 +93,7 @@ class System:
         self.step_s.append(time.perf_counter() - start)
         self.part_s.append(part)
         if not isinstance(self.model, torch.distributed.fsdp.FSDPModule):
-            engine_of(self.model).interpreter.quiesce()
+            engine_of(self.model).at_rest()
         dist.barrier()
 
     def sent(self) -> dict[str, int]:

@@ -156,7 +156,7 @@ class Ours:
 
     def settle(self) -> None:
         """Waits for the refresh that a step has left under way."""
-        engine_of(self.model).interpreter.quiesce()
+        engine_of(self.model).at_rest()
 
     def counted(self) -> tuple[int, dict[str, int]]:
         """Bytes a rank after a step, and bytes that a rank sends on each axis in a step."""

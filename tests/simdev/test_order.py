@@ -40,7 +40,7 @@ def train(strategy: str, case: Case, *shape: int) -> None:
             zm.clip_grad_norm_(model, 0.5)
             optimizer.step()
             optimizer.zero_grad()
-        engine_of(model).interpreter.quiesce()
+        engine_of(model).at_rest()
     del model, optimizer
     gc.collect()  # the engine's memory, under the checker
 
@@ -95,7 +95,7 @@ def test_parts():
         model, optimizer = with_experts(mesh_of(8, 2, device="simdev"))
         for _ in range(2):
             step(model, optimizer)
-        engine_of(model).interpreter.quiesce()
+        engine_of(model).at_rest()
     require_clean(checker, "experts")
     assert checker.checked > 500
 

@@ -137,7 +137,7 @@ class Checkpoints:
         assert self._saver is not None
         held = self._held
         for engine in held.engines:
-            engine.interpreter.quiesce()
+            engine.at_rest()
         collected = collect(held.models, held.engines, self._optimizers, frozen=self._frozen)
         collected.pieces += random_pieces(held.control.number)
         firsts = [model for model, engine in zip(held.models, held.engines, strict=True) if engine.control.first]

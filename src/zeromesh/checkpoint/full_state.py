@@ -42,7 +42,7 @@ def full_state_dict(model: nn.Module | Any, *, names: Container[str] | None = No
         return whole_state(model)
     engine = engine_of(model)
     engine.require_own()
-    engine.interpreter.quiesce()
+    engine.at_rest()
     state: dict[str, Any] = {}
     for buffer in _buffers(engine):
         wanted = [place for place in buffer.places if names is None or any(n in names for n in place.info.names)]
@@ -72,7 +72,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     engine = engine_of(model)
     require_one_of_a_name(engine.homes)
     _require_match(engine, model, state)
-    engine.interpreter.quiesce()
+    engine.at_rest()
     for buffer in _buffers(engine):
         values = torch.zeros(buffer.padded, dtype=buffer.home[0].dtype, device=buffer.device)
         control = _control_of(engine, buffer)

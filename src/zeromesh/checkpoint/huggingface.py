@@ -44,7 +44,7 @@ def save_safetensors(
     engine, location = engine_of(model), Path(directory)
     engine.require_own()
     peers = make_peers(engine.control)
-    engine.interpreter.quiesce()
+    engine.at_rest()
     specs, pieces = [], []
     for buffer in buffers_of(engine):
         kind = written_dtype(dtype, DTYPES[buffer.spec.param_dtype])
@@ -126,7 +126,7 @@ def _load(model: nn.Module, location: Path) -> None:
                 f"{piece.name} must be of the same kind as the model's {piece.local.dtype}; in {location} it is "
                 f"{stored[piece.name].dtype}, which is not converted: the file is of a quantised or of another model"
             )
-    engine.interpreter.quiesce()
+    engine.at_rest()
     for piece in pieces:
         if piece.local.numel():
             stored[piece.name].fill(piece.local, piece.start)

@@ -43,7 +43,7 @@ def restore_models(held: Held, reader: Reader) -> None:
     require_match(reader.where, compared, chosen, MODEL)
     pieces, targets = list[Piece](), list[tuple[Tensor, Piece]]()
     for model, engine in zip(held.models, held.engines, strict=True):
-        engine.interpreter.quiesce()
+        engine.at_rest()
         for param, place in _places(engine):
             if place.info.name in elsewhere:
                 continue

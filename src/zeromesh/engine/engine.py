@@ -490,14 +490,18 @@ class Engine:
             self.interpreter.quiesce()
         self.changes.by_hand.add(param)
 
-    def settle(self) -> None:
-        """Ends what was interrupted, and waits for what is under way: every module then shows this rank's slices."""
+    def at_rest(self, *, follow: bool = False) -> None:
+        """Ends what was interrupted, and waits for all traffic: modules then show this rank's slices.
+
+        Args:
+            follow: bring copies up to date with their masters first; all ranks call this together.
+        """
         self._end_interrupted()
-        self.changes.apply()
+        if follow:
+            self.changes.apply()
         self.interpreter.quiesce()
 
     def changed(self) -> None:
-        """Masters were changed by hand or by a load."""
-        self._end_interrupted()
-        self.interpreter.quiesce()
+        """Masters were changed by hand or by a load; all ranks call this together."""
+        self.at_rest()
         self.changes.loaded(list(self.optimizer_params()))

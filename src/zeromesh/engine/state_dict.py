@@ -40,7 +40,7 @@ def install_state_dict(model: nn.Module, engine: Engine) -> None:
         found = reference()
         if found is not None:
             require_one_of_a_name(found.homes)
-            found.interpreter.quiesce()
+            found.at_rest()
             _show(state, prefix, _by_name(found))
 
     def renamed(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -65,7 +65,7 @@ def _install_part(module: nn.Module, reference: weakref.ref[Engine]) -> None:
     def shown(_: nn.Module, state: dict[str, Any], prefix: str, __: dict[str, Any]) -> None:
         found = reference()
         if found is not None:
-            found.interpreter.quiesce()
+            found.at_rest()
             for key, param in own.items():
                 if prefix + key in state:
                     state[prefix + key] = param.sliced(param.full_name)

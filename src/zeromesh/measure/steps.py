@@ -191,7 +191,7 @@ class Measuring:
         from zeromesh.engine.api import engine_of
 
         training = self._training
-        engine_of(training.model).interpreter.quiesce()  # refreshes of the last step before would be counted
+        engine_of(training.model).at_rest()  # refreshes of the last step before would be counted
         dist.barrier()
         mark("begin")
         with zm.traffic_report(training.model, micro_batches=self._batch.micro_batches) as traffic:

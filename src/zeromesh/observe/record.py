@@ -59,7 +59,7 @@ class record_trace:  # used as a function that is also a context
         self.steps: tuple[Trace, ...] = ()
 
     def __enter__(self) -> record_trace:
-        self._engine.settle()
+        self._engine.at_rest(follow=True)
         self._recorder = _Recorder(self._engine)
         self._recorder.install()
         return self
@@ -67,7 +67,7 @@ class record_trace:  # used as a function that is also a context
     def __exit__(self, *_: object) -> None:
         # A failed collective has been reported where it was waited for, and must not hide what ended the block.
         with suppress(RuntimeError):
-            self._engine.interpreter.quiesce()
+            self._engine.at_rest()
         self._recorder.remove()
         self.steps = self._recorder.traces()
 

@@ -78,7 +78,7 @@ def check_replicas(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
         CommunicationError: a rank did not take part.
     """
     engine = engine_of(model)
-    engine.settle()  # copies that still follow their masters would differ
+    engine.at_rest(follow=True)  # copies that still follow their masters would differ
     everyone = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     held = list(_held(engine, everyone))
     if not held:

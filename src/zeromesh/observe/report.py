@@ -195,14 +195,14 @@ class traffic_report:  # used as a function that is also a context
         self.calls: list[Sent] = []
 
     def __enter__(self) -> traffic_report:
-        self._engine.settle()  # a refresh of the step before must not be counted in this one
+        self._engine.at_rest(follow=True)  # a refresh of the step before must not be counted in this one
         self._before = {name: group.record for name, group in self._engine.backend.groups.items()}
         for group in self._engine.backend.groups.values():
             group.record = self.calls.append
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._engine.interpreter.quiesce()
+        self._engine.at_rest()
         for name, record in self._before.items():
             self._engine.backend.groups[name].record = record
 

@@ -128,7 +128,7 @@ class Comparison:
 
     def padding(self) -> None:
         """Zeros in every shard: what lies there would leak into the next gather or reduction."""
-        self.engine.interpreter.quiesce()  # what nobody has waited for may still be written
+        self.engine.at_rest()  # what nobody has waited for may still be written
         for unit in self.engine.units:
             for buffer in unit.buffers:
                 for kind, tensor in _padding(buffer):

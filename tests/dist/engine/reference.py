@@ -306,7 +306,7 @@ def sharded(strategy: str, case: Case, mesh: DeviceMesh) -> Iterator[Sharded]:
     """The model of `case`, sharded, with its optimizer."""
     model = zm.shard(case.build(), mesh, strategy, **case.shard_options())
     yield model, case.make_optimizer(p for p in model.parameters() if p.requires_grad)
-    engine_of(model).interpreter.quiesce()
+    engine_of(model).at_rest()
 
 
 def mesh_of(*shape: int, device: str = "cpu") -> DeviceMesh:

@@ -48,7 +48,7 @@ def trained(strategy: str, case: Case, options: dict[str, torch.dtype], *shape: 
         found.append(zm.clip_grad_norm_(model, 0.5))
         optimizer.step()
         optimizer.zero_grad()
-    engine_of(model).settle()
+    engine_of(model).at_rest(follow=True)
     return [*found, *(param.local.clone() for param in model.parameters())]
 
 

@@ -128,7 +128,7 @@ def test_optimizer_states_are_predicted_before_the_first_step(precision):
         unmade = sum(size for param, size in states.items() if "unused" in param.full_name)
         line = optimizer_line(model, optimizer)
         assert line.predicted_bytes == masters + sum(states.values()) == line.allocated_bytes + unmade, name
-        engine_of(model).interpreter.quiesce()
+        engine_of(model).at_rest()
 
 
 @on_ranks(4)
@@ -221,7 +221,7 @@ def test_nothing_is_held_that_the_report_does_not_count(strategy):
             optimizer.step()
             optimizer.zero_grad()
         engine = engine_of(model)
-        engine.interpreter.quiesce()
+        engine.at_rest()
         gc.collect()
         alive = {address: found for address, found in storages_alive().items() if address not in before}
         counted = zm.memory_report(model, optimizer.members[0])[-1].allocated_bytes
@@ -252,7 +252,7 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
         backward(model, case, 0)
         optimizer.step()  # what it leaves under way was recorded
     assert recording.steps
-    engine.interpreter.quiesce()
+    engine.at_rest()
     held = [tensor for unit in engine.units for buffer in unit.buffers for tensor in persistent(buffer).values()]
     watched = [weakref.ref(tensor) for tensor in (*held, *working_buffers(engine), *engine.optimizer_params())]
     watched += [weakref.ref(tensor) for s in engine.backend.scratch.values()

@@ -31,7 +31,7 @@ def trained(strategy: str, leave_out: Callable[[], AbstractContextManager[None]]
             zm.clip_grad_norm_(model, 0.5)
             optimizer.step()
             optimizer.zero_grad()
-        engine.interpreter.quiesce()
+        engine.at_rest()
         del engine
     return streams
 

@@ -378,7 +378,7 @@ def test_deleting_the_model_frees_everything(strategy):
         optimizer.step()
         optimizer.zero_grad()
     engine = engine_of(model)
-    engine.interpreter.quiesce()  # what is in flight holds what it writes until it has ended
+    engine.at_rest()  # what is in flight holds what it writes until it has ended
     shards = [t for unit in engine.units for b in unit.buffers for t in (*persistent(b).values(), b.full, b.waiting)]
     storages = [weakref.ref(t.untyped_storage()) for t in shards if t is not None]
     watched = [weakref.ref(model), weakref.ref(engine), *map(weakref.ref, engine.backend.lanes.values())]

@@ -73,7 +73,7 @@ def moved(sizes: tuple[int, ...], strategy: str) -> None:
     layout = engine_of(model).schedule.layout
     elements, copies = elements_that_move(model, optimizer), layout.degree(layout.replica_axes)
     for step in range(2):
-        engine_of(model).settle()
+        engine_of(model).at_rest(follow=True)
         with zm.traffic_report(model, micro_batches=MICRO_BATCHES) as traffic:
             backward(model, step)
             optimizer.step()

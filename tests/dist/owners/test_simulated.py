@@ -111,7 +111,7 @@ def compare(strategy: str, optimizer: str, ownership: str) -> None:
     if len(optimizers) > 1:
         return
     for step in range(2):  # in the first, values go to owners too
-        engine_of(model).settle()
+        engine_of(model).at_rest(follow=True)
         with zm.traffic_report(model, micro_batches=MICRO_BATCHES) as traffic:
             backward(model, step)
             optimizers[0].step()

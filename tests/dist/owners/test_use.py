@@ -64,7 +64,7 @@ def test_bytes_by_axis_are_predicted(strategy):
                     param.mul_(0.5)
         if step == 4:
             model.load_state_dict(model.state_dict())
-        engine.settle()  # what either brings up to date before the next forward is not counted
+        engine.at_rest(follow=True)  # what either brings up to date before the next forward is not counted
         with zm.traffic_report(model, micro_batches=MICRO_BATCHES) as traffic:
             backward(model, step)
             optimizer.step()
@@ -104,7 +104,7 @@ def test_two_optimizers_in_one_unit_send_what_is_predicted(strategy):
                 if step % 2:
                     optimizer.zero_grad()
             assert not engine_of(model).changes.waiting
-            engine_of(model).settle()
+            engine_of(model).at_rest(follow=True)
         model.zero_grad()
         sent = {line.axis: (line.sent_bytes, line.predicted_bytes) for line in traffic.lines()}
         assert step == 0 or all(found == predicted for found, predicted in sent.values()), f"step {step}: {sent}"

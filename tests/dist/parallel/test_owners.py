@@ -167,7 +167,7 @@ def test_bytes_and_memory_are_predicted():
     memory = {line.kind: line for line in zm.memory_report(model, optimizer)}
     assert set(before) == {"node"}
     for step in range(2):
-        engine_of(model).settle()
+        engine_of(model).at_rest(follow=True)
         with zm.traffic_report(model, micro_batches=MICRO_BATCHES) as traffic:
             backward(model, "tensor", step, engine_of(model).control.rank)
             optimizer.step()
