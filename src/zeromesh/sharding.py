@@ -6,11 +6,12 @@ The engine runs whatever strategy it is given and never asks the planner; here, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from zeromesh.errors import InputError, MeshError
+from zeromesh.options import Options
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
 from zeromesh.strategy.parts import with_given
@@ -99,42 +100,7 @@ def shard(
         >>> model = zm.shard(torch.nn.Linear(4, 4), None, "node=3")
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
-    from zeromesh.engine import api  # imports torch, which a Sharding alone does not need
-    from zeromesh.engine.build import make_control
-
-    dtypes = {
-        "param_dtype": param_dtype,
-        "reduce_dtype": reduce_dtype,
-        "grad_dtype": grad_dtype,
-        "master_dtype": master_dtype,
-    }
-    chosen: str | Strategy | Plan = strategy
-    require_plannable(strategy, mesh=mesh, cluster=cluster, workload=workload)
-    if strategy == "auto":
-        from zeromesh.api import auto_strategy, with_dtypes  # the planner, which nothing else here needs
-
-        assert mesh is not None and cluster is not None and workload is not None  # required above
-        own = {
-            "parts": bool(parts),
-            "units": units is not None,
-            "resident": bool(resident),
-            "bucket_bytes": bucket_bytes != BUCKET_BYTES,
-        }
-        if any(own.values()):
-            raise InputError(
-                f'strategy "auto" plans for the units that the model is cut into by itself, so it takes no '
-                f"{' and no '.join(name for name, given in own.items() if given)}: name a strategy beside them"
-            )
-        devices, described, asked = mesh, cluster, workload  # not None, also inside the lambda
-        planned = make_control(mesh).together(
-            lambda: auto_strategy(model, devices, described, with_dtypes(asked, model, dtypes))
-        )
-        # Planned for one dtype; without the option each parameter computes in its own.
-        chosen = replace(planned, param_dtype=None)
-    return api.shard(
-        model,
-        mesh,
-        chosen,
+    options = Options(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         grad_dtype=grad_dtype,
@@ -147,6 +113,42 @@ def shard(
         register=register,
         parts=parts,
     )
+    return _shard(model, mesh, strategy, options, cluster, workload)
+
+
+def _shard(
+    model: ModelT,
+    mesh: DeviceMesh | None,
+    strategy: str | Strategy | Plan,
+    options: Options,
+    cluster: Cluster | str | None,
+    workload: Workload | None,
+) -> ModelT:
+    from zeromesh.engine import api  # imports torch, which a Sharding alone does not need
+
+    require_plannable(strategy, mesh=mesh, cluster=cluster, workload=workload)
+    if strategy != "auto":
+        return api.shard(model, mesh, strategy, options)
+    from zeromesh.api import auto_strategy, with_dtypes  # the planner, which nothing else here needs
+    from zeromesh.engine.build import make_control
+
+    assert mesh is not None and cluster is not None and workload is not None  # required above
+    own = [name for name in _UNPLANNED if getattr(options, name) not in (None, (), [], {}, BUCKET_BYTES)]
+    if own:
+        raise InputError(
+            f'strategy "auto" plans for the units that the model is cut into by itself, so it takes no '
+            f"{' and no '.join(own)}: name a strategy beside them"
+        )
+    devices, described, asked = mesh, cluster, workload  # not None, also inside the lambda
+    planned = make_control(mesh).together(
+        lambda: auto_strategy(model, devices, described, with_dtypes(asked, model, options.dtypes))
+    )
+    # Planned for one dtype; without the option each parameter computes in its own.
+    return api.shard(model, mesh, replace(planned, param_dtype=None), options)
+
+
+_UNPLANNED = ("parts", "units", "resident", "bucket_bytes")
+"""Options that the planner knows nothing of."""
 
 
 def require_plannable(strategy: object, *, mesh: object, cluster: object, workload: object) -> None:
@@ -158,7 +160,7 @@ def require_plannable(strategy: object, *, mesh: object, cluster: object, worklo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
+class Sharding(Options):
     """A strategy, a mesh and the options of `zm.shard`, said once and used by whatever makes the model.
 
     Nothing is sent, and torch is not imported, before `on` or `shard`; what is wrong in it raises here.
@@ -183,17 +185,6 @@ class Sharding:
 
     strategy: str | Strategy | Plan
     mesh: Mapping[str, int] | Sizes | DeviceMesh | None = None
-    param_dtype: torch.dtype | str | None = None
-    reduce_dtype: torch.dtype | str | None = None
-    grad_dtype: torch.dtype | str | None = None
-    master_dtype: torch.dtype | str | None = None
-    units: UnitClasses | None = None
-    resident: Sequence[str] = ()
-    init: Callable[[nn.Module], None] | None = None
-    bucket_bytes: int = BUCKET_BYTES
-    register: bool | None = None
-    debug: bool | None = None
-    parts: Parts | None = field(default=None, hash=False)
     cluster: Cluster | str | None = None
     workload: Workload | None = None
 
@@ -263,8 +254,7 @@ class Sharding:
 
             found = torch.accelerator.current_accelerator(check_available=True)  # not what torch was built for
             return self.on(found.type if found else "cpu").shard(model)
-        options: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return shard(model, options.pop("mesh"), options.pop("strategy"), **options)
+        return _shard(model, self.mesh, self.strategy, self, self.cluster, self.workload)  # type: ignore[arg-type]
 
 
 def _layouts_of(strategy: Strategy, parts: Parts, mesh: Sizes) -> Iterable[Layout]:

@@ -30,7 +30,6 @@ from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import (
     ModuleUnit,
     Precision,
-    UnitClasses,
     find_units,
     join_modules,
     repeated_over,
@@ -39,7 +38,7 @@ from zeromesh.engine.units import (
 from zeromesh.engine.weight import Weight
 from zeromesh.errors import InputError, MeshError, ModelError, NotationError
 from zeromesh.modules import DTYPES
-from zeromesh.schedule import BUCKET_BYTES
+from zeromesh.options import Options
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
 from zeromesh.strategy.parts import with_given
 from zeromesh.strategy.plan import DTYPE_FIELDS, dtype_name
@@ -52,21 +51,7 @@ Beyond = dict[str, tuple[ProcessGroup, ...]]
 
 
 def shard(
-    model: ModelT,
-    mesh: DeviceMesh | None,
-    strategy: str | Strategy | Plan,
-    *,
-    param_dtype: torch.dtype | str | None = None,
-    reduce_dtype: torch.dtype | str | None = None,
-    grad_dtype: torch.dtype | str | None = None,
-    master_dtype: torch.dtype | str | None = None,
-    units: UnitClasses | None = None,
-    resident: Sequence[str] = (),
-    init: Callable[[nn.Module], None] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    debug: bool | None = None,
-    register: bool | None = None,
-    parts: Parts | None = None,
+    model: ModelT, mesh: DeviceMesh | None, strategy: str | Strategy | Plan, options: Options | None = None
 ) -> ModelT:
     """`zeromesh.shard` of a given strategy; that says what the options are, and what is raised.
 
@@ -74,8 +59,9 @@ def shard(
         >>> model = shard(nn.Linear(4, 4), None, "node=3")
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
-
-    meshes = {part_name(key): part.mesh for key, part in (parts or {}).items() if part.mesh is not None}
+    options = options or Options()
+    parts = options.parts or {}
+    meshes = {part_name(key): part.mesh for key, part in parts.items() if part.mesh is not None}
 
     def prepare() -> tuple[Precision, dict[str, Layout], list[ModuleUnit], Beyond, dict[str, Source]]:
         own = (isinstance(param, ShardedParameter) for param in model.parameters())
@@ -84,31 +70,30 @@ def shard(
                 "this model, or a part of it, is sharded already; zm.shard is called once, on the whole model: units= "
                 "names the classes that are gathered as one"
             )
-        if bucket_bytes < 0:
-            raise InputError(f"bucket_bytes must not be negative; got {bucket_bytes}")
+        if options.bucket_bytes < 0:
+            raise InputError(f"bucket_bytes must not be negative; got {options.bucket_bytes}")
         require_unwrapped(model)
         settle(model)
-        given = dict(zip(DTYPE_FIELDS, (param_dtype, reduce_dtype, grad_dtype, master_dtype), strict=True))
         require_whole_buffers(model)
-        precision = precision_of(given, strategy)
-        layouts = resolve(mesh, strategy, parts or {})
-        found = find_units(model, units, resident, precision, list(layouts)[1:])
+        precision = precision_of(options.dtypes, strategy)
+        layouts = resolve(mesh, strategy, parts)
+        found = find_units(model, options.units, options.resident, precision, list(layouts)[1:])
         require_known_buffers(model, layouts)
         if all(layout.degree(layout.param_axes) == 1 for layout in layouts.values()):
-            found = join_modules(found, precision, bucket_bytes)
+            found = join_modules(found, precision, options.bucket_bytes)
         beyond = beyond_of(spreads_of(found), mesh, meshes)
         require_wires(layouts, [module.describe(precision) for module in found], repeated_over(found, beyond))
         return precision, layouts, found, beyond, promised_of(model)
 
     debug, register = (
         os.environ.get(name, "0") not in ("", "0") if given is None else given
-        for name, given in (("ZEROMESH_DEBUG", debug), ("ZEROMESH_REGISTER", register))
+        for name, given in (("ZEROMESH_DEBUG", options.debug), ("ZEROMESH_REGISTER", options.register))
     )
     control = make_control(mesh)
     precision, layouts, found, beyond, promised = control.together(prepare)
     homes = make_homes(layouts, mesh, meshes, beyond, control)
     engine = build_engine(
-        model, homes, found, precision, init, promised=promised.keys(), debug=debug, register=register
+        model, homes, found, precision, options.init, promised=promised.keys(), debug=debug, register=register
     )
     watch_optimizers(engine)
     install_state_dict(model, engine)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeromesh.engine.api import accumulate, clip_grad_norm_, engine_of, shard, zero_grad
+from zeromesh.engine.api import accumulate, clip_grad_norm_, engine_of, zero_grad
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from zeromesh.files import write_whole
 from zeromesh.launch.ranks import Ranks, collective, from_first, on_any, on_every
 from zeromesh.observe.replicas import check_replicas
 from zeromesh.observe.report import MemoryLine, memory_report, traffic_report
+from zeromesh.sharding import shard
 from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
 from zeromesh.train.config import AUTO, OptimizerConfig, TrainConfig
 from zeromesh.train.corpus import Corpus, load_corpus

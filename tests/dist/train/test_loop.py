@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept
-from zeromesh.engine.api import shard
 from zeromesh.errors import ConfigError
 from zeromesh.launch.ranks import Ranks
+from zeromesh.sharding import shard
 from zeromesh.train import loop
 from zeromesh.train.config import TrainConfig
 from zeromesh.train.corpus import read_corpus
