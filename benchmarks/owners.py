@@ -46,7 +46,7 @@ import zeromesh as zm
 from zeromesh.engine.api import engine_of
 from zeromesh.lab import Lab, Tree
 from zeromesh.measure.setting import read_setting
-from zeromesh.schedule import sent_bytes_per_axis
+from zeromesh.schedule.step import sent_bytes_per_axis
 
 CELLS = ("7M 2,2 5", "7M 2@200mbit,2 3", "7M 2@1gbit,4 3", "30M 2,2 3", "30M 2@1gbit,2 3")
 """Model, tree and rounds of each."""

@@ -47,7 +47,7 @@ import zeromesh as zm
 from zeromesh.engine.api import engine_of
 from zeromesh.lab import Lab, Tree
 from zeromesh.measure.setting import read_setting
-from zeromesh.schedule import sent_bytes_per_axis
+from zeromesh.schedule.step import sent_bytes_per_axis
 
 OURS = {
     2: "0,0 1,0 1,1 2,1 2,2 3,0 3,1 3,2 3,3k 3,3",

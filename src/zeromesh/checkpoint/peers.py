@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from zeromesh.comm.groups import borrow_channel, default_timeout_s
-from zeromesh.engine.control import Control
-from zeromesh.engine.progress import Progress
+from zeromesh.engine.control import Control, Progress
 from zeromesh.errors import CommunicationError
 
 T = TypeVar("T")

@@ -35,18 +35,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeromesh.comm.groups import AxisGroup, Channel
-from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import SumScratch, Target, fits, parts, sum_dtype
 from zeromesh.comm.transport import (
     PIECE_BYTES,
     Exchange,
     gather_single,
+    hosted,
     reduce_scatter_single,
     send_all,
     swap,
 )
 from zeromesh.errors import InternalError
-from zeromesh.schedule.workspace import GLOO_BYTES
+from zeromesh.schedule.memory import GLOO_BYTES
 
 WINDOW = 4
 """Pieces in flight from each peer: some on the wire while one is summed. 2 were 10 % slower, 8 no faster."""

@@ -19,6 +19,11 @@ device's backend alone: where the default group has one for the host too, no sec
 with the groups that a process has, and ranks that have not the same number (a model on a part of the ranks, a group
 that the user has made for some of them) would wait for each other for ever. So ours are named after their ranks, and
 after how many we have made between just these, which all of them know. `new_group` takes no name; what it calls does.
+
+[Note: Registered memory] A CUDA device's backend sends from registered memory, and receives into it, without staging.
+The memory is a pool of torch's allocator over the backend's own (`ncclMemAlloc`), registered with every communicator
+once. NCCL's kernels for NVLink and for sums inside switches need windows that are alike on all ranks. On other devices
+nothing is registered.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -383,3 +388,34 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     """The backend that serves tensors on this type of device."""
     config = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return config.get(device_type, dist.get_backend(group))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """A pool, and who knows it: torch's backends of communicators, which outlive it."""
+
+    pool: Any
+    backends: tuple[Any, ...]
+    device: torch.device
+
+    def release(self) -> None:
+        """Before its memory is freed, when nobody uses it any more."""
+        torch.accelerator.synchronize(self.device)
+        for backend in self.backends:
+            backend.deregister_mem_pool(self.pool)
+
+
+@contextmanager
+def registered(groups: Iterable[AxisGroup], device: torch.device) -> Iterator[Registration | None]:
+    """What is allocated inside on `device` is registered with all communicators at the end; all ranks of the groups
+    allocate the same, in the same order. None where the device or its backend has no such memory."""
+    channels = dict.fromkeys(channel for group in groups for channel in (group.gather, group.reduce))
+    backends: tuple[Any, ...] = tuple(channel.process_group._get_backend(device) for channel in channels)
+    if device.type != "cuda" or not backends or not all(hasattr(each, "register_mem_pool") for each in backends):
+        yield None
+        return
+    pool = torch.cuda.MemPool(backends[0].mem_allocator)
+    with torch.cuda.use_mem_pool(pool, device):
+        yield Registration(pool=pool, backends=backends, device=device)
+    for backend in backends:  # in one order on all ranks, which take part
+        backend.register_mem_pool(pool, symm=True)

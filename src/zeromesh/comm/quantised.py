@@ -35,9 +35,8 @@ from torch import Tensor
 
 from zeromesh.comm.collectives import chunks_of
 from zeromesh.comm.groups import AxisGroup, Channel
-from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import Target, parts
-from zeromesh.comm.transport import Exchange, Wait, gather_single, wait_for_all
+from zeromesh.comm.transport import Exchange, Wait, gather_single, hosted, wait_for_all
 from zeromesh.errors import InputError, InternalError
 from zeromesh.wires import WireFormat
 from zeromesh.wires.codec import Codec
@@ -176,7 +175,8 @@ class _Wire:
     ) -> _Wire:
         """Args: directions: in which messages of all ranks lie there, 1 of a gather and 2 of a reduction."""
         unit = 8 * form.granule  # keeps every view that follows on a multiple of eight bytes
-        # Also of a device's workspace, if it exchanges over gloo: what it keeps has been cut on the host (`comm.host`).
+        # Also of a device's workspace, if it exchanges over gloo, since kept messages have been cut on the host: [Note:
+        # Host copies] of `zeromesh.comm.transport`.
         gloo = group.backend == "gloo"
         fused = form.kernels and has_triton(workspace.device.type) and not gloo
         window, longest = (WINDOW, PIECE_NUMEL) if gloo else (1, 8 * workspace.numel())

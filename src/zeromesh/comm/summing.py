@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.errors import InternalError
-from zeromesh.schedule.workspace import ALIGN, part_numel
+from zeromesh.schedule.memory import ALIGN, part_numel
 
 
 def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:

@@ -14,14 +14,19 @@ is a ring of dependent steps. An fp32 all-reduce is gloo's own, a pipelined ring
 [Note: Tags] A message's tag hashes its channel's running number, the operation and the lengths. Where ranks disagree
 about what comes next, point-to-point messages do not match and the collective ends in its timeout. Native collectives
 have no tags: there, as everywhere in torch, ranks must agree on the order, which the schedule sees to.
+
+[Note: Host copies] Device tensors go over gloo through pinned host memory. This serves tests of the CUDA engine with
+several processes on one device, where NCCL cannot be used. It allocates, and it blocks the host until all ranks have
+exchanged; nobody should train like this.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -173,7 +178,7 @@ def pass_on(arriving: Sequence[Message], leaving: Sequence[Message], group: Axis
         group: all of whose ranks call this, also those without messages.
         reduced: whether it takes its turn among the reductions, else among the gathers.
     """
-    host = group.backend == "gloo" and group.device_type != "cpu"  # for tests, as `comm.host`
+    host = group.backend == "gloo" and group.device_type != "cpu"  # for tests, [Note: Host copies]
     landing = [(tensor.cpu() if host else tensor, peer) for tensor, peer in arriving]
     sending = [(tensor.cpu() if host else tensor, peer) for tensor, peer in leaving]
     exchange = Exchange(group, group.reduce if reduced else group.gather, "all_to_all")
@@ -222,3 +227,40 @@ def _in_pieces(messages: Sequence[Message]) -> Sequence[Message]:
 # Under these names from torch 2.13 on, which warns under those of before.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+P = ParamSpec("P")
+
+
+def hosted(collective: Callable[P, None]) -> Callable[P, None]:
+    """`collective`, and where the group is gloo and the tensors are not on the host, on copies there."""
+
+    @functools.wraps(collective)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        values = (*args, *kwargs.values())
+        on_device = any(isinstance(value, Tensor) and not value.is_cpu for value in values)
+        if on_device and any(isinstance(value, AxisGroup) and value.backend == "gloo" for value in values):
+            _on_host(collective, args, kwargs)
+        else:
+            collective(*args, **kwargs)
+
+    return run
+
+
+def _on_host(collective: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Copies tensors to the host, keeping those apart that alias: the first argument comes back before the others."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    copies = {id(tensor): torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors}
+    for tensor in tensors:
+        copies[id(tensor)].copy_(tensor)
+    collective(
+        *(copies.get(id(value), value) for value in args),
+        **{name: copies.get(id(value), value) for name, value in kwargs.items()},
+    )
+    bring_back(tensors, copies)
+
+
+def bring_back(tensors: Sequence[Tensor], copies: Mapping[int, Tensor]) -> None:
+    """Back to the device, from the copies by id. The host does not wait: what follows must, as after any collective."""
+    for tensor in tensors:
+        tensor.copy_(copies[id(tensor)], non_blocking=True)

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_axes
 from zeromesh.engine.chain import require_wires
 from zeromesh.engine.engine import Engine
+from zeromesh.engine.lifecycle import Weight
 from zeromesh.engine.optim import watch_optimizers
-from zeromesh.engine.others import keep_others_out
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.parts import Parts, beyond_of, require_inside, require_known_buffers
 from zeromesh.engine.pipeline import joint_norm, require_joint
 from zeromesh.engine.promised import Source, promised_of, read_promised, settle
 from zeromesh.engine.reductions import slice_norms
-from zeromesh.engine.shardable import require_unwrapped
+from zeromesh.engine.shardable import keep_others_out, require_unwrapped
 from zeromesh.engine.spread import require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import (
@@ -35,7 +35,6 @@ from zeromesh.engine.units import (
     repeated_over,
     spreads_of,
 )
-from zeromesh.engine.weight import Weight
 from zeromesh.errors import InputError, MeshError, ModelError, NotationError
 from zeromesh.modules import DTYPES
 from zeromesh.options import Options

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeromesh.comm import AxisGroup, Lane, axis_ranks, make_groups, mesh_group
-from zeromesh.comm.registered import Registration, registered
+from zeromesh.comm.groups import Registration, registered
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes

@@ -19,20 +19,15 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from zeromesh.comm import Ticket
-from zeromesh.engine.agreement import Agreement
 from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
-from zeromesh.engine.changes import Changes
-from zeromesh.engine.containers import tensors_of
 from zeromesh.engine.control import reduce_over
-from zeromesh.engine.guard import SlotGuard
-from zeromesh.engine.hooks import OutputHook, as_python, put_first, require_traced
+from zeromesh.engine.hooks import OutputHook, as_python, put_first, require_traced, tensors_of
 from zeromesh.engine.leaf import Leaf
-from zeromesh.engine.lifetimes import Backward, Half, Step
+from zeromesh.engine.lifecycle import Agreement, Backward, Changes, Half, Step, Weight
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.parts import Home, require_one_of_a_name, require_own_tokens
 from zeromesh.engine.pipeline import Pipeline
 from zeromesh.engine.units import Precision
-from zeromesh.engine.weight import Weight
 from zeromesh.errors import ModelError, OptimizerError
 from zeromesh.schedule import Bucket, Call, GradState, Interpreter, Schedule
 from zeromesh.strategy import Axis
@@ -70,6 +65,8 @@ class Engine:
         self.precision = precision
         self.interpreter: Interpreter[Ticket] = Interpreter(schedule=schedule, backend=backend)
         if debug:
+            from zeromesh.engine.guard import SlotGuard  # slow, and asked for by name
+
             self.interpreter.backend = SlotGuard(backend, self.interpreter)
         self.weight = Weight(None)
         self._step = Step(shown=True)

@@ -250,7 +250,7 @@ def buffers_apart(model: nn.Module, homes: Mapping[str, Home]) -> dict[nn.Module
 
 def require_own_tokens(homes: Mapping[str, Home]) -> None:
     """Raises ModelError where gradients on a rank come of other ranks' tokens too: [Note: Weights] of
-    `zeromesh.engine.weight`."""
+    `zeromesh.engine.lifecycle`."""
     for part, home in homes.items():
         if home.layout.share < 1:
             raise ModelError(

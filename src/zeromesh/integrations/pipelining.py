@@ -29,7 +29,7 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.leaf import Leaf
-from zeromesh.engine.lifetimes import Half
+from zeromesh.engine.lifecycle import Half
 from zeromesh.engine.pipeline import Pipeline
 from zeromesh.errors import InputError
 from zeromesh.modules import clean_name

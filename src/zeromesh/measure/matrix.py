@@ -13,7 +13,8 @@ from zeromesh.lab import Tree
 from zeromesh.measure.launch import Mesh, mesh_of_tree, parse_mesh
 from zeromesh.measure.shapes import SHAPES
 from zeromesh.measure.steps import Batch, steps_between_marks
-from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit, sent_bytes_per_axis
+from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
+from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.strategy import Overlap
 

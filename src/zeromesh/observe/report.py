@@ -20,7 +20,7 @@ from zeromesh.engine.units import DTYPES
 from zeromesh.owners.optimizer import OwnerOptimizer
 from zeromesh.owners.trial import kept_tensors
 from zeromesh.pieces.region import Region
-from zeromesh.schedule import sent_bytes_per_axis
+from zeromesh.schedule.step import sent_bytes_per_axis
 
 _TRIAL_NUMEL = 16
 """Elements of what `_state_bytes` steps on: one vector of any machine's fused implementation."""

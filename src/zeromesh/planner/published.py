@@ -30,7 +30,7 @@ from zeromesh.planner.memory import model_state
 from zeromesh.planner.space import divisors
 from zeromesh.planner.workload import Workload
 from zeromesh.strategy import Axis, Layout
-from zeromesh.strategy.presets import PARO
+from zeromesh.strategy.stage import PARO
 from zeromesh.units import format_bytes
 
 SPACES = ("amsp", "paro", "mics")

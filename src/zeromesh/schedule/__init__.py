@@ -1,17 +1,15 @@
 """One training step as data, and the interpreter that engine and simulator run it with. Torch-free.
 
 Reading order: `unit` (what is scheduled), `transfer` (one collective), `placed` (what is held and sent of a flat
-buffer), `memory` (all buffers), `bucket` (whole tensors), `program` (points and ops), `calls` (where forward and
-backward are), `interpreter` (who carries ops out), `step` (the canonical order).
+buffer), `memory` (all buffers), `bucket` (whole tensors), `program` (points and ops), `state` (of units, forward
+and backward), `interpreter` (who carries ops out), `step` (the canonical order; imported by whoever counts with it).
 """
 
 from zeromesh.schedule.bucket import Bucket, Shipment, most_room
-from zeromesh.schedule.calls import Call, Forward
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.placed import Placed, Route, place
 from zeromesh.schedule.program import Op, PointKind, Schedule
-from zeromesh.schedule.state import GradState, Reducing, Reduction
-from zeromesh.schedule.step import sent_bytes_per_axis
+from zeromesh.schedule.state import Call, Forward, GradState, Reducing, Reduction
 from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes, lent_axes
 from zeromesh.schedule.unit import (
     BUCKET_BYTES,
@@ -55,5 +53,4 @@ __all__ = [
     "most_room",
     "neighbours",
     "place",
-    "sent_bytes_per_axis",
 ]

@@ -33,9 +33,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from zeromesh.errors import InternalError, ModelError
-from zeromesh.schedule.calls import Backward, Call, Forward
 from zeromesh.schedule.program import Action, Op, PointKind, Schedule
-from zeromesh.schedule.state import Backend, GradState, Reduction, UnitState
+from zeromesh.schedule.state import Backend, Backward, Call, Forward, GradState, Reduction, UnitState
 
 T = TypeVar("T")
 

@@ -1,12 +1,21 @@
-"""What the interpreter knows of units, and what it asks of a back end.
+"""The interpreter's state: of units, of the forward and of the backward; and the back end that it drives.
 
-The notes that are referred to are `zeromesh.schedule.interpreter`'s.
+Notes that are not defined here are in `zeromesh.schedule.interpreter`.
+
+[Note: Reverse] Autograd runs what is ready in the reverse of the order in which it was recorded. So when the gradient
+arrives of what a call has returned, all calls that began after that one had ended are over: theirs have come, and those
+of them whose output got no gradient will never be reached. A backward therefore goes through the marks of a forward in
+reverse: past the end of a call, that call is entered; past its beginning, it is left, and the gradients of its
+parameters are there. Calls that autograd skips are passed in their turn, so ranks that have called the same units in
+the same order issue the same collectives, whichever of the outputs their losses use.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from zeromesh.schedule.program import Op
@@ -116,3 +125,105 @@ class UnitState(Generic[T]):
     taking: T | None = None
     reducing: T | None = None
     grad: GradState = GradState.EMPTY
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Forward:
+    """One forward that no other one of the same model encloses. Whoever waits for its backward keeps it alive.
+
+    Args:
+        number: grows with each forward.
+        marks: beginnings (False) and ends (True) of the calls that a backward will come back to, with their units; None
+            for those of other calls.
+        running: where the beginnings of calls under way will be marked, with their units; innermost last.
+        calls: how many of the marked calls each unit has.
+        hidden: units that have returned nothing that a gradient could be seen to arrive at.
+        visited: a backward has come back to it.
+        read: units that are open because another one's forward has read their parameters; they end with the outermost.
+    """
+
+    number: int
+    marks: list[tuple[int, bool] | None] = field(default_factory=list)
+    running: list[tuple[int, int]] = field(default_factory=list)
+    calls: Counter[int] = field(default_factory=Counter)
+    hidden: set[int] = field(default_factory=set)
+    visited: bool = False
+    read: list[int] = field(default_factory=list)
+
+    def begin(self, unit: int, *, read: bool = False) -> None:
+        # A unit that was read outlives the calls that are under way inside the outermost one.
+        self.running.insert(1 + len(self.read) if read else len(self.running), (len(self.marks), unit))
+        self.marks.append(None)
+        if read:
+            self.read.append(unit)
+
+    def reads_until(self, unit: int) -> Iterator[int]:
+        """As a call of `unit` ends: the units that end before it since they were read, the last first; none unless it
+        is the outermost call."""
+        while self.read and next(at for at in reversed(range(len(self.running))) if self.running[at][1] == unit) == 0:
+            yield self.read.pop()
+
+    def end(self, unit: int, *, backward: bool) -> int | None:
+        """The place of the call's end among the marks; None if no backward will come back to it."""
+        # An interrupt that a forward has caught leaves calls inside of it without an end.
+        while self.running and self.running[-1][1] != unit:
+            self.running.pop()
+        begun, _ = self.running.pop()
+        if not backward:
+            return None
+        self.marks[begun] = (unit, False)
+        self.marks.append((unit, True))
+        self.calls[unit] += 1
+        return len(self.marks) - 1
+
+    def runs(self, unit: int) -> bool:
+        """Whether a call of the unit is under way."""
+        return any(running == unit for _, running in self.running)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One forward of a unit, as its backward will know it.
+
+    Args:
+        forward: that it was a part of.
+        unit: its index.
+        end: the place of its end among the forward's marks.
+        generation: of the unit's parameters then.
+    """
+
+    forward: Forward
+    unit: int
+    end: int
+    generation: int
+
+
+def _brought(unit: int) -> None:
+    pass
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """One run of autograd: [Note: Reverse]. Or the second half of one whose first half, for the gradients of inputs
+    alone, has been run: pipelines fill their bubbles with such, and nothing of autograd's then tells where it is.
+
+    Args:
+        inputs_only: the gradients of parameters come in another one, so nothing is reduced.
+        bring: is called with a unit that is in use, before it is left for good; of a second half, to compute the
+            gradients of its parameters.
+        reached: by forward, how many of its marks are still to be passed.
+        left: by forward and unit: how many of its calls have been left.
+        reduced: units whose gradients were handed on.
+        turn: units in the reverse of the shared order whose reductions are issued or need not be.
+    """
+
+    inputs_only: bool = False
+    bring: Callable[[int], None] = _brought
+    reached: dict[Forward, int] = field(default_factory=dict)
+    left: Counter[tuple[Forward, int]] = field(default_factory=Counter)
+    reduced: set[int] = field(default_factory=set)
+    turn: int = 0
+
+    def has_left(self, forward: Forward, unit: int) -> bool:
+        """Whether all of the unit's calls in `forward` are over."""
+        return self.left[forward, unit] == forward.calls[unit]

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from zeromesh.schedule.bucket import Shipment
-from zeromesh.schedule.calls import Call
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.placed import Route
 from zeromesh.schedule.program import Op, Schedule
-from zeromesh.schedule.state import Reducing, Reduction
+from zeromesh.schedule.state import Call, Reducing, Reduction
 from zeromesh.schedule.transfer import Transfer
 
 T = TypeVar("T")

@@ -4,8 +4,7 @@ from zeromesh.strategy.collective import Collective, collectives, find_collectiv
 from zeromesh.strategy.layout import Axis, Layout
 from zeromesh.strategy.parts import Part, layouts_of, part_name
 from zeromesh.strategy.plan import Plan
-from zeromesh.strategy.presets import PRESETS
-from zeromesh.strategy.stage import Stage, Wire
+from zeromesh.strategy.stage import PRESETS, Stage, Wire
 from zeromesh.strategy.strategy import AxisStage, Strategy
 
 __all__ = [

@@ -22,8 +22,7 @@ from typing import Literal, get_args
 
 from zeromesh.errors import NotationError, nearest, one_of
 from zeromesh.strategy.collective import AUTO, collectives
-from zeromesh.strategy.presets import preset_axes
-from zeromesh.strategy.stage import DEFAULT_WIRE, Stage, Wire
+from zeromesh.strategy.stage import DEFAULT_WIRE, Stage, Wire, preset_axes
 
 Overlap = Literal["all", "gather", "none"]
 Split = int | Literal["*"] | None

@@ -19,7 +19,7 @@ from tests.pure.planner.setups import small_cluster, small_model
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import NotationError
 from zeromesh.planner import Options, Workload, search
-from zeromesh.schedule import sent_bytes_per_axis
+from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.strategy import registered_collective
 from zeromesh.wires import registered_wire

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import kept, on_ranks
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, all_reduce_max, make_groups, reduce_scatter
-from zeromesh.comm.host import hosted
 from zeromesh.comm.quantised import quantised_all_gather, quantised_all_reduce, quantised_reduce_scatter
+from zeromesh.comm.transport import hosted
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
 

@@ -3,7 +3,7 @@
 On CPU a delay is a sleep in a lane's thread, or of the computation between two points of the schedule. On CUDA it is a
 spinning kernel on the stream in question: the host goes on, and nothing but an event keeps one stream from running into
 what another has not done yet. There, collectives over gloo block the host, so the delay also lies before their results
-are copied back to the device (`comm.host`).
+are copied back to the device (`comm.transport`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import Lane, Ticket, host, lane
+from zeromesh.comm import Lane, Ticket, lane, transport
 from zeromesh.schedule import Interpreter
 
 CYCLES_PER_S = 1.5e9
@@ -63,7 +63,7 @@ class Delays:
 def delays(seed: int, *, lane_s: float = 3e-3, point_s: float = 3e-3, device: str = "cpu") -> Iterator[Delays]:
     """On a rank: delays the jobs of every lane, and the computation at every point of the schedule."""
     drawn = Delays(seed=seed, lane_s=lane_s, point_s=point_s, device=device)
-    submit, run, bring_back = Lane.submit, Interpreter._run, host.bring_back
+    submit, run, bring_back = Lane.submit, Interpreter._run, transport.bring_back
 
     def delayed_submit(self, job, label="", *, after=None):
         delay_s = drawn.draw(lane_s)
@@ -87,7 +87,7 @@ def delays(seed: int, *, lane_s: float = 3e-3, point_s: float = 3e-3, device: st
     with (
         mock.patch.object(Lane, "submit", delayed_submit),
         mock.patch.object(Interpreter, "_run", delayed_run),
-        mock.patch.object(host, "bring_back", delayed_bring_back),
+        mock.patch.object(transport, "bring_back", delayed_bring_back),
     ):
         yield drawn
 

@@ -14,7 +14,7 @@ from torch import nn
 import zeromesh as zm
 from tests.dist.engine.reference import mesh_of
 from tests.dist.pool import on_ranks
-from zeromesh.comm import registered
+from zeromesh.comm import groups as communicators
 from zeromesh.engine import build
 from zeromesh.engine.api import engine_of
 
@@ -52,7 +52,7 @@ def make(events: list[str], **options: Any) -> tuple[Any, int]:
     @contextmanager
     def on_device(groups: Any, where: torch.device) -> Any:
         groups = [_Group(group, device) for group in groups]
-        with registered.registered(groups, device) as found:  # type: ignore[arg-type]
+        with communicators.registered(groups, device) as found:  # type: ignore[arg-type]
             yield found
 
     with (

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeromesh as zm
 from tests.dist.pool import kept, on_ranks
-from zeromesh.engine import progress
+from zeromesh.engine import control
 from zeromesh.engine.param import Slice
 from zeromesh.errors import CheckpointError, CommunicationError, InputError, MismatchError, ModelError, OptimizerError
 
@@ -387,7 +387,7 @@ def test_ranks_that_look_at_the_same_name_of_two_models_all_raise_at_once():
 
 @on_ranks(4, spoils=True)
 def test_a_rank_that_never_comes_is_named():
-    progress.WAIT_S = 0.5
+    control.WAIT_S = 0.5
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node"))
     model = zm.shard(net(), group, "node=3,cluster=1")
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))

@@ -21,7 +21,7 @@ from zeromesh.model import ModelSpec
 from zeromesh.model.from_module import from_module
 from zeromesh.owners.optimizer import OwnerOptimizer
 from zeromesh.parallel import WHOLE
-from zeromesh.schedule import sent_bytes_per_axis
+from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.run import Setup

@@ -23,7 +23,7 @@ from zeromesh.engine.chain import Scratch, reduce_chains, refresh_chain, unshard
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.schedule import LANES, FlatBuffer, Placed
-from zeromesh.schedule.workspace import workspace_by_lane
+from zeromesh.schedule.memory import workspace_by_lane
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
 from zeromesh.wires.codec import Codec

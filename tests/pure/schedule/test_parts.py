@@ -8,7 +8,8 @@ import pytest
 
 from tests.pure.schedule.test_transfers import buffer
 from tests.pure.strategy.mixes import mixes, notation
-from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit, join_units, lent_axes, sent_bytes_per_axis
+from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit, join_units, lent_axes
+from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.strategy import Layout, Strategy, layouts_of
 
 MESH = [("node", 2), ("cluster", 3)]

@@ -10,8 +10,8 @@ from math import prod
 import pytest
 
 from tests.pure.strategy.mixes import NAMES, mixes, notation
-from zeromesh.schedule import FlatBuffer, Placed, Role, Schedule, Transfer, Unit, sent_bytes_per_axis
-from zeromesh.schedule.step import step_transfers
+from zeromesh.schedule import FlatBuffer, Placed, Role, Schedule, Transfer, Unit
+from zeromesh.schedule.step import sent_bytes_per_axis, step_transfers
 from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.strategy import Axis, Layout, Stage, Wire
 

@@ -10,7 +10,7 @@ from tests.pure.planner.setups import small_cluster, small_model
 from tests.pure.schedule.test_transfers import stack
 from zeromesh.collectives.ho_ring.slices import sum_terms
 from zeromesh.schedule import place
-from zeromesh.schedule.workspace import part_numel, workspace_by_lane
+from zeromesh.schedule.memory import part_numel, workspace_by_lane
 from zeromesh.simulator import FixedWorkload, find_engine, simulate
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat

@@ -11,7 +11,7 @@ from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import preset as model_preset
 from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
-from zeromesh.schedule.workspace import part_numel
+from zeromesh.schedule.memory import part_numel
 from zeromesh.simulator import FixedWorkload, find_engine, simulate
 from zeromesh.simulator.chains import Chains
 from zeromesh.strategy import Layout

@@ -9,7 +9,7 @@ from zeromesh.collectives.ho_ring.slices import slice_bytes, sum_terms
 from zeromesh.cost import CollectiveCost, Constants, Group, Operation
 from zeromesh.cost.collective import mean_taken, merge_busy, one_after_another, ring_cost
 from zeromesh.schedule import ITEM_BYTES, Transfer
-from zeromesh.schedule.workspace import GLOO_BYTES, part_numel
+from zeromesh.schedule.memory import GLOO_BYTES, part_numel
 
 
 class HoRingCost(HierarchicalCost):

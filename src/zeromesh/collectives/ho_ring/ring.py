@@ -24,9 +24,8 @@ from torch import Tensor
 from zeromesh.collectives.ho_ring.slices import WINDOW, slice_bytes, sum_terms
 from zeromesh.comm.collectives import chunks_of
 from zeromesh.comm.groups import AxisGroup, Channel
-from zeromesh.comm.host import hosted
 from zeromesh.comm.summing import SumScratch, Target, parts, sum_dtype
-from zeromesh.comm.transport import Exchange, Wait, pieces
+from zeromesh.comm.transport import Exchange, Wait, hosted, pieces
 
 LAG = 2
 """Rounds by which the sums over minor follow those over major: their messages have that long to arrive."""

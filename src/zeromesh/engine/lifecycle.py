@@ -1,0 +1,258 @@
+"""The objects that live for a step or a backward, and which copies have to follow their masters.
+
+[Note: Lifetimes] Each phase is an object, and ends when that object is dropped:
+
+    Step            from the first backward after a step's gradients were shown to the end of its last backward
+    Backward        one run of autograd; inside, one may run that autograd starts (reentrant checkpointing)
+    Forward         the interpreter's; as long as a graph may come back to it
+    Half            from a backward for the gradients of inputs alone to that for those of parameters
+
+A forward or backward that does not end (an exception, Ctrl-C) calls nothing. Whoever comes next finds its object,
+drops it with all that it knew (`give_up`), and begins anew, unless sums of earlier micro-batches are torn by it: then
+everything raises until `zm.zero_grad(model)`.
+
+[Note: Refreshes] What a unit computes with is brought up to date with its masters once a step: when the last of the
+optimizers that step there has stepped. One is waited for while a parameter that it has stepped on before shows a
+gradient that nobody has stepped on. All ranks show the same gradients, so all wait for the same. The unit follows as
+that optimizer steps, as the gradient is dropped (by a `GradScaler` that has skipped the step, say), or at the latest as
+the next forward begins: with all ranks, as in any forward that parameters which were written to by hand bring up to
+date.
+
+[Note: Weights] A rank's own gradients can be multiplied when they are there, whatever losses they come of. Those of
+experts that other ranks send tokens to cannot: they are sums over ranks whose weights differ. There the loss carries
+the weight, so that what reaches experts is weighed already.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zeromesh.comm import Ticket
+from zeromesh.engine.backend import DeviceBackend, UnitShards
+from zeromesh.engine.control import Control
+from zeromesh.engine.hooks import as_python
+from zeromesh.engine.param import ShardedParameter
+from zeromesh.errors import MismatchError
+from zeromesh.schedule import Forward, Interpreter
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """What is known of the step whose gradients are being accumulated: [Note: Lifetimes].
+
+    Args:
+        backwards: that have ended.
+        weighted: whether its micro-batches have weights; None before the first.
+        torn: a backward that did not end has left a part of its micro-batch in sums of others.
+        shown: its last backward has ended.
+    """
+
+    backwards: int = 0
+    weighted: bool | None = None
+    torn: bool = False
+    shown: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """One run of autograd: [Note: Lifetimes].
+
+    Args:
+        task: autograd's number of it.
+        ended: what autograd calls at its end; gone once it has been called, or never will be.
+        stale: units that were computed with parameters of an older generation than now, and the oldest of those.
+    """
+
+    task: int
+    ended: Callable[[], object]
+    stale: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Half:
+    """What a backward for the gradients of inputs alone knows, and the one for those of parameters has to know.
+
+    Args:
+        forwards: that it has reached.
+        stale: as of a `Backward`.
+    """
+
+    forwards: list[Forward] = field(default_factory=list)
+    stale: dict[int, int] = field(default_factory=dict)
+
+
+class Changes:
+    """Of one model's parameters: [Note: Refreshes].
+
+    Args:
+        interpreter: of the model's schedule.
+        units: in the schedule's order.
+
+    Attributes:
+        by_hand: parameters that somebody has written to, outside of any optimizer's step.
+        waiting: units that have yet to be brought up to date with their masters.
+    """
+
+    def __init__(self, interpreter: Interpreter[Ticket], units: Sequence[UnitShards]) -> None:
+        self.interpreter = interpreter
+        self.units = units
+        self.by_hand: set[ShardedParameter] = set()
+        self.waiting: Set[int] = frozenset()
+        self._stepped: set[ShardedParameter] = set()
+
+    def began(self) -> None:
+        """Gradients of another step are shown."""
+        self._stepped.clear()
+
+    def stepped(self, params: Sequence[ShardedParameter], by: Callable[[], object] | None) -> None:
+        """The optimizer to which `by` refers weakly has changed `params`. None: somebody else has, and copies follow at
+        once, those of all that has waited too."""
+        units = {param.unit for param in params}
+        self.by_hand.difference_update(params)
+        self._stepped.update(params)
+        self.waiting = self.waiting | units
+        ready = self.waiting if by is None else {unit for unit in self.waiting if not self._awaits(unit)}
+        self._refresh(ready, changed=units)
+        for unit in units:
+            self.units[unit].accepted = True
+        for param in params:
+            param.changed, param.changed_by = self.interpreter.states[param.unit].generation, by
+
+    def dropped(self, param: ShardedParameter) -> None:
+        """Nobody will step on the gradient that `param` has shown."""
+        if param.unit in self.waiting and not self._awaits(param.unit):
+            self._refresh({param.unit})
+
+    def apply(self) -> None:
+        """What users have written reaches the copies that units compute with, and what has waited until now."""
+        if self.by_hand:
+            self.loaded(list(self.by_hand))
+        elif self.waiting:
+            self._refresh(self.waiting)
+
+    def loaded(self, params: Sequence[ShardedParameter]) -> None:
+        """A load has changed `params`, or somebody by hand."""
+        for unit in {param.unit for param in params}:
+            self.units[unit].forget_owed()
+        self.stepped(params, None)
+
+    def made_by(self, param: ShardedParameter) -> object:
+        """The optimizer that made its values what they are; None if somebody else did."""
+        return None if param in self.by_hand or param.changed_by is None else param.changed_by()
+
+    def _awaits(self, unit: int) -> bool:
+        return any(
+            param.grad is not None and param not in self._stepped and self.made_by(param) is not None
+            for buffer in self.units[unit].trained
+            for param in buffer.optimizer_params
+        )
+
+    def _refresh(self, units: Set[int], changed: Set[int] = frozenset()) -> None:
+        self.waiting = self.waiting - units
+        self.interpreter.stepped(changed, refresh=units)
+
+
+_PRIME = 2**31 - 1
+
+
+class Agreement:
+    """Of the steps of one model.
+
+    Args:
+        interpreter: whose order of units is compared, and which adopts it once all ranks have the same.
+        backend: whose parameters are used.
+        control: all ranks.
+    """
+
+    def __init__(self, interpreter: Interpreter[Ticket], backend: DeviceBackend, control: Control) -> None:
+        self._interpreter = interpreter
+        self._backend = backend
+        self._control = control
+        self._ordered = False
+        self._said: Ticket | None = None
+
+    def used(self) -> Sequence[int]:
+        """Whether any rank has had a gradient of each parameter, in the order of units; collective.
+
+        Raises:
+            MismatchError: on all ranks, where parameters are sharded and units were called in different orders.
+        """
+        used = [flag for unit in self._backend.units for flags in unit.used for flag in flags]
+        if self._ordered and not self._interpreter.schedule.shards_params:
+            return self._beside(used)
+        order = zlib.crc32(repr(self._interpreter.seen).encode()) % _PRIME
+        calls = self._interpreter.digest % _PRIME
+        words = [*map(int, used), order, -order, calls, -calls]
+        *flags, high_order, low_order, high_calls, low_calls = self._control.agree(words)
+        self._learn(high_order == -low_order, high_calls == -low_calls)
+        return flags
+
+    def _beside(self, used: list[bool]) -> list[bool]:
+        """A rank that has used all knows, and does not wait for what the others say, where nothing else is to be
+        compared: no gathers, and an order that all have learnt."""
+        self._interpreter.digest = 0
+        if self._control.group is None:
+            return used
+        if self._said is not None:
+            self._said.wait()  # the last step's, long done; its words must live so long
+        words = self._control.words(used, torch.int32)
+        self._said = self._backend.agree(words)
+        if all(used):
+            return used
+        self._said.wait()
+        return [bool(word) for word in words.tolist()]
+
+    def _learn(self, same_order: bool, same_gathers: bool) -> None:
+        schedule, seen = self._interpreter.schedule, self._interpreter.seen
+        if schedule.shards_params and not (same_order and same_gathers):
+            names = [self._backend.units[unit].name or "(root)" for unit in seen]
+            raise MismatchError(
+                "all ranks must call the units in the same order while parameters are sharded; this step they did not: "
+                f"on rank {self._control.rank} the order was {', '.join(names)}. Gradients of this step are not valid. "
+                "Run every unit on every rank (on dummy data if need be), or shard no parameters (stages 0, 1, 2)"
+            )
+        if not self._ordered and same_order:
+            self._ordered = True
+            self._interpreter.adopt([*seen, *(unit for unit in schedule.order if unit not in seen)])
+        self._interpreter.digest = 0
+
+
+class Weight:
+    """Of one micro-batch on this rank: called with its loss, in that; else in its gradients.
+
+    Args:
+        scale: what a gradient counts by, where reductions average over ranks; None is 1.
+    """
+
+    def __init__(self, scale: float | None) -> None:
+        self.scale = scale
+        self._weighed: int | None = None
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        """The loss that counts so; a backward through it leaves gradients as they come."""
+        if self.scale is None:
+            return loss
+        weighed = loss * self.scale
+        if weighed.requires_grad:
+            weighed.register_hook(self._reached)  # type: ignore[no-untyped-call]  # torch leaves it so
+        return weighed
+
+    @as_python
+    def _reached(self, grad: Tensor) -> None:
+        self._weighed = torch._C._current_graph_task_id()
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the backward that runs has come through a loss that is weighed."""
+        return self._weighed == torch._C._current_graph_task_id()
+
+    @property
+    def of_grads(self) -> float | None:
+        """What the running backward's gradients are multiplied by. 0 also where the loss was: its gradient may be NaN,
+        of a mean over no tokens."""
+        return None if self.in_loss and self.scale else self.scale
