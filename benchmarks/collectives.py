@@ -4,7 +4,7 @@ On this machine (starts its own ranks), or under torchrun, behind whatever netwo
 
     python benchmarks/collectives.py --world 4
     torchrun --nproc-per-node 4 benchmarks/collectives.py --sizes 8MiB
-    zeromesh lab run 2@200mbit,2 -- python benchmarks/collectives.py --nodes 2 --sizes 16MiB
+    python -m lab 2@200mbit,2 -- python benchmarks/collectives.py --nodes 2 --sizes 16MiB
 
 Candidates are interleaved, so that a busy moment of the machine does not hit one alone. For each it prints the median
 and the fastest wall time of the slowest rank, the CPU time of all ranks together, and bytes per second and rank at the

@@ -1,8 +1,8 @@
 """Optimizers that own whole tensors against AdamW on slices, and against gathering every matrix everywhere.
 
-    python benchmarks/owners.py --out benchmarks/results/owners.json
+    make bench-owners ARGS="--out benchmarks/results/owners.json"
 
-Needs root: clusters are emulated (`zeromesh lab`); a tree without rates is loopback. All systems of a cell live in the
+Needs root: clusters are emulated (`lab`); a tree without rates is loopback. All systems of a cell live in the
 same processes and take turns, two steps each of which the second is timed, in an order that changes from round to
 round; figures are medians, ratios the medians of those of single rounds. One thread per rank, fp32, one micro-batch
 of 2 x 64 tokens, strategy node=3,cluster=1.
@@ -43,8 +43,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import zeromesh as zm
+from lab import Lab, Tree
 from zeromesh.engine.api import engine_of
-from zeromesh.lab import Lab, Tree
 from zeromesh.measure.setting import read_setting
 from zeromesh.schedule.step import sent_bytes_per_axis
 

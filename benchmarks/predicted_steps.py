@@ -11,13 +11,14 @@ import json
 import statistics
 from pathlib import Path
 
+from bench.rows import planned_s
 from zeromesh.launch.job import make_folder
 from zeromesh.launch.ranks import join_ranks
 from zeromesh.measure.kernels import measure_kernels
 from zeromesh.measure.machine import measure_machine
 from zeromesh.measure.probe import from_raw
 from zeromesh.measure.setting import read_setting
-from zeromesh.measure.steps import Batch, Training, planned_s
+from zeromesh.measure.steps import Batch, Training
 
 MODELS = ("7M", "30M")
 DTYPES = ("fp32", "bf16")

@@ -1,8 +1,8 @@
 """Lossless strategies of zeromesh against DDP, FSDP2 and DeepSpeed behind slow links: the fastest by memory.
 
-    python benchmarks/shaped.py --tree 2@200mbit,2 --micro-batches 1 4 --out benchmarks/results/shaped.json
+    make bench-shaped ARGS="--tree 2@200mbit,2 --micro-batches 1 4 --out benchmarks/results/shaped.json"
 
-Needs root: the cluster is emulated (`zeromesh lab`). All systems live in the same processes and take turns, a step each
+Needs root: the cluster is emulated (`lab`). All systems live in the same processes and take turns, a step each
 in every round, in an order that changes from round to round; the figure is the median. Ours are made anew for each
 round. Of each system a round times the second of two steps in a row, which pays for the refresh that the first one left
 under way; what the second one leaves ends before the next system begins. Memory is counted in bytes a rank: parameters,
@@ -44,8 +44,8 @@ from shaped_table import NAMES, NO_MASTERS, OURS_REDUCES, fastest_pair, is_lossl
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
+from lab import Lab, Tree
 from zeromesh.engine.api import engine_of
-from zeromesh.lab import Lab, Tree
 from zeromesh.measure.setting import read_setting
 from zeromesh.schedule.step import sent_bytes_per_axis
 
@@ -266,7 +266,7 @@ def compare(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", default="2@200mbit,2", help="two or three levels, as for `zeromesh lab`")
+    parser.add_argument("--tree", default="2@200mbit,2", help="two or three levels, as for `make lab`")
     parser.add_argument("--model", choices=MODELS, default="7M")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])

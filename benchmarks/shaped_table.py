@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zeromesh.lab import Tree
+from lab import Tree
 
 Cell = dict[str, Any]
 Row = dict[str, Any]

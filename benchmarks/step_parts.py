@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
+from bench.rows import planned_s
 from zeromesh.cluster import Cluster
 from zeromesh.cost import ComputeModel, default_constants
 from zeromesh.launch.job import make_folder
@@ -21,7 +22,7 @@ from zeromesh.launch.ranks import Ranks, join_ranks
 from zeromesh.measure.kernels import measure_kernels
 from zeromesh.measure.machine import measure_machine
 from zeromesh.measure.probe import from_raw
-from zeromesh.measure.steps import Batch, Training, planned_s
+from zeromesh.measure.steps import Batch, Training
 from zeromesh.model.spec import DTYPE_BYTES, Recomputation, UnitKind
 
 KINDS = {

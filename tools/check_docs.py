@@ -1,13 +1,13 @@
 """Run what the documentation shows: Python blocks, console blocks, doctests; follow every relative link.
 
-In README.md, CONTRIBUTING.md, CHANGELOG.md, docs/**/*.md and benchmarks/results/README.md:
+In README.md, CONTRIBUTING.md, CHANGELOG.md, docs/**/*.md and the README.md of folders beside src/:
 
 - the ```python blocks of one file run in order in one fresh interpreter, in an empty directory;
 - in a ```console block each line after ``$ `` that starts with ``zeromesh`` runs there as well and must exit with 0;
 - a block after the comment ``<!-- not run: REASON -->`` is left out, and the reason is printed;
 - a link to a file, or to a heading of one, must exist.
 
-Then the doctests of src/ run under pytest.
+Then the doctests of src/, tools/ and lab/ run under pytest.
 """
 
 from __future__ import annotations
@@ -119,17 +119,17 @@ def failures(path: Path) -> Iterator[str]:
 
 
 def doctests() -> int:
-    """Run the doctests of src/; pytest's exit status, where 5 (no doctest at all) is success."""
+    """Run the doctests; pytest's exit status, where 5 (no doctest at all) is success."""
     # Modules of optional extras cannot be imported everywhere.
     options = ["--doctest-modules", "--doctest-ignore-import-errors", "--quiet", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, "src", "tools"]
+    command = [sys.executable, "-m", "pytest", *options, "src", "tools", "lab"]
     status = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
     return 0 if status == 5 else status
 
 
 def main() -> int:
     """Check every page; print what is wrong; 1 if anything is."""
-    named = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/results/README.md")
+    named = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "lab/README.md", "benchmarks/results/README.md")
     pages = [*(ROOT / name for name in named), *sorted(ROOT.glob("docs/**/*.md"))]
     with ThreadPoolExecutor(os.cpu_count()) as several:  # each page runs in processes of its own
         wrong = [failure for found in several.map(lambda page: list(failures(page)), pages) for failure in found]

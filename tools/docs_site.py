@@ -19,6 +19,8 @@ BROUGHT_IN = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "bench/README.md": "bench.md",
+    "lab/README.md": "lab.md",
     "benchmarks/results/README.md": "results.md",
 }
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")

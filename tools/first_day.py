@@ -149,7 +149,7 @@ def parts(devices: int, kind: str) -> list[Part]:
         # Training steps beside the simulator's prediction.
         Part(
             name="bench",
-            command=f"-m zeromesh.cli bench {mesh} -d {{out}}.runs --model 60M",
+            command=f"-m bench {mesh} -o {{out}} --model 60M",
             limit_s=3600.0,
             here=devices > 1,
         ),

@@ -10,12 +10,11 @@
     │   ├── ModelError                   a model's description, or a module that cannot be sharded as asked
     │   ├── ConfigError                  a training configuration
     │   ├── CheckpointError              a checkpoint that is damaged, incomplete, or of another model
-    │   ├── MeasurementError             a measurement that cannot be made here, or not be trusted
-    │   └── LabError                     an emulated cluster that this machine cannot have, or not now
+    │   └── MeasurementError             a measurement that cannot be made here, or not be trusted
     ├── OptimizerError (RuntimeError)    an optimizer, clip or scaler that would give wrong numbers
     ├── CommunicationError (RuntimeError) a collective failed or stalled: names rank, operation, unit, axis
     ├── NonFiniteError (RuntimeError)    a loss or gradient is not a number, and the run is to stop there
-    ├── RanksFailedError (RuntimeError)  processes of an emulated cluster failed, or had to be ended
+    ├── RanksFailedError (RuntimeError)  processes that were started from here failed, or had to be ended
     ├── MismatchError (RuntimeError)     ranks disagree: strategy, model, order of units, replicas
     └── InternalError (RuntimeError)     an invariant of ours does not hold: a bug in zeromesh
 """
@@ -56,10 +55,6 @@ class ConfigError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint is damaged, incomplete, or belongs to another model."""
-
-
-class LabError(InputError):
-    """An emulated cluster cannot be set up here: privileges, tools, a leftover, or what the kernel refuses."""
 
 
 class MeasurementError(InputError):

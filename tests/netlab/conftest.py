@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from zeromesh.lab import Registry, unavailable_reason
+from lab import unavailable_reason
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _network_namespaces() -> None:
     if (reason := unavailable_reason()) is not None:
         pytest.skip(f"no emulated cluster here: {reason}")
-    # What a killed run left on this machine is not theirs to report, and every lab would be refused beside it.
-    registry = Registry()
-    for record in registry.leftovers():
-        registry.remove(record.name)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.errors import LabError
-from zeromesh.lab import Lab, LinkBytes, Place, Registry, Tree, difference
-from zeromesh.lab.shell import execute
+from lab import Lab, LabError, LinkBytes, Place, Registry, Tree, difference
+from lab.shell import execute
 
 PROGRAMS = Path(__file__).parent / "programs"
 NO_BYTES = LinkBytes()
@@ -141,7 +140,8 @@ def test_an_unshaped_link_is_not_slowed_down(tmp_path):
         assert lab.counters()["0"].sent_bytes > flow.num_bytes
 
 
-def test_tcp_does_not_use_the_machines_default():
+def test_tcp_does_not_use_the_machines_default(monkeypatch):
+    monkeypatch.setattr("lab.plan.CONGESTION_CONTROL", "reno")
     script = """
 import os, socket
 address = (os.environ["ZEROMESH_LAB_ADDRESS"], 5000)
@@ -150,7 +150,7 @@ with socket.create_server(address) as server, socket.create_connection(address) 
     for end in (connected, accepted):
         print(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0").decode())
 """
-    with Lab("2@100mbit", congestion_control="reno") as lab:
+    with Lab("2@100mbit") as lab:
         (result,) = lab.run([sys.executable, "-c", script], ranks=[1], timeout_s=20, check=True)
         assert result.stdout.split() == ["reno", "reno"]
         route = lab.run(["ip", "route", "get", "10.77.0.2"], ranks=[0], timeout_s=20, check=True)[0].stdout
@@ -170,12 +170,8 @@ def test_gloo_all_reduces_across_leaves_and_its_ring_crosses_each_link_once():
             assert ring_bytes < link.received_bytes < 1.02 * ring_bytes + 100_000
 
 
-def own_labs() -> list[str]:
-    return [record.name for record in Registry().labs() if record.owner_pid == os.getpid()]
-
-
-def own_namespaces() -> list[str]:
-    return [name for name in os.listdir("/run/netns") if name.startswith(f"zmlab-{os.getpid()}-")]
+def labs_of(pid: int) -> list[str]:
+    return [name for name in Registry().labs() if name.startswith(f"zmlab-{pid}-")]
 
 
 @pytest.mark.parametrize(
@@ -188,16 +184,7 @@ def own_namespaces() -> list[str]:
 def test_a_rate_that_the_kernel_refuses(tree, message):
     with pytest.raises(LabError, match=message), Lab(tree):
         pass
-    assert own_labs() == own_namespaces() == []
-
-
-def test_a_congestion_control_that_the_kernel_lacks():
-    with (
-        pytest.raises(LabError, match=r"congctl nosuch: Error: Unknown tcp congestion"),
-        Lab("2@1gbit", congestion_control="nosuch"),
-    ):
-        pass
-    assert own_labs() == own_namespaces() == []
+    assert labs_of(os.getpid()) == []
 
 
 def test_an_interrupt_on_the_way_up_leaves_nothing_behind(monkeypatch):
@@ -209,11 +196,11 @@ def test_an_interrupt_on_the_way_up_leaves_nothing_behind(monkeypatch):
             raise KeyboardInterrupt
         return execute(command)
 
-    monkeypatch.setattr("zeromesh.lab.lab.execute", interrupted)
+    monkeypatch.setattr("lab.lab.execute", interrupted)
     with pytest.raises(KeyboardInterrupt), Lab("2@1gbit"):
         pass
     assert len(done) == 4
-    assert own_labs() == own_namespaces() == []
+    assert labs_of(os.getpid()) == []
 
 
 def test_two_labs_at_once_do_not_see_each_other(tmp_path):
@@ -221,82 +208,72 @@ def test_two_labs_at_once_do_not_see_each_other(tmp_path):
         run_flows(one, "udp", [Flow(sender=0, receiver=1, num_bytes=10_000)], tmp_path)
         assert one.counters()["0"].sent_packets == 10
         assert set(other.counters().values()) == {NO_BYTES}
-        assert own_labs() == [one.name, other.name]
-    assert own_labs() == own_namespaces() == []
+        assert labs_of(os.getpid()) == [one.name, other.name]
+    assert labs_of(os.getpid()) == []
 
 
-def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zeromesh.cli", "lab", *arguments]
+COMMAND = [sys.executable, "-m", "lab"]
+
+
+def lab_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=40, stdin=subprocess.DEVNULL, check=False)
 
 
 @pytest.fixture
 def owner() -> Iterator[subprocess.Popen[str]]:
     """A process that owns a lab; whatever a test does to it, no lab and no process is left."""
-    command = [sys.executable, str(PROGRAMS / "owner.py")]
+    command = [sys.executable, "-m", "tests.netlab.programs.owner"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         yield process
         process.kill()
-    for record in Registry().leftovers():
-        if record.owner_pid == process.pid:
-            Registry().remove(record.name)
+    for name in labs_of(process.pid):
+        Registry().remove(name)
 
 
-def test_a_lab_whose_owner_was_killed_is_found_named_and_removed(owner):
+def test_a_lab_whose_owner_was_killed_is_removed_by_the_next(owner):
     name = owner.stdout.readline().strip()
     rank, daemon = (os.pidfd_open(int(word)) for word in owner.stdout.readline().split())
-    assert name in cli("down").stdout, "a lab in use is kept, and said to be"
+    with Lab("2@1gbit"):
+        assert labs_of(owner.pid) == [name], "a lab in use is kept"
     owner.kill()
     owner.wait(timeout=10)
     assert select.select([rank], [], [], 10)[0], "a rank outlived its owner"
     assert not select.select([daemon], [], [], 0)[0]
-
-    with pytest.raises(LabError, match=rf"a killed run left lab {name} \(2@200mbit,1, .*zeromesh lab down"):
-        Lab("2@1gbit").up()
-    refused = cli("run", "2@1gbit", "--", "true")
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert name in refused.stderr
-    rows = [line.split() for line in cli("list").stdout.splitlines()]
-    assert [name, "leftover", str(owner.pid), "3", "2@200mbit,1"] in rows
-
-    removed = cli("down")
-    assert (removed.returncode, removed.stderr) == (0, "")
-    assert f"removed lab {name}" in removed.stdout
-    assert select.select([daemon], [], [], 10)[0], "a daemon outlived its lab"
-    assert Registry().namespaces(name) == ()
-    assert name not in [record.name for record in Registry().labs()]
+    with Lab("2@1gbit"):
+        assert select.select([daemon], [], [], 10)[0], "a daemon outlived its lab"
+        assert labs_of(owner.pid) == []
     os.close(rank)
     os.close(daemon)
 
 
 def test_the_command_shows_output_by_rank_and_bytes_by_link():
-    done = cli(
-        "run",
-        "--keep-going",
-        "2@200mbit,2",
-        "--",
-        "sh",
-        "-c",
-        "echo rank $RANK of $WORLD_SIZE; exit $((RANK / 3 * 75))",
-    )
+    done = lab_command("2@200mbit,2", "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] rank {rank} of 4" for rank in range(4)]
+    assert done.returncode == 0
+    assert [line.split() for line in done.stderr.splitlines()[1:]] == [
+        ["0", "200mbit", "0", "0"],
+        ["1", "200mbit", "0", "0"],
+    ]
+
+
+def test_the_command_ends_with_the_ranks_code():
+    done = lab_command("2@200mbit,2", "--", "sh", "-c", "exit $((RANK / 3 * 75))")
     assert done.returncode == 75
-    *table, failure = done.stderr.splitlines()
-    assert [line.split() for line in table[1:]] == [["0", "200mbit", "0", "0"], ["1", "200mbit", "0", "0"]]
+    failure = done.stderr.splitlines()[-1]
     assert failure.startswith("zeromesh: ") and "rank 3 exited with 75" in failure
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("run", "2,2", "--", "true"), "level '2' has no rate"),
-        (("run", "2@1gbit", "--", "no-such-program"), "command 'no-such-program' not found"),
-        (("run", "2@1gbit", "--timeout", "5", "--", "true"), "expected a time with a unit"),
-        (("down", "zmlab-1-9"), "no lab 'zmlab-1-9'"),
+        (("2,2", "--", "true"), "level '2' has no rate"),
+        (("2@1gbit", "--", "no-such-program"), "command 'no-such-program' not found"),
+        (("2@1gbit", "--timeout", "5", "--", "true"), "expected a time with a unit"),
     ],
 )
 def test_wrong_input_is_one_message(arguments, message):
-    done = cli(*arguments)
+    done = lab_command(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
@@ -304,22 +281,20 @@ def test_wrong_input_is_one_message(arguments, message):
 
 def _wait_for_a_lab_of(pid: int) -> None:
     deadline = time.monotonic() + 20
-    while not any(record.owner_pid == pid for record in Registry().labs()):
+    while not labs_of(pid):
         assert time.monotonic() < deadline, "no lab was made"
         time.sleep(0.02)
 
 
-COMMAND = ("lab", "run", "2@1gbit", "--", "sh", "-c", "echo up; sleep 300")
+SLEEPING = [*COMMAND, "2@1gbit", "--", "sh", "-c", "echo up; sleep 300"]
 
 
-@pytest.mark.parametrize("command", [COMMAND, ("probe", "--lab", "2@1gbit", "-o", os.devnull)], ids=lambda c: c[0])
-def test_a_terminated_command_removes_its_lab(command):
-    started = [sys.executable, "-m", "zeromesh.cli", *command]
-    with subprocess.Popen(started, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+def test_a_terminated_command_removes_its_lab():
+    with subprocess.Popen(SLEEPING, stdout=subprocess.DEVNULL, start_new_session=True) as process:
         _wait_for_a_lab_of(process.pid)
         process.terminate()
         assert process.wait(timeout=20) == 128 + signal.SIGTERM
-    assert not [record for record in Registry().labs() if record.owner_pid == process.pid]
+    assert labs_of(process.pid) == []
 
 
 def test_a_second_signal_does_not_end_the_removal(monkeypatch):
@@ -336,16 +311,15 @@ def test_a_second_signal_does_not_end_the_removal(monkeypatch):
             pass
     finally:
         signal.signal(signal.SIGINT, before)
-    assert own_labs() == own_namespaces() == []
+    assert labs_of(os.getpid()) == []
 
 
 def test_nohup_keeps_a_lab_up():
-    started = ["nohup", sys.executable, "-m", "zeromesh.cli", *COMMAND]
-    with subprocess.Popen(started, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+    with subprocess.Popen(["nohup", *SLEEPING], stdout=subprocess.DEVNULL, start_new_session=True) as process:
         _wait_for_a_lab_of(process.pid)
         process.send_signal(signal.SIGHUP)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=1)
         process.terminate()
         assert process.wait(timeout=20) == 128 + signal.SIGTERM
-    assert not [record for record in Registry().labs() if record.owner_pid == process.pid]
+    assert labs_of(process.pid) == []

@@ -6,8 +6,6 @@ options (``Annotated[type, typer.Option(help=...)]``) and whose docstring is the
 
     app.command()(plan.plan)
 
-A group of commands has a ``typer.Typer`` named ``app`` in its file instead, and ``app.add_typer(lab.app, name="lab")``.
-
 Three rules keep the commands alike:
 
 - At the top of a file only typer, the standard library and ``zeromesh.errors``; everything heavy is imported inside the

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 import zeromesh
-from zeromesh.cli import bench, clusters, env, lab, plan, probe, rehearse, selftest, simulate, train, validate
+from zeromesh.cli import clusters, env, plan, probe, rehearse, selftest, simulate, train, validate
 from zeromesh.errors import InputError, InternalError, ZeromeshError
 
 EXIT_INPUT = 2
 
-# Plain help: rich panels would cost a third of the .3 s that help may take.
-app = typer.Typer(
-    name="zeromesh",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+IN_A_CHECKOUT = ("bench", "lab")
+"""Commands that a checkout has as `make NAME`; the wheel does not have their packages."""
+
+
+def plain_app(name: str) -> typer.Typer:
+    """A command line with plain help: rich panels would cost a third of the .3 s that help may take."""
+    return typer.Typer(
+        name=name,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+app = plain_app("zeromesh")
 
 
 def _print_version(wanted: bool) -> None:
@@ -46,20 +55,33 @@ app.command()(train.train)
 app.command()(rehearse.rehearse)
 app.command()(probe.probe)
 app.command()(selftest.selftest)
-app.command()(bench.bench)
 app.command()(clusters.clusters)
 app.command()(env.env)
 app.command()(validate.validate)
-app.add_typer(lab.app, name="lab")
+
+
+def _needs_checkout(context: typer.Context) -> None:
+    name = context.info_name
+    raise InputError(f"`zeromesh {name}` needs a checkout: `make {name}`")
+
+
+for _name in IN_A_CHECKOUT:
+    _anything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command(_name, hidden=True, context_settings=_anything)(_needs_checkout)
 
 
 def main() -> None:
-    """The entry point: run a command; exit with 0 done, 2 wrong input, 75 preempted and saved, 1 anything else.
+    """The entry point of `zeromesh`."""
+    run(app)
+
+
+def run(command: Callable[[], object]) -> None:
+    """Run a command line; exit with 0 done, 2 wrong input, 75 preempted and saved, 1 anything else.
 
     An error that zeromesh raises on purpose is one line.
     """
     try:
-        app()
+        command()
     except InputError as error:
         print(f"zeromesh: {error}", file=sys.stderr)
         sys.exit(EXIT_INPUT)

@@ -17,13 +17,11 @@ Ranks = Annotated[int, typer.Option(help="Processes to start here; under torchru
 MeshText = Annotated[
     str, typer.Option("--mesh", metavar="AXIS=SIZE,...", help="Levels, outermost first, such as cluster=2,node=4.")
 ]
-TreeText = Annotated[str, typer.Option("--lab", metavar="TREE", help="Measure an emulated cluster. Needs root.")]
 
 
 def probe(
     ranks: Ranks = 0,
     mesh: MeshText = "",
-    lab: TreeText = "",
     model: Annotated[
         str, typer.Option(help="Measure devices at the shapes of this model: a preset or a config.json.")
     ] = "",
@@ -44,7 +42,7 @@ def probe(
     Alone it starts processes on this machine; under torchrun it measures all of its ranks. Without --mesh it finds the
     levels itself, and says who each comes from and what it could not find.
     """
-    from zeromesh.cli.measuring import emulated, mesh_of
+    from zeromesh.cli.measuring import mesh_of, starting_ranks
     from zeromesh.cli.workload import write
     from zeromesh.errors import InputError
     from zeromesh.measure.cluster_file import cluster_toml
@@ -53,15 +51,14 @@ def probe(
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"the cluster file cannot be written: {output.absolute().parent} is no folder")
     work = _work(model, dtype, seq_len, micro_batch)
-    with emulated(lab) as cluster:
-        started = mesh_of(mesh, ranks, cluster)
+    with starting_ranks():
+        started = mesh_of(mesh, ranks)
         found = measure(
             started if mesh else None,
             ranks=prod(started.values()),
             name=name,
             rounds=rounds,
             seconds=seconds,
-            lab=cluster,
             work=work,
         )
     if found is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeromesh.cli.probe import MeshText, Ranks, TreeText
+from zeromesh.cli.probe import MeshText, Ranks
 
 if TYPE_CHECKING:
     from zeromesh.measure.selftest import Result
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 def selftest(
     ranks: Ranks = 0,
     mesh: MeshText = "",
-    lab: TreeText = "",
     steps: Annotated[int, typer.Option(help="Timed steps of each strategy.")] = 6,
     share_devices: Annotated[
         bool, typer.Option("--share-devices", help="Let ranks share devices, and measure no times.")
@@ -31,7 +30,7 @@ def selftest(
     Alone it starts processes on this machine; under torchrun it checks all of its ranks. The exit code is 0 if nothing
     has failed, 1 otherwise. Send the result file along with a bug report.
     """
-    from zeromesh.cli.measuring import emulated, mesh_of
+    from zeromesh.cli.measuring import mesh_of, starting_ranks
     from zeromesh.errors import InputError
     from zeromesh.launch.failure import end_process
     from zeromesh.measure.launch import under_torchrun
@@ -41,10 +40,10 @@ def selftest(
         raise InputError(f"--steps must be at least 1, got {steps}")
     if share_devices:
         os.environ["ZEROMESH_SHARE_DEVICES"] = "1"  # ranks that are started here inherit it
-    with emulated(lab) as cluster:
+    with starting_ranks():
         joined = under_torchrun()
         try:
-            result = run(mesh_of(mesh, ranks, cluster), output, steps=steps, lab=cluster)
+            result = run(mesh_of(mesh, ranks), output, steps=steps)
         except InputError:
             raise
         except Exception:

@@ -70,7 +70,7 @@ class Fit:
         if not self.trusted:
             raise MeasurementError(
                 f"{what}: {self.noise}: something else uses these processors or links. Measure again when they are "
-                f"idle, or longer (probe --rounds, bench --probe-rounds); --accept-noise takes the figures as they are"
+                f"idle, or longer (--rounds); --accept-noise takes the figures as they are"
             )
 
 

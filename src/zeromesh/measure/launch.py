@@ -1,32 +1,27 @@
-"""Runs a task on all ranks: those of torchrun, processes started for it, or the ranks of an emulated cluster.
+"""Runs a task on all ranks: those of torchrun, processes started for it, or those that a caller starts.
 
-A task is a function of a module of this package, named as text, since fresh processes must find it. It gets `Ranks` and
-the options, and returns something that JSON can hold; rank 0's is the result.
+A task is a function of a module, named as text, since fresh processes must find it. It gets `Ranks` and the options,
+and returns something that JSON can hold; rank 0's is the result.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zeromesh.errors import InputError, MeasurementError, MeshError
 from zeromesh.launch.environment import Launched, check_address
 from zeromesh.launch.failure import report
 from zeromesh.launch.job import make_job
-from zeromesh.launch.processes import local_launches, raise_failed, run_ranks
-
-if TYPE_CHECKING:
-    from zeromesh.lab import Lab, Tree
-    from zeromesh.launch.processes import OnLine
+from zeromesh.launch.processes import RankResult, local_launches, raise_failed, run_ranks
 
 Mesh = Mapping[str, int]
 """Sizes by axis name, outermost first, as in torch's DeviceMesh."""
 
-LEVEL_NAMES = {1: ("node",), 2: ("cluster", "node"), 3: ("cluster", "node", "package")}
-"""Names of the levels of a mesh of one, two and three, outermost first."""
+_TIMEOUT_S = 24 * 3600.0
 
 
 def under_torchrun() -> bool:
@@ -79,32 +74,20 @@ def default_mesh(ranks: int) -> dict[str, int]:
     return {"cluster": world // local, "node": local} if world > local else {"node": world}
 
 
-def mesh_of_tree(tree: Tree) -> dict[str, int]:
-    """The mesh whose levels are those of an emulated cluster; levels of one member are left out."""
-    sizes = [size for size in (*tree.sizes, tree.ranks_per_leaf) if size > 1]
-    if len(sizes) not in LEVEL_NAMES:
-        raise MeshError(f"tree {tree} must have 1 to 3 levels of more than one member; it has {len(sizes)}")
-    return dict(zip(LEVEL_NAMES[len(sizes)], sizes, strict=True))
-
-
 def on_all_ranks(
     task: str,
     options: Mapping[str, Any],
     mesh: Mesh,
     *,
-    lab: Lab | None = None,
-    timeout_s: float = 24 * 3600.0,
-    on_line: OnLine | None = None,
+    start: Callable[[tuple[str, ...]], Sequence[RankResult]] | None = None,
 ) -> Any:
     """Runs `task` on every rank of `mesh`.
 
     Args:
-        task: "module:function" of this package.
+        task: "module:function".
         options: keyword arguments, which JSON can hold.
         mesh: of all ranks.
-        lab: an emulated cluster whose ranks run it.
-        timeout_s: after which processes that were started for it are ended.
-        on_line: sees each line that they print, as it comes.
+        start: runs a command on ranks that know where to meet; None: on this machine.
 
     Returns:
         Rank 0's result; None on the other ranks of a torchrun.
@@ -120,16 +103,15 @@ def on_all_ranks(
         check_address(os.environ)
         result = run_task(None, task=task, mesh=mesh, options=options)
         return result if is_first() else None
-    if lab is not None:
-        _require_world(mesh, lab.tree.world_size)
     whole = {"task": task, "mesh": dict(mesh), "options": dict(options)}
-    with make_job(f"{__name__}:{run_task.__name__}", whole, local=lab is None) as job:
-        if lab is None:
-            threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as torchrun does, and the lab
-            launches = local_launches(job.command, prod(mesh.values()), threads)
-            results = run_ranks(launches, timeout_s=timeout_s, on_line=on_line)
+    with make_job(f"{__name__}:{run_task.__name__}", whole, local=start is None) as job:
+        if start is None:
+            threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as torchrun does
+            results: Sequence[RankResult] = run_ranks(
+                local_launches(job.command, prod(mesh.values()), threads), timeout_s=_TIMEOUT_S
+            )
         else:
-            results = lab.run(job.command, timeout_s=timeout_s, on_line=on_line)
+            results = start(job.command)
         failures = job.failures()
         if failures and failures[0].is_input:
             raise InputError(report(failures, len(results)).removeprefix("zeromesh: "))
@@ -146,7 +128,7 @@ def run_task(store_file: Path | None, *, task: str, mesh: Mesh, options: Mapping
     from zeromesh.measure.places import require_places
 
     with join_ranks(mesh, store_file, agree=partial(require_places, mesh)) as ranks:
-        return find_task(f"zeromesh.measure.{task}")(ranks, **options)
+        return find_task(task)(ranks, **options)
 
 
 def require_several(mesh: Mesh) -> None:

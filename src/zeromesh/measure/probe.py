@@ -18,7 +18,6 @@ from zeromesh.measure.work import Work
 from zeromesh.units import format_bytes_per_s
 
 if TYPE_CHECKING:
-    from zeromesh.lab import Lab
     from zeromesh.launch.ranks import Ranks
 
 SCATTERING = ("all_gather", "reduce_scatter")
@@ -93,7 +92,6 @@ def probe(
     name: str = "measured",
     rounds: int = ROUNDS,
     seconds: float = SECONDS_PER_LEVEL,
-    lab: Lab | None = None,
     work: Work | None = None,
 ) -> Probe | None:
     """Measures the ranks of `mesh`.
@@ -104,7 +102,6 @@ def probe(
         name: of the cluster.
         rounds: timings of each size; at least 4.
         seconds: for each level, about.
-        lab: an emulated cluster to measure.
         work: of a model, at whose shapes the devices are measured.
 
     Returns:
@@ -118,7 +115,7 @@ def probe(
     require_patience(rounds, seconds)
     works = [] if work is None else [work.to_json()]
     options = {"rounds": rounds, "seconds": seconds, "find": mesh is None, "works": works}
-    raw = on_all_ranks("probe:measure", options, started, lab=lab)
+    raw = on_all_ranks("zeromesh.measure.probe:measure", options, started)
     return None if raw is None else from_raw(raw, started, name)
 
 

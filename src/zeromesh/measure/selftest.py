@@ -36,7 +36,6 @@ from zeromesh.measure.steps import Batch, from_json, median_step, predict
 from zeromesh.units import format_bytes_per_s
 
 if TYPE_CHECKING:
-    from zeromesh.lab import Lab
     from zeromesh.launch.ranks import Ranks
 
 PARITY = 1e-9
@@ -103,14 +102,13 @@ def strategies(mesh: Mesh) -> dict[str, str]:
     return {title: ",".join(f"{n}={stage}" for n, stage in stages.items()) for title, stages in layouts.items()}
 
 
-def selftest(mesh: Mesh, output: Path, *, steps: int = 6, lab: Lab | None = None) -> Result | None:
+def selftest(mesh: Mesh, output: Path, *, steps: int = 6) -> Result | None:
     """Runs all checks on the ranks of `mesh`.
 
     Args:
         mesh: of all ranks.
         output: the result file.
         steps: timed with each strategy.
-        lab: an emulated cluster whose ranks run it.
 
     Returns:
         The result; None on ranks of a torchrun other than the first.
@@ -121,7 +119,7 @@ def selftest(mesh: Mesh, output: Path, *, steps: int = 6, lab: Lab | None = None
     start = time.monotonic()
     if is_first():
         _note(output, _nothing(mesh), _begun("all ranks start"))
-    raw = _on_all_ranks(mesh, output, steps, lab)
+    raw = _on_all_ranks(mesh, output, steps)
     if raw is None:
         return None
     checks, cluster = [Check(**check) for check in raw["checks"]], ""
@@ -148,10 +146,10 @@ def _result(raw: Mapping[str, Any], checks: Sequence[Check], seconds: float, clu
     )
 
 
-def _on_all_ranks(mesh: Mesh, output: Path, steps: int, lab: Lab | None) -> Any:
+def _on_all_ranks(mesh: Mesh, output: Path, steps: int) -> Any:
     """What `run` has found; where ranks could not be started, or died, what they had found by then."""
     try:
-        return on_all_ranks("selftest:run", {"steps": steps, "output": str(output.absolute())}, mesh, lab=lab)
+        return on_all_ranks("zeromesh.measure.selftest:run", {"steps": steps, "output": str(output.absolute())}, mesh)
     except InputError as error:
         if is_first():
             _note(output, _nothing(mesh), _failed("all ranks start", _words(error)))
@@ -329,9 +327,11 @@ def _judge(name: str, look: Callable[[], tuple[bool, str]], checks: list[dict[st
 
 
 def _time(ranks: Ranks, strategy: str, steps: int, found: dict[str, Any]) -> None:
-    from zeromesh.measure.steps import measure_steps
+    from zeromesh.measure.steps import Training, measure_round
 
-    found[strategy] = measure_steps(ranks, _timed_batch(), strategy, steps=steps, warmup=2)
+    training = Training(ranks, _timed_batch(), strategy)
+    training.timed(2)
+    found[strategy] = measure_round(training, steps=steps, recorded=steps)
 
 
 def _parity(difference: float) -> tuple[bool, str]:

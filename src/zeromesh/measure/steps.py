@@ -31,7 +31,6 @@ from zeromesh.measure.work import Work
 from zeromesh.model import ModelSpec
 from zeromesh.model.transformer import build
 from zeromesh.schedule import BUCKET_BYTES
-from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.trace import Event, Trace
 
 if TYPE_CHECKING:
@@ -151,84 +150,55 @@ def alone(ranks: Ranks) -> Any:
     return DeviceMesh(ranks.device.type, own, mesh_dim_names=("node",), _init_backend=False)
 
 
-class Measuring:
-    """Steps of one strategy, round after round, on a model that stays where it is.
+def measure_round(
+    training: Training, *, steps: int, recorded: int, mark: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """Measures steps of a model that has taken at least one, in which the engine has learnt the order of its units.
 
     Args:
-        ranks: all of them.
-        batch, strategy: what is trained, and how it is sharded.
-        warmup: steps that are taken first; at least one, in which the engine learns the order of units.
+        training: on every rank.
+        steps, recorded: how many are timed, and recorded after them.
+        mark: called before and after all of them, while no step is under way.
 
-    Attributes:
-        step_s: what the last of them has taken on the slowest rank.
+    Returns:
+        Seconds of each timed step, waits of each recorded one and bytes that a rank sends by axis (all means over the
+        ranks, which wait for each other and so take the same time in the long run), model state in bytes, this rank's
+        events by recorded step, the schedule, and how many steps lie between the marks.
     """
+    import torch.distributed as dist
 
-    def __init__(self, ranks: Ranks, batch: Batch, strategy: str, *, warmup: int) -> None:
-        import torch
-        import torch.distributed as dist
+    import zeromesh as zm
+    from zeromesh.engine.api import engine_of
 
-        self._ranks, self._batch = ranks, batch
-        self._training = Training(ranks, batch, strategy)
-        last = torch.tensor(self._training.timed(max(1, warmup))[-1:], dtype=torch.float64)
-        dist.all_reduce(last, dist.ReduceOp.MAX)
-        self.step_s = float(last)
-
-    def round(self, *, steps: int, recorded: int, mark: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-        """Measures on all ranks.
-
-        Args:
-            steps, recorded: that are timed, and recorded after them.
-            mark: called with "begin" and "end" around `steps_between_marks` steps, while all ranks stand still.
-
-        Returns:
-            Seconds of each step, of computation and waits in those that are recorded, bytes that a rank sends by axis
-            (all means over the ranks, which wait for each other and so take the same time in the long run), model state
-            in bytes, this rank's events by recorded step, and the schedule.
-        """
-        import torch.distributed as dist
-
-        import zeromesh as zm
-        from zeromesh.engine.api import engine_of
-
-        training = self._training
-        engine_of(training.model).at_rest()  # refreshes of the last step before would be counted
-        dist.barrier()
-        mark("begin")
-        with zm.traffic_report(training.model, micro_batches=self._batch.micro_batches) as traffic:
-            step_s = training.timed(steps + 1)[1:]  # the first waits for no refresh, since none is under way
-        traces = training.recorded(recorded) if recorded else ()
-        mark("end")
-        lines = traffic.lines(steps + 1)
-        memory = zm.memory_report(training.model, training.optimizer)
-        return {
-            "step_s": self._means(step_s),
-            "compute_s": self._means(trace.seconds(kind="compute") for trace in traces),
-            "exposed_s": self._means(trace.seconds(kind="wait") for trace in traces),
-            "sent_bytes": dict(zip([x.axis for x in lines], self._means(x.sent_bytes for x in lines), strict=True)),
-            "memory_bytes": {line.kind: (line.predicted_bytes, line.allocated_bytes) for line in memory},
-            "traces": [to_json(trace) for trace in traces],
-            "schedule": schedule_json(engine_of(training.model).schedule),
-        }
-
-    def _means(self, values: Iterable[float]) -> list[float]:
-        """Of each, over the ranks."""
-        import torch
-        import torch.distributed as dist
-
-        found = torch.tensor([*values], dtype=torch.float64)
-        dist.all_reduce(found)
-        means: list[float] = (found / self._ranks.world).tolist()
-        return means
+    engine_of(training.model).at_rest()  # refreshes of the last step before would be counted
+    dist.barrier()
+    mark()
+    with zm.traffic_report(training.model, micro_batches=len(training.data)) as traffic:
+        step_s = training.timed(steps + 1)[1:]  # the first waits for no refresh, since none is under way
+    traces = training.recorded(recorded) if recorded else ()
+    mark()
+    lines = traffic.lines(steps + 1)
+    memory = zm.memory_report(training.model, training.optimizer)
+    return {
+        "step_s": _means(step_s),
+        "exposed_s": _means(trace.seconds(kind="wait") for trace in traces),
+        "sent_bytes": dict(zip([x.axis for x in lines], _means(x.sent_bytes for x in lines), strict=True)),
+        "memory_bytes": {line.kind: (line.predicted_bytes, line.allocated_bytes) for line in memory},
+        "traces": [to_json(trace) for trace in traces],
+        "schedule": schedule_json(engine_of(training.model).schedule),
+        "steps": steps + 1 + (recorded + 1 if recorded else 0),
+    }
 
 
-def measure_steps(ranks: Ranks, batch: Batch, strategy: str, *, steps: int, warmup: int) -> dict[str, Any]:
-    """One round, in which as many steps are recorded as timed: `Measuring`."""
-    return Measuring(ranks, batch, strategy, warmup=warmup).round(steps=steps, recorded=steps)
+def _means(values: Iterable[float]) -> list[float]:
+    """Of each, over the ranks."""
+    import torch
+    import torch.distributed as dist
 
-
-def steps_between_marks(steps: int, recorded: int) -> int:
-    """Timed and recorded ones, each with one before them."""
-    return steps + 1 + (recorded + 1 if recorded else 0)
+    found = torch.tensor([*values], dtype=torch.float64)
+    dist.all_reduce(found)
+    means: list[float] = (found / dist.get_world_size()).tolist()
+    return means
 
 
 def measure_compute(ranks: Ranks, batch: Batch, *, steps: int) -> dict[str, Any]:
@@ -265,16 +235,6 @@ def measure_compute(ranks: Ranks, batch: Batch, *, steps: int) -> dict[str, Any]
         "optimizer_s": seconds["optimizer", ""] + seconds["wait", ""],
         "elements": sum(p.numel() for p in training.model.parameters()),
         "agreement_s": _agreement_s(ranks, sum(1 for _ in training.model.parameters())),
-    }
-
-
-def median_compute(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What `measure_compute` has found in several rounds: the median of each of its seconds."""
-    return {
-        name: {unit: statistics.median(found[name][unit] for found in rounds) for unit in value}
-        if isinstance(value, Mapping)
-        else statistics.median(found[name] for found in rounds)
-        for name, value in rounds[0].items()
     }
 
 
@@ -331,19 +291,8 @@ def compute_of(found: Mapping[str, Any]) -> Compute:
 
 
 def predict(schedule: Mapping[str, Any], cluster: Cluster, batch: Batch, compute: Mapping[str, Any]) -> Replayed:
-    """The step that `measure_steps` measures: its schedule on the probed cluster, with what `measure_compute` found."""
+    """The step that `measure_round` measures: its schedule on the probed cluster, with what `measure_compute` found."""
     return replay(read_schedule(schedule), cluster, compute_of(compute), micro_batches=batch.micro_batches)
-
-
-def planned_s(strategy: str, cluster: Cluster, batch: Batch) -> float:
-    """Seconds of the same step as the planner has it: from the probed cluster alone."""
-    workload = FixedWorkload(
-        seq_len=batch.tokens,
-        global_batch_tokens=batch.sequences * batch.tokens * batch.micro_batches * cluster.world,
-        micro_batch=batch.sequences,
-        param_dtype=batch.dtype,
-    )
-    return simulate(batch.spec, cluster, strategy, workload).step_s
 
 
 def median_step(traces: Sequence[Trace]) -> Trace:

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import zeromesh as zm
+from bench.cells import run_cells
+from bench.matrix import Cell, make_cells
+from bench.rows import planned_s
 from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import on_ranks
-from tests.pure.measure.test_bench import raw
+from tests.pure.measure.probed import raw
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import MeshError
 from zeromesh.launch.ranks import Ranks
 from zeromesh.measure import parity, selftest
-from zeromesh.measure.cells import run_cells
 from zeromesh.measure.levels import find as find_places
 from zeromesh.measure.links import measure_links
-from zeromesh.measure.matrix import make_cells
 from zeromesh.measure.probe import from_raw, measure
-from zeromesh.measure.records import Records
 from zeromesh.measure.replay import schedule_json
 from zeromesh.measure.shapes import SHAPES
-from zeromesh.measure.steps import Batch, Training, from_json, measure_compute, measure_steps, planned_s, predict
+from zeromesh.measure.steps import Batch, Training, from_json, measure_compute, measure_round, predict
 from zeromesh.trace import compare
 
 BATCH = Batch(model="tiny", sequences=1, tokens=16, micro_batches=2)
@@ -122,7 +121,9 @@ def test_compute_is_measured_for_every_unit():
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_measured_steps_send_what_the_simulator_says(strategy):
     ranks = ranks_of(2, 2)
-    found = json.loads(json.dumps(measure_steps(ranks, BATCH, strategy, steps=2, warmup=2)))
+    training = Training(ranks, BATCH, strategy)
+    training.timed(2)
+    found = json.loads(json.dumps(measure_round(training, steps=2, recorded=2)))
     assert len(found["step_s"]) == len(found["exposed_s"]) == len(found["traces"]) == 2
     cluster = from_raw(raw(), {"cluster": 2, "node": 2}, "made up").cluster  # what is sent depends on no rate
     simulated = predict(found["schedule"], cluster, BATCH, measure_compute(ranks, BATCH, steps=2))
@@ -135,33 +136,22 @@ def test_measured_steps_send_what_the_simulator_says(strategy):
 
 
 @on_ranks(2, timeout_s=TIMEOUT_S)
-def test_a_bench_takes_cells_in_turn_and_goes_on_where_it_was_ended(tmp_path):
+def test_a_bench_takes_cells_in_turn_until_the_fastest_is_known():
     cells = make_cells(["node=2"], ["node=3", "node=1"], [BATCH])
-    folder = [str(tmp_path)]
-    dist.broadcast_object_list(folder, src=0)
-    records, ranks = Records(Path(folder[0])), ranks_of(2)
-    options = {"directory": folder[0], "topology": "node=2", "accept_noise": True, "steps": 1, "warmup": 1}
+    options = {"cells": [cell.to_json() for cell in cells], "probe": None, "steps": 1, "marks": ""}
 
-    def run(rounds, held, probe, **more):
-        having = [(cell.to_json(), held) for cell in cells]
-        run_cells(ranks, **options, probe=probe, rounds=rounds, cells=having, marks=False, **more)
-        dist.barrier()
+    def rounds_of(questions):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("bench.cells.in_question", lambda times, looks: next(questions))
+            (setting,) = run_cells(ranks_of(2), rounds=4, **options)["settings"]
+        assert [Cell.from_json(one["cell"]) for one in setting["cells"]] == cells
+        return len(setting["compute"]), [[found["round"] for found in one["rounds"]] for one in setting["cells"]]
 
-    run(2, 0, {"seconds": 0.3, "rounds": 4})
-    assert records.probe("node=2") is not None
-    at = {cell.strategy: [found["at"] for found in records.cell(cell)] for cell in cells}
-    assert {strategy: len(times) for strategy, times in at.items()} == {"node=3": 2, "node=1": 2}
-    assert at["node=1"][0] <= at["node=3"][1]  # all cells before the next round
-    assert len(records.compute(cells[1])) == 2
-    run(3, 2, None)
-    assert [len(records.cell(cell)) for cell in cells] == [3, 3]
-    assert len(records.compute(cells[0])) == 3  # units are timed in the rounds of the cells
-    if ranks.rank == 0:  # as if one of the two were far off
-        path = records.directory / "cells" / f"{cells[0].key}.json"
-        slow = [found | {"step_s": [100 * s for s in found["step_s"]]} for found in json.loads(path.read_text())]
-        path.write_text(json.dumps(slow))
-    run(5, 3, None, all_rounds=False)
-    assert [len(records.cell(cell)) for cell in cells] == [3, 3]
+    both, one, none = set(cells), {cells[1]}, set()
+    assert rounds_of(iter([both, one, none, none])) == (2, [[0], [0, 1]])
+    assert rounds_of(iter([both, one, both, both])) == (3, [[0, 2, 3], [0, 1, 2, 3]])  # out, and back in
+    probed = run_cells(ranks_of(2), rounds=1, **options | {"cells": [], "probe": {"seconds": 0.3, "rounds": 4}})
+    assert from_raw(probed["probe"], {"node": 2}, "here").cluster.axes == (("node", 2),)
 
 
 @pytest.mark.parametrize("strategy", ["node=3", "node=1"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeromesh.lab import Lab
+from lab import Lab
 
 with Lab("2@200mbit,1") as lab:
     print(lab.name, flush=True)

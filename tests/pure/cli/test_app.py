@@ -68,7 +68,16 @@ def commands() -> list[str]:
     import typer.main
 
     group = typer.main.get_command(cli.app)
-    return sorted(getattr(group, "commands", {}))
+    found = getattr(group, "commands", {})
+    return sorted(name for name, command in found.items() if not command.hidden)
+
+
+@pytest.mark.parametrize("name", cli.IN_A_CHECKOUT)
+@pytest.mark.parametrize("rest", [(), ("--help",), ("run", "2@1gbit", "--", "true"), ("--write", "docs/page.md")])
+def test_commands_of_a_checkout_say_where_they_are(name: str, rest: tuple[str, ...]) -> None:
+    done = run(name, *rest)
+    assert (done.returncode, done.stderr) == (2, f"zeromesh: `zeromesh {name}` needs a checkout: `make {name}`\n")
+    assert f"\n  {name} " not in run("--help").stdout
 
 
 @pytest.mark.parametrize(

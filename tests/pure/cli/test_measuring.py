@@ -1,18 +1,23 @@
-"""What probe, selftest and bench refuse, before any process starts; and the overlap that simulate and bench replace."""
+"""Input that probe, selftest and bench refuse before any process starts; and the overlap that simulate replaces."""
 
 from __future__ import annotations
 
 import json
 import sys
 from math import prod
-from pathlib import Path
 
 import pytest
 
-from tests.pure.measure.test_bench import raw
+from bench.__main__ import app as bench_app
+from tests.pure.measure.probed import raw
 from zeromesh.cli.app import main
+from zeromesh.cli.app import run as run_command
 from zeromesh.cli.measuring import mesh_of
 from zeromesh.cluster import parse_cluster
+
+
+def bench() -> None:
+    run_command(bench_app)
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +35,10 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def run(monkeypatch, *arguments: str) -> int:
+def run(monkeypatch, *arguments: str, command=main) -> int:
     monkeypatch.setattr(sys, "argv", ["zeromesh", *arguments])
     with pytest.raises(SystemExit) as ended:
-        main()
+        command()
     return int(ended.value.code or 0)
 
 
@@ -45,22 +50,31 @@ def run(monkeypatch, *arguments: str) -> int:
         (("probe", "--mesh", "4"), "expected sizes by axis name"),
         (("probe", "--mesh", "node=2", "--ranks", "2"), "--mesh or --ranks, not both"),
         (("probe", "--ranks", "2", "--rounds", "3"), "at least 4 rounds, got 3"),
-        (("probe", "--lab", "2@fast,2"), "expected a rate"),
         (("selftest", "--steps", "0"), "--steps must be at least 1"),
-        (("bench", "--steps", "0"), "at least 1 step"),
-        (("bench", "2,2"), "expected sizes by axis name"),
-        (("bench", "--overlap", "most"), "--overlap must be one of"),
-        (("bench", "--dtype", "fp16"), "dtype must be one of fp32, bf16"),
-        (("bench", "--model", "70M"), "unknown model size '70M'; did you mean 7M"),
-        (("bench", "--accumulation", "0"), "micro_batches must be at least 1"),
-        (("bench", "--strategy", "node=4", "node=2"), "stage"),
-        (("bench", "--only", "infiniband"), "nothing is left to run"),
     ],
 )
 def test_wrong_input_is_one_message(monkeypatch, capsys, arguments, message):
     assert run(monkeypatch, *arguments) == 2
     printed = capsys.readouterr().err
     assert message in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--steps", "0"), "at least 1 step"),
+        (("2,2",), "expected sizes by axis name"),
+        (("--dtype", "fp16"), "dtype must be one of fp32, bf16"),
+        (("--model", "70M"), "unknown model size '70M'; did you mean 7M"),
+        (("--accumulation", "0"), "micro_batches must be at least 1"),
+        (("--strategy", "node=4", "node=2"), "stage"),
+        (("node=2", "--output", "nowhere/bench.json"), "nowhere is no folder"),
+    ],
+)
+def test_wrong_input_of_a_bench_is_one_message(monkeypatch, capsys, arguments, message):
+    assert run(monkeypatch, *arguments, command=bench) == 2
+    printed = capsys.readouterr().err
+    assert message in printed.replace("\n", "") and "Traceback" not in printed
 
 
 def test_ranks_of_a_torchrun_say_it_once(monkeypatch, capsys):
@@ -72,10 +86,9 @@ def test_ranks_of_a_torchrun_say_it_once(monkeypatch, capsys):
     assert run(monkeypatch, "probe", "--mesh", "node=2") == 2
     assert "has 2 ranks; 4 are there" in capsys.readouterr().err
     assert run(monkeypatch, "probe", "--ranks", "2") == 2
-    assert "torchrun and --lab bring their own" in capsys.readouterr().err
-    for arguments in (("probe", "--lab", "2@1gbit,2"), ("bench", "node=2", "--model", "tiny")):
-        assert run(monkeypatch, *arguments) == 2
-        assert "leave torchrun out" in capsys.readouterr().err
+    assert "torchrun brings its own" in capsys.readouterr().err
+    assert run(monkeypatch, "node=2", "--model", "tiny", command=bench) == 2
+    assert "leave torchrun out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("look", 0), ("failed", 1)])
@@ -127,13 +140,13 @@ def test_levels_that_ranks_find_are_written_with_their_sources(monkeypatch, caps
     }
     asked = []
 
-    def measured(task, options, mesh, *, lab):
-        asked.append((task, options["find"], mesh, lab))
+    def measured(task, options, mesh):
+        asked.append((task, options["find"], mesh))
         return raw() | {"found": found}
 
     monkeypatch.setattr(probe, "on_all_ranks", measured)
     assert run(monkeypatch, "probe", "--ranks", "4", "-o", "here.toml") == 0
-    assert asked == [("probe:measure", True, {"node": 4}, None)]
+    assert asked == [("zeromesh.measure.probe:measure", True, {"node": 4})]
     printed = capsys.readouterr().out
     assert "node: hosts of the ranks" in printed and "not found: SLURM names no switches" in printed
     text = (tmp_path / "here.toml").read_text()
@@ -154,26 +167,14 @@ def test_processes_that_do_not_know_of_each_other_start_nothing(monkeypatch, cap
     assert f"set RANK=${rank} WORLD_SIZE=${count}" in capsys.readouterr().err.replace("\n", " ")
     assert not any(tmp_path.iterdir())
     monkeypatch.setenv(count, "1")
-    assert mesh_of("node=8", 0, None) == {"node": 8}
-
-
-def test_an_estimate_starts_nothing(monkeypatch, capsys):
-    assert run(monkeypatch, "bench", "cluster=2,node=2", "--estimate") == 0
-    assert capsys.readouterr().out.startswith("32 of 32 cells to measure, about ")
-    assert not Path("zeromesh-bench/setting.json").exists()  # so that steps of another number can follow
-
-
-def test_a_bench_needs_a_directory(monkeypatch, capsys, tmp_path):
-    (tmp_path / "file").touch()
-    assert run(monkeypatch, "bench", "cluster=2,node=2", "--estimate", "-d", str(tmp_path / "file")) == 2
-    assert "results need a directory that can be written to" in capsys.readouterr().err
+    assert mesh_of("node=8", 0) == {"node": 8}
 
 
 def test_ranks_that_are_started_here_are_one_for_each_device(monkeypatch):
     for devices, cores, ranks in ((16, 6, 16), (1, 6, 1), (0, 6, 6), (0, 1, 2), (0, 192, 8)):
         monkeypatch.setattr("zeromesh.launch.device.visible_devices", lambda devices=devices: devices)
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        assert prod(mesh_of("", 0, None).values()) == ranks
+        assert prod(mesh_of("", 0).values()) == ranks
 
 
 def test_overlap_of_the_ablation(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-from zeromesh.lab import LinkBytes, Tree, Wiring, by_level, counters, difference
+from lab import LinkBytes, Tree, Wiring, by_level, counters, difference
 
 WIRING = Wiring(lab="zmlab-1-0", tree=Tree.parse("2@200mbit,1@1gbit,1"))
 

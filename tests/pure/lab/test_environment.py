@@ -1,5 +1,5 @@
-from zeromesh.lab import Tree, Wiring
-from zeromesh.lab.environment import environment
+from lab import Tree, Wiring
+from lab.environment import environment
 
 
 def of_rank(rank, text="2@200mbit,2@1gbit,2", around=()):

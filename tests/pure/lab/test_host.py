@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from zeromesh.errors import InputError, LabError
-from zeromesh.lab import Lab, Registry, unavailable_reason
-from zeromesh.lab.plan import Command
-from zeromesh.lab.shell import execute
+from lab import Lab, LabError, unavailable_reason
+from lab.plan import Command
+from lab.shell import execute
+from zeromesh.errors import InputError
 
 
 def test_not_root(monkeypatch):
@@ -24,16 +24,6 @@ def test_missing_programs_are_named_with_their_packages(monkeypatch, tmp_path):
         LabError, match=r"needs ip, tc, bridge, setpriv, not found in PATH: install iproute2 util-linux"
     ):
         Lab("2@1gbit").up()
-
-
-def test_a_leftover_is_named_before_anything_is_made(monkeypatch, tmp_path):
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr("shutil.which", lambda name: name)
-    registry = Registry(directory=tmp_path, netns=tmp_path, proc=tmp_path)
-    (tmp_path / "zmlab-41-0-root").touch()
-    with pytest.raises(LabError, match=r"a killed run left lab zmlab-41-0 .* remove it with: zeromesh lab down"):
-        Lab("2@1gbit", registry=registry).up()
-    assert [path.name for path in tmp_path.iterdir()] == ["zmlab-41-0-root"]
 
 
 def test_a_lab_that_is_not_up_runs_nothing():

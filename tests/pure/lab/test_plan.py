@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.lab import LinkLevel, Tree, Wiring
-from zeromesh.lab.plan import Bucket, address, mac
+from lab import LinkLevel, Tree, Wiring
+from lab.plan import Bucket, address, mac
 
 SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=3)
 LINK = re.compile(
@@ -72,7 +72,7 @@ def test_a_frame_reaches_its_leaf_over_the_links_between(sizes):
 
 @given(SIZES)
 def test_every_leaf_knows_all_the_others_and_sets_the_congestion_control(sizes):
-    plan = wiring(*sizes, congestion_control="reno")
+    plan = wiring(*sizes)
     num_leaves = plan.tree.num_leaves
     for leaf, path in enumerate(plan.tree.leaves):
         lines = [line for namespace, line in lines_of(plan, "ip") if namespace == plan.namespace(path)]
@@ -80,7 +80,7 @@ def test_every_leaf_knows_all_the_others_and_sets_the_congestion_control(sizes):
         assert neighbours == {(address(other), mac(other)) for other in range(num_leaves) if other != leaf}
         routes = [line for line in lines if line.startswith("route")]
         assert len(routes) == 2
-        assert all(f"src {address(leaf)} congctl reno" in line for line in routes)
+        assert all(f"src {address(leaf)} congctl cubic" in line for line in routes)
 
 
 def test_addresses_are_all_different():

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.errors import LabError
-from zeromesh.lab import LinkLevel, Tree, format_rate, parse_rate
+from lab import LabError, LinkLevel, Tree, format_rate, parse_rate
 
 RATES = st.one_of(
     st.none(),

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from zeromesh.errors import RanksFailedError
-from zeromesh.lab import describe_failure, raise_failed
-from zeromesh.launch.processes import Launch, run_ranks
+from zeromesh.launch.processes import Launch, describe_failure, raise_failed, run_ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "pidfd_open") or shutil.which("setpriv") is None, reason="needs Linux and util-linux's setpriv"

@@ -1,8 +1,7 @@
 import pytest
 
 from zeromesh.errors import ConfigError, MeasurementError, MeshError
-from zeromesh.lab import Tree
-from zeromesh.measure.launch import default_mesh, mesh_of_tree, mesh_text, on_all_ranks, parse_mesh, require_several
+from zeromesh.measure.launch import default_mesh, mesh_text, on_all_ranks, parse_mesh, require_several
 
 
 def test_a_mesh_is_written_outermost_first():
@@ -29,24 +28,16 @@ def test_levels_of_what_has_been_started(monkeypatch):
     with pytest.raises(MeshError, match="--mesh"):
         default_mesh(4)
     with pytest.raises(MeshError, match="has 4 ranks; 8 are there"):
-        on_all_ranks("probe:measure", {}, {"node": 4})
+        on_all_ranks("zeromesh.measure.probe:measure", {}, {"node": 4})
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ConfigError, match="MASTER_ADDR must say where rank 0 listens"):
-        on_all_ranks("probe:measure", {}, {"node": 8})
+        on_all_ranks("zeromesh.measure.probe:measure", {}, {"node": 8})
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.raises(MeshError, match="does not say LOCAL_WORLD_SIZE"):
         default_mesh(4)
     monkeypatch.delenv("RANK")
     with pytest.raises(ConfigError, match="has WORLD_SIZE but not RANK"):
         default_mesh(4)
-
-
-def test_levels_of_a_tree():
-    assert mesh_of_tree(Tree.parse("2@200mbit,4")) == {"cluster": 2, "node": 4}
-    assert mesh_of_tree(Tree.parse("2@200mbit,2@1gbit,2")) == {"cluster": 2, "node": 2, "package": 2}
-    assert mesh_of_tree(Tree.parse("2@200mbit,1")) == {"node": 2}
-    with pytest.raises(MeshError, match="1 to 3 levels"):
-        mesh_of_tree(Tree.parse("1@1gbit,1"))
 
 
 def test_one_rank_has_no_links():

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zeromesh.lab.plan import Command, Wiring, port
-from zeromesh.lab.tree import Link, TreePath
+from lab.plan import Command, Wiring, port
+from lab.tree import Link, TreePath
 
 HEADER_BYTES = 66
 """Of a frame of TCP: 14 of Ethernet, 20 of IP, 32 of TCP with timestamps."""
@@ -41,20 +41,10 @@ class LinkBytes:
         return self.sent_bytes - HEADER_BYTES * self.sent_packets
 
     def __add__(self, other: LinkBytes) -> LinkBytes:
-        return LinkBytes(
-            sent_bytes=self.sent_bytes + other.sent_bytes,
-            received_bytes=self.received_bytes + other.received_bytes,
-            sent_packets=self.sent_packets + other.sent_packets,
-            received_packets=self.received_packets + other.received_packets,
-        )
+        return LinkBytes(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
     def __sub__(self, other: LinkBytes) -> LinkBytes:
-        return LinkBytes(
-            sent_bytes=self.sent_bytes - other.sent_bytes,
-            received_bytes=self.received_bytes - other.received_bytes,
-            sent_packets=self.sent_packets - other.sent_packets,
-            received_packets=self.received_packets - other.received_packets,
-        )
+        return LinkBytes(**{name: getattr(self, name) - getattr(other, name) for name in self.__slots__})
 
 
 Counters = Mapping[str, LinkBytes]

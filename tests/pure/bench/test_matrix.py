@@ -1,7 +1,8 @@
 import pytest
 
-from zeromesh.errors import InputError, LabError, MeshError
-from zeromesh.measure.matrix import STRATEGIES, TOPOLOGIES, Cell, Topology, make_cells
+from bench.matrix import STRATEGIES, TOPOLOGIES, Cell, Topology, make_cells
+from lab import LabError
+from zeromesh.errors import InputError, MeshError
 from zeromesh.measure.steps import Batch
 
 BATCHES = [Batch(micro_batches=count, dtype=dtype) for count in (1, 4) for dtype in ("fp32", "bf16")]
@@ -10,7 +11,7 @@ BATCHES = [Batch(micro_batches=count, dtype=dtype) for count in (1, 4) for dtype
 def test_the_whole_matrix():
     cells = make_cells((), (), BATCHES)
     assert len(cells) == sum(len(STRATEGIES[len(Topology(text=text).axes)]) for text in TOPOLOGIES) * len(BATCHES)
-    assert len({cell.key for cell in cells}) == len({cell.name for cell in cells}) == len(cells)
+    assert len(set(cells)) == len(cells)
 
 
 def test_a_cell_survives_its_file():
@@ -28,21 +29,22 @@ def test_strategies_of_other_levels_are_left_out():
     assert [cell.strategy for cell in presets] == ["node=3", "node=3,cluster=3"]
 
 
-@pytest.mark.parametrize("overlap", ["none", "gather", "all"])
-def test_overlap_is_part_of_every_strategy(overlap):
-    for cell in make_cells(["cluster=2,node=2"], (), BATCHES[:1], overlap=overlap):
-        assert ("overlap" in cell.strategy) == (overlap != "all")
+def test_a_cell_that_is_named_twice_is_one():
+    cells = make_cells(["2@1gbit,2"] * 2, ["zero3", "node=3,cluster=3"], BATCHES[:1] * 2)
+    assert [cell.strategy for cell in cells] == ["node=3,cluster=3"]
 
 
-def test_only():
-    assert {c.batch.dtype for c in make_cells((), (), BATCHES, only="x4 bf16")} == {"bf16"}
-    with pytest.raises(InputError, match=r"nothing is left to run\. Cells are called as these: 2@200mbit,2 node=0"):
-        make_cells((), (), BATCHES, only="x3")
+def test_meshes_without_common_strategies_need_some():
+    with pytest.raises(InputError, match="no strategy has the levels of a topology"):
+        make_cells(["a=2,b=2,c=2,d=2"], (), BATCHES)
+    assert make_cells(["a=2,b=2,c=2,d=2"], ["zero3"], BATCHES)
 
 
 def test_levels_of_topologies():
     assert Topology(text="2@200mbit,2@1gbit,2").axes == (("package", 2), ("node", 2), ("cluster", 2))
     assert Topology(text="cluster=2,node=4").axes == (("node", 4), ("cluster", 2))
+    assert Topology(text="2@200mbit,4").mesh == {"cluster": 2, "node": 4}
+    assert Topology(text="2@200mbit,1").mesh == {"node": 2}
     for text in TOPOLOGIES:
         axes = Topology(text=text).axes
         for strategy in STRATEGIES[len(axes)]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zeromesh.lab.plan import Wiring
-from zeromesh.lab.tree import Place
+from lab.plan import Wiring
+from lab.tree import Place
 
 # Variables of a torchrun that may stand around the lab; a rank that saw them would look for that run's store.
 _FOREIGN = ("TORCHELASTIC_", "TORCH_NCCL_", "PET_")

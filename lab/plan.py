@@ -25,12 +25,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from zeromesh.lab.tree import Link, Tree, TreePath, format_rate, path_name
+from lab.tree import Link, Tree, TreePath, format_rate, path_name
 
 # The kernel takes an interface whose number equals its peer's for a physical one, and may then let a second pass before
 # it uses a link that has come up. So the numbers differ.
 _UPLINK_INDEX = 1000
 _PORT_INDEX = 2000
+
+CONGESTION_CONTROL = "cubic"
 
 #: The interface at the lower end of every link, in leaves and switches alike.
 UPLINK = "eth0"
@@ -102,13 +104,11 @@ class Wiring:
     Args:
         lab: the lab's name, the prefix of all its namespaces.
         tree: what to emulate.
-        congestion_control: of TCP between ranks.
         has_ipv6: whether the kernel knows IPv6, so that it must be kept quiet.
     """
 
     lab: str
     tree: Tree
-    congestion_control: str = "cubic"
     has_ipv6: bool = True
 
     def namespace(self, path: TreePath) -> str:
@@ -188,7 +188,7 @@ class Wiring:
     def _leaf_command(self, leaf: int, path: TreePath) -> Command:
         lines = ["link set lo up"]
         if self.tree.levels:
-            own, control = address(leaf), f"congctl {self.congestion_control}"
+            own, control = address(leaf), f"congctl {CONGESTION_CONTROL}"
             lines += [
                 *self._quiet(UPLINK),
                 f"address add {own}/16 dev {UPLINK} noprefixroute",

@@ -22,8 +22,9 @@ import math
 import re
 from dataclasses import dataclass
 
+from lab.errors import LabError
 from zeromesh import units
-from zeromesh.errors import InputError, LabError
+from zeromesh.errors import InputError
 
 #: Where a switch or a leaf hangs in the tree: the member numbers from the outermost level down. () is the root.
 TreePath = tuple[int, ...]

@@ -6,21 +6,22 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from zeromesh.errors import InputError, LabError
-from zeromesh.lab import counters as link_counters
-from zeromesh.lab.check import check_kernel
-from zeromesh.lab.counters import LinkBytes
-from zeromesh.lab.environment import environment
-from zeromesh.lab.plan import Wiring
-from zeromesh.lab.registry import PREFIX, Registry
-from zeromesh.lab.shell import check_host, execute, execute_json
-from zeromesh.lab.tree import Place, Tree
+from lab import counters as link_counters
+from lab.check import check_kernel
+from lab.counters import LinkBytes
+from lab.environment import environment
+from lab.errors import LabError
+from lab.plan import Wiring
+from lab.registry import Registry
+from lab.shell import check_host, execute, execute_json
+from lab.tree import Place, Tree
+from zeromesh.errors import InputError
 from zeromesh.launch.processes import Launch, OnLine, RankResult, raise_failed, run_ranks
 
 #: One command for all ranks, or a function from a rank's place to its command.
@@ -42,25 +43,18 @@ class Lab:
 
     Args:
         tree: the tree, or its text.
-        congestion_control: TCP's, between ranks; one that the kernel has.
-        registry: where labs are written down.
 
     Raises:
-        LabError: on entering: not root, a program is missing, a lab of a killed run is still there, or the kernel
-            refuses a part. Nothing is left behind.
+        LabError: on entering: not root, a program is missing, or the kernel refuses a part. Nothing is left behind.
     """
 
-    def __init__(
-        self, tree: Tree | str, *, congestion_control: str = "cubic", registry: Registry | None = None
-    ) -> None:
+    def __init__(self, tree: Tree | str) -> None:
         parsed = Tree.parse(tree) if isinstance(tree, str) else tree
         self.wiring = Wiring(
-            lab=f"{PREFIX}-{os.getpid()}-{next(_numbers)}",
+            lab=Registry().own_name(next(_numbers)),
             tree=parsed,
-            congestion_control=congestion_control,
             has_ipv6=Path("/proc/net/if_inet6").exists(),
         )
-        self._registry = registry or Registry()
         self._ports = itertools.count(DEFAULT_PORT)
         self._owner_pid: int | None = None
 
@@ -90,8 +84,9 @@ class Lab:
             LabError: as the class says.
         """
         check_host()
-        _refuse_leftovers(self._registry)
-        self._registry.add(self.name, tree=str(self.tree))
+        # Ranks of a killed run may still take the processors that a measurement needs.
+        for leftover in Registry().leftovers():
+            Registry().remove(leftover)
         self._owner_pid = os.getpid()
         try:
             for command in self.wiring.up():
@@ -106,7 +101,7 @@ class Lab:
         # A forked child that leaves the `with` block by an exception must not take the lab from its owner.
         if self._owner_pid == os.getpid():
             with _uninterrupted():
-                self._registry.remove(self.name)
+                Registry().remove(self.name)
             self._owner_pid = None
 
     def run(
@@ -114,11 +109,7 @@ class Lab:
         command: RankCommand,
         *,
         ranks: Iterable[int] | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
         timeout_s: float = 600.0,
-        grace_s: float = 5.0,
-        stop_on_failure: bool = True,
         on_line: OnLine | None = None,
         check: bool = False,
     ) -> tuple[RankResult, ...]:
@@ -127,11 +118,7 @@ class Lab:
         Args:
             command: for every rank, or a function from a rank's `Place` to its command.
             ranks: start only these; the world stays as large as the tree says.
-            env: added to the owner's environment; torchrun's variables win over both.
-            cwd: where they start; None: here.
             timeout_s: after which all that still runs is ended.
-            grace_s: from SIGTERM to SIGKILL.
-            stop_on_failure: end the others when one fails.
             on_line: sees each line of output as it comes.
             check: raise if a rank fails.
 
@@ -143,19 +130,15 @@ class Lab:
             raise InputError(f"lab {self.name} is not up: use it in its `with` block")
         places = self._chosen(ranks)
         port = next(self._ports)
-        around = {**os.environ, **(env or {})}
         launches = [
             Launch(
                 rank=place.rank,
                 argv=("ip", "netns", "exec", self.wiring.namespace(place.path), *_command_at(command, place)),
-                env=environment(self.wiring, place, port=port, around=around),
-                cwd=cwd,
+                env=environment(self.wiring, place, port=port, around=os.environ),
             )
             for place in places
         ]
-        results = run_ranks(
-            launches, timeout_s=timeout_s, grace_s=grace_s, stop_on_failure=stop_on_failure, on_line=on_line
-        )
+        results = run_ranks(launches, timeout_s=timeout_s, on_line=on_line)
         if check:
             raise_failed(results)
         return results
@@ -180,8 +163,7 @@ class Lab:
 
 def unavailable_reason() -> str | None:
     """Why no lab can be made on this machine, tried with a small one; None if it can."""
-    registry = Registry()
-    wiring = Lab("2@1gbit", registry=registry).wiring
+    wiring = Lab("2@1gbit").wiring
     try:
         check_host()
         try:
@@ -189,7 +171,7 @@ def unavailable_reason() -> str | None:
                 execute(command)
             check_kernel(wiring)
         finally:
-            registry.remove(wiring.lab)
+            Registry().remove(wiring.lab)
     except LabError as error:
         return str(error)
     return None
@@ -197,13 +179,6 @@ def unavailable_reason() -> str | None:
 
 def _command_at(command: RankCommand, place: Place) -> tuple[str, ...]:
     return tuple(command(place) if callable(command) else command)
-
-
-def _refuse_leftovers(registry: Registry) -> None:
-    # Its ranks may still run and take the processors that a measurement needs.
-    if leftovers := registry.leftovers():
-        shown = "; ".join(map(str, leftovers))
-        raise LabError(f"a killed run left {shown} behind: remove it with: zeromesh lab down")
 
 
 @contextmanager

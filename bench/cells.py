@@ -1,0 +1,172 @@
+"""Each rank's part of a bench: it measures the layouts of a setting in turn, until it is known which is fastest.
+
+The models of a setting stay in memory from round to round, so that a round costs each layout little more than its timed
+steps; a layout that is out ([Note: Paired rounds]) gives its memory back.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from bench.matrix import Cell, by_setting
+from lab import Lab, by_level
+from zeromesh.errors import MeasurementError
+from zeromesh.files import write_whole
+from zeromesh.measure.race import in_question
+
+if TYPE_CHECKING:
+    from zeromesh.launch.ranks import Ranks
+    from zeromesh.measure.steps import Training
+
+MARK = "bench-mark"
+_MARK_TIMEOUT_S = 60.0
+
+COMPUTE_ROUNDS = 3
+"""Rounds in which units are timed; the median is taken, as nothing is told apart by them."""
+
+VISIT_S = 5.0
+"""For the timed steps of a layout in a round: slow ones get fewer of them, but at least one."""
+
+Found = dict[str, Any]
+
+
+def run_cells(
+    ranks: Ranks,
+    *,
+    cells: Sequence[Mapping[str, Any]],
+    probe: Mapping[str, Any] | None,
+    rounds: int,
+    steps: int,
+    marks: str,
+) -> Found:
+    """A task of `zeromesh.measure.launch`: probes one topology, and measures its cells round by round.
+
+    Args:
+        ranks: all of them.
+        cells: of the topology, as JSON.
+        probe: options of `zeromesh.measure.probe.measure`; None: no probe.
+        rounds: of each cell, at the most.
+        steps: of each round that are timed, at the most.
+        marks: the folder in which the lab's counters are read; empty: there are none.
+
+    Returns:
+        The probe, and of each setting its cells, their rounds, and the seconds of its units.
+    """
+    from zeromesh.measure.probe import measure
+
+    counts = (lambda: _read_counters(ranks, Path(marks))) if marks else None
+    probed = measure(ranks, **probe) if probe is not None else None
+    groups = by_setting(Cell.from_json(cell) for cell in cells)
+    return {"probe": probed, "settings": [_Setting(ranks, group, rounds, steps, counts).run() for group in groups]}
+
+
+class _Setting:
+    """The cells of one topology and batch."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        cells: Sequence[Cell],
+        rounds: int,
+        steps: int,
+        counts: Callable[[], list[float]] | None,
+    ) -> None:
+        self._ranks, self._cells, self._rounds, self._steps, self._counts = ranks, cells, rounds, steps, counts
+        # Models in question, and how many steps of each are timed: a round begins by dropping the others.
+        self._models: dict[Cell, tuple[Training, int]] = {}
+        self._found: dict[Cell, list[Found]] = {cell: [] for cell in cells}
+
+    def run(self) -> Found:
+        """Rounds until it is known which layout is fastest."""
+        from zeromesh.measure.steps import measure_compute
+
+        compute: list[Found] = []
+        for number in range(self._rounds):
+            left = self._left()
+            self._models = {cell: model for cell, model in self._models.items() if cell in left}
+            if left and number < COMPUTE_ROUNDS:
+                compute.append(measure_compute(self._ranks, left[0].batch, steps=self._steps))
+            for cell in left:
+                self._found[cell].append(self._visit(cell) | {"round": number})
+        self._models = {}
+        cells = [{"cell": cell.to_json(), "rounds": found} for cell, found in self._found.items()]
+        return {"compute": compute, "cells": cells}
+
+    def _left(self) -> list[Cell]:
+        """The cells in question. The first rank decides, so that all go the same way."""
+        import torch.distributed as dist
+
+        times = {cell: by_round(found) for cell, found in self._found.items()}
+        left = in_question(times, looks=self._rounds)
+        told = [[index for index, cell in enumerate(self._cells) if cell in left]]
+        dist.broadcast_object_list(told, src=0)
+        return [self._cells[index] for index in told[0]]
+
+    def _visit(self, cell: Cell) -> Found:
+        from zeromesh.measure.steps import Training, measure_round
+
+        if cell not in self._models:
+            made = Training(self._ranks, cell.batch, cell.strategy)
+            self._models[cell] = made, max(1, min(self._steps, int(VISIT_S / _slowest_s(made))))
+        model, steps = self._models[cell]
+        counted: list[list[float]] = []
+        counts = self._counts
+        mark = (lambda: counted.append(counts())) if counts else (lambda: None)
+        found = measure_round(model, steps=steps, recorded=0 if self._found[cell] else 1, mark=mark)
+        if counted:
+            begun, ended = counted
+            found["link_bytes"] = [(e - b) / found["steps"] for b, e in zip(begun, ended, strict=True)]
+        return found
+
+
+def _slowest_s(model: Training) -> float:
+    """Seconds of a first step, in which the engine learns the order of units, on the slowest rank."""
+    import torch
+    import torch.distributed as dist
+
+    seconds = torch.tensor(model.timed(1), dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def by_round(found: Sequence[Found]) -> dict[int, float]:
+    """The median step of each round, by its number."""
+    return {one["round"]: median(one["step_s"]) for one in found}
+
+
+def _read_counters(ranks: Ranks, folder: Path) -> list[float]:
+    """Bytes out of the average link of each level so far, while all ranks stand still; the first rank's are read."""
+    import torch.distributed as dist
+
+    read: list[float] = []
+    dist.barrier()
+    if ranks.rank == 0:
+        path = folder / "counters.json"
+        print(MARK, flush=True)
+        deadline = time.monotonic() + _MARK_TIMEOUT_S
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise MeasurementError(f"the lab's counters were not read within {_MARK_TIMEOUT_S:g} s")
+            time.sleep(5e-3)
+        read = json.loads(path.read_text())
+        path.unlink()
+    dist.barrier()
+    return read
+
+
+def answer_marks(lab: Lab, folder: Path) -> Callable[[int, str, str], None]:
+    """For `lab.run(on_line=...)`: reads the counters whenever a rank asks for them."""
+
+    def on_line(rank: int, stream: str, line: str) -> None:
+        if line == MARK:
+            levels = by_level(lab.wiring, lab.counters())
+            links = [sum(link.level == depth for link in lab.tree.links) for depth in range(len(levels))]
+            sent = [level.sent_payload_bytes / count for level, count in zip(levels, links, strict=True)]
+            write_whole(folder / "counters.json", json.dumps(sent))
+
+    return on_line

@@ -1,0 +1,244 @@
+"""Measured steps beside predicted ones, and which layout of a setting is fastest. Torch-free.
+
+Predictions are made from the probe and the units' seconds, and never from the cells. A cell's `link_bytes` are the
+kernel's counts of bytes that crossed each link of an emulated cluster, less headers of frames.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from bench.cells import Found, by_round
+from bench.matrix import Cell, Topology, by_setting
+from zeromesh.cluster import Cluster
+from zeromesh.measure.probe import from_raw
+from zeromesh.measure.race import CONFIDENCE, Ratio, Rounds, as_good, compare, fastest
+from zeromesh.measure.steps import Batch, predict
+from zeromesh.simulator import FixedWorkload, simulate
+from zeromesh.strategy import Layout
+from zeromesh.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One cell, measured and predicted; seconds and bytes of one step, bytes of the average rank.
+
+    Args:
+        cell: which.
+        rounds: the median step of each round, by the number that all cells of a setting share.
+        step_s, exposed_s, sent_bytes: medians of the measured steps; bytes by axis.
+        predicted_s, predicted_exposed_s, predicted_bytes: the simulator's.
+        planned_s: the simulator's, fed by the probe alone: `planned_s`.
+        link_bytes: counted by the kernel out of the average link of each level of an emulated cluster, outermost
+            first, less the frames' headers; empty on loopback.
+        predicted_link_bytes: the same from the simulator's bytes.
+    """
+
+    cell: Cell
+    rounds: Rounds
+    step_s: float
+    exposed_s: float
+    sent_bytes: Mapping[str, float]
+    predicted_s: float
+    predicted_exposed_s: float
+    predicted_bytes: Mapping[str, float]
+    planned_s: float
+    link_bytes: tuple[float, ...]
+    predicted_link_bytes: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted step time."""
+        return self.predicted_s / self.step_s - 1
+
+    @property
+    def spread(self) -> float:
+        """The longest round over the shortest, less 1."""
+        return max(self.rounds.values()) / min(self.rounds.values()) - 1
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"error": self.error, "spread": self.spread}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A setting (topology and batch) that was run with several strategies, compared in the rounds that they share.
+
+    Args:
+        best: the fastest.
+        ratios: of the others to it.
+        chosen: the one that is predicted to be fastest.
+        right: it is, or within `zeromesh.measure.race.CLOSE` of it.
+        told: the rounds suffice to say so, with `CONFIDENCE`.
+    """
+
+    best: Row
+    ratios: Mapping[Cell, Ratio]
+    chosen: Row
+    right: bool
+    told: bool
+
+    @classmethod
+    def of(cls, group: Sequence[Row], looks: int) -> Choice:
+        rows, times = {row.cell: row for row in group}, {row.cell: row.rounds for row in group}
+        best, chosen = fastest(times), min(group, key=lambda row: row.predicted_s)
+        right, told = as_good(times, chosen.cell, looks=looks)
+        ratios = compare(times, best, looks=looks)
+        return cls(best=rows[best], ratios=ratios, chosen=chosen, right=right, told=told)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.best.cell.to_json(),
+            "predicted": self.chosen.cell.strategy,
+            "right": self.right,
+            "told": self.told,
+            "ratios": {other.strategy: asdict(ratio) for other, ratio in self.ratios.items()},
+        }
+
+    def __str__(self) -> str:
+        """The fastest layout, those that cannot be told from it, and how the predicted one does."""
+        cell = self.best.cell
+        near = [f"{other.strategy} {_shown(ratio)}" for other, ratio in self.ratios.items() if ratio.low <= 1]
+        line = f"{cell.topology} x{cell.batch.micro_batches} {cell.batch.dtype}: {cell.strategy} is fastest"
+        line += f", or {', '.join(near)}" if near else ""
+        if self.chosen is not self.best:
+            chosen = self.chosen.cell
+            line += f"; predicted {chosen.strategy}, {_shown(self.ratios[chosen])}"
+        return line + ("" if self.told else "; more rounds are needed to tell")
+
+
+def make_rows(topology: str, found: Found) -> list[Row]:
+    """The cells of a topology as `cells.run_cells` has found them, with predictions."""
+    cluster = from_raw(found["probe"], Topology(text=topology).mesh, topology).cluster
+    return [
+        _row(Cell.from_json(one["cell"]), one["rounds"], cluster, median_compute(setting["compute"]))
+        for setting in found["settings"]
+        for one in setting["cells"]
+    ]
+
+
+def _row(cell: Cell, rounds: Sequence[Found], cluster: Cluster, compute: Mapping[str, Any]) -> Row:
+    topology, last = Topology(text=cell.topology), rounds[-1]
+    layout = Layout.of(cell.strategy, topology.axes)
+    simulated = predict(last["schedule"], cluster, cell.batch, compute)
+    counted = zip(*(one.get("link_bytes", ()) for one in rounds), strict=True)
+    return Row(
+        cell=cell,
+        rounds=by_round(rounds),
+        step_s=statistics.median(seconds for one in rounds for seconds in one["step_s"]),
+        exposed_s=statistics.median(seconds for one in rounds for seconds in one["exposed_s"]),
+        sent_bytes=last["sent_bytes"],
+        predicted_s=simulated.step_s,
+        predicted_exposed_s=simulated.exposed_s,
+        predicted_bytes=simulated.sent_bytes,
+        planned_s=planned_s(cell.strategy, cluster, cell.batch),
+        link_bytes=tuple(map(statistics.median, counted)),
+        predicted_link_bytes=_over_links(topology, layout, simulated.sent_bytes) if topology.tree else (),
+    )
+
+
+def planned_s(strategy: str, cluster: Cluster, batch: Batch) -> float:
+    """Seconds of a step as the planner predicts them: from the probed cluster alone."""
+    workload = FixedWorkload(
+        seq_len=batch.tokens,
+        global_batch_tokens=batch.sequences * batch.tokens * batch.micro_batches * cluster.world,
+        micro_batch=batch.sequences,
+        param_dtype=batch.dtype,
+    )
+    return simulate(batch.spec, cluster, strategy, workload).step_s
+
+
+def median_compute(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The median of each figure of `measure_compute` over several rounds."""
+    return {
+        name: {unit: statistics.median(one[name][unit] for one in rounds) for unit in value}
+        if isinstance(value, Mapping)
+        else statistics.median(one[name] for one in rounds)
+        for name, value in rounds[0].items()
+    }
+
+
+def noise_of(topology: str, found: Found) -> list[str]:
+    """Why the probe of a topology cannot be trusted; empty if it can."""
+    probe = from_raw(found["probe"], Topology(text=topology).mesh, topology)
+    return [
+        f"probe of {topology}: {operation} over {level.name}: {one.noise}"
+        for level in probe.levels
+        for operation, one in level.fits.items()
+        if not one.trusted
+    ]
+
+
+def choices_of(rows: Sequence[Row], looks: int) -> list[Choice]:
+    """Of each setting with several layouts, after at most `looks` rounds."""
+    by_cell = {row.cell: row for row in rows}
+    groups = [[by_cell[cell] for cell in group] for group in by_setting(by_cell) if len(group) > 1]
+    return [Choice.of(group, looks) for group in groups]
+
+
+def summarise(rows: Sequence[Row], choices: Sequence[Choice]) -> dict[str, float]:
+    """The median error, and how often the best predicted strategy is as good as the best measured one."""
+    return {
+        "cells": len(rows),
+        "median_error": statistics.median(abs(row.error) for row in rows),
+        "planned_median_error": statistics.median(abs(row.planned_s / row.step_s - 1) for row in rows),
+        "choices": len(choices),
+        "right": sum(choice.right for choice in choices),
+        "told": sum(choice.told for choice in choices),
+        "confidence": CONFIDENCE,
+    }
+
+
+def _over_links(topology: Topology, layout: Layout, sent: Mapping[str, float]) -> tuple[float, ...]:
+    """Bytes out of one link of each level of the tree, outermost first: a link carries what its ranks send over its own
+    level and over those outside it."""
+    assert topology.tree is not None
+    tree, axes = topology.tree, list(topology.mesh)
+    found, crossing = [], 0.0
+    several = iter(axes)
+    for depth, size in enumerate(tree.sizes, start=1):
+        if size > 1:
+            level = next(several)
+            crossing += sum(sent[axis.name] for axis in layout.axes if axis.mesh_axis == level)
+        ranks = tree.world_size // prod(tree.sizes[:depth])
+        found.append(ranks * crossing)
+    return tuple(found)
+
+
+HEADS = (
+    *("topology", "strategy", "micro", "dtype", "step", "spread", "predicted", "error", "waits", "predicted"),
+    *("one rank sends", "out of a link (kernel)"),
+)
+
+
+def shown(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Cells of the table under `HEADS`, row by row."""
+    for row in rows:
+        cell = row.cell
+        axes = [f"{axis} {format_bytes(sent)}" for axis, sent in row.sent_bytes.items()]
+        links = [
+            f"{format_bytes(counted)} ({counted / predicted - 1:+.1%})" if predicted else format_bytes(counted)
+            for counted, predicted in zip(row.link_bytes, row.predicted_link_bytes, strict=True)
+        ]
+        yield (
+            cell.topology,
+            cell.strategy,
+            str(cell.batch.micro_batches),
+            cell.batch.dtype,
+            format_seconds(row.step_s),
+            f"{row.spread:.0%}",
+            format_seconds(row.predicted_s),
+            f"{row.error:+.0%}",
+            format_seconds(row.exposed_s),
+            format_seconds(row.predicted_exposed_s),
+            ", ".join(axes),
+            ", ".join(links),
+        )
+
+
+def _shown(ratio: Ratio) -> str:
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.high < 100 else f"{ratio.value:.2f}"

@@ -1,0 +1,145 @@
+"""Rows and choices of cells of known content: what is measured here is made up."""
+
+import json
+import statistics
+from typing import Any
+
+import pytest
+
+from bench.__main__ import _print, _write
+from bench.cells import Found
+from bench.matrix import Cell, Topology, make_cells
+from bench.rows import _over_links, choices_of, make_rows, median_compute, noise_of, planned_s, shown, summarise
+from tests.pure.measure.probed import BATCH, MESH, UNITS, compute, raw, schedule
+from zeromesh.measure.probe import from_raw
+from zeromesh.measure.replay import schedule_json
+from zeromesh.measure.shapes import SHAPES
+from zeromesh.measure.steps import predict
+from zeromesh.model.transformer import build
+from zeromesh.simulator import FixedWorkload, simulate
+from zeromesh.strategy import Layout
+
+TREE = "2@200mbit,2"
+
+
+def a_round(cell: Cell, number: int, seconds: float, **fields: Any) -> Found:
+    """What is found of a cell that takes these."""
+    found = {
+        "round": number,
+        "step_s": [seconds * 0.9, seconds, seconds * 5],
+        "exposed_s": [0.0] * 3,
+        "sent_bytes": {"node": 1.0, "cluster": 2.0},
+        "schedule": schedule_json(schedule(cell.strategy)),
+        "link_bytes": [1e6],
+    }
+    return found | fields
+
+
+def found_of(rounds: dict[Cell, list[Found]]) -> Found:
+    cells = [{"cell": cell.to_json(), "rounds": found} for cell, found in rounds.items()]
+    return {"probe": raw(), "settings": [{"compute": [compute()], "cells": cells}]}
+
+
+def rows_of(seconds: dict[Cell, list[float]], **fields: Any):
+    rounds = {
+        cell: [a_round(cell, number, each, **fields) for number, each in enumerate(found)]
+        for cell, found in seconds.items()
+    }
+    return make_rows(TREE, found_of(rounds))
+
+
+def test_the_simulator_is_fed_by_the_probe_alone():
+    (cell,) = make_cells([TREE], ["node=3,cluster=1"], [BATCH])
+    (row,) = rows_of({cell: [0.1]})
+    expected = predict(schedule_json(schedule(cell.strategy)), from_raw(raw(), MESH, TREE).cluster, BATCH, compute())
+    assert row.predicted_s == expected.step_s
+    assert row.step_s == 0.1 and row.error == pytest.approx(expected.step_s / 0.1 - 1)
+
+
+def test_bytes_out_of_links():
+    """Out of a node go what its two ranks send over the cluster axis; counted bytes are set beside them."""
+    (cell,) = make_cells([TREE], ["node=0,cluster=0"], [BATCH])
+    (row,) = rows_of({cell: [0.1]}, link_bytes=[3.0])
+    assert row.predicted_link_bytes == (2 * row.predicted_bytes["cluster"],)
+    assert "3 B" in next(iter(shown([row])))[-1]
+
+
+def test_rounds_are_added_up():
+    """Seconds are medians over all steps, and the spread is that of the rounds."""
+    (cell,) = make_cells([TREE], ["node=3,cluster=1"], [BATCH])
+    (row,) = rows_of({cell: [0.1, 0.3, 0.2]})
+    assert row.step_s == pytest.approx(0.27) and row.link_bytes == (1e6,)
+    assert row.rounds == {0: 0.1, 1: 0.3, 2: 0.2} and row.spread == pytest.approx(2.0)
+    assert next(iter(shown([row])))[5] == "200%"
+
+
+def test_what_is_left_is_compared_in_the_rounds_that_both_have_and_said_to_be_untold(tmp_path, capsys):
+    cells = make_cells([TREE], ["node=0,cluster=0", "node=3,cluster=1", "node=3,cluster=3"], [BATCH])
+    rows = rows_of(dict(zip(cells, ([0.1, 0.2], [0.11, 0.18], [0.9]), strict=True)))
+    (choice,) = choices_of(rows, 3)
+    assert choice.best.cell == cells[1] and not choice.told
+    assert choice.ratios[cells[2]].value == pytest.approx(0.9 / 0.11)
+    assert f"{cells[1].strategy} is fastest, or {cells[0].strategy} 1.01" in str(choice)
+    _print(rows, _write(tmp_path / "bench.json", rows, ["probe of it: noisy"], 3), 3)
+    out = capsys.readouterr().out
+    assert str(choice) in out and "probe of it: noisy" in out
+    lines = [line.split() for line in out.splitlines()]
+    for cell in cells:
+        assert [TREE, cell.strategy, "2", "fp32"] in [line[:4] for line in lines]
+    summary = json.loads((tmp_path / "bench.json").read_text())["summary"]
+    assert f"median error of 3 step times: {summary['median_error']:.1%} (from the probe alone" in out
+    assert f"within 3 % of it, in {summary['right']} of 1 settings" in out
+
+
+def test_units_take_the_median_of_their_rounds():
+    rounds = [{**compute(), "forward": dict.fromkeys(UNITS, s), "agreement_s": s} for s in (1.0, 5.0, 2.0)]
+    assert median_compute(rounds) == rounds[2]
+    assert median_compute(rounds[:1]) == rounds[0]
+
+
+def test_a_noisy_probe_is_said():
+    assert noise_of(TREE, {"probe": raw()}) == []
+    noisy = noise_of(TREE, {"probe": raw(loaded=3.0)})
+    assert len(noisy) == 6 and noisy[0].startswith(f"probe of {TREE}: all_gather over node: the first and the second")
+
+
+def test_parts_of_a_level_share_its_links():
+    def over_links(tree, strategy, sent):
+        topology = Topology(text=tree)
+        return _over_links(topology, Layout.of(strategy, topology.axes), sent)
+
+    strategy = "node[2]=3,node[*]=2,cluster[2]=1"
+    sent = {"node[0]": 1.0, "node[1]": 2.0, "cluster": 4.0}
+    assert over_links("2@200mbit,4", strategy, sent) == (16.0,)
+    sent = {"package": 1.0, "node[0]": 2.0, "node[1]": 3.0, "cluster": 4.0}
+    strategy = "package=3,node[2]=3,node[*]=2,cluster=1"
+    assert over_links("2@200mbit,4@1gbit,2", strategy, sent) == (32.0, 18.0)
+
+
+def test_the_best_predicted_is_held_against_the_best_measured():
+    cells = make_cells([TREE], (), [BATCH])
+    predicted = {row.cell: row.predicted_s for row in rows_of({cell: [1.0] for cell in cells})}
+    best = min(predicted, key=predicted.get)
+    second = min(seconds for cell, seconds in predicted.items() if cell != best)
+
+    def summary(**measured):
+        rows = rows_of({cell: [measured.get("best", s) if cell == best else s] for cell, s in predicted.items()})
+        return summarise(rows, choices_of(rows, 8)), rows
+
+    found, _ = summary()  # measured as predicted
+    assert found["median_error"] < 1e-9 and (found["choices"], found["right"]) == (1, 1)
+    assert summary(best=1.02 * second)[0]["right"] == 1  # within 3 % of the best
+    found, rows = summary(best=1.05 * second)
+    assert found["right"] == 0
+    cluster, errors = from_raw(raw(), MESH, TREE).cluster, [abs(row.planned_s / row.step_s - 1) for row in rows]
+    model, batch = build(SHAPES[BATCH.model].transformer, dtype=BATCH.dtype), BATCH.sequences * BATCH.tokens
+    work = FixedWorkload(
+        seq_len=BATCH.tokens,
+        global_batch_tokens=4 * batch * BATCH.micro_batches,
+        micro_batch=BATCH.sequences,
+        param_dtype=BATCH.dtype,
+    )
+    assert [row.planned_s for row in rows] == [simulate(model, cluster, c.strategy, work).step_s for c in cells]
+    assert rows[0].planned_s == planned_s(cells[0].strategy, cluster, BATCH)
+    assert found["planned_median_error"] == statistics.median(errors) > 0
+    assert model.num_params == SHAPES[BATCH.model].num_params
