@@ -7,7 +7,7 @@ STAMP := $(VENV)/.up-to-date
 # what it imports of src and tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test test-gpu smoke matrix gpu check check-format check-lint check-types check-layers check-docs format clean docs bench lab FORCE
+.PHONY: help venv demo test test-gpu smoke matrix gpu check check-format check-lint check-types check-layers check-docs format clean docs validate bench lab FORCE
 
 help:
 	@echo "make venv    .venv with everything in it (PYTHON=... names the interpreter, >= 3.11)"
@@ -19,6 +19,7 @@ help:
 	@echo "make matrix  the short set under other versions, written into docs/support.md (SETS=\"oldest newest\")"
 	@echo "make check   format, lint, types, import layers, documentation examples"
 	@echo "make docs    the documentation as a site, in build/site"
+	@echo "make validate  predictions beside published measurements, into docs/validation.md (ARGS=internevo for one source)"
 	@echo "make bench   measured steps beside predicted ones (bench/README.md; ARGS=... for its options, as of the next)"
 	@echo "make lab     a command on the ranks of an emulated cluster (lab/README.md)"
 	@echo "make bench-NAME  run benchmarks/NAME.py, by hand on a quiet machine (ARGS=... for its options)"
@@ -76,6 +77,9 @@ check-layers: $(STAMP)
 
 check-docs: $(STAMP)
 	$(BIN)/python tools/check_docs.py
+
+validate: $(STAMP)
+	@$(BIN)/python -m validation $(ARGS)
 
 bench lab: $(STAMP)
 	@$(BIN)/python -m $@ $(ARGS)

@@ -129,7 +129,15 @@ def doctests() -> int:
 
 def main() -> int:
     """Check every page; print what is wrong; 1 if anything is."""
-    named = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "lab/README.md", "benchmarks/results/README.md")
+    named = (
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "bench/README.md",
+        "lab/README.md",
+        "validation/README.md",
+        "benchmarks/results/README.md",
+    )
     pages = [*(ROOT / name for name in named), *sorted(ROOT.glob("docs/**/*.md"))]
     with ThreadPoolExecutor(os.cpu_count()) as several:  # each page runs in processes of its own
         wrong = [failure for found in several.map(lambda page: list(failures(page)), pages) for failure in found]

@@ -1,6 +1,6 @@
 """Fits the cost model's constants and writes `src/zeromesh/cost/data/constants.toml`.
 
-Reads micro-benchmarks (`src/zeromesh/validate/data/calibration/`) and, for compute efficiency by shape, the 8-GPU rows
+Reads micro-benchmarks (`validation/data/calibration/`) and, for compute efficiency by shape, the 8-GPU rows
 of the LLM Foundry table for its 1b, 7b and 30b models. No other row of a published table is opened here.
 
     python tools/fit_costs.py [--check]     --check: fail if the file on disk differs
@@ -28,7 +28,7 @@ from zeromesh.model.shape import FUSED
 from zeromesh.strategy import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "src/zeromesh/validate/data"
+DATA = ROOT / "validation/data"
 OUT = ROOT / "src/zeromesh/cost/data/constants.toml"
 LARGE_BYTES = 2**30
 NODE_CHANNELS, A100_MULTIPROCESSORS = 24.0, 108

@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 import zeromesh
-from zeromesh.cli import clusters, env, plan, probe, rehearse, selftest, simulate, train, validate
+from zeromesh.cli import clusters, env, plan, probe, rehearse, selftest, simulate, train
 from zeromesh.errors import InputError, InternalError, ZeromeshError
 
 EXIT_INPUT = 2
 
-IN_A_CHECKOUT = ("bench", "lab")
+IN_A_CHECKOUT = ("bench", "lab", "validate")
 """Commands that a checkout has as `make NAME`; the wheel does not have their packages."""
 
 
@@ -57,7 +57,6 @@ app.command()(probe.probe)
 app.command()(selftest.selftest)
 app.command()(clusters.clusters)
 app.command()(env.env)
-app.command()(validate.validate)
 
 
 def _needs_checkout(context: typer.Context) -> None:

@@ -14,12 +14,6 @@ if TYPE_CHECKING:
     from zeromesh.cluster import Cluster
     from zeromesh.planner import Planned
 
-_OF_ALL_SPACES = {
-    *("model", "cluster", "world", "seq_len", "global_batch_tokens", "micro_batch"),
-    *("trainable", "activation_checkpointing", "space", "top", "as_json"),
-}
-"""Options that a paper's own space takes too."""
-
 
 @shared.described
 def plan(
@@ -31,9 +25,7 @@ def plan(
     ] = "auto",
     space: Annotated[
         str,
-        typer.Option(
-            help="zeromesh; full: tp, cp, pp and ep too, where they are not given; or a paper's own: amsp, paro, mics."
-        ),
+        typer.Option(help="zeromesh; full: tp, cp, pp and ep too, where they are not given."),
     ] = "zeromesh",
     splits: Annotated[str, typer.Option(help="How often a level may be split: none, once or all.")] = "once",
     robust: Annotated[
@@ -46,28 +38,17 @@ def plan(
     """Find the fastest layout of a model on a cluster that fits in memory, and explain it."""
     from zeromesh import planner
     from zeromesh.planner.emit import EMITTERS
-    from zeromesh.planner.published import SPACES, search_published
 
     shared.check_choice("--wire", wire, ("lossless", "any"))
     shared.check_choice("--collective", collective, planner.collective_choices())
     shared.check_choice("--splits", splits, ("none", "once", "all"))
-    shared.check_choice("--space", space, ("zeromesh", "full", *SPACES))
+    shared.check_choice("--space", space, ("zeromesh", "full"))
     shared.check_top(top)
     spec, hardware = given.load()
     degrees = {
         name: degree if space != "full" or _given(context, name) else None for name, degree in given.degrees.items()
     }
     work = given.workload(hardware, degrees)
-    if space in SPACES:
-        _refuse_given(context, space)
-        ranking = search_published(space, spec, hardware, work)
-        if given.as_json:
-            print(json.dumps(ranking.to_json(), indent=2))
-        else:
-            from zeromesh.report import print_published
-
-            print_published(ranking, top)
-        return
     options = planner.Options(
         splits=splits,  # type: ignore[arg-type]  # checked above
         wires=wire,  # type: ignore[arg-type]  # checked above
@@ -114,17 +95,6 @@ def plan(
         if calibration:
             print(calibration.describe())
         print_plan(planned)
-
-
-def _refuse_given(context: typer.Context, space: str) -> None:
-    """Raises InputError for options on the command line that the space does not take."""
-    flags = {parameter.name: parameter.opts[-1] for parameter in context.command.params}
-    others = [flag for name, flag in flags.items() if name not in _OF_ALL_SPACES and _given(context, name or "")]
-    if others:
-        raise InputError(
-            f"--space {space} answers by its paper's own memory formula and objective, which know nothing of "
-            f"{', '.join(others)}: leave that out, or give the strategy that it prints to `zeromesh simulate`"
-        )
 
 
 def _given(context: typer.Context, name: str) -> bool:

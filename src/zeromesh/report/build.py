@@ -23,10 +23,10 @@ from zeromesh.report.page import (
     Tick,
     Timeline,
 )
+from zeromesh.report.uncertainty import uncertainty_lines
 from zeromesh.simulator import Simulation
 from zeromesh.trace import Event, Trace
 from zeromesh.units import format_bytes, format_seconds
-from zeromesh.validate.judged import judged_lines
 
 _KINDS = ("params", "grads", "optimizer", "buffers", "activations", "overhead")
 _FINEST = 2000
@@ -48,7 +48,7 @@ def plan_page(planned: Planned) -> str:
             Remark(name=reason.name, strategy=reason.strategy, outcome=reason.outcome, text=reason.text)
             for reason in planned.why
         ),
-        notes=(*best.simulation.notes(), *divided_lines(best.simulation), search_note(planned)),
+        notes=(*best.simulation.notes(), *trust_lines(best.simulation), search_note(planned)),
     ).to_html()
 
 
@@ -62,7 +62,7 @@ def simulation_page(choices: Sequence[Choice], cluster: Cluster) -> str:
         memory=_memory(choices, simulation.memory_limit_bytes, cluster),
         timeline=timeline(simulation.trace, simulation.micro_batches) if simulation.trace else None,
         sections=_sections(choices, choice),
-        notes=(*simulation.notes(), *divided_lines(simulation)),
+        notes=(*simulation.notes(), *trust_lines(simulation)),
     ).to_html()
 
 
@@ -129,17 +129,15 @@ def traffic_table(choice: Choice) -> Table:
     )
 
 
-def divided_lines(simulation: Simulation) -> list[str]:
-    """Of a model that is cut: what each rank of a pipeline does, and how far the prediction may be trusted."""
-    if not simulation.parallel.cuts:
-        return []
+def trust_lines(simulation: Simulation) -> list[str]:
+    """The ranks of a pipeline, where there is one, and how far the prediction may be trusted."""
     ranks = [
         f"{rank.rank}{f' to {rank.rank + rank.count - 1}' if rank.count > 1 else ''}: "
         f"{format_seconds(rank.step_s, digits=4)}, {format_bytes(rank.memory_bytes)}"
         for rank in simulation.ranks
     ]
     lines = [f"ranks of the pipeline: {'; '.join(ranks)}"] if ranks else []
-    return [*lines, *judged_lines(simulation.parallel)]
+    return [*lines, *uncertainty_lines(simulation.parallel)]
 
 
 def _subtitle(cluster: Cluster, seq_len: int, tokens: int) -> str:

@@ -10,8 +10,7 @@ from rich.text import Text
 
 from zeromesh.cluster import Cluster
 from zeromesh.planner import Choice, Planned
-from zeromesh.planner.published import Ranking
-from zeromesh.report.build import candidates_table, divided_lines, search_note, traffic_table
+from zeromesh.report.build import candidates_table, search_note, traffic_table, trust_lines
 from zeromesh.report.page import Table
 from zeromesh.units import format_bytes, format_seconds
 
@@ -63,21 +62,6 @@ def print_simulation(choices: Sequence[Choice], cluster: Cluster, console: Conso
     _details(console, choice)
 
 
-def print_published(ranking: Ranking, top: int, console: Console | None = None) -> None:
-    """What an earlier planner would choose."""
-    console = console or Console()
-    console.print(
-        f"{ranking.space}: {ranking.objective}; micro-batch {ranking.micro_batch} x {ranking.micro_batches}, "
-        f"recomputation {ranking.recomputation}, {format_bytes(ranking.limit_bytes)} usable"
-    )
-    console.print(str(ranking.assumptions))
-    table = RichTable("name", "strategy", "objective", "memory", "fits", box=None)
-    for row in ranking.rows[:top]:
-        objective = f"{row.objective_s:.4g}"
-        table.add_row(row.name, row.strategy, objective, format_bytes(row.memory_bytes), "yes" if row.fits else "no")
-    console.print(table)
-
-
 def _details(console: Console, choice: Choice) -> None:
     simulation = choice.simulation
     memory = ", ".join(f"{kind} {format_bytes(value)}" for kind, value in simulation.memory.as_dict().items())
@@ -89,7 +73,7 @@ def _details(console: Console, choice: Choice) -> None:
         )
     )
     console.print(rich_table(traffic_table(choice)))
-    for line in (*simulation.notes(), *divided_lines(simulation)):
+    for line in (*simulation.notes(), *trust_lines(simulation)):
         console.print(Text(line))
 
 

@@ -1,0 +1,125 @@
+"""Earlier planners' own spaces and objectives: their sizes, their formulas by hand, their published choices."""
+
+from __future__ import annotations
+
+import pytest
+
+from validation.published import CHOICES, Assumptions, Ranked, answer, degrees_as_strategy
+from zeromesh.cluster import find_cluster
+from zeromesh.model import Recomputation, preset
+
+AMSPS_CHOICES = [(row[1], row[2], row[4]) for row in CHOICES if row[0] == "amsp"]
+MODELS = [model for model, _, _ in AMSPS_CHOICES]
+
+
+def amsp(
+    model: str, world: int, recomputation: Recomputation | None = None, assumptions: Assumptions | None = None
+) -> list[Ranked]:
+    return answer("amsp", model, world, recomputation, assumptions)
+
+
+def chosen(ranking: list[Ranked]) -> str:
+    assert ranking[0].fits
+    return ranking[0].name
+
+
+@pytest.mark.parametrize(("model", "world", "choice"), AMSPS_CHOICES)
+@pytest.mark.parametrize("bucket_bytes", [32 * 2**20, 512 * 2**20])
+def test_amsps_choices_come_out(model: str, world: int, choice: str, bucket_bytes: int) -> None:
+    """With one set of assumptions for all three; what InternEvo's buckets hold does not decide."""
+    assert chosen(amsp(model, world, assumptions=Assumptions(bucket_bytes=bucket_bytes))) == choice
+
+
+def test_amsps_choices_also_come_out_at_512_devices() -> None:
+    assert [chosen(amsp(model, 512)) for model, _, _ in AMSPS_CHOICES] == [choice for _, _, choice in AMSPS_CHOICES]
+
+
+def test_what_amsps_choices_need_of_temporaries() -> None:
+    """An fp32 gradient, 4 bytes, lies between what lets 7B fit and what keeps the cheaper (2,8,8) from 13B."""
+    less, more = Assumptions(temporary_bytes=3.6), Assumptions(temporary_bytes=4.5)
+    assert chosen(amsp("llama-13b", 8, assumptions=less)) == "(2,8,8)"
+    assert chosen(amsp("llama-7b", 8, assumptions=more)) != "(1,1,8)"
+    for bytes_each in (3.71, 4.46):
+        assumptions = Assumptions(temporary_bytes=bytes_each)
+        for model, world, choice in AMSPS_CHOICES:
+            assert chosen(amsp(model, world, assumptions=assumptions)) == choice
+
+
+def test_amsps_30b_was_not_planned_with_the_recomputation_it_ran_with() -> None:
+    """Else (4,4,32) fits and communicates less."""
+    assert chosen(amsp("amsp-30b", 32, Recomputation.FULL)) == "(4,4,32)"
+
+
+def test_amsps_gradients_sharded_further_cost_all_micro_batches_but_the_last() -> None:
+    """T_g of its section IV-C: (M - 1) all-reduces of the gradients, inside the node as (1,8,8) has them."""
+    extra = []
+    for world in (1024, 512, 256):  # 1, 2, 4 micro-batches
+        times = {row.name: row.objective_s for row in amsp("llama-7b", world)}
+        extra.append(times["(1,8,8)"] - times["(1,1,8)"])
+    assert extra[0] == pytest.approx(0.0, abs=1e-12)
+    assert extra[2] == pytest.approx(3 * extra[1])
+    assert extra[1] > 2 * 7 / 8 * 2 * 6738415616 / 200e9  # what the bytes take at NVLink's rate
+
+
+def test_amsps_memory_by_hand() -> None:
+    """2/8 + 2/8 + 12/32 bytes of state and 4/8 of temporaries a parameter; 24 of activations per layer's output."""
+    best = amsp("amsp-30b", 32)[0]
+    num_params = preset("amsp-30b").num_params
+    assert best.memory_bytes == pytest.approx(num_params * (0.875 + 0.5) + 24 * 4096 * 6144 * 60)
+
+
+def test_amsps_space_keeps_its_constraints() -> None:
+    for row in amsp("llama-7b", 64):
+        params, grads, states = (int(text) for text in row.name.strip("()").split(","))
+        assert params <= grads <= states
+        assert grads in (params, states)
+        assert states % params == 0
+        for degree in (params, grads, states):
+            assert degree <= 8 or degree % 8 == 0
+
+
+def test_degrees_are_spelt_in_the_notation() -> None:
+    cluster = find_cluster("a800-8x-hdr")
+    assert degrees_as_strategy(cluster, 1, 1, 8) == "node[8]=1,cluster[128]=0"
+    assert degrees_as_strategy(cluster, 4, 4, 8) == "node[4]=3,node[2]=1,cluster[128]=0"
+    assert degrees_as_strategy(cluster, 8, 8, 32) == "node[8]=3,cluster[4]=1,cluster[32]=0"
+    assert degrees_as_strategy(cluster, 2, 16, 16) == "node[2]=3,node[4]=2,cluster[2]=2,cluster[64]=0"
+
+
+def test_mics_takes_the_smallest_group_that_fits() -> None:
+    """The AMSP paper ran MiCS in groups of 8, 8 and 16: by the same memory formula, 7B also fits in half a node."""
+    found = [chosen(answer("mics", model, 1024)) for model in MODELS]
+    assert found == ["group of 4", "group of 8", "group of 16"]
+
+
+def paro() -> list[Ranked]:
+    return answer("paro", "llama-7b", 128, Recomputation.NONE)
+
+
+def test_paros_fastest_of_65b_is_the_only_fast_one_that_fits() -> None:
+    best, second, *_ = answer("paro", "llama-65b", 32, Recomputation.FULL)
+    assert (best.name, best.fits) == ("IIG", True) and second.objective_s > 2 * best.objective_s
+
+
+def test_paros_space_has_its_14_strategies() -> None:
+    assert len(paro()) == 14
+
+
+def test_paros_closed_form_by_hand() -> None:
+    """IIG: 10 micro-batches of 3 (m-1)/m V/B', then (n_g-1)/n_g V/B for each of gradients and parameters."""
+    times = {row.name: row.objective_s for row in paro()}
+    volume, between = 2 * 6738415616, 12.5e9
+    inside = find_cluster("a100-8x-100g").levels[0].bandwidth_bytes_per_s
+    by_hand = 10 * 3 * 7 / 8 * volume / inside + 2 * 15 / 16 * volume / between
+    compute_bound = min(times.values())
+    assert times["IIG"] == pytest.approx(max(by_hand, compute_bound))
+    everything = 10 * 3 * 127 / 128 * volume / between
+    assert times["GGG"] == pytest.approx(everything)
+
+
+def test_paros_orderings() -> None:
+    """Sharding everything over all devices is the slowest, partial redundancy in the node far faster."""
+    times = {row.name: row.objective_s for row in paro()}
+    assert times["GGG"] == max(times.values())
+    assert times["IIG"] < times["IGG"] < times["GGG"]
+    assert times["NIG"] < times["NGG"]

@@ -1,0 +1,258 @@
+"""Published tables against predictions. Bounds are the project's goals, or where one is missed, what is reached."""
+
+from functools import cache
+
+import pytest
+from typer.testing import CliRunner
+
+from validation.__main__ import app
+from validation.assumptions import assumed, assumptions
+from validation.claims import Claim
+from validation.errors import ERRORS, errors_json
+from validation.page import page, remarks
+from validation.row import Row, published
+from validation.score import GOALS, score
+from validation.tables import SOURCES
+from validation.tables.amsp import _ENGINES, AMSP_LAYOUT, amsp_step
+from validation.tables.fsdp import _reserved_gib
+from zeromesh.cluster import preset
+from zeromesh.cost import default_constants
+from zeromesh.model import preset as model_preset
+from zeromesh.parallel import WHOLE, Parallel
+from zeromesh.report.uncertainty import published_errors, uncertainty_lines
+from zeromesh.simulator import FixedWorkload, simulate
+
+#: The source of each table.
+SOURCE_OF = {
+    "AMSP Table V": "amsp",
+    "AMSP Fig. 12": "amsp",
+    "AMSP layouts, one engine": "amsp-layouts",
+    "AMSP MFU": "amsp-mfu",
+    "LLM Foundry, one node": "llm-foundry",
+    "LLM Foundry, several nodes": "llm-foundry",
+    "torchtitan": "torchtitan",
+    "torchtitan memory": "torchtitan",
+    "ZeRO++ over ZeRO-3": "zeropp",
+    "PaRO": "paro",
+    "Frontier": "frontier",
+    "InternEvo memory": "internevo",
+    "Galvatron memory": "galvatron",
+    "torchtitan, cp over none": "torchtitan-cp",
+    "Collectives of tp and ep": "cut-collectives",
+    "InternEvo memory, tp and pp": "internevo-cut",
+    "Galvatron memory, tp and pp": "galvatron-cut",
+}
+
+
+CHEAP = tuple(dict.fromkeys(SOURCE_OF.values()))
+
+
+@cache
+def source_rows(name: str) -> list[Row]:
+    return list(SOURCES[name]())
+
+
+class Tables:
+    """Rows by table, each source predicted when it is first asked for."""
+
+    def __getitem__(self, table: str) -> list[Row]:
+        return [row for row in source_rows(SOURCE_OF[table]) if row.table == table]
+
+    def __iter__(self):
+        return iter(SOURCE_OF)
+
+    def values(self):
+        return [self[table] for table in SOURCE_OF]
+
+
+@pytest.fixture
+def tables() -> Tables:
+    return Tables()
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "AMSP Fig. 12",
+        "LLM Foundry, several nodes",
+        "torchtitan memory",
+        "InternEvo memory",
+        "Galvatron memory",
+        "ZeRO++ over ZeRO-3",
+    ],
+)
+def test_goals_that_are_met_stay_met(tables, table):
+    result = score(table, tables[table])
+    assert result.meets_goal, result
+    assert result.rank is None or result.rank > (0.6 if table.startswith("ZeRO++") else 0.95)
+
+
+#: Of each table that misses its goal, what is reached of the median and the 90th percentile.
+REACHED = {
+    "AMSP Table V": (0.051, 0.089),
+    "AMSP MFU": (0.069, 0.116),
+    "LLM Foundry, one node": (0.038, 0.126),
+    "torchtitan": (0.057, 0.093),
+    "PaRO": (0.163, 1.26),
+    "Frontier": (0.175, 0.285),
+    "AMSP layouts, one engine": (0.219, 0.258),
+    "torchtitan, cp over none": (0.404, 0.489),
+    "Collectives of tp and ep": (0.139, 0.360),
+    "InternEvo memory, tp and pp": (0.026, 0.139),
+    "Galvatron memory, tp and pp": (0.038, 0.157),
+}
+
+
+@pytest.mark.parametrize("table", REACHED)
+def test_goals_that_are_missed_are_missed_by_no_more(tables, table):
+    """One that is met moves to the test above."""
+    result = score(table, tables[table])
+    median, p90 = REACHED[table]
+    assert not result.meets_goal
+    assert result.median <= median and result.p90 <= p90, result
+
+
+def test_the_errors_that_plans_print_are_up_to_date(tables):
+    rows = [row for table in tables.values() for row in table]
+    assert ERRORS.read_text() == errors_json(rows), "run make validate"
+
+
+def test_plans_say_how_far_their_kind_of_prediction_was_off():
+    time, ratio, memory, *_ = published_errors()
+    assert [*uncertainty_lines(WHOLE)] == [str(time), str(ratio), str(memory)]
+    assert str(time).startswith("predicted step times of other engines: ") and time.rows > 100
+    lines = list(uncertainty_lines(Parallel(tp=2, cp=2)))
+    assert lines[0] == "tp: no published step is at hand, so the error of these seconds is not known"
+    assert [line.partition(":")[0] for line in lines[1:]] == ["cp", "tp", "tp"]
+
+
+def test_the_layouts_ablation_comes_out_with_gathers_exposed(tables):
+    """Which is what its remark says, and the end of its range."""
+    rows = tables["AMSP layouts, one engine"]
+    assert [row.high / row.measured for row in rows] == pytest.approx([0.922, 0.923, 0.977], abs=0.01)
+
+
+def test_galvatrons_activations_are_within_a_percent(tables):
+    saved = [r for r in tables["Galvatron memory"] if r.label.startswith("activations") and r.in_scope]
+    exact = [r for r in saved if "peak" not in r.label]
+    assert len(saved) == 18 and len(exact) == 10
+    assert all(abs(row.error) < 0.01 for row in exact)
+
+
+def test_paros_orderings_come_out(tables):
+    tied = "7B, partial 1/16 trainable, 32 GPUs: NIG over NGG"
+    for row in tables["PaRO"]:
+        if row.label == tied:  # its remark
+            assert row.predicted == pytest.approx(1, abs=0.01)
+        elif row.in_scope:
+            assert row.predicted > 1, row.label
+
+
+def test_the_ablations_order_of_overlaps_comes_out(tables):
+    result = score("AMSP Table V", tables["AMSP Table V"])
+    assert result.winners[0] == result.winners[1] > 0
+
+
+def test_model_state_of_the_memory_profile_is_within_three_percent(tables):
+    states = [r for r in tables["Galvatron memory"] if r.label.startswith("model state") and r.in_scope]
+    assert len(states) == 8
+    assert all(abs(row.error) < 0.03 for row in states)
+
+
+def test_reserved_memory_leaves_out_what_is_no_tensors():
+    """Also on one node, whose outer axis has no communicator."""
+    cluster, workload = preset("a100-8x-hdr").take(8), FixedWorkload(seq_len=2048, global_batch_tokens=2048 * 8)
+    step = simulate(model_preset("llama2-7b"), cluster, "zero3", workload, engine="fsdp")
+    tensors = step.memory.total - step.memory.overhead
+    expected = tensors + default_constants().allocator_share * step.memory.activations
+    assert _reserved_gib(step) == pytest.approx(expected / 2**30)
+    assert len(step.axes) == 2
+
+
+def test_every_published_row_appears_once(tables):
+    assert len(tables["AMSP Table V"]) + len(tables["AMSP Fig. 12"]) == len(published("amsp_a800"))
+    foundry = tables["LLM Foundry, one node"] + tables["LLM Foundry, several nodes"]
+    assert len(foundry) == len(published("llm_foundry_mpt_a100"))
+    assert len(tables["torchtitan"]) == len(published("torchtitan_published"))
+    assert len(tables["PaRO"]) == len(published("paro_a100"))
+    internevo = tables["InternEvo memory"] + tables["InternEvo memory, tp and pp"]
+    assert len(internevo) == len(published("internevo_memory_a800"))
+
+
+def test_only_the_rows_of_the_fit_are_marked_fitted(tables):
+    fitted = [row for rows in tables.values() for row in rows if row.fitted]
+    assert {row.table for row in fitted} == {"LLM Foundry, one node", "Collectives of tp and ep"}
+    models = {row.label.split(",")[0] for row in fitted if row.table.startswith("LLM")}
+    assert models == {"1b", "7b", "30b"}
+
+
+def test_what_is_out_of_scope_says_why(tables):
+    out = [row for rows in tables.values() for row in rows if not row.in_scope]
+    assert len(out) > 20
+    assert all(len(row.excluded) > 5 for row in out)
+
+
+def test_assumptions_are_complete():
+    assert all(a.why and a.value for a in assumptions())
+    assert len({(a.table, a.name) for a in assumptions()}) == len(assumptions())
+    assert assumed("zeropp", "18B").choices[0] == assumed("zeropp", "18B").value
+
+
+def test_every_goal_and_remark_names_a_table(tables):
+    assert set(GOALS) <= set(tables)
+    assert set(remarks()) == set(tables)
+
+
+def test_the_page_shows_every_table_and_row(tables):
+    claim = Claim(
+        paper="P",
+        text="gain",
+        claimed=2.0,
+        predicted=1.9,
+        low=1.5,
+        high=2.5,
+        moved_by=(("batch", 1.5, 1.9), ("shape", 1.9, 2.5), ("nics", 1.9, 2.0)),
+        tolerance=0.1,
+        why="because",
+    )
+    shown = ["InternEvo memory", "Galvatron memory"]
+    rows = [row for table in shown for row in tables[table]]
+    text = page(rows, [claim])
+    assert all(f"### {table}\n" in text for table in shown)
+    assert text.count("\n| ") > len(rows)
+    moved = "batch (1.5 to 1.9); shape (1.9 to 2.5)"
+    assert f"| P | gain | 2 | 1.9 | 1.5 to 2.5 | 10%: missed, in range | {moved} | because |" in text
+
+
+def test_the_command_prints_the_rows_of_a_source():
+    result = CliRunner().invoke(app, ["internevo"])
+    assert result.exit_code == 0, result.output
+    assert "GPUs, fsdp" in result.output and "met" in result.output
+
+
+def test_the_command_writes_the_page_and_the_errors(monkeypatch, tmp_path, tables):
+    page_file, errors_file = tmp_path / "page.md", tmp_path / "errors.json"
+    monkeypatch.setattr("validation.__main__.PAGE", page_file)
+    monkeypatch.setattr("validation.errors.ERRORS", errors_file)
+    monkeypatch.setattr("validation.claims.claims", lambda: iter(()))
+    monkeypatch.setattr("validation.tables.SOURCES", {name: lambda name=name: source_rows(name) for name in CHEAP})
+    assert CliRunner().invoke(app, []).exit_code == 0
+    assert "### InternEvo memory" in page_file.read_text()
+    assert errors_file.read_text() == ERRORS.read_text()
+
+
+def test_an_unknown_table_names_the_nearest():
+    result = CliRunner().invoke(app, ["internvo"])
+    assert result.exit_code != 0
+    assert "did you mean internevo" in str(result.exception)
+
+
+@pytest.mark.parametrize("size", ["7B", "13B"])
+def test_the_overlap_of_a_strategy_is_the_papers_ablation(size):
+    """The page has it from mechanics of AMSP's engine; `;overlap=`, which users have, must say the same: it waits for
+    each unit's reduction at the boundary, where the paper's executor waits for all at the end."""
+    variants = {"all": "all overlap", "gather": "all-gather/reduce-scatter overlap only", "none": "no overlap"}
+    for overlap, variant in variants.items():
+        switched = amsp_step(size, 64, f"{AMSP_LAYOUT[size]};overlap={overlap}", "amsp", 4)
+        expected = amsp_step(size, 64, AMSP_LAYOUT[size], _ENGINES[variant], 4)
+        assert switched.step_s == pytest.approx(expected.step_s, rel=0.04), overlap

@@ -1,0 +1,1 @@
+"""The simulator held against published measurements: `make validate`, see README.md."""

@@ -1,0 +1,64 @@
+"""What sources leave open: read from `data/assumptions.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from validation.row import DATA
+
+Point = Mapping[str, str]
+"""What each of a table's open points is taken to be, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumption:
+    """One open point; `value` is predicted with, `alternatives` span the range.
+
+    `revised` says what was changed after predictions had been seen, and why.
+    """
+
+    table: str
+    name: str
+    value: str
+    alternatives: tuple[str, ...]
+    why: str
+    revised: str = ""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The value first."""
+        return (self.value, *self.alternatives)
+
+
+@cache
+def assumptions() -> tuple[Assumption, ...]:
+    """All of them, in the file's order."""
+    text = (DATA / "assumptions.toml").read_text(encoding="utf-8")
+    return tuple(
+        Assumption(
+            table=table,
+            name=name,
+            value=entry["value"],
+            alternatives=tuple(entry["alternatives"]),
+            why=entry["why"],
+            revised=entry.get("revised", ""),
+        )
+        for table, entries in tomllib.loads(text).items()
+        for name, entry in entries.items()
+    )
+
+
+def assumed(table: str, name: str) -> Assumption:
+    """The assumption `table.name`."""
+    return next(a for a in assumptions() if (a.table, a.name) == (table, name))
+
+
+def open_points(table: str) -> Iterator[Point]:
+    """Every combination of what `table` leaves open; the assumed values first."""
+    found = [a for a in assumptions() if a.table == table]
+    for choices in product(*(a.choices for a in found)):
+        yield dict(zip((a.name for a in found), choices, strict=True))

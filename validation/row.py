@@ -1,0 +1,68 @@
+"""One published figure beside its prediction."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A figure of a published table.
+
+    Args:
+        table: which.
+        label: the configuration, for people.
+        group: rows among which a winner is looked for (one model on one machine, strategies against each other).
+        unit: of the figures.
+        measured: as published.
+        predicted: with the assumed values; None where the row is out of scope.
+        low, high: over the alternatives of what the source leaves open.
+        excluded: why the row is out of scope, "" if it is in.
+        fitted: a constant was fitted on it, so it counts for nothing.
+    """
+
+    table: str
+    label: str
+    group: str
+    unit: str
+    measured: float
+    predicted: float | None = None
+    low: float | None = None
+    high: float | None = None
+    excluded: str = ""
+    fitted: bool = False
+
+    @property
+    def in_scope(self) -> bool:
+        return not self.excluded
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        assert self.predicted is not None
+        return self.predicted / self.measured - 1
+
+
+def predicted_row(row: Row, predictions: Sequence[float]) -> Row:
+    """`row` with its prediction: the first of `predictions`, the others spanning its range."""
+    return replace(row, predicted=predictions[0], low=min(predictions), high=max(predictions))
+
+
+def published(name: str) -> list[dict[str, str]]:
+    """The rows of a published table, as strings."""
+    return _rows("published", name)
+
+
+def calibration(name: str) -> list[dict[str, str]]:
+    """The rows of a table that constants were fitted on, in part at least."""
+    return _rows("calibration", name)
+
+
+def _rows(folder: str, name: str) -> list[dict[str, str]]:
+    text = (DATA / folder / f"{name}.csv").read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
