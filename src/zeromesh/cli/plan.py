@@ -1,8 +1,9 @@
-"""`zeromesh plan`: the fastest layout that fits, and why the others lose."""
+"""`zeromesh plan`: the layout to recommend, and why the others lose."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,12 +33,16 @@ def plan(
         bool,
         typer.Option(help="Where constants that measurements leave open decide, choose the layout of least regret."),
     ] = True,
+    within: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Recommend a simpler layout that is slower by at most this share; 0: none."),
+    ] = 0.02,
     exact: Annotated[bool, typer.Option(help="Simulate until the optimum is proven.")] = False,
     top: Annotated[int, typer.Option(help="Candidates to list.")] = 5,
 ) -> None:
-    """Find the fastest layout of a model on a cluster that fits in memory, and explain it."""
+    """Recommend a layout of a model on a cluster: the simplest that is nearly as fast as the fastest, and why."""
     from zeromesh import planner
-    from zeromesh.planner.emit import EMITTERS
+    from zeromesh.planner.emit import EMITTERS, ENGINES, can_express
 
     shared.check_choice("--wire", wire, ("lossless", "any"))
     shared.check_choice("--collective", collective, planner.collective_choices())
@@ -57,16 +62,20 @@ def plan(
         memory_margin=given.memory_margin,
     )
 
-    def search(hardware: Cluster) -> Planned:
+    other = given.emit or ENGINES.get(given.engine, "")
+
+    def search(hardware: Cluster, engine: str = given.engine) -> Planned:
         return planner.plan(
             spec,
             hardware,
             work,
             options=options,
-            engine=given.engine,
+            engine=engine,
             top=top,
             trace=given.report is not None,
             choice="robust" if robust else "fastest",
+            within=within,
+            accepts=(lambda plan: can_express(other, plan, spec)) if other and engine == given.engine else None,
         )
 
     calibration = None
@@ -85,16 +94,27 @@ def plan(
         from zeromesh.report import plan_page
 
         shared.write(given.report, plan_page(planned))
+    ours = search(hardware, "zeromesh").fastest if given.engine in ENGINES else None
     if given.emit:
+        from zeromesh.report import choice_lines
+
         print(EMITTERS[given.emit](planned.plan, spec))
+        for line in (f"recommended for {given.emit}: {planned.best.simulation.named}", *choice_lines(planned)):
+            print(line, file=sys.stderr)
     elif given.as_json:
-        print(json.dumps(planned.to_json() | ({"like": calibration.to_json()} if calibration else {}), indent=2))
+        beside = {"like": calibration, "zeromesh": ours}
+        found = planned.to_json() | {key: value.to_json() for key, value in beside.items() if value is not None}
+        print(json.dumps(found, indent=2))
     else:
         from zeromesh.report import print_plan
 
         if calibration:
             print(calibration.describe())
         print_plan(planned)
+        if ours:
+            step_s, own_s = planned.best.simulation.step_s, ours.simulation.step_s
+            compared = f"{abs(step_s / own_s - 1):.1%} {'longer' if step_s > own_s else 'less'}"
+            print(f"{given.engine} takes {compared} than zeromesh with its fastest layout, {ours.simulation.named}")
 
 
 def _given(context: typer.Context, name: str) -> bool:

@@ -229,6 +229,19 @@ EMITTERS: dict[str, Callable[[Plan, ModelSpec], str]] = {
 }
 
 
+ENGINES = {"fsdp": "fsdp2", "deepspeed": "deepspeed"}
+"""By simulated engine, the emitter that says what it can run."""
+
+
+def can_express(engine: str, plan: Plan, model: ModelSpec) -> bool:
+    """Whether the engine, by its name among `EMITTERS`, has a configuration for the plan."""
+    try:
+        EMITTERS[engine](plan, model)
+    except InputError:
+        return False
+    return True
+
+
 def _parts(engine: str, plan: Plan, layout: Layout, *, cut: bool = False) -> Parts:
     """Neighbouring axes of one stage together, innermost first; axes of one rank left out. Refuses options, and models
     that are cut beside them unless `cut`."""

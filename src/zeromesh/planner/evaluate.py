@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from zeromesh.cluster import Cluster
@@ -29,7 +29,7 @@ class Candidate:
     micro_batches: int
     recomputation: Recomputation
     parallel: Parallel = WHOLE
-    bound_s: float = 0.0
+    bound_s: float = field(default=0.0, compare=False)
 
     @property
     def named(self) -> str:
@@ -149,10 +149,9 @@ class Evaluator:
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Step time and memory of `candidate`."""
-        key = replace(candidate, bound_s=0.0)
-        if key not in self._estimates:
-            self._estimates[key] = self._estimate(candidate)
-        return self._estimates[key]
+        if candidate not in self._estimates:
+            self._estimates[candidate] = self._estimate(candidate)
+        return self._estimates[candidate]
 
     def step_s(self, candidate: Candidate) -> float:
         """Of its estimate."""
@@ -160,10 +159,9 @@ class Evaluator:
 
     def simulation(self, candidate: Candidate, *, record: bool = False) -> Simulation:
         """Everything about `candidate`; with a trace if `record`."""
-        key = replace(candidate, bound_s=0.0)
-        if record or key not in self._simulations:
-            self._simulations[key] = self._simulate(candidate, record=record)
-        return self._simulations[key]
+        if record or candidate not in self._simulations:
+            self._simulations[candidate] = self._simulate(candidate, record=record)
+        return self._simulations[candidate]
 
     def _estimate(self, candidate: Candidate) -> Estimate:
         work = self.workload.fixed(candidate.micro_batch, candidate.recomputation, candidate.parallel)

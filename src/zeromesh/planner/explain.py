@@ -135,9 +135,8 @@ def _sentence(mine: Simulation, theirs: Simulation, other: Candidate, loses: tup
         return f"as fast within .05 % at {settings}, with {theirs.memory.total / 1e9:.1f} GB"
     pays = [f"{_seconds(seconds)} {place}" for place, seconds in loses if seconds > 0][:_NAMED]
     wins = [f"{_seconds(seconds)} {place}" for place, seconds in reversed(loses) if seconds < 0][:_NAMED]
-    where = f"pays {', '.join(pays)}" if pays else "pays a little everywhere"
-    if wins:
-        where += f"; saves {', '.join(wins)}"
+    parts = [f"{verb} {', '.join(places)}" for verb, places in (("pays", pays), ("saves", wins)) if places]
+    where = "; ".join(parts) or "a little everywhere"
     return f"{abs(more):.1%} {'slower' if more > 0 else 'faster'} at {settings}: {where}"
 
 

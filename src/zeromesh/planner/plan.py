@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.explain import Reason, explain
 from zeromesh.planner.robust import Robust, robust
 from zeromesh.planner.search import Found, Options, search
+from zeromesh.planner.simplest import WITHIN, one_of_each_kind, simplest, with_known
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics
 from zeromesh.strategy import Plan
@@ -28,8 +30,9 @@ class Planned:
 
     Args:
         model, cluster, workload: what was asked; the cluster cut to the world in use.
-        best: the fastest choice that fits.
-        candidates: the fastest ones, best first.
+        best: the choice to recommend: the simplest that is nearly as fast as the fastest.
+        fastest: the fastest choice that fits.
+        candidates: the best, the fastest, and the fastest of each other kind of layout.
         front: no other simulated candidate is both smaller and faster; smallest first.
         why: what the alternatives lose.
         robust: what the choice depends on, and the layout of least regret.
@@ -43,6 +46,7 @@ class Planned:
     cluster: Cluster
     workload: Workload
     best: Choice
+    fastest: Choice
     candidates: tuple[Choice, ...]
     front: tuple[Estimate, ...]
     why: tuple[Reason, ...]
@@ -61,6 +65,7 @@ class Planned:
         """The object that `zeromesh plan --json` prints."""
         return {
             "best": self.best.to_json(),
+            "fastest": self.fastest.to_json(),
             "candidates": [choice.to_json() for choice in self.candidates],
             "searched": self.found.searched,
             "seconds": self.seconds,
@@ -86,20 +91,24 @@ class Planned:
 
 def as_plan(choice: Choice, cluster: Cluster, workload: Workload) -> Plan:
     """A choice as a value to run; its mesh is what the strategy's axes span."""
-    parallel = choice.candidate.parallel
+    return _as_plan(choice.candidate, cluster, workload, choice.to_json())
+
+
+def _as_plan(candidate: Candidate, cluster: Cluster, workload: Workload, predicted: dict[str, Any]) -> Plan:
+    parallel = candidate.parallel
     return Plan(
-        strategy=choice.candidate.strategy,
+        strategy=candidate.strategy,
         mesh=cluster.cut(inner=parallel.tp, outer=parallel.pp).axes,
-        micro_batch=choice.candidate.micro_batch,
-        micro_batches=choice.candidate.micro_batches,
-        recompute=choice.candidate.recomputation.value,
+        micro_batch=candidate.micro_batch,
+        micro_batches=candidate.micro_batches,
+        recompute=candidate.recomputation.value,
         seq_len=workload.seq_len,
         param_dtype=workload.param_dtype,
         reduce_dtype=workload.reduce_dtype,
         grad_dtype=workload.grad_dtype,
         master_dtype=workload.master_dtype,
         parallel=parallel if parallel.cuts else None,
-        predicted=choice.to_json(),
+        predicted=predicted,
     )
 
 
@@ -114,8 +123,11 @@ def plan(
     top: int = 5,
     trace: bool = False,
     choice: Literal["fastest", "robust"] = "robust",
+    within: float = WITHIN,
+    accepts: Callable[[Plan], bool] | None = None,
 ) -> Planned:
-    """The fastest layout of `model` on `cluster` that fits, and why the others lose.
+    """The layout of `model` on `cluster` to run, and why the others lose: the simplest that is nearly as fast as the
+    fastest that fits (`zeromesh.planner.simplest`).
 
     Args:
         model: its units.
@@ -126,8 +138,10 @@ def plan(
         constants: of the cost model; None for the shipped ones.
         top: candidates to simulate whole and list.
         trace: also give the best one's timeline.
-        choice: the fastest layout with the constants as shipped, or, where another one is the fastest within their
-            stated ranges, that of least regret over them.
+        choice: which layout counts as the fastest: that with the constants as shipped, or, where another one is the
+            fastest within their stated ranges, that of least regret over them.
+        within: share of the fastest step that a simpler layout may take longer; 0 recommends the fastest.
+        accepts: whether a plan may be recommended, where another engine has to run it. If it accepts none, all count.
 
     Raises:
         NothingFitsError: no candidate fits in memory.
@@ -136,9 +150,18 @@ def plan(
     start = time.perf_counter()
     found, evaluator = search(model, cluster, workload, options=options, engine=engine, constants=constants)
     safest = robust(evaluator, found.ranked)
-    best = found.best.candidate if choice == "fastest" else safest.candidate
-    ranked = sorted(found.ranked, key=lambda estimate: estimate.candidate != best)  # stable: the others as they were
-    candidates = tuple(_choice(evaluator, estimate) for estimate in ranked[: max(1, top)])
+    fastest = found.best.candidate if choice == "fastest" else safest.candidate
+    fitting = with_known(evaluator, fastest, found.ranked)
+    runnable = [e for e in fitting if accepts is None or accepts(_as_plan(e.candidate, cluster, workload, {}))]
+    pool = runnable or fitting
+    anchor = fastest if any(e.candidate == fastest for e in pool) else pool[0].candidate
+    if engine != "zeromesh":  # its fastest is one that it can run
+        fastest = anchor
+    best = simplest(evaluator, anchor, pool, within) if within > 0 else anchor
+    first = [evaluator.estimate(candidate) for candidate in dict.fromkeys((best, fastest))]
+    kinds = one_of_each_kind([*first, *pool], dict(cluster.axes))
+    shown = [*first, *(estimate for estimate in kinds if estimate not in first)][: max(1, top)]
+    candidates = tuple(_choice(evaluator, estimate) for estimate in shown)
     runner_up = next((c.candidate for c in candidates if c.candidate.named != best.named), None)
     why = explain(evaluator, best, runner_up)
     return Planned(
@@ -146,6 +169,7 @@ def plan(
         cluster=cluster,
         workload=workload,
         best=candidates[0],
+        fastest=_choice(evaluator, first[-1]),
         candidates=candidates,
         front=found.front,
         why=tuple(why),

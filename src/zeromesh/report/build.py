@@ -48,7 +48,12 @@ def plan_page(planned: Planned) -> str:
             Remark(name=reason.name, strategy=reason.strategy, outcome=reason.outcome, text=reason.text)
             for reason in planned.why
         ),
-        notes=(*best.simulation.notes(), *trust_lines(best.simulation), search_note(planned)),
+        notes=(
+            *choice_lines(planned),
+            *best.simulation.notes(),
+            *trust_lines(best.simulation),
+            search_note(planned),
+        ),
     ).to_html()
 
 
@@ -73,16 +78,40 @@ def _sections(choices: Sequence[Choice], best: Choice) -> tuple[Section, ...]:
     )
 
 
+_ANY = 0.97
+"""Share of computation from which on layouts differ by less than predictions err."""
+
+
 def search_note(planned: Planned) -> str:
     """What was searched, and how far the best may be from the optimum."""
     found = planned.found
     proof = (
-        "the best is proven optimal" if found.gap == 0 else f"none is more than {found.gap:.1%} faster than the best"
+        "No layout is faster than the fastest: this is proven."
+        if found.gap == 0
+        else f"A layout that was not simulated can be at most {found.gap:.1%} faster than the fastest."
     )
     return (
         f"{found.searched:,} candidates, {found.pruned_memory:,} cannot fit, {found.simulated} simulated in "
-        f"{planned.seconds:.2f} s; {proof}."
+        f"{planned.seconds:.2f} s. {proof}"
     )
+
+
+def choice_lines(planned: Planned) -> list[str]:
+    """Why the best is recommended: the fastest beside it, and how much the network matters."""
+    best, fastest = planned.best.simulation, planned.fastest.simulation
+    lines = []
+    if planned.best.candidate != planned.fastest.candidate:
+        gained, more = 1 - fastest.step_s / best.step_s, fastest.memory.total - best.memory.total
+        memory = f"needs {format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
+        cuts = [len(choice.candidate.strategy.axes) for choice in (planned.fastest, planned.best)]
+        cut = f", cuts levels into {cuts[0]} parts instead of {cuts[1]}" if cuts[0] != cuts[1] else ""
+        lines.append(f"fastest: {fastest.named}; it is {gained:.1%} faster, {memory}{cut}")
+    computed = best.compute_s / best.step_s
+    if computed > _ANY:
+        lines.append(f"{computed:.0%} of the step is computation: any of these layouts will do")
+    else:
+        lines.append(f"{1 - computed:.0%} of the step waits for the network")
+    return lines
 
 
 def candidates_table(choices: Sequence[Choice]) -> Table:

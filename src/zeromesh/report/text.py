@@ -10,9 +10,12 @@ from rich.text import Text
 
 from zeromesh.cluster import Cluster
 from zeromesh.planner import Choice, Planned
-from zeromesh.report.build import candidates_table, search_note, traffic_table, trust_lines
+from zeromesh.report.build import candidates_table, choice_lines, search_note, traffic_table, trust_lines
 from zeromesh.report.page import Table
 from zeromesh.units import format_bytes, format_seconds
+
+WIDE = 120
+"""Columns from which on a candidate is one line of a table; in fewer, each is a block of two lines."""
 
 _COLOURS = {"chosen": "green", "slower": "yellow", "excluded": "red"}
 
@@ -25,8 +28,10 @@ def print_plan(planned: Planned, console: Console | None = None) -> None:
         f"[bold]{planned.model.name}[/bold] on {cluster.world} x {cluster.device.name} "
         f"({', '.join(f'{name} {size}' for name, size in cluster.axes)})"
     )
-    console.print(Text.assemble("best: ", (planned.best.simulation.named, "bold green")))
-    console.print(rich_table(candidates_table(planned.candidates)))
+    console.print(Text.assemble("recommended: ", (planned.best.simulation.named, "bold green")))
+    for line in choice_lines(planned):
+        console.print(Text(line))
+    _candidates(console, planned.candidates)
     _details(console, planned.best)
     console.print("why the others lose")
     for reason in planned.why:
@@ -58,8 +63,20 @@ def print_simulation(choices: Sequence[Choice], cluster: Cluster, console: Conso
     choice = choices[0]
     console.print(Text(choice.simulation.named, style="bold"))
     console.print(f"{choice.simulation.engine} on {cluster.world} x {cluster.device.name} of {cluster.name}")
-    console.print(rich_table(candidates_table(choices)))
+    _candidates(console, choices)
     _details(console, choice)
+
+
+def _candidates(console: Console, choices: Sequence[Choice]) -> None:
+    table = candidates_table(choices)
+    if console.width >= WIDE:
+        console.print(rich_table(table))
+        return
+    for name, micro_batch, recompute, step, tokens, mfu, exposed, memory, fits in table.rows:
+        console.print(Text(name, style="cyan"))
+        fitting = "" if fits == "yes" else ", does not fit"
+        console.print(Text(f"  {step} a step, {tokens} tokens/s a device, MFU {mfu}, {exposed} exposed"))
+        console.print(Text(f"  {memory}{fitting}; micro-batch {micro_batch}, recomputation {recompute}"))
 
 
 def _details(console: Console, choice: Choice) -> None:

@@ -85,7 +85,8 @@ def test_a_constant_by_its_name_is_taken_otherwise():
 
 
 def test_a_plan_says_what_it_depends_on_and_takes_the_layout_of_least_regret_where_asked():
-    asked = "plan --model llama-7b --cluster a800-8x-hdr --world 16 --seq-len 4096 --global-batch-tokens 65536 --json"
+    work = "--world 16 --seq-len 4096 --global-batch-tokens 65536"
+    asked = f"plan --model llama-7b --cluster a800-8x-hdr {work} --json --within 0"
     by_choice = {}
     for choice in ("--no-robust", "--robust"):
         result = CliRunner().invoke(app, [*asked.split(), choice])

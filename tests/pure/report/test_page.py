@@ -281,7 +281,10 @@ def test_the_caption_says_how_many_micro_batches_are_shown(planned: Planned) -> 
 
 
 def test_the_gap_is_of_the_bests_step(planned: Planned) -> None:
-    for bound, proof in ((0.9, "none is more than 10.0% faster than the best."), (1.0, "the best is proven optimal.")):
+    for bound, proof in (
+        (0.9, "A layout that was not simulated can be at most 10.0% faster than the fastest."),
+        (1.0, "No layout is faster than the fastest: this is proven."),
+    ):
         found = replace(planned.found, bound_s=bound * planned.found.best.step_s)
         assert search_note(replace(planned, found=found)).endswith(proof)
 

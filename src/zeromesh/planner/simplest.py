@@ -1,0 +1,86 @@
+"""The layout to recommend: the simplest of those that are predicted to be nearly as fast as the fastest.
+
+Predictions are some per cent off, so a layout that is predicted to be 1 % slower may be the faster one. Among layouts
+within a share of the fastest that leave some memory free, the recommended one has, in this order:
+
+1. the fewest degrees of other parallelism, the fewest split levels, the fewest wires other than the default;
+2. the least memory, in steps of a tenth of the device's;
+3. the fewest different stages;
+4. a name that people know;
+5. the shortest step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
+from zeromesh.planner.fixed import fastest
+from zeromesh.planner.known import known_strategies
+from zeromesh.strategy import Stage
+
+WITHIN = 0.02
+"""Share of the fastest step that a simpler layout may take longer: below the median error of any table of
+measurements that predictions are compared with."""
+
+FREE = 0.05
+"""Share of a device's memory that a recommended layout leaves free, for fragmentation and libraries' own buffers."""
+
+
+def with_known(evaluator: Evaluator, best: Candidate, ranked: Iterable[Estimate]) -> list[Estimate]:
+    """`ranked` and the strategies that people know, at the degrees of `best`: all that fit, fastest first."""
+    known = known_strategies(evaluator.division(best.parallel).cluster)
+    tried = [evaluator.estimate(fastest(evaluator, each.strategy, best.parallel)[0]) for each in known]
+    every = {estimate.candidate: estimate for estimate in (*ranked, *tried)}.values()
+    fitting = [estimate for estimate in every if estimate.memory_bytes <= evaluator.limit_bytes]
+    return sorted(fitting, key=lambda estimate: estimate.step_s)
+
+
+def simplest(evaluator: Evaluator, best: Candidate, estimates: Iterable[Estimate], within: float) -> Candidate:
+    """The layout to recommend; `best` itself where none leaves enough memory free.
+
+    Args:
+        evaluator: of the estimates.
+        best: the fastest layout.
+        estimates: of layouts that fit.
+        within: share of the step of `best` that another may take longer.
+    """
+    known = {each.strategy for each in known_strategies(evaluator.division(best.parallel).cluster)}
+    longest, device_bytes = evaluator.step_s(best) * (1 + within), evaluator.cluster.device.memory_bytes
+    near = [e for e in estimates if e.step_s <= longest and e.memory_bytes <= (1 - FREE) * device_bytes]
+
+    def rank(estimate: Estimate) -> tuple[float, ...]:
+        strategy, parallel = estimate.candidate.strategy, estimate.candidate.parallel
+        return (
+            sum(degree > 1 for degree in (parallel.tp, parallel.cp, parallel.pp, parallel.ep)),
+            len(strategy.axes) - len(strategy.names),
+            sum(str(term.wire) != "" for term in strategy.axes),
+            estimate.memory_bytes // (0.1 * device_bytes),
+            len({term.stage for term in strategy.axes}),
+            strategy not in known,
+            estimate.step_s,
+        )
+
+    return min(near, key=rank).candidate if near else best
+
+
+def one_of_each_kind(estimates: Iterable[Estimate], sizes: Mapping[str, int]) -> list[Estimate]:
+    """The first of each kind of layout. The kind is the stage that most of each level has, with wires and degrees; two
+    that differ in a level's cut, in their micro-batch or in what they recompute are of one kind.
+
+    Args:
+        sizes: of the levels, by name.
+    """
+    kinds: dict[object, Estimate] = {}
+    for estimate in estimates:
+        strategy = estimate.candidate.strategy
+        largest: dict[str, tuple[int, Stage, str]] = {}
+        left = dict(sizes)
+        for term in strategy.axes:
+            size = term.split if isinstance(term.split, int) else left[term.name]
+            left[term.name] //= size
+            if size > largest.get(term.name, (0,))[0]:
+                largest[term.name] = size, term.stage, str(term.wire)
+        kind = tuple((name, stage, wire) for name, (_, stage, wire) in largest.items())
+        kinds.setdefault((estimate.candidate.parallel, strategy.collective, kind), estimate)
+    return list(kinds.values())

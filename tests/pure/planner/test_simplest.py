@@ -1,0 +1,63 @@
+"""The layout that is recommended: simple, near the fastest, with memory to spare, and one that its engine can run."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeromesh.cluster import find_cluster
+from zeromesh.model import preset
+from zeromesh.planner import Workload, as_plan, plan
+from zeromesh.planner.emit import EMITTERS, can_express
+from zeromesh.planner.simplest import FREE, WITHIN, one_of_each_kind
+from zeromesh.report import choice_lines
+
+MODEL = preset("llama-13b")
+CLUSTER = find_cluster("h100-8x-ndr").take(64)
+WORK = Workload(seq_len=4096, global_batch_tokens=1 << 22)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return plan(MODEL, CLUSTER, WORK)
+
+
+def test_a_plain_layout_is_recommended_where_split_ones_gain_little(planned):
+    assert str(planned.best.candidate.strategy) == "node=3,cluster=3"
+    assert planned.best.simulation.step_s <= (1 + WITHIN) * planned.fastest.simulation.step_s
+    assert planned.best.simulation.memory.total <= (1 - FREE) * CLUSTER.device.memory_bytes
+    assert len(planned.fastest.candidate.strategy.axes) > 2
+    assert planned.plan.strategy == planned.best.candidate.strategy
+    first, *_ = choice_lines(planned)
+    assert first.startswith(f"fastest: {planned.fastest.simulation.named}; it is ") and "more memory" in first
+
+
+def test_within_nothing_the_fastest_is_recommended():
+    planned = plan(MODEL, CLUSTER, WORK, within=0)
+    assert planned.best.candidate == planned.fastest.candidate
+    assert len(choice_lines(planned)) == 1
+
+
+def test_a_name_that_people_know_wins_over_an_equal(planned):
+    """Both layouts fit and are as fast; only how far each level is cut, memory, stages and the name decide."""
+    wider = plan(MODEL, CLUSTER, WORK, within=0.5)
+    assert wider.best.simulation.memory.total <= planned.best.simulation.memory.total
+    assert len(wider.best.candidate.strategy.axes) == 2
+
+
+def test_candidates_are_of_different_kinds(planned):
+    shown = [choice.candidate for choice in planned.candidates]
+    estimates = [estimate for estimate in planned.found.ranked if estimate.candidate in shown]
+    assert len(one_of_each_kind(estimates, dict(CLUSTER.axes))) == len(estimates)
+    assert shown[0] == planned.best.candidate and shown[1] == planned.fastest.candidate
+
+
+@pytest.mark.parametrize("engine", sorted(EMITTERS))
+def test_every_engine_gets_a_plan_that_it_can_express(engine):
+    planned = plan(MODEL, CLUSTER, WORK, accepts=lambda each: can_express(engine, each, MODEL))
+    assert EMITTERS[engine](planned.plan, MODEL)
+
+
+def test_another_engine_s_fastest_is_one_that_it_can_run():
+    planned = plan(MODEL, CLUSTER, WORK, engine="fsdp", accepts=lambda each: can_express("fsdp2", each, MODEL))
+    for choice in (planned.best, planned.fastest):
+        assert can_express("fsdp2", as_plan(choice, CLUSTER, WORK), MODEL)
