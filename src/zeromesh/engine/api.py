@@ -264,7 +264,8 @@ def clip_grad_norm_(
         shown = [param for param in engine.optimizer_params() if param.grad is not None]
         grads.append([param.grad.local for param in shown])  # type: ignore[union-attr]  # slices
         norms = slice_norms(grads[-1], [param.elements.spans for param in shown], norm_type)
-        totals.append(torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(()))
+        norms = norms.to(torch.promote_types(grads[-1][0].dtype, torch.float32)) if shown else torch.zeros(1)
+        totals.append(torch.linalg.vector_norm(norms, norm_type))
     total = totals[0]
     if pipeline is not None or len(engines) > 1:
         total = joint_norm(totals, norm_type, pipeline, engines[0].control.device).to(total.dtype)

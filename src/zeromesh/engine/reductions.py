@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,8 @@ from zeromesh.engine.elements import Elements
 from zeromesh.errors import InputError
 
 
-def slice_norms(slices: Sequence[Tensor], spans: Sequence[tuple[Span, ...]], order: float) -> list[Tensor]:
-    """Norms of the tensors that `slices` are this rank's parts of, one 0-d tensor each; the same on every rank.
+def slice_norms(slices: Sequence[Tensor], spans: Sequence[tuple[Span, ...]], order: float) -> Tensor:
+    """Norms of the tensors that `slices` are this rank's parts of, in fp64; the same on every rank.
 
     Args:
         slices: 1-D, in the same order on every rank.
@@ -38,10 +39,9 @@ def slice_norms(slices: Sequence[Tensor], spans: Sequence[tuple[Span, ...]], ord
     if not order > 0:
         raise InputError(f"the order of a norm over sharded parameters must be above 0, or inf; got {order}")
     if not slices:  # alike on every rank
-        return []
-    dtype = torch.promote_types(slices[0].dtype, torch.float32)
+        return torch.zeros(0, dtype=torch.float64)
     powers = _over_spans(_powers(slices, order), spans, largest=math.isinf(order))
-    return list((powers if math.isinf(order) else powers.pow(1 / order)).to(dtype))
+    return powers if math.isinf(order) else powers.pow(1 / order)
 
 
 def _over_spans(values: Tensor, spans: Sequence[tuple[Span, ...]], *, largest: bool) -> Tensor:
@@ -168,11 +168,10 @@ def whole_value(name: str, elements: Elements, operands: Sequence[Tensor], optio
 
 
 def whole_norms(name: str, elements: Sequence[Elements], slices: Sequence[Tensor], order: float) -> list[Tensor]:
-    """`slice_norms` for a function that users call."""
-    control = next((each.control for each in elements), None)
-    spans = [each.spans for each in elements]
-    if control is None:
-        return slice_norms(slices, spans, order)
+    """The same for a function that users call: 0-d tensors, each in the dtype of its slice."""
+    control = next((each.control for each in elements if each.control is not None), None)
     names = ", ".join(map(str, elements))
-    with control.meeting(f"{name} of order {order}", names):
-        return slice_norms(slices, spans, order)
+    with nullcontext() if control is None else control.meeting(f"{name} of order {order}", names):
+        found = slice_norms(slices, [each.spans for each in elements], order)
+    by_dtype = {dtype: found.to(dtype).unbind() for dtype in {each.dtype for each in slices}}
+    return [by_dtype[each.dtype][at] for at, each in enumerate(slices)]
