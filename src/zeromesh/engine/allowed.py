@@ -78,10 +78,9 @@ def _writes(function: Function) -> bool:
 
 _elementwise = frozenset(spelt(_ELEMENTWISE, _SPELLINGS))
 
-IN_PLACE = frozenset(each for each in _elementwise if _writes(each)) | frozenset(spelt(_FUSED))
+IN_PLACE = frozenset({nn.init.constant_, *filter(_writes, _elementwise), *spelt(_FUSED)})
 OUT_OF_PLACE = _elementwise - IN_PLACE
 ZEROING = frozenset(spelt("zero_ _foreach_zero_"))
-FILLS = frozenset({nn.init.constant_})
 COPIES = frozenset(spelt(_COPIES))
 RANDOM = frozenset(spelt(_RANDOM))
 SIZED = frozenset(spelt(_SIZED))

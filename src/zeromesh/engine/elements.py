@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from zeromesh.engine.control import Control, Span
 from zeromesh.engine.spread import Spread
-from zeromesh.errors import CheckpointError, OptimizerError, ZeromeshError
+from zeromesh.errors import OptimizerError
 from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.region import Region
-from zeromesh.pieces.sliced import SlicedTensor
 
 ACROSS = "zm.copy_values([target], [source]), called on all ranks, copies values from one layout to another"
 
@@ -68,6 +67,7 @@ class Elements:
         numel: of the slice.
         spans: the ranks that the tensor is divided over, for sums over its elements.
         control: all ranks that have the tensor.
+        writes: whether this rank, and no other that has the same of it beyond the mesh, saves it.
         agree_max: replaces a tensor by its maximum over all ranks that skip a step together.
     """
 
@@ -81,30 +81,28 @@ class Elements:
     numel: int = field(compare=False)
     spans: tuple[Span, ...] = field(compare=False, default=())
     control: Control | None = field(compare=False, default=None)
+    writes: bool = field(compare=False, default=True)
     agree_max: Callable[[Tensor], None] | None = field(compare=False, default=None)
 
     def __str__(self) -> str:
         return f"{self.name} {tuple(self.shape)}" + f" under {self.layout}" * bool(self.layout)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank that has some of it has all of it."""
+        return self.place is None and self.spread is None
 
     def piece(self, name: str, local: Tensor) -> Piece:
         """Values for these elements, as those of a whole tensor of that name."""
         return Piece(name=name, shape=self.region.shape, start=self.start, local=local, within=self.region)
 
     def part_of(self, operand: Tensor, call: str) -> Tensor:
-        """This rank's elements of an operand that is whole, a slice or one number; 1-D, in the operand's memory where
+        """This rank's elements of an operand that is whole, or one number; 1-D, in the operand's memory where
         the elements lie there in a row.
 
         Raises:
-            OptimizerError, CheckpointError (of what a state dict holds): the operand is no tensor of these elements;
-                the same error on every rank.
+            OptimizerError: on every rank, where the operand is no tensor of these elements.
         """
-        if isinstance(operand, SlicedTensor):
-            held = operand.elements
-            if held == self:
-                return operand.piece.local
-            if not isinstance(held, Elements) or held.place is not None or held.spread is not None:
-                raise self._refusal(operand, call)
-            operand = operand.piece.local.view(operand.shape)  # whole on every rank
         if isinstance(operand, DTensor):
             lies = None if self.spread is None else (self.spread.mesh, self.spread.placements)
             alike = operand.shape == self.shape and (operand.device_mesh, operand.placements) == lies
@@ -113,8 +111,9 @@ class Elements:
             if not all(type(each) is Replicate for each in operand.placements):
                 raise self._refusal(operand, call)
             operand = operand._local_tensor.detach()
-        if operand.numel() == 1 and operand.dim() <= max(1, len(self.shape)):
-            return operand if operand.dim() <= 1 else operand.reshape(1)  # one number: also where this rank has nothing
+        if operand.numel() == 1 and operand.dim() <= len(self.shape):  # also where this rank has nothing
+            # Of 0-d tensors only those beside others of more dimensions take their dtype.
+            return operand if operand.dim() == 0 < len(self.shape) else operand.reshape(1)
         try:
             whole = operand.expand(self.shape)
         except RuntimeError:
@@ -128,14 +127,7 @@ class Elements:
         ]
         return torch.cat(parts) if parts else whole.new_empty(0)
 
-    def _refusal(self, operand: Tensor, call: str) -> ZeromeshError:
-        if isinstance(operand, SlicedTensor):
-            how = f" under {operand.elements.layout}" if isinstance(operand.elements, Elements) else ""
-            return CheckpointError(
-                f"{call} of {self} was given a slice of {tuple(operand.shape)}{how}, of other elements: load it with "
-                f"zm.Checkpoints or torch.distributed.checkpoint, which go from one layout to another, or with "
-                f"zm.copy_values from a model of that layout"
-            )
+    def _refusal(self, operand: Tensor, call: str) -> OptimizerError:
         how = ""
         if isinstance(operand, DTensor):
             how = f" that lies as {operand.placements}"
@@ -148,39 +140,21 @@ class Elements:
     def chosen(self, index: Any, call: str) -> Tensor:
         """Which of this rank's elements an index into the whole tensor chooses, as a mask.
 
-        Args:
-            index: of `tensor[index]`: integers, slices, an ellipsis, and one tensor or list for one dimension; or a
-                mask of the whole shape.
-
         Raises:
-            OptimizerError: any other index.
+            OptimizerError: on every rank, where torch would take no such index.
         """
-        if isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == self.shape:
-            return self.part_of(index, call)
-        given = list(index) if isinstance(index, tuple) else [index]
-        open_dims = len(self.shape) - sum(each is not Ellipsis for each in given)
-        at = next((at for at, each in enumerate(given) if each is Ellipsis), len(given))
-        given[at : at + 1] = [slice(None)] * open_dims
-        lists = sum(not isinstance(each, int | slice) for each in given)
-        if open_dims < 0 or lists > 1 or any(not _chooses(each) for each in given):
-            raise OptimizerError(
-                f"{call} of {self} takes integers, slices and one list or tensor of positions, or a mask of the whole "
-                f"shape; got {index!r}"
-            )
-        mask = torch.ones(1, dtype=torch.bool)
-        for dim, each in enumerate(given):
-            if isinstance(each, slice) and each == slice(None):
-                continue
-            hit = torch.zeros(self.shape[dim], dtype=torch.bool)
-            hit[each] = True
-            mask = mask & self.part_of(hit.view(-1, *(1 for _ in self.shape[dim + 1 :])), call)
-        return mask.expand(self.numel)
-
-
-def _chooses(each: Any) -> bool:
-    if isinstance(each, Tensor):
-        return each.dim() <= 1 and not each.is_floating_point()
-    return isinstance(each, int | slice) or (isinstance(each, list | range) and all(isinstance(i, int) for i in each))
+        given = tuple(
+            each.cpu() if isinstance(each, Tensor) else each for each in ([index], index)[type(index) is tuple]
+        )
+        masks = (each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in given)
+        # Of the dimensions that it says nothing about, the mask has one element.
+        dims = len(self.shape) if any(each is Ellipsis for each in given) else sum(masks)
+        mask = torch.zeros((*self.shape[:dims], *(1 for _ in self.shape[dims:])), dtype=torch.bool)
+        try:
+            mask[given] = True
+        except (IndexError, TypeError, RuntimeError) as error:
+            raise OptimizerError(f"{call} of {self} was given {index!r}: {error}") from error
+        return self.part_of(mask, call).expand(self.numel)
 
 
 def require_alike(call: str, one: Elements, other: Elements) -> None:

@@ -296,19 +296,13 @@ class FlatShards:
                 start=start - place.start,
                 numel=stop - start,
                 spans=spans if spread is None else (*spans, *spread.spans),
+                writes=all(group.rank() == 0 or place.info.divided(group) for group in beyond),
                 **known,
             )
             own = home[start - held.start : stop - held.start]
             if in_leaves:  # with the leaf's version, which autograd looks at
                 own = local_of(self.leaves[index]).detach().view(-1)[start - place.start : stop - place.start]
-            param = make_slice(
-                ShardedParameter,
-                own,
-                self.spec.trainable,
-                elements=elements,
-                writes=all(group.rank() == 0 or place.info.divided(group) for group in beyond),
-                **attributes,
-            )
+            param = make_slice(ShardedParameter, own, self.spec.trainable, elements=elements, **attributes)
             _carry_attributes(place.info.param, param)
             self.optimizer_params.append(param)
             if self.spec.trainable:

@@ -13,8 +13,9 @@ import importlib
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial, wraps
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,15 +25,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeromesh.engine.elements import require_alike
+from zeromesh.engine.elements import Elements
 from zeromesh.engine.hooks import as_python
 from zeromesh.engine.leaf import Leaf
-from zeromesh.engine.param import MARKED, ShardedParameter, Slice, Step, outside_of_steps
+from zeromesh.engine.param import MARKED, ShardedParameter, Slice, in_step, loaded_operand, slice_of
 from zeromesh.errors import CheckpointError, OptimizerError
 from zeromesh.modules import DTYPE_NAMES
-from zeromesh.pieces.piece import whole
 from zeromesh.pieces.region import Region
-from zeromesh.pieces.sliced import SlicedTensor, part_of
 
 if TYPE_CHECKING:
     from zeromesh.engine.engine import Engine
@@ -51,6 +50,9 @@ _graded: weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]] = weakref.Weak
 """By optimizer inside its step: the parameters that had a gradient before it, or get one inside. A hook, or the step
 itself, may drop those."""
 
+_BY_OWNER = "by_owner"
+"""In the groups of a state dict with whole states, of which ranks may have none."""
+
 VOUCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """By `elementwise`."""
 
@@ -58,9 +60,6 @@ UNPROVEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Classes of others that have not stepped yet, so nobody knows what their states are."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, Slice)
-
-_shown: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""Whose state dicts hold slices; with the id of the hook that begins its step."""
 
 WHOLE: weakref.WeakKeyDictionary[Optimizer, Mapping[ShardedParameter, Region]] = weakref.WeakKeyDictionary()
 """By optimizer that steps on whole tensors (`zeromesh.owners`): the parameters that it steps on here, and what it has
@@ -106,6 +105,12 @@ def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+_surrounded: set[Callable[..., Any]] = set()
+
+_HOOKED: CodeType = Optimizer.profile_hook_step(_params).__code__
+"""Torch's wrapper of `step`, which calls the hooks."""
+
+
 @as_python
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held = tuple(map(id, _params(optimizer)))
@@ -121,102 +126,137 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine.before_step(params)
         if without:
             engine.require_gradients(params)
-    if optimizer in _shown:  # the user's hooks may have come later than ours
-        optimizer._optimizer_step_pre_hooks.move_to_end(_shown[optimizer])  # type: ignore[attr-defined]  # ordered
-
-
-@as_python
-def _begin_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The last hook before the step itself: [Note: Stepping] of `zeromesh.engine.param`."""
-    if optimizer in WHOLE:
-        return None
-    step = Step({key: outside_of_steps(value) if callable(value) else value for key, value in kwargs.items()})
-    Step.innermost = weakref.ref(step)
-    return (optimizer, *(outside_of_steps(each) if callable(each) else each for each in args[1:])), step
-
-
-@as_python
-def _end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The first hook after the step itself."""
-    Step.innermost = None
 
 
 def _show_slices(optimizer: Optimizer) -> None:
-    if optimizer not in _shown and any(isinstance(param, ShardedParameter) for param in _params(optimizer)):
-        _shown[optimizer] = optimizer.register_step_pre_hook(_begin_step).id
-        end = optimizer.register_step_post_hook(_end_step)
-        optimizer._optimizer_step_post_hooks.move_to_end(end.id, last=False)  # type: ignore[attr-defined]  # ordered
+    if "_on_slices" not in vars(optimizer) and any(isinstance(param, ShardedParameter) for param in _params(optimizer)):
+        vars(optimizer)["_on_slices"] = optimizer not in WHOLE
+        _surround_step(type(optimizer))
         optimizer.register_state_dict_post_hook(_as_slices)
         optimizer.register_load_state_dict_post_hook(take_slices)
+
+
+def _surround_step(kind: type[Optimizer]) -> None:
+    """Puts `_step_on_slices` around what torch's wrapper of `step` calls between its hooks, for optimizers on slices.
+    Torch calls no hook after a step that raised; and schedulers and compiled functions hold the wrapper itself."""
+    wrapper: Any = inspect.unwrap(kind.step, stop=lambda function: function.__code__ is _HOOKED)
+    cell = wrapper.__closure__[_HOOKED.co_freevars.index("func")]
+    if (step := cell.cell_contents) in _surrounded:
+        return
+
+    @wraps(step)
+    def surrounded(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # compiled too: no more than dynamo understands
+        if getattr(optimizer, "_on_slices", False):
+            return _step_on_slices(step, optimizer, args, kwargs)
+        return step(optimizer, *args, **kwargs)
+
+    _surrounded.add(surrounded)
+    cell.cell_contents = surrounded
+
+
+@as_python
+def _step_on_slices(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """[Note: Stepping] of `zeromesh.engine.param`."""
+    own = {key: _outside(value) for key, value in kwargs.items()}
+    try:
+        with in_step():
+            return step(optimizer, *map(_outside, args), **own)
+    except RuntimeError as failure:
+        if not isinstance(failure, OptimizerError):  # those are alike on all ranks
+            _require_known_states(optimizer, failure)
+        raise
+
+
+def _outside(closure: Any) -> Any:
+    """A closure as it is outside of the step that calls it."""
+    return in_step(False)(closure) if callable(closure) else closure
 
 
 def _as_slices(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
     """A state dict with this rank's states as slices; the optimizer's own, which `found` refers to, stay."""
     indices = [index for group in found["param_groups"] for index in group["params"]]
-    states = dict(found["state"])
+    states, groups = dict(found["state"]), found["param_groups"]
+    if optimizer in WHOLE:
+        groups = [{**group, _BY_OWNER: True} for group in groups]
     for index, param in zip(indices, _params(optimizer), strict=True):
         if isinstance(param, ShardedParameter) and index in states:
             owned = WHOLE.get(optimizer, {}).get(param)
             shown = _as_slice if owned is None else partial(_as_whole, owned=owned)
             states[index] = {key: shown(param, key, value) for key, value in states[index].items()}
-    return {**found, "state": states}
+    return {**found, "state": states, "param_groups": groups}
 
 
 def _as_slice(param: ShardedParameter, key: str, value: Any) -> Any:
     value = value.local if isinstance(value, Slice) else value
     if not isinstance(value, torch.Tensor) or value.shape != param.local.shape or value.dtype not in DTYPE_NAMES:
         return value  # not of its elements, or of a dtype that no checkpoint holds
-    return param.sliced(f"{param.full_name}.{key}", value)
+    return slice_of(param.elements, value)
 
 
 def _as_whole(param: ShardedParameter, key: str, value: Any, *, owned: Region) -> Any:
     if not isinstance(value, torch.Tensor) or not value.dim() or value.dtype not in DTYPE_NAMES:
         return value
     region = owned.of(owned.whole_shape(value.shape))
-    return SlicedTensor(whole(f"{param.full_name}.{key}", value, region), writes=param.writes)
+    place = None if region.is_whole else (region, 0, 0)
+    shape, name, writes = torch.Size(region.shape), f"{param.full_name}.{key}", param.writes
+    own = Elements(shape=shape, place=place, name=name, region=region, start=0, numel=region.numel, writes=writes)
+    return slice_of(own, value.detach().contiguous().view(-1))
 
 
 def take_slices(optimizer: Optimizer) -> None:
     """States that came from such a state dict, or from one of whole tensors, as the optimizer steps on them."""
+    whole = any([group.pop(_BY_OWNER, False) for group in optimizer.param_groups])
     if optimizer in WHOLE:
         return _take_whole(optimizer, WHOLE[optimizer])
+    if whole:
+        optimizer.state.clear()
+        raise CheckpointError(
+            f"load_state_dict of {type(optimizer).__name__}, which steps on slices, was given states of an optimizer "
+            f"of zm.by_owner, which some ranks have whole: load them with zm.Checkpoints"
+        )
     for param in _params(optimizer):
         if isinstance(param, ShardedParameter):
             state: dict[str, Any] = optimizer.state.get(param, {})
             for key, value in state.items():
-                if isinstance(value, Slice):  # made before the first step
-                    require_alike(f"state {key!r}", param.elements, value.elements)
-                    state[key] = value.local
-                elif isinstance(value, SlicedTensor) or _is_whole(key, value, param):
-                    own = param.elements.part_of(value, f"load_state_dict of state {key!r}")
+                if isinstance(value, Slice) or _is_whole(key, value, param):
+                    own = loaded_operand(param.elements, value, f"load_state_dict of state {key!r}")
                     own = own.expand(param.elements.numel)  # of one element, which this rank may not have
                     # A clone, or the whole of it would stay in memory.
-                    state[key] = own if isinstance(value, SlicedTensor) else own.clone()
+                    state[key] = own if isinstance(value, Slice) else own.clone()
                 if type(state[key]) is torch.Tensor and state[key].shape == (param.elements.numel,):
                     MARKED[state[key]] = param.elements
 
 
 def _take_whole(optimizer: Optimizer, own: Mapping[ShardedParameter, Region]) -> None:
     """The same of one that steps on whole tensors: on its own, with all of their states."""
-    for param, states in optimizer.state.items():  # of all parameters: owners alone would raise else
+    for states in optimizer.state.values():  # of all parameters: owners alone would raise else
         for value in states.values():
-            divided = isinstance(value, SlicedTensor) and getattr(value.elements, "place", None) is not None
-            if divided and isinstance(param, ShardedParameter):
+            if isinstance(value, Slice) and value.elements.place and not isinstance(value.elements.place[0], Region):
                 raise CheckpointError(
                     f"an optimizer of zm.by_owner has whole states, and load_state_dict was given slices, such as "
-                    f"those of {param.elements}: load them with zm.Checkpoints"
+                    f"those of {value.elements}: load them with zm.Checkpoints"
                 )
     for param in [param for param in optimizer.state if param not in own]:
         del optimizer.state[param]
     for param, owned in own.items():
         state: dict[str, Any] = optimizer.state.get(param, {})
         for key, value in state.items():
-            shown = isinstance(value, SlicedTensor)
-            if not shown and not (owned.batch and isinstance(value, torch.Tensor) and owned.is_part_of(value.shape)):
+            if isinstance(value, Slice):
+                held, value = value.elements.region, value.local.view(value.elements.region.sizes)
+            elif owned.batch and isinstance(value, torch.Tensor) and owned.is_part_of(value.shape):
+                held = Region.whole(value.shape)
+            else:
                 continue
-            region = owned.of(value.shape)
-            taken = part_of(value, f"{param.full_name}.{key}", region, 0, region.numel).view(region.sizes)
-            state[key] = taken if shown else taken.clone()
+            region = owned.of(held.shape)
+            if held == region:
+                state[key] = value
+            elif held.is_whole:
+                state[key] = value[region.index].clone()
+            else:
+                raise CheckpointError(
+                    f"state {key!r} of {param.elements}: load_state_dict needs {region} here, and was given {held}: "
+                    f"use zm.Checkpoints or torch.distributed.checkpoint"
+                )
 
 
 def _is_whole(key: str, value: Any, param: ShardedParameter) -> bool:
@@ -232,23 +272,38 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         updated = [param for param in params if id(param) in graded or param.grad is not None]
         if updated:
             engine.changes.stepped(updated, by=weakref.ref(optimizer))
-        if optimizer in UNPROVEN:
-            _require_plain_states(optimizer, engine)
+    _require_known_states(optimizer)
+
+
+def _require_known_states(optimizer: Optimizer, failure: RuntimeError | None = None) -> None:
+    """Raises OptimizerError, on all ranks, if in a first step any keeps a state in a subclass of Tensor, such as codes
+    with their scales (it could not be saved, nor loaded under another layout), or fails by the shape of one."""
+    if optimizer not in UNPROVEN:
+        return
+    name = getattr(optimizer, "kind", type(optimizer)).__name__
+    strange, unlike = set[str](), set[str]()
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
+                strange.add(key)
+            elif failure and isinstance(param, ShardedParameter) and isinstance(value, torch.Tensor):
+                unlike.update([key] if value.numel() not in (1, param.elements.numel) else [])
+    if failure and not strange | unlike:
+        return
     UNPROVEN.discard(optimizer)
-
-
-def _require_plain_states(optimizer: Optimizer, engine: Engine) -> None:
-    """Raises OptimizerError, on all ranks, if any keeps a state in a subclass of Tensor, such as codes with their
-    scales: only the subclass knows what it holds, so it could not be saved, nor loaded under another layout."""
-    held = [item for state in optimizer.state.values() for item in state.items()]
-    strange = [key for key, value in held if isinstance(value, torch.Tensor) and type(value) not in _PLAIN]
-    found = [key for keys in engine.control.gather(strange) for key in keys]
-    if found:
-        name = getattr(optimizer, "kind", type(optimizer)).__name__
-        raise OptimizerError(
-            f"states of {name} must be plain tensors or numbers, which checkpoints can hold; {found[0]!r} is of a "
-            f"subclass of Tensor: use a variant of the optimizer that keeps its states as plain tensors"
-        )
+    for engine in _by_engine(optimizer):
+        found = engine.control.gather((sorted(strange), sorted(unlike)))
+        if keys := [key for keys, _ in found for key in keys]:
+            raise OptimizerError(
+                f"states of {name} must be plain tensors or numbers, which checkpoints can hold; {keys[0]!r} is of a "
+                f"subclass of Tensor: use a variant of the optimizer that keeps its states as plain tensors"
+            ) from failure
+        if keys := [key for _, keys in found for key in keys]:
+            raise OptimizerError(
+                f"states of {name} must be like the slice of a parameter that this rank holds, as torch.zeros_like(p) "
+                f"makes them; {keys[0]!r} has another number of elements. If {name} needs whole tensors, make it as "
+                f"zm.by_owner({name}, params)"
+            ) from failure
 
 
 def updates(optimizer: Optimizer, engine: object) -> bool:

@@ -24,20 +24,24 @@ the same code of the model; elsewhere one of them may be alone.
 [Note: Stepping] Inside the step of an optimizer that has been looked at, operands are not compared, and new tensors are
 plain 1-D tensors of this rank's elements: an optimizer's states belong to their parameter, and Python for each of them
 would cost more than small steps take. `MARKED` says which elements they are, so that the same optimizer's functions
-outside of a step (`eval()` of a schedule-free one) may use them beside slices. Closures and hooks of the user's, which
-the step calls, are outside of it. A step that raised is over when its error is dropped.
+outside of a step (`eval()` of a schedule-free one) may use them beside slices. Hooks and closures of the user's are
+outside of the step. It is never compiled: dynamo would ask each slice for the strides of the whole tensor.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import eager_transforms as grads
+from torch._functorch import vmap
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeromesh.engine import allowed
@@ -46,38 +50,31 @@ from zeromesh.engine.reductions import REDUCTIONS, whole_norms, whole_value
 from zeromesh.errors import CheckpointError, ModelError, OptimizerError
 from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.region import Region
-from zeromesh.pieces.sliced import SlicedTensor
+from zeromesh.pieces.sliced import Sliced
+
+_thread = threading.local()
 
 
-class Step(dict[str, Any]):
-    """The keyword arguments of an optimizer's step, which live as long as its frame: also where it raises, after which
-    torch calls no hook. See [Note: Stepping]."""
-
-    innermost: weakref.ref[Step] | None = None
+def stepping() -> bool:
+    """Whether an optimizer that has been looked at steps now."""
+    return getattr(_thread, "steps", False)
 
 
-def outside_of_steps(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, a user's, which an optimizer's step calls; where it raises, the step is over."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        step, Step.innermost = Step.innermost, None
-        result = function(*args, **kwargs)
-        Step.innermost = step
-        return result
-
-    return called
+@contextmanager
+def in_step(value: bool = True) -> Iterator[None]:
+    """`stepping()` is `value` meanwhile."""
+    was, _thread.steps = stepping(), value
+    try:
+        yield
+    finally:
+        _thread.steps = was
 
 
 MARKED: MutableMapping[Tensor, Elements] = WeakTensorKeyDictionary()
 """Optimizers' plain states, weakly: [Note: Stepping]."""
 
 
-def stepping() -> bool:
-    """Whether an optimizer that has been looked at steps now."""
-    return Step.innermost is not None and Step.innermost() is not None
-
-
-class Slice(torch.Tensor):
+class Slice(Sliced, torch.Tensor):
     """This rank's slice of a tensor: [Note: Slices]."""
 
     elements: Elements
@@ -96,6 +93,14 @@ class Slice(torch.Tensor):
     def full_name(self) -> str:
         """The parameter's qualified name."""
         return self.elements.name
+
+    def piece(self, name: str | None = None, local: Tensor | None = None) -> Piece:
+        """Its values, or others for the same elements, as those of a whole tensor of that name."""
+        return self.elements.piece(name or self.full_name, self.local if local is None else local)
+
+    @property
+    def writes(self) -> bool:  # type: ignore[override]  # nobody sets it
+        return self.elements.writes
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]  # a property in C too
@@ -130,9 +135,11 @@ class Slice(torch.Tensor):
         return format(self.item(), spec) if not self.shape else object.__format__(self, spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slice:
-        return _slice_of(self.elements, self.local.clone())
+        return slice_of(self.elements, self.local.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.elements.is_whole and type(self) is Slice:
+            return self.local.view(self.shape).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         raise CheckpointError(
             f"{self.elements} is one rank's slice, and pickled by itself (torch.save, a state dict of your own) the "
             f"others' would be lost: save the model with zm.Checkpoints or zm.full_state_dict(model); a moving average "
@@ -142,6 +149,8 @@ class Slice(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         act, kwargs = _ALLOWED.get(func), kwargs or {}
+        if not args:
+            args, kwargs = _first_by_position(func, kwargs)
         if (act in _GATHERS or func in _DETACHED) and (engine := _running_engine(func, args, kwargs)) is not None:
             return engine.on_demand(func, args, kwargs)
         if act is None:
@@ -154,14 +163,12 @@ class ShardedParameter(Slice, nn.Parameter):
     """What the optimizer holds of one parameter: this rank's slice of the master. See [Note: Slices].
 
     Attributes:
-        writes: whether this rank, and no other that has the same of it beyond the mesh, saves it.
         unit: index of the unit it belongs to.
         engine: weak reference to the engine.
         changed: the unit's generation since which its values are those of now.
         changed_by: the optimizer that made them what they are; None: a load, or somebody by hand.
     """
 
-    writes: bool = True
     unit: int
     engine: Callable[[], Any]
     changed: int = 1
@@ -178,14 +185,15 @@ class ShardedParameter(Slice, nn.Parameter):
         """Where the slice starts in the flattened region."""
         return self.elements.start
 
-    def sliced(self, name: str, local: Tensor | None = None) -> SlicedTensor:
-        """Its slice, or other values for the same elements, as part of a whole tensor of that name."""
-        piece = self.piece(name, self.local if local is None else local)
-        return SlicedTensor(piece, writes=self.writes, elements=self.elements)
+    @property
+    def owner(self) -> ShardedParameter:  # type: ignore[override]  # a field of other slices
+        return self
 
-    def piece(self, name: str, local: Tensor) -> Piece:
-        """Values for the elements of its slice, as those of a whole tensor of that name."""
-        return self.elements.piece(name, local)
+    def shown(self) -> Slice:
+        """Its values, outside of autograd; who writes to them writes to it."""
+        found = slice_of(self.elements, self.local)
+        found.owner = self
+        return found
 
     # Autograd never writes it, so it need not be where C++ would look for it, behind a detour.
     @property
@@ -217,7 +225,7 @@ class ShardedParameter(Slice, nn.Parameter):
             raise OptimizerError(
                 f"the gradient of {self.full_name} must be on {self.local.device}; got it on {local.device}"
             )
-        return _slice_of(self.elements, local.detach())
+        return slice_of(self.elements, local.detach())
 
 
 def make_slice(kind: type[Slice], local: Tensor, requires_grad: bool, **attributes: Any) -> Any:
@@ -228,7 +236,7 @@ def make_slice(kind: type[Slice], local: Tensor, requires_grad: bool, **attribut
     return self
 
 
-def _slice_of(elements: Elements, local: Tensor) -> Slice:
+def slice_of(elements: Elements, local: Tensor) -> Slice:
     """Values for these elements."""
     made: Slice = torch.Tensor._make_subclass(Slice, local, False)
     made.elements = elements
@@ -240,7 +248,7 @@ def leave_memory(grad: Slice) -> Slice:
     local = grad.local
     with torch._C.DisableTorchFunctionSubclass():
         grad.data = local.clone()
-    return _slice_of(grad.elements, local)
+    return slice_of(grad.elements, local)
 
 
 def return_memory(grad: Slice, own: Slice) -> Slice:
@@ -275,6 +283,25 @@ def local_operand(target: Slice, operand: Any, call: str) -> Any:
     if stepping() and operand.dim() == 1 and type(operand) is Tensor:
         return operand
     return target.elements.part_of(operand, call)
+
+
+def loaded_operand(elements: Elements, value: Tensor, call: str) -> Tensor:
+    """This rank's part of what `load_state_dict` is given for some elements.
+
+    Raises:
+        CheckpointError, OptimizerError: on every rank, where it is a slice of others, or not of the whole shape.
+    """
+    if isinstance(value, Slice):
+        if value.elements == elements:
+            return value.local
+        if not value.elements.is_whole:
+            raise CheckpointError(
+                f"{call} of {elements} was given a slice of {value.elements}, of other elements: load it with "
+                f"zm.Checkpoints or torch.distributed.checkpoint, which go from one layout to another, or with "
+                f"zm.copy_values from a model of that layout"
+            )
+        value = value.local.view(value.shape)
+    return elements.part_of(value, call)
 
 
 def _localised(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -407,6 +434,58 @@ def _name_of(func: Any) -> str:
     return func.__self__.__name__ if name in ("__get__", "__set__") else name
 
 
+@cache
+def refuse_transforms() -> None:
+    """Where torch.func wraps tensors in C++, it asks no subclass; its function would be of this rank's elements."""
+    for module, name in ((vmap, "_add_batch_dim"), (grads, "_wrap_for_grad"), (grads, "_wrap_functional_tensor")):
+        setattr(module, name, partial(_transformed, getattr(module, name)))
+
+
+def _transformed(wrap: Callable[..., Any], tensor: Any, *args: Any) -> Any:
+    if isinstance(tensor, Slice):
+        raise _refusal("torch.func", [tensor])
+    return wrap(tensor, *args)
+
+
+# ---- spellings
+
+_SAME = dict(self="input", x="input", a="input", x1="input", x2="other", axis="dim", keepdims="keepdim")
+"""Names that torch takes for another."""
+
+
+@cache
+def _forms(func: Any) -> list[list[tuple[str, bool]]]:
+    """The parameters that each form of a function takes by position: names, and whether they are tensors."""
+    if hasattr(func, "__code__"):
+        return [[(_SAME.get(name, name), False) for name in func.__code__.co_varnames[: func.__code__.co_argcount]]]
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{func.__name__}")
+    forms = [[arg for arg in schema.arguments if not arg.kwarg_only] for schema in schemas]
+    return [[(_SAME.get(arg.name, arg.name), "Tensor" in str(arg.type)) for arg in form] for form in forms]
+
+
+def _first_by_position(func: Any, kwargs: Any) -> tuple[Any, Any]:
+    first = {form[0][0] for form in _forms(func) if form}
+    for key, value in kwargs.items():
+        if _SAME.get(key, key) in first:
+            return (value,), {other: kwargs[other] for other in kwargs if other != key}
+    return (), kwargs
+
+
+def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments by name, without those that say no dimension, or not to keep one."""
+    fitting = (form for form in _forms(func) if len(form) >= len(args) and all(map(_fits, args[1:], form[1:])))
+    names = [name for name, _ in next(fitting, [("input", True)])]
+    if len(args) > len(names):
+        raise _refusal(func, args, kwargs)
+    named = dict(zip(names, args, strict=False)) | {_SAME.get(key, key): value for key, value in kwargs.items()}
+    # Not by equality: dimension 0 is equal to False.
+    return {k: v for k, v in named.items() if not (v is None or v is False or (isinstance(v, list | tuple) and not v))}
+
+
+def _fits(value: Any, parameter: tuple[str, bool]) -> bool:
+    return isinstance(value, Tensor) == parameter[1] or value is None
+
+
 # ---- what the list allows, by kind
 
 
@@ -453,44 +532,39 @@ def _require_slices(func: Any, targets: Sequence[Any], args: Any, kwargs: Any) -
     """A plain target cannot take a slice's values: it would hold this rank's elements, as if they were the whole."""
     lists = [arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, list | tuple)]
     for at, target in enumerate(targets):
-        others = _column(lists, at) if isinstance(args[0], list | tuple) else args[1:]
+        others = _column(lists, at) if isinstance(args[0], list | tuple) else (*args[1:], *kwargs.values())
         if _elements_of(target) is None and (like := _first_slice(others)) is not None:
             raise _refusal(f"{func.__name__} into a plain tensor", [like])
 
 
-def _owner(target: Slice) -> ShardedParameter | None:
-    """The parameter whose values `target` shows."""
-    return target if type(target) is ShardedParameter else target.owner
-
-
 def tell_of_write(target: Slice) -> None:
     """Before something is written to what may be a parameter's values."""
-    owner = target if type(target) is ShardedParameter else target.owner
+    owner = target.owner
     if owner is not None and (engine := owner.engine()) is not None:
         engine.changing(owner)
 
 
-@torch.no_grad()
-def _fill(func: Any, args: Any, kwargs: Any) -> Any:
-    return _write(torch.Tensor.fill_, (*args, *kwargs.values()), {})
-
-
 def _set_chosen(func: Any, args: Any, kwargs: Any) -> Any:
     """One number for the elements that an index or a mask chooses, as in `grad[:n] = 0` and `sign[sign > 0] = 1`."""
-    target, index, value, name = args[0], args[1], args[-1], func.__name__
+    name, target = func.__name__, args[0]
+    if name == "__setitem__":
+        _, index, value = args
+    else:
+        named = _by_name(func, args, kwargs)
+        dim, index, value = (named.get(key, 0) for key in ("dim", "index", "value"))
     if stepping() and isinstance(index, Tensor) and index.dtype == torch.bool:
         return _write(func, args, kwargs)
     one = not isinstance(value, Slice) and (not isinstance(value, Tensor) or value.numel() == 1)
     masks = not isinstance(index, Slice) or index.dtype == torch.bool
-    if kwargs or not one or not masks or not isinstance(target, Slice):
+    if not one or not masks or not isinstance(target, Slice):
         raise _refusal(func, args)
-    if name.startswith("index_fill"):
-        if not -target.ndim <= index < target.ndim:
-            raise _refusal(f"{name} over dimension {index}", args)
-        index = (*(slice(None) for _ in range(index % len(target.shape))), args[2])
+    if name != "__setitem__":
+        if not -target.ndim <= dim < target.ndim:
+            raise _refusal(f"{name} over dimension {dim}", args)
+        index = (*(slice(None) for _ in range(dim % target.ndim)), index)
         target = target if name.endswith("_") else _make(torch.clone, (target,), {})
     if not isinstance(index, Slice):
-        index = _slice_of(target.elements, target.elements.chosen(index, name).to(target.device))
+        index = slice_of(target.elements, target.elements.chosen(index, name).to(target.device))
     value = value.reshape(()) if isinstance(value, Tensor) else value
     return _write(torch.Tensor.masked_fill_, (target, index, value), {})
 
@@ -516,52 +590,39 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
     whole = func(torch.empty((), dtype=source.dtype, device=source.device).expand(source.shape), *args[1:], **kwargs)
     own = source.elements.part_of(whole, func.__name__).expand(source.elements.numel).clone()
-    return own if stepping() else _slice_of(source.elements, own)
-
-
-def _make_sized(func: Any, args: Any, kwargs: Any) -> Any:
-    """Tensors of a size that is given."""
-    return func(*args, **kwargs)
+    return own if stepping() else slice_of(source.elements, own)
 
 
 def _show(func: Any, args: Any, kwargs: Any) -> Any:
     """The same memory, outside of autograd."""
-    shown = _slice_of(args[0].elements, args[0].local)
-    shown.owner = _owner(args[0])
-    return shown
+    owner = args[0].owner
+    return slice_of(args[0].elements, args[0].local) if owner is None else owner.shown()
 
 
 # ---- numbers of the whole tensor
 
 
 def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
-    name = func.__name__
-    if name in ("max", "min") and isinstance(kwargs.get("other", (*args, None)[1]), Tensor):
-        return _compute(getattr(torch, f"{name}imum"), (*args, *kwargs.values()), {})
-    pair = name in ("dot", "vdot", "equal", "allclose")
-    if not pair:
-        args = tuple(arg for at, arg in enumerate(args) if at == 0 or not _says_nothing(arg))
-        kwargs = {key: value for key, value in kwargs.items() if not _says_nothing(value)}
-    source, operands, options = args[0], args[: 1 + pair], dict(kwargs)
-    like = _first_slice(operands, kwargs)
-    if pair and "other" in options:
-        operands = (*operands, options.pop("other"))
-    if name == "allclose":
-        options |= dict(zip(("rtol", "atol", "equal_nan"), args[2:], strict=False))
-    elif len(args) > len(operands) or not options.keys() <= {"dtype"}:
-        raise _refusal(f"{name} over a dimension, or into a tensor,", args)
+    name, options = func.__name__, _by_name(func, args, kwargs)
+    operands = [options.pop(key) for key in ("input", "other", "tensor") if key in options]
+    dtype = options.pop("dtype", None)
+    further = options.keys() - ({"rtol", "atol", "equal_nan"} if name == "allclose" else set())
+    if further or (len(operands) > 1 and dtype is not None):
+        raise _refusal(f"{name} over a dimension, or into a tensor,", args, kwargs)
+    if name in ("max", "min") and len(operands) > 1:
+        return _compute(getattr(torch, f"{name}imum"), operands, {})
+    like = _first_slice(operands)
     assert like is not None
-    if name == "equal" and any(isinstance(each, Tensor) and each.shape != like.shape for each in operands):
+    if name == "equal" and any(each.shape != like.shape for each in operands):
         return False
     own = [torch.Tensor.as_subclass(local_operand(like, each, name), torch.Tensor) for each in operands]
     own = [each.expand(like.elements.numel) for each in own]
     if any(each.is_complex() for each in own):
-        raise _refusal(f"{name} of complex numbers", args)
+        raise _refusal(f"{name} of complex numbers", args, kwargs)
     if name.endswith("dot") and any(each.dim() != 1 or each.shape != like.shape for each in operands):
-        raise _refusal(f"{name} of tensors that are not of one dimension and one length", args)
+        raise _refusal(f"{name} of tensors that are not of one dimension and one length", args, kwargs)
     if name in _NUMBERS:
-        return _number(func, source)
-    dtype = options.pop("dtype", None)
+        return _number(func, like)
     own = own if dtype is None else [each.to(dtype) for each in own]
     like_torch = func(*(torch.ones(1, dtype=each.dtype) for each in own), **options)
 
@@ -570,11 +631,6 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
         return found.to(dtype or like_torch.dtype) if isinstance(like_torch, Tensor) else found.item()
 
     return _apart(name, compute, args, kwargs) if isinstance(like_torch, Tensor) else compute()
-
-
-def _says_nothing(option: Any) -> bool:
-    """No dimension, or not to keep one. Not by equality: dimension 0 is equal to False."""
-    return option is None or option is False or (isinstance(option, list | tuple) and not option)
 
 
 _NUMBERS = frozenset({"item", "__float__", "__int__", "__bool__", "__index__", "is_nonzero"})
@@ -589,12 +645,12 @@ def _number(func: Any, source: Slice) -> Any:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    name = func.__name__
-    tensors = args[0] if name == "_foreach_norm" else [args[0]]
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
+    name, options = func.__name__, _by_name(func, args, kwargs)
+    tensors, dtype = options.pop("input"), options.pop("dtype", None)
+    order = options.pop("ord", options.pop("p", None))
+    tensors = tensors if name == "_foreach_norm" else [tensors]
     slices = [tensor for tensor in tensors if isinstance(tensor, Slice)]
-    further = {key for key, value in kwargs.items() if key not in ("ord", "p", "dtype") and not _says_nothing(value)}
-    if further or len(args) > 2 or len(slices) != len(tensors):
+    if options or len(slices) != len(tensors):
         raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
     if not all(tensor.is_floating_point() for tensor in slices):  # torch refuses them where a rank has elements
         raise _refusal(f"{name} of numbers that are not real", args)
@@ -603,7 +659,6 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
         raise _refusal(f"{name} with ord={order!r}, a norm of matrices,", args)
     local, elements = [tensor.local for tensor in slices], [tensor.elements for tensor in slices]
     power = 2.0 if frobenius else float(order)
-    dtype = kwargs.get("dtype")
     local = local if dtype is None else [each.to(dtype) for each in local]
     norms = _apart(name, lambda: whole_norms(name, elements, local, power), args, kwargs)
     return list(norms) if name == "_foreach_norm" else norms[0]
@@ -668,12 +723,10 @@ def _no_grad_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
-    _read: allowed.PROPERTIES,
+    _read: allowed.PROPERTIES | allowed.SIZED,
     _compute: allowed.OUT_OF_PLACE,
     _write: allowed.IN_PLACE,
-    _fill: allowed.FILLS,
     _make: allowed.COPIES,
-    _make_sized: allowed.SIZED,
     _draw: allowed.RANDOM,
     _norm: allowed.NORMS,
     _reduce: allowed.reductions((*REDUCTIONS, *_NUMBERS)),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,12 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeromesh.engine.control import reduce_over
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.param import ShardedParameter, Slice, local_operand
+from zeromesh.engine.param import ShardedParameter, Slice, loaded_operand, refuse_transforms
 from zeromesh.engine.parts import require_one_of_a_name
-from zeromesh.errors import InputError
+from zeromesh.errors import CheckpointError, InputError
 from zeromesh.modules import clean_name
 from zeromesh.pieces.piece import copy_shared, whole
-from zeromesh.pieces.sliced import SlicedTensor
 
 
 def install_state_dict(model: nn.Module, engine: Engine) -> None:
@@ -40,25 +38,31 @@ def install_state_dict(model: nn.Module, engine: Engine) -> None:
         found = reference()
         if found is not None:
             require_one_of_a_name(found.homes)
-            found.at_rest()
-            _show(state, prefix, _by_name(found))
+            for key in [key for key in state if key.startswith(prefix)]:  # the order is kept
+                state[prefix + clean_name(key.removeprefix(prefix))] = state.pop(key)
 
     def renamed(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if reference() is not None:
-            _rename(module, state, prefix)
+        """Gives names back the parts that wrappers have added."""
+        given = {clean_name(key.removeprefix(prefix)): key for key in state if key.startswith(prefix)}
+        for name, part in module.named_modules(remove_duplicate=False) if reference() is not None else ():
+            # Not `named_parameters`, which checkpoint wrappers override.
+            for key in (*part._parameters, *part._buffers):
+                actual = f"{name}.{key}" if name else key
+                if clean_name(actual) in given:
+                    state[prefix + actual] = state.pop(given[clean_name(actual)])
 
     for module in model.modules():
-        if module is not model:
-            _install_part(module, reference)
+        _install_part(module, reference)
     model.register_state_dict_post_hook(shown)  # type: ignore[no-untyped-call]  # torch leaves these so
     model.register_load_state_dict_pre_hook(renamed)  # type: ignore[no-untyped-call]
-    _install_loading(model, reference)
     _gather_where_torch_does()
+    refuse_transforms()
 
 
 def _install_part(module: nn.Module, reference: weakref.ref[Engine]) -> None:
-    """Of a module that owns parameters: its own `state_dict` has slices too."""
-    own = _own(module)
+    """Of a module that owns parameters: its state has slices, also inside a forward, and takes slices and whole
+    tensors. Torch's own loading finds them in place, and with `assign` puts them where they are."""
+    own = {key: param for key, param in module._parameters.items() if isinstance(param, ShardedParameter)}
     if not own:
         return
 
@@ -68,16 +72,7 @@ def _install_part(module: nn.Module, reference: weakref.ref[Engine]) -> None:
             found.at_rest()
             for key, param in own.items():
                 if prefix + key in state:
-                    state[prefix + key] = param.sliced(param.full_name)
-
-    module.register_state_dict_post_hook(shown)  # type: ignore[no-untyped-call]  # torch leaves these so
-    _install_loading(module, reference)
-
-
-def _install_loading(module: nn.Module, reference: weakref.ref[Engine]) -> None:
-    """Copies what is given for a module's own parameters into the shards; torch's own loading finds them in place, and
-    with `assign` puts them where they are."""
-    own = _own(module)
+                    state[prefix + key] = param.shown()
 
     def taken(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         found = reference()
@@ -85,50 +80,20 @@ def _install_loading(module: nn.Module, reference: weakref.ref[Engine]) -> None:
             return
         for key, param in own.items():
             value = state.get(prefix + key)
+            if isinstance(value, Tensor) and value.shape == (param.elements.numel,) != param.shape:
+                raise CheckpointError(
+                    f"load_state_dict of {param.elements} was given this rank's part alone, as `.local` is: "
+                    f"give it slices, as state_dict() has them, or whole tensors"
+                )
             if isinstance(value, Tensor) and value.shape == param.shape and value is not param:
-                given = local_operand(param, value, "load_state_dict")
+                given = loaded_operand(param.elements, value, "load_state_dict")
                 found.changing(param)
                 if given.data_ptr() != param.local.data_ptr():
                     param.local.copy_(given)
                 state[prefix + key] = param
 
-    module.register_load_state_dict_pre_hook(taken)  # type: ignore[no-untyped-call]  # torch leaves these so
-
-
-def _own(module: nn.Module) -> dict[str, ShardedParameter]:
-    return {key: param for key, param in module._parameters.items() if isinstance(param, ShardedParameter)}
-
-
-def _by_name(engine: Engine) -> dict[str, ShardedParameter]:
-    return {
-        name: param
-        for unit in engine.units
-        for buffer in unit.buffers
-        for place, param in zip(buffer.places, buffer.optimizer_params, strict=True)
-        for name in place.info.names
-    }
-
-
-def _show(state: dict[str, Any], prefix: str, params: Mapping[str, ShardedParameter]) -> None:
-    """Replaces slices in place, keeping the order; names lose the parts that wrappers added."""
-    for key in [key for key in state if key.startswith(prefix)]:
-        name = clean_name(key.removeprefix(prefix))
-        value = state.pop(key)
-        if isinstance(value, SlicedTensor):  # of the module that holds it, which may have moved since
-            value = value.over(replace(value.piece, name=name))
-        elif name in params:
-            value = params[name].sliced(name)
-        state[prefix + name] = value
-
-
-def _rename(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Gives names back the parts that wrappers have added."""
-    given = {clean_name(key.removeprefix(prefix)): key for key in state if key.startswith(prefix)}
-    for name, part in module.named_modules(remove_duplicate=False):
-        for key in (*part._parameters, *part._buffers):  # not `named_parameters`, which checkpoint wrappers override
-            actual = f"{name}.{key}" if name else key
-            if clean_name(actual) in given:
-                state[prefix + actual] = state.pop(given[clean_name(actual)])
+    module.register_state_dict_post_hook(shown)  # type: ignore[no-untyped-call]  # torch leaves these so
+    module.register_load_state_dict_pre_hook(taken)  # type: ignore[no-untyped-call]
 
 
 def whole_state(state: Any, engine: Engine | None = None, *, everywhere: bool = False) -> Any:
@@ -144,8 +109,8 @@ def whole_state(state: Any, engine: Engine | None = None, *, everywhere: bool = 
     control = None if engine is None else engine.control
     groups = [dist.group.WORLD] if control is None else [control.group, *control.beyond]
 
-    def gathered(sliced: SlicedTensor | Slice) -> Tensor | None:
-        own = sliced.elements.piece(sliced.full_name, sliced.local) if isinstance(sliced, Slice) else sliced.piece
+    def gathered(sliced: Slice) -> Tensor | None:
+        own = sliced.piece()
         values = torch.zeros(sliced.shape, dtype=own.local.dtype, device=own.local.device)
         copy_shared(own, whole(own.name, values))
         for group in groups if dist.is_initialized() and values.numel() else ():
@@ -153,7 +118,7 @@ def whole_state(state: Any, engine: Engine | None = None, *, everywhere: bool = 
             reduce_over(group, values.view(-1).view(torch.uint8), dist.ReduceOp.MAX)
         return values if everywhere else values.cpu() if not dist.is_initialized() or dist.get_rank() == 0 else None
 
-    return tree_map_only((SlicedTensor, Slice), gathered, state)
+    return tree_map_only(Slice, gathered, state)
 
 
 def sliced_like(current: Any, state: Any) -> Any:
@@ -176,7 +141,7 @@ def _gather_where_torch_does() -> None:
         params = (param for param in info.fqn_param_mapping if isinstance(param, ShardedParameter))
         engine = next((param.engine() for param in params), None)
         if engine is not None and info.full_state_dict:
-            names = [each.piece.name for each in tree_leaves(state_dict) if isinstance(each, SlicedTensor)]
+            names = [each.full_name for each in tree_leaves(state_dict) if isinstance(each, Slice)]
             if any(other != names for other in engine.control.gather(names)):
                 raise InputError(
                     "full_state_dict=True gathers tensors of which every rank has a slice, and an optimizer of "

@@ -1,10 +1,9 @@
-"""A rank's slice as a tensor: what state dicts of a sharded model and of its optimizers hold."""
+"""A rank's slice of a tensor, as torch.distributed.checkpoint and DTensors see it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,100 +11,47 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from zeromesh.errors import CheckpointError
 from zeromesh.pieces.boxes import Box
-from zeromesh.pieces.piece import Piece, copy_shared
+from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.region import Region
 
 
-class SlicedTensor(torch.Tensor):
-    """A rank's slice of a tensor, as torch.distributed.checkpoint wants it: whole shape, boxes held here.
+class Sliced:
+    """What torch.distributed.checkpoint asks of a tensor: its whole shape, and boxes of it that are held here.
 
-    What `state_dict()` of a sharded model holds. `dcp.save` writes the boxes, `dcp.load` writes into them, and so into
-    the memory of the slice; the model's `load_state_dict` takes it back.
+    `dcp.save` writes the boxes, `dcp.load` writes into them, and so into the memory of the slice.
 
     Attributes:
-        piece: the slice.
+        piece: gives the slice.
         writes: whether `dcp.save` writes it here: no other rank does that has some of it and not just the same.
-        elements: which elements every rank has, in a form that can be compared; None where it is not known.
     """
 
-    piece: Piece
+    piece: Callable[[], Piece]
     writes: bool
-    elements: object
-    boxes: tuple[Box, ...]
 
-    @staticmethod
-    def __new__(cls, piece: Piece, *, writes: bool = True, elements: object = None) -> SlicedTensor:
-        local = piece.local
-        self = torch.Tensor._make_wrapper_subclass(cls, piece.shape, dtype=local.dtype, device=local.device)
-        assert isinstance(self, SlicedTensor)
-        self.piece = piece
-        self.writes = writes
-        self.elements = elements
-        self.boxes = piece.boxes
-        if not math.prod(piece.shape):
-            # Without a chunk the tensor would not be in the checkpoint at all.
-            self.boxes = (Box(offsets=(0,) * len(piece.shape), sizes=piece.shape, start=0),)
-        return self
-
-    def __init__(self, piece: Piece, *, writes: bool = True, elements: object = None) -> None:
-        super().__init__()
-
-    def over(self, piece: Piece) -> SlicedTensor:
-        """The same elements, with another name or other values."""
-        return SlicedTensor(piece, writes=self.writes, elements=self.elements)
-
-    def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes tensor_contents
-        piece = self.piece
-        within = "" if piece.region.is_whole else f" of {piece.region}"
-        return f"SlicedTensor({piece.name!r}, shape={piece.shape}, {piece.start}..{piece.stop}{within})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
-        return self.over(replace(self.piece, local=self.piece.local.clone()))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if not self.piece.is_whole:
-            raise CheckpointError(
-                f"{self!r} is one rank's part of a state dict, and pickled alone (torch.save) the others' would be "
-                f"lost: save with zm.Checkpoints or torch.distributed.checkpoint, or zm.full_state_dict(model)"
-            )
-        whole = self.piece.local.view(self.piece.shape)
-        return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it so
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without cls
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return args[0].over(args[0].piece)
-        if func is torch.ops.aten.clone.default:
-            return args[0].__deepcopy__({})
-        if func is torch.ops.aten._to_copy.default:  # an optimizer that loads its states gives them its dtype
-            piece = args[0].piece
-            local = piece.local.to(dtype=kwargs.get("dtype"), device=kwargs.get("device"), copy=True)
-            return args[0].over(replace(piece, local=local))
-        held = next((arg for arg in args if isinstance(arg, SlicedTensor)), "a sliced tensor")
-        raise CheckpointError(
-            f"{func} on {held}: this rank holds a slice of it only; save it with torch.distributed.checkpoint, give it "
-            f"to load_state_dict, or use zm.full_state_dict(model)"
-        )
-
-    # What torch.distributed.checkpoint asks of a tensor.
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        piece = self.piece()
+        if math.prod(piece.shape):
+            return piece.boxes
+        # Without a chunk the tensor would not be in the checkpoint at all.
+        return (Box(offsets=(0,) * len(piece.shape), sizes=piece.shape, start=0),)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
+        piece = self.piece()
+        properties, size = TensorProperties(dtype=piece.local.dtype), torch.Size(piece.shape)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, box.offsets),
+                index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.piece.shape)),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
             )
-            for box, chunk in zip(self.boxes, self.__create_chunk_list__(), strict=True)
+            for chunk in self.__create_chunk_list__()
             if self.writes
         ]
 
@@ -115,7 +61,7 @@ class SlicedTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         for box in self.boxes:
             if index.offset is None or tuple(index.offset) == box.offsets:
-                return self.piece.view(box)
+                return self.piece().view(box)
         raise CheckpointError(f"{self!r} has no box at {index.offset}")
 
 
@@ -155,37 +101,3 @@ def folding(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placeme
     assert isinstance(placement, _StridedShard)
     dim, parts = placement.dim % len(shape), int(placement.split_factor) * mesh.size(strided[0])
     return strided[0] if divided.count(dim) == 1 and shape[dim] % parts == 0 else None
-
-
-def part_of(value: Tensor, name: str, region: Region, start: int, numel: int) -> Tensor:
-    """Elements `start` to `start + numel` of a flattened region of a tensor that is given whole, as a slice, or as a
-    DTensor; shares its memory where they lie there in a row.
-
-    Raises:
-        CheckpointError: what is given does not hold them all.
-    """
-    given = _piece_of(value, name)
-    if region == given.region and given.start <= start <= start + numel <= given.stop:
-        return given.part(start, start + numel).local
-    wanted = Piece(name=name, shape=region.shape, start=start, local=given.local.new_empty(numel), within=region)
-    if copy_shared(given, wanted) != numel:
-        raise CheckpointError(
-            f"{name}: this rank needs elements {_shown(wanted)}, and load_state_dict was given slice {_shown(given)} "
-            f"of another layout: use zm.Checkpoints or torch.distributed.checkpoint"
-        )
-    return wanted.local
-
-
-def _piece_of(value: Tensor, name: str) -> Piece:
-    if isinstance(value, SlicedTensor):
-        return value.piece
-    region, local = Region.whole(value.shape), value.detach()
-    if isinstance(value, DTensor):
-        region, local = dtensor_region(value.shape, value.device_mesh, value.placements), value._local_tensor.detach()
-    return Piece(name=name, shape=region.shape, start=0, local=local.reshape(-1), within=region)
-
-
-def _shown(piece: Piece) -> str:
-    region = piece.region
-    within = "" if region.is_whole else f" of the box of {region}"
-    return f"{piece.start} to {piece.stop}{within}"

@@ -33,9 +33,9 @@ from tests.dist.checkpoint.models import Mesh, Odd, assemble, make, require_equa
 from tests.dist.pool import Pool, kept
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.storage import LocalStorage
+from zeromesh.engine.param import Slice
 from zeromesh.engine.state_dict import whole_state
 from zeromesh.errors import CheckpointError, InputError
-from zeromesh.pieces.sliced import SlicedTensor
 
 ONE: Mesh = (("cluster", 1), ("node", 1))
 TWO: Mesh = (("cluster", 1), ("node", 2))
@@ -178,8 +178,7 @@ def whole_tensors(mesh: Mesh, strategy: str):
     assert torch.equal(model.eval()(tokens), plain(tokens))
     with pytest.raises(RuntimeError, match="size mismatch for frozen"):
         model.load_state_dict(plain.state_dict() | {"frozen": torch.zeros(4)})
-    with pytest.raises(CheckpointError, match="this rank holds a slice of it only"):
-        model.state_dict()["embed.weight"] + 1
+    assert type(model.state_dict()["embed.weight"] + 1) is Slice
 
 
 def test_load_state_dict_takes_whole_tensors(pool: Pool) -> None:
@@ -197,7 +196,7 @@ def told_by_torch(mesh: Mesh, strategy: str) -> None:
         if offload and dist.get_rank():
             assert found == ({}, {})
             continue
-        assert not any(isinstance(value, SlicedTensor) for value in tree_leaves(found))
+        assert not any(isinstance(value, Slice) for value in tree_leaves(found))
         names = found[0].keys()
         assert names == plain[0].keys() - ({"frozen"} if unfrozen else set())
         torch.testing.assert_close(found[0], {name: plain[0][name] for name in names}, rtol=0, atol=0)

@@ -381,7 +381,7 @@ def test_a_part_shows_slices_of_whole_tensors(strategy):
     assert list(part) == ["0.weight", "0.bias"]
     for key, value in part.items():
         assert type(value) is type(whole[f"1.{key}"]) and value.shape == whole[f"1.{key}"].shape
-        assert value.piece.name == f"1.{key}"
+        assert value.full_name == f"1.{key}"
     saved = io.BytesIO()
     model.load_state_dict(whole)
     torch.save({key: value.shape for key, value in part.items()}, saved)

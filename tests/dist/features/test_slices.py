@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -152,6 +153,8 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda p: p.norm(),
     "vector_norm": lambda p: torch.linalg.vector_norm(p, 1.0),
     "foreach_norm": lambda p: torch._foreach_norm([p])[0],
+    "foreach_norm of two dtypes": lambda p: torch._foreach_norm([p, p.bfloat16()])[1],
+    "norm of fewer bits": lambda p: p.half().norm(),
     "amax": lambda p: p.amax(),
     "max": lambda p: p.max(),
     "amin": torch.amin,
@@ -231,6 +234,15 @@ def test_a_parameter_of_one_element_is_a_number_on_every_rank(strategy):
     model = zm.shard(Scaled(), mesh(), strategy)
     assert (model.scale.item(), float(model.wide), int(model.wide), bool(model.scale)) == (0.25, -3.0, -3, True)
     assert f"{model.scale:.3f}" == "0.250" and model.scale.exp().item() == pytest.approx(math.exp(0.25))
+    plain = Scaled()
+    for ours, theirs in ((model.scale, plain.scale), (model.wide, plain.wide)):
+        for other in (torch.tensor(2.0).double(), torch.tensor(3), torch.ones(1).double()):
+            for call in (torch.mul, lambda a, b: b - a, torch.maximum):
+                got, wanted = outcome(call, ours, other), outcome(call, theirs, other)
+                if wanted.shape != theirs.shape:
+                    assert isinstance(got, OptimizerError)  # a row of one
+                else:
+                    close(got, wanted)
 
 
 # ---- rows, operands of the whole shape, copies
@@ -245,6 +257,7 @@ def test_rows_and_masks_of_the_whole_tensor(strategy):
         lambda p: p.__setitem__((..., -1), 0.5),
         lambda p: p.__setitem__(torch.tensor([0, 2]), torch.tensor(2.0).double()),
         lambda p: p.__setitem__([1], 7.0),
+        lambda p: p.__setitem__(([0, 1], [1, 2])[: p.dim()], 3.0),
         lambda p: p.__setitem__(torch.arange(p.numel()).view(p.shape) % 3 == 0, -1.0),
         lambda p: p.index_fill_(0, torch.tensor([1]), 4.0),
         lambda p: p.mul_(torch.arange(p.shape[0]).double().view(-1, *(1 for _ in p.shape[1:]))),
@@ -258,12 +271,14 @@ def test_rows_and_masks_of_the_whole_tensor(strategy):
             close(ours, theirs)
     whole = zm.full_state_dict(model)
     assert dist.get_rank() or all(torch.equal(whole[name], value) for name, value in plain.state_dict().items())
-    with pytest.raises(OptimizerError, match=r"takes integers, slices and one list"):
-        model[0].weight[[0, 1], [1, 2]] = 0.0
+    with pytest.raises(OptimizerError, match=r"was given 5: index 5 is out of bounds"):
+        model[0].weight[5] = 0.0
     with pytest.raises(OptimizerError, match=r"must be the whole tensor"), torch.no_grad():
         model[0].weight.add_(torch.ones(4))
     with pytest.raises(OptimizerError, match=r"into a plain tensor needs all of"), torch.no_grad():
         torch.zeros(5, 7).double().copy_(model[0].weight)
+    with pytest.raises(OptimizerError, match=r"into a plain tensor needs all of"), torch.no_grad():
+        torch.zeros(5, 7).double().add_(other=model[0].weight)
 
 
 @on_ranks(4)
@@ -316,6 +331,27 @@ def test_a_slice_is_not_pickled_by_itself():
         for save in (lambda value: torch.save(value, io.BytesIO()), lambda value: pickle.dumps([value])):
             with pytest.raises(CheckpointError, match=r"zm\.Checkpoints or zm\.full_state_dict"):
                 save(each)
+
+
+@on_ranks(4)
+def test_values_of_other_ranks_are_missed_on_every_rank():
+    """`.local` in a state dict, and states of an optimizer that has whole ones on some ranks."""
+    model = sharded(0, "node=3,cluster=1")
+    with pytest.raises(CheckpointError, match=r"load_state_dict of 0\.weight .* this rank's part alone"):
+        model.load_state_dict({name: param.local for name, param in model.named_parameters()})
+    owned = zm.by_owner(torch.optim.AdamW, [{"params": list(layer.parameters())} for layer in model])
+    train(model, owned, 0)
+    optimizers = [torch.optim.AdamW([{"params": list(layer.parameters())} for layer in model]) for _ in range(2)]
+    train(model, optimizers[0], 0)
+    for optimizer in optimizers:  # of which one has stepped
+        with pytest.raises(CheckpointError, match=r"load_state_dict of AdamW.*zm\.by_owner, which some ranks have"):
+            optimizer.load_state_dict(owned.state_dict())
+            train(model, optimizer, 1)
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(model, optimizer, 1)
+    owned.load_state_dict(owned.state_dict())
+    train(model, owned, 1)
+    assert all("by_owner" not in group for group in owned.param_groups)
 
 
 @on_ranks(4)
@@ -458,6 +494,52 @@ def test_a_moving_average_of_clones_is_that_of_plain_tensors(strategy):
         close(ours, theirs)
 
 
+class Average(nn.Module):
+    """timm's ModelEmaV3: https://github.com/huggingface/pytorch-image-models/blob/v1.0.15/timm/utils/model_ema.py"""
+
+    def __init__(self, model: nn.Module, decay: float, foreach: bool) -> None:
+        super().__init__()
+        self.module, self.decay, self.foreach = copy.deepcopy(model).eval(), decay, foreach
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        averages, values = [], []
+        for average, value in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
+            if not average.is_floating_point():
+                average.copy_(value)
+            elif self.foreach:
+                averages.append(average)
+                values.append(value)
+            else:
+                average.lerp_(value.to(device=average.device), weight=1.0 - self.decay)
+        if self.foreach:
+            torch._foreach_lerp_(averages, values, weight=1.0 - self.decay)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_a_moving_average_of_state_dicts(strategy, foreach):
+    plain, model = net(), sharded(0, strategy)
+    averages = [Average(net(1), 0.9, foreach) for _ in range(3)]
+    for average, layout in zip(averages[1:], (strategy, "node=0,cluster=0"), strict=True):
+        zm.shard(average.module, mesh(), layout, units=[nn.Linear], bucket_bytes=0)
+    for each, average in zip((plain, model), averages, strict=False):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for step in range(3):
+            train(each, optimizer, step)
+            average.update(each)
+    for theirs, ours in zip(*(average.module.parameters() for average in averages[:2]), strict=True):
+        close(ours, theirs)
+    x = torch.ones(2, 7).double()
+    close(averages[1].module(x), averages[0].module(x))  # what was written is computed with
+    if strategy != "node=0,cluster=0":
+        with pytest.raises(OptimizerError, match=r"cannot be combined rank by rank.*zm\.copy_values"):
+            averages[2].update(model)
+    with pytest.raises(ModelError, match=r"cannot be copied.*before zm\.shard"):
+        Average(model, 0.9, foreach)
+
+
 @pytest.mark.parametrize("decay", [None, 0.9])
 @on_ranks(4)
 def test_torchs_averaged_model_is_sharded_as_the_trained_one(decay):
@@ -524,7 +606,87 @@ def test_a_step_whose_error_is_kept_is_over():
     optimizer.step()
     with pytest.raises(ValueError, match="no data") as kept_error:
         optimizer.step(closure)
+    optimizer.param_groups[0]["lr"] = "none"  # torch's own step raises
+    with pytest.raises(TypeError) as another_kept_error:
+        optimizer.step()
     assert type(torch.zeros_like(model[0].weight)) is Slice
     with pytest.raises(OptimizerError, match=r"cannot be combined"), torch.no_grad():
         model[0].weight.add_(other[0].weight)
-    assert kept_error.tb is not None
+    assert kept_error.tb is not None and another_kept_error.tb is not None
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Zhang et al., arXiv 1907.08610: every other step, slow weights move towards those of another optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.steps = inner, 0
+        super().__init__(inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss, self.steps = self.inner.step(closure), self.steps + 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                slow = self.state[param].setdefault("slow", param.detach().clone())
+                if self.steps % 2 == 0:
+                    slow.add_(param.data - slow, alpha=0.5)
+                    param.data.copy_(slow)
+        return loss
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+@on_ranks(4)
+def test_a_step_inside_of_a_step(options):
+    plain, model = net(), sharded(0, "node=3,cluster=1")
+    for each in (plain, model):
+        optimizer = zm.elementwise(Lookahead(torch.optim.AdamW(each.parameters(), lr=0.1, **options)))
+        for step in range(4):
+            train(each, optimizer, step)
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(each, optimizer, 4)
+    for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
+        close(ours, theirs)
+
+
+class WholeStates(torch.optim.Optimizer):
+    """As torchao's have them: of the parameter's shape, whatever `zeros_like` makes."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            momentum = self.state[param].setdefault("momentum", torch.zeros(param.shape, dtype=param.dtype))
+            momentum.mul_(0.9).add_(param.grad)
+            param.sub_(momentum, alpha=0.1)
+
+
+@on_ranks(4)
+def test_states_of_another_shape_are_refused_on_every_rank():
+    plain, model = net(), sharded(0, "node=3,cluster=1")
+    with pytest.raises(OptimizerError, match=r"'momentum' has another number.*zm\.by_owner\(WholeStates, params\)"):
+        train(model, zm.elementwise(WholeStates(model.parameters(), {})), 0)
+    zm.zero_grad(model)
+    train(model, zm.by_owner(WholeStates, model.parameters(), defaults={}), 0)  # as it says
+    train(plain, WholeStates(plain.parameters(), {}), 0)
+    for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+@pytest.mark.parametrize("strategy", ["node=3", "node=1", "node=0"])
+@on_ranks(2)
+def test_a_compiled_step_gives_the_same_values(kind, strategy):
+    torch._dynamo.reset()
+    group = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    models = [zm.shard(net(), group, strategy) for _ in range(2)]
+    optimizers = [kind(each.parameters(), lr=0.1) for each in models]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
+    steps = optimizers[0].step, torch.compile(optimizers[1].step, backend="eager")
+    for _ in range(3):
+        for each, optimizer, scheduler, step in zip(models, optimizers, schedulers, steps, strict=True):
+            each(torch.ones(2, 7).double()).square().mean().backward()
+            step()
+            scheduler.step()
+            optimizer.zero_grad()
+    for eager, compiled in zip(*(each.parameters() for each in models), strict=True):
+        assert torch.equal(eager.local, compiled.local)
+    assert torch.equal(*(each(torch.ones(2, 7).double()) for each in models))

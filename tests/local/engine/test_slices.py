@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh as zm
-from zeromesh.engine.param import _ALLOWED, ShardedParameter
+from zeromesh.engine.param import _ALLOWED, ShardedParameter, Slice
 from zeromesh.errors import OptimizerError, ZeromeshError
 
 
@@ -99,6 +102,106 @@ def test_a_refusal_names_function_parameter_and_what_to_do(name, act):
     text = str(caught.value)
     assert text.startswith(f"{name} needs all of 0.weight (4, 4)") and "zm.full_state_dict(model)" in text
     assert "`.local`" in text
+
+
+def forms(function: Callable[..., Any]) -> Iterator[tuple[list[tuple[str, str]], int]]:
+    """(name, type) of the parameters of each form of a function, those without a default and one more at a time; and
+    how many may be given by position."""
+    if hasattr(function, "__code__"):
+        names = function.__code__.co_varnames[: min(function.__code__.co_argcount, 2)]
+        yield [(name, "float" if name in ("p", "ord") else "Tensor") for name in names], len(names)
+        return
+    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{function.__name__}"):
+        needed = [arg for arg in schema.arguments if not arg.has_default_value()]
+        for further in ([], *([arg] for arg in schema.arguments if arg.has_default_value())):
+            chosen = sorted([*needed, *further], key=lambda arg: arg.kwarg_only)
+            names = [("input" if arg.name == "self" else arg.name, str(arg.type)) for arg in chosen]
+            pairs = zip(chosen, schema.arguments, strict=False)
+            yield (
+                names,
+                sum(1 for _ in takewhile(lambda pair: pair[0].name == pair[1].name and not pair[0].kwarg_only, pairs)),
+            )
+
+
+def value_of(name: str, kind: str, one: Any, other: Any) -> Any:
+    by_name = {"input": one, "self": one, "index": torch.tensor([1]), "mask": other > 0, "condition": other > 0}
+    by_kind = {"Tensor": other, "Scalar": 0.5, "number": 0.5, "float": 1.0, "int": 1, "bool": False}
+    if kind.startswith("List[") and kind[5:-1] in by_kind:
+        return [value_of(name, kind[5:-1], one, other)] * 2
+    kind = kind.removeprefix("Optional[").rstrip("]")
+    return by_name.get(name, by_kind.get(kind, torch.float32 if name == "dtype" else None))
+
+
+def test_arguments_by_name_act_as_by_position():
+    """Each function of the list, in each of its forms, with each of its arguments, at each place."""
+    plain, model = net(), zm.shard(net(), None, "node=3")
+    tried, wrong = set(), []
+    without = re.compile("__|.*empty|to$|_has_compatible")  # names, values, schemas that are Python's
+    for function in (each for each in _ALLOWED if not without.match(each.__name__)):
+        for form, most in forms(function):
+            names = [name for name, _ in form]
+            for at in range(most):
+                found = []
+                for each, place in ((plain, at), (model, at), (model, most)):
+                    one, other = each[0].weight.detach().clone(), each[1].weight.detach().clone()
+                    values = [value_of(*parameter, one, other) for parameter in form]
+                    torch.manual_seed(0)
+                    named = dict(zip(names[place:], values[place:], strict=True))
+                    found.append(result_of(function, values[:place], named))
+                wanted, by_name, by_position = found
+                if isinstance(wanted, Exception) or wanted is NotImplemented:
+                    continue
+                tried.add(function.__name__)
+                if not same(by_name, by_position) or not (isinstance(by_name, OptimizerError) or same(by_name, wanted)):
+                    wrong.append((function, names, at, *found))
+    assert not wrong
+    assert len(tried) > 200 and tried >= {
+        "add",
+        "sum",
+        "norm",
+        "linalg_vector_norm",
+        "index_fill_",
+        "zeros_like",
+        "clone",
+    }
+
+
+def result_of(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = function(*args, **kwargs)
+    except Exception as error:
+        return error
+    return (args[0] if args else next(iter(kwargs.values()))) if result is None else result
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        ours, theirs = (each.local.view(each.shape) if isinstance(each, Slice) else each for each in (one, other))
+        return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, equal_nan=True)
+    return type(one) is type(other) and (isinstance(one, Exception) or one == other)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        torch.func.vmap,
+        torch.func.grad,
+        torch.func.jacrev,
+        torch.func.functionalize,
+        lambda f: partial(torch.func.vjp, f),
+    ],
+)
+def test_torchs_transforms_of_functions_are_refused(transform):
+    model = zm.shard(net(), None, "node=3")
+    for each in (model[0].weight, model[0].weight.detach()):
+        with pytest.raises(OptimizerError, match=r"torch\.func needs all of 0\.weight \(4, 4\)"):
+            transform(lambda x: (x * x).sum())(each)
+    values = torch.func.functional_call(model, dict(model.named_parameters()), torch.ones(1, 4).double())
+    assert torch.equal(values, model(torch.ones(1, 4).double()))
 
 
 CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
