@@ -87,12 +87,12 @@ def real_rank(store_file: Path | None, *, overrides: list[str]) -> list[dict[str
     from zeromesh.launch.ranks import join_ranks
     from zeromesh.observe.report import memory_report, traffic_report
     from zeromesh.train.config import load_config
-    from zeromesh.train.corpus import load_corpus
+    from zeromesh.train.corpus import read_corpus
     from zeromesh.train.loop import _build, make_trainer
 
     config = load_config(DEMO, overrides)
     with join_ranks(config.mesh, store_file, device="cpu") as ranks:
-        corpus = load_corpus(config.data)
+        corpus = read_corpus(config)
         trainer = make_trainer(config, ranks, corpus, _build(config, ranks, corpus))
         trainer.step(0)
         recompute = config.model.activation_checkpointing

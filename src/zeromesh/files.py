@@ -89,6 +89,24 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def require_writable(directory: Path, *, key: str, error: type[InputError] = InputError) -> Path:
+    """The directory, or the nearest one above it that exists; changes nothing.
+
+    Args:
+        directory: to write to, or to make.
+        key: that names it, for messages.
+        error: to raise.
+
+    Raises:
+        InputError: `error`, if it is no directory, or this user cannot write there.
+    """
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = "a directory of this user's to write to" if there.is_dir() else "a directory"
+        raise error(f"{key}: cannot write {directory}: {there} is not {reason}")
+    return there
+
+
 def _require_bounds(value: Any) -> None:
     """Raises ValueError for what those who read it would recurse or compute with beyond all measure."""
     level = [value]

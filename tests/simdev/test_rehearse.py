@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -238,8 +239,8 @@ def trained(run_config):
 
     mesh = init_device_mesh("cpu", tuple(run_config.mesh.values()), mesh_dim_names=tuple(run_config.mesh))
     ranks = Ranks(rank=dist.get_rank(), world=dist.get_world_size(), device=torch.device("cpu"), mesh=mesh)
-    corpus = read_corpus(run_config.data)
-    trainer = make_trainer(run_config, ranks, corpus, build_tiny(run_config.model, corpus.vocab_size))
+    corpus = read_corpus(run_config)
+    trainer = make_trainer(run_config, ranks, corpus, build_tiny(run_config.model, corpus.tokenizer.vocab_size))
     trainer.step(0)
     with traffic_report(trainer.model, micro_batches=trainer.sampler.micro_batches) as traffic:
         trainer.step(0)
@@ -313,7 +314,7 @@ def test_the_command_rehearses_ranks_in_processes_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (write_text(tmp_path) / "run.toml").write_text(CONFIG)
-    monkeypatch.setenv("PYTHONPATH", str(FAKE_TRANSFORMERS))
+    monkeypatch.setenv("PYTHONPATH", f"{FAKE_TRANSFORMERS}:{os.environ.get('PYTHONPATH', '')}")
     arguments = ["--rank", "0", "--rank", "511", "--world", "512", "--json"]
     files = ["--report", str(tmp_path / "page.html"), "--trace", str(tmp_path / "trace.json")]
     monkeypatch.setattr(sys, "argv", ["zeromesh", "rehearse", str(tmp_path / "run.toml"), *arguments, *files])

@@ -23,9 +23,9 @@ def test_a_step_waits_for_the_device_exactly_once(tmp_path, strategy):
     simdev.counting_group(0, 4)
     mesh = init_device_mesh("simdev", (2, 2), mesh_dim_names=("cluster", "node"))
     run = config(write_text(tmp_path), (("cluster", 2), ("node", 2)), strategy, checkpoint={})
-    corpus = read_corpus(run.data)
+    corpus = read_corpus(run)
     ranks = Ranks(rank=0, world=4, device=torch.device("simdev", 0), mesh=mesh)
-    trainer = make_trainer(run, ranks, corpus, Tiny(corpus.vocab_size))
+    trainer = make_trainer(run, ranks, corpus, Tiny(corpus.tokenizer.vocab_size))
     trainer.step(0)
     for step in (1, 2):
         with simdev.Checker() as checker:

@@ -19,19 +19,12 @@ from zeromesh.errors import InputError
 CPU = torch.device("cpu")
 _NAMED_RANKS = 8
 
-PROMISES = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "SLURM_GPUS_ON_NODE",
-    "SLURM_STEP_GPUS",
-)
-"""Who sets one of these to anything but nothing expects a device."""
-
 COUNTS = ("SLURM_GPUS_ON_NODE",)
-"""Of those, the ones that are no list: there 0 is no device, and not the first."""
+PROMISES = (
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
+    *("ASCEND_RT_VISIBLE_DEVICES", "SLURM_STEP_GPUS", *COUNTS),
+)
+"""Who sets one of these to anything but nothing expects a device. `COUNTS` are no lists: there 0 is no device."""
 
 NO_DEVICES = ("", "0", "-1", "none", "void", "NoDevFiles")
 """What launchers and people write for none."""
@@ -40,8 +33,7 @@ NCCL_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": 
 """[Note: Order]."""
 
 SHARE = "ZEROMESH_SHARE_DEVICES"
-"""A variable. Where it is set, ranks of a machine may have one device in common, for checks of numbers where there are
-fewer devices than ranks."""
+"""If this variable is set, ranks of a machine may share a device, to check numbers with fewer devices than ranks."""
 
 NCCL_SHARED = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # from NCCL 2.30 on
@@ -55,13 +47,8 @@ NCCL_SHARED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a rank says of its device to the others.
-
-    Args:
-        type: of the device.
-        identity: what no other device has, on any machine; empty for the CPU and for a device that ranks may share.
-        lacks: why it has none, where it should have one.
-    """
+    """What a rank says of its device to the others: its type; what no other device has, on any machine (empty for the
+    CPU and for a device that ranks may share); and why it has none, if it should have one."""
 
     type: str
     identity: str = ""
@@ -74,14 +61,14 @@ def visible_devices() -> int:
 
 
 def find_device(wanted: str, local_rank: int, local_world: int) -> tuple[torch.device, Claim]:
-    """The accelerator of this rank, or the CPU where it has none, and what to tell the others.
+    """The accelerator of this rank, or the CPU if it has none, and what to tell the others.
 
-    Whoever sees one device alone takes it: `srun --gpus-per-task=1` and a CUDA_VISIBLE_DEVICES for each process show
-    every rank its own. That it is its own, `agree_on_device` finds out.
+    A rank that sees one device takes it: `srun --gpus-per-task=1` and a CUDA_VISIBLE_DEVICES for each process show
+    every rank its own. `agree_on_device` finds out whether it is.
 
     Args:
-        wanted: "cpu", the type of an accelerator, or "auto", which takes the accelerator that there is, but for an
-            emulated cluster, whose leaves share this machine's devices, and between those no shaped link is used.
+        wanted: "cpu", the type of an accelerator, or "auto" for the accelerator that there is; on an emulated cluster
+            the CPU, since devices that leaves share use no shaped link.
         local_rank, local_world: on this machine.
     """
     if wanted == "cpu" or (wanted == "auto" and "ZEROMESH_LAB" in os.environ):
@@ -101,21 +88,21 @@ def find_device(wanted: str, local_rank: int, local_world: int) -> tuple[torch.d
 
 
 def _promised(environ: Mapping[str, str]) -> str:
-    """What says that there should be devices here; empty where nothing does, or somebody hides them."""
+    """What says that there should be devices here; empty if nothing does, or somebody hides them."""
     said = {name: environ[name] for name in PROMISES if name in environ}
     none = {name for name, value in said.items() if value in NO_DEVICES and (value != "0" or name in COUNTS)}
     return "" if none or not said else "were given devices by " + ", ".join(f"{n}={v}" for n, v in said.items())
 
 
 def set_variables(rank: int) -> None:
-    """Settings of NCCL and CUDA for several communicators at work at once, and for ranks that share a device, unless
-    somebody has set them: before CUDA is initialised.
+    """Sets NCCL and CUDA up for several communicators at once and for ranks that share a device, before CUDA is
+    initialised. Variables that somebody has set stay.
 
     [Note: Order] Collectives of several communicators may run at the same time only if all ranks launch them in one
-    order and the device keeps to it; else two that wait for each other's places never end. The lanes see to the first.
-    NCCL 2.26 and newer see to the second if told to. And kernels of different streams wait for each other where CUDA
-    has fewer queues than there are streams (8 by default): four lanes, the computation, one of each communicator. RCCL
-    is left alone: told to keep the order, it has crashed.
+    order and the device keeps to it; else two that wait for each other never end. The lanes see to the first, NCCL 2.26
+    and newer to the second if told to. Kernels of different streams also wait for each other if CUDA has fewer queues
+    than streams (8 by default): four lanes, the computation, one of each communicator. RCCL has crashed when told to
+    keep the order.
     """
     if torch.version.cuda is not None:
         for name, value in (NCCL_ORDER | (NCCL_SHARED if SHARE in os.environ else {})).items():
@@ -123,15 +110,10 @@ def set_variables(rank: int) -> None:
 
 
 def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:
-    """Holds what all ranks say against each other; collective.
-
-    Args:
-        claim: this rank's.
-        store: that all ranks see, of this start alone.
-        rank, world: this rank, and how many there are.
+    """Compares what all ranks claim; collective.
 
     Raises:
-        InputError: on every rank, where some have no device and others have, or some share one; names those.
+        InputError: on every rank, if some have no device and others have, or some share one; names those.
     """
     store = PrefixStore("zeromesh/devices", store)
     store.set(str(rank), json.dumps(astuple(claim)))
@@ -150,7 +132,7 @@ def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:
 
 
 def _wrong(claims: Sequence[Claim]) -> str:
-    """What is wrong with the devices of these ranks; empty where nothing is."""
+    """What is wrong with the devices of these ranks; empty if nothing is."""
     users = Counter(claim.identity for claim in claims)
     usual = Counter(claim.type for claim in claims if claim.type != "cpu").most_common(1)
     groups: dict[str, list[int]] = defaultdict(list)
@@ -172,8 +154,8 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def _identity(device: torch.device) -> str:
-    """The machine and the place on its bus, which tells the two dies of a card apart, and the uuid, which tells the
-    parts of a divided one apart. A device that says neither is taken for this process's own."""
+    """The machine and the place on its bus, which differs between two dies of a card, and the uuid, which differs
+    between parts of a divided one. A device that says neither is taken for this process's own."""
     properties = torch.get_device_module(device).get_device_properties(device)
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id", "uuid")
     known = [str(getattr(properties, name)) for name in names if hasattr(properties, name)]

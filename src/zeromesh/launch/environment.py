@@ -8,34 +8,19 @@ from typing import Self
 
 from zeromesh.errors import ConfigError
 
-MAX_PORT = 65535
-
-NO_NAME = "none"
-"""What torchrun calls a run that was given no name."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """This process as its launcher sees it.
-
-    Args:
-        rank, world: over the whole run.
-        local_rank, local_world: on this machine.
-        again: whether the run may have been started before: the launcher has counted a restart, or it is torchrun with
-            a name for the run, which does not count where nodes have come or gone.
-        job: the launcher's name of the run, the same after a restart; empty where it has none.
-    """
+    """This process as its launcher sees it: over the whole run, and on this machine."""
 
     rank: int
     world: int
     local_rank: int
     local_world: int
-    again: bool = False
-    job: str = ""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self | None:
-        """What torchrun's variables say; None where there are none: the process was started by hand.
+        """What torchrun's variables say; None if there are none, since the process was started by hand.
 
         Raises:
             ConfigError: some are there and others are not, or one cannot be right, or another launcher has started
@@ -52,26 +37,10 @@ class Launched:
                 f"{given[0]} to have zeromesh start its own processes"
             )
         world = _number(environ, "WORLD_SIZE", 1)
-        rank = _number(environ, "RANK", 0, world, "WORLD_SIZE")
-        local_world = _number(environ, "LOCAL_WORLD_SIZE", 1, world + 1, "WORLD_SIZE + 1", default=1)
-        local_rank = _number(environ, "LOCAL_RANK", 0, local_world, "LOCAL_WORLD_SIZE", default=0)
-        again, job = _start(environ)
-        return cls(rank=rank, world=world, local_rank=local_rank, local_world=local_world, again=again, job=job)
-
-    @classmethod
-    def alone(cls, environ: Mapping[str, str]) -> Self:
-        """A process started by hand, which meets no others; SLURM may have put its job back in the queue."""
-        again, job = _start(environ)
-        return cls(rank=0, world=1, local_rank=0, local_world=1, again=again, job=job)
-
-
-def _start(environ: Mapping[str, str]) -> tuple[bool, str]:
-    """Whether the run may have been started before, and its name: torchrun's, or else SLURM's."""
-    run_id = environ.get("TORCHELASTIC_RUN_ID", NO_NAME)
-    named = run_id not in ("", NO_NAME)
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    restarts = sum(_number(environ, name, 0, default=0) for name in counts)
-    return named or restarts > 0, run_id if named else environ.get("SLURM_JOB_ID", "")
+        rank = _number(environ, "RANK", 0, world, f"WORLD_SIZE = {world}")
+        local_world = _number(environ, "LOCAL_WORLD_SIZE", 1, world + 1, default=1)
+        local_rank = _number(environ, "LOCAL_RANK", 0, local_world, f"LOCAL_WORLD_SIZE = {local_world}", default=0)
+        return cls(rank=rank, world=world, local_rank=local_rank, local_world=local_world)
 
 
 def _require_alone(environ: Mapping[str, str]) -> None:
@@ -94,7 +63,7 @@ def check_address(environ: Mapping[str, str]) -> None:
             "the environment has RANK and WORLD_SIZE, so MASTER_ADDR must say where rank 0 listens; it is "
             f"{'empty' if 'MASTER_ADDR' in environ else 'not set'}: start with torchrun, or set it to rank 0's host"
         )
-    _number(environ, "MASTER_PORT", 1, MAX_PORT + 1, str(MAX_PORT + 1))
+    _number(environ, "MASTER_PORT", 1, 65536)
 
 
 def _number(
@@ -109,17 +78,11 @@ def _number(
     text = environ.get(name)
     if text is None and default is not None:
         return default
-    bound = f"of at least {least}" + (
-        f" and below {called}" + (f" = {below}" if called != str(below) else "") if below else ""
+    if text is not None and text.removeprefix("-").isdecimal() and least <= int(text) < (below or int(text) + 1):
+        return int(text)
+    bound = f"of at least {least}" + (f" and below {called or below}" if below else "")
+    raise ConfigError(
+        f"the environment's {name} must be a whole number {bound}; "
+        f"{'it is not set' if text is None else f'got {text!r}'}: it is the launcher's to set (torchrun does); unset "
+        f"RANK and WORLD_SIZE to have zeromesh start its own processes"
     )
-    try:
-        number = int(text or "")
-    except ValueError:
-        number = least - 1
-    if number < least or (below is not None and number >= below):
-        got = "it is not set" if text is None else f"got {text!r}"
-        raise ConfigError(
-            f"the environment's {name} must be a whole number {bound}; {got}: it is the launcher's to set (torchrun "
-            f"does); unset RANK and WORLD_SIZE to have zeromesh start its own processes"
-        )
-    return number

@@ -1,4 +1,4 @@
-"""What a rank that ends badly leaves for the one that has started it. Torch-free."""
+"""What a rank that ends badly leaves for the process that has started it. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Failure:
     """How a rank ended, as it wrote it down.
 
     Args:
-        rank: whose.
-        at_s: of the clock that all processes of a machine share.
-        lost_peer: whether the rank could not reach another one, whose own failure is then the cause.
+        rank: which.
+        at_s: by the clock that all processes of a machine share.
+        lost_peer: whether it could not reach another rank, whose own failure is then the cause.
         is_input: whether the user's input was wrong.
-        is_final: whether it would come again: input that is wrong, a run that is to stop.
+        is_final: whether it would fail again: wrong input, or a run that is to stop.
         message: one line, without a traceback.
-        traceback: where it happened; empty for what the message says all about.
+        traceback: empty if the message says it all.
     """
 
     rank: int
@@ -58,15 +58,12 @@ class Failure:
         )
 
     def write(self, directory: Path) -> None:
-        """For `read_all`; where that cannot be done, to standard error."""
+        """For `read_all`; to standard error if the directory cannot be written."""
         try:
             write_whole(directory / f"failure-{self.rank}.json", json.dumps(asdict(self)))
         except OSError as error:
-            print(
-                f"{self.traceback}zeromesh: rank {self.rank} failed: {self.message}\nzeromesh: {directory} cannot be "
-                f"written: {error.strerror}",
-                file=sys.stderr,
-            )
+            lost = f"zeromesh: {directory} cannot be written: {error.strerror}"
+            print(f"{self.traceback}zeromesh: rank {self.rank} failed: {self.message}\n{lost}", file=sys.stderr)
 
     @classmethod
     def read_all(cls, directory: Path) -> list[Self]:
@@ -76,26 +73,21 @@ class Failure:
 
 
 def report(failures: Sequence[Failure], world: int) -> str:
-    """Each different message once, with the ranks that have it; wrong input of all ranks without them.
-
-    Args:
-        failures: in the order in which they are shown.
-        world: how many ranks there are.
-    """
+    """Each different message once, in the order of failures, with its ranks; without them if all had wrong input."""
     by_message: dict[str, list[Failure]] = {}
     for failure in failures:
         by_message.setdefault(failure.message, []).append(failure)
     lines = []
     for message, own in by_message.items():
         ranks = ", ".join(str(rank) for rank in sorted(failure.rank for failure in own))
-        who = f"rank{'s' * (len(own) > 1)} {ranks} failed: "
+        who = "" if own[0].is_input and len(own) == world else f"rank{'s' * (len(own) > 1)} {ranks} failed: "
         trace = f"{own[0].traceback.rstrip()}\n" if own[0].traceback else ""
-        lines.append(f"{trace}zeromesh: {'' if own[0].is_input and len(own) == world else who}{message}")
+        lines.append(f"{trace}zeromesh: {who}{message}")
     return "\n".join(lines)
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether `error` says that others could not be reached: ours, and what torch raises for it."""
+    """Whether `error` says that others could not be reached: ours, and torch's own."""
     if isinstance(error, ZeromeshError):
         return isinstance(error, CommunicationError)
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):

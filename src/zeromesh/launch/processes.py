@@ -1,8 +1,7 @@
 """Runs ranks side by side: their output, their deadline, and the end of all that they started. Torch-free.
 
 Each rank leads a session of its own. When it ends, or must be ended, its whole process group goes with it: SIGTERM,
-and SIGKILL after a grace period. Ranks die with the thread that called `run_ranks` (their parent-death signal), also if
-that gets SIGKILL. Nothing here knows about namespaces.
+and SIGKILL after a grace period. Ranks die with the thread that called `run_ranks` (their parent-death signal).
 
 Ranks of a run that is trained take SIGTERM for the request to save and to end. So it comes to them from the user alone,
 by `Sigterm`, and after a failure the others have the grace period to end by themselves.
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
+import queue
 import shutil
 import signal
 import subprocess
@@ -26,28 +25,19 @@ from types import FrameType
 from typing import IO, Any, Self
 
 from zeromesh.errors import ConfigError, RanksFailedError
+from zeromesh.integrations.elastic import EXIT_PREEMPTED
 
 #: Called with rank, "stdout" or "stderr", and one line without its end, as soon as the line is there.
 OnLine = Callable[[int, str, str], None]
 
-EXIT_PREEMPTED = 75
-"""Of a rank that has saved and ended because it was asked to: no failure, and all ranks end so."""
-
-_CHUNK_BYTES = 1 << 16
-_LONGEST_WAIT_S = 3600.0  # of one wait: the system's takes a number of milliseconds of 31 bits
+_LONGEST_WAIT_S = 3600.0  # of one wait: the system's bound is far below that of a user's timeout
+_DRAIN_S = 1.0  # who left a rank's group may hold its pipe open for ever
 _SHOWN_LINES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One process to start.
-
-    Args:
-        rank: who it is.
-        argv: program and arguments.
-        env: its whole environment.
-        cwd: its directory; None: the caller's.
-    """
+    """One process to start: program and arguments, its whole environment, its directory (None: the caller's)."""
 
     rank: int
     argv: tuple[str, ...]
@@ -57,16 +47,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """How one rank ended.
-
-    Args:
-        rank: which.
-        returncode: its exit code, or minus the signal that ended it.
-        stdout: all that it printed; what is not UTF-8 is replaced; empty where it printed to this process's own.
-        stderr: likewise.
-        wall_s: from the start of the first rank to the end of this one.
-        ended_because: why it was ended from here; None if it ended by itself.
-    """
+    """How one rank ended: its exit code, or minus the signal that ended it; what it printed, unless to this process's
+    own output; seconds from the first rank's start to its end; and why it was ended from here, or None."""
 
     rank: int
     returncode: int
@@ -77,15 +59,11 @@ class RankResult:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly, by itself or from here."""
         return self.returncode != 0 or self.ended_because is not None
 
 
 class Sigterm:
-    """Hands SIGTERM on to the ranks, which may save first; Ctrl-C raises KeyboardInterrupt as ever.
-
-    In another thread than the main one, which receives no signals, it does nothing.
-    """
+    """Hands SIGTERM on to the ranks, which may save first. Does nothing outside the main thread, which gets it."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -102,7 +80,7 @@ class Sigterm:
             signal.signal(signal.SIGTERM, self._before)
 
     def to(self, job: _Job) -> None:
-        """From now on to this one's ranks; at once, if the signal has come meanwhile."""
+        """Names the job whose ranks get it; if it has come already, they get it now."""
         self._job = job
         if self.asked:
             job.ask_running()
@@ -114,13 +92,8 @@ class Sigterm:
 
 
 def local_launches(command: Sequence[str], world: int, environment: Mapping[str, str]) -> list[Launch]:
-    """`command` for each of `world` ranks of this machine, with the names that torchrun gives them.
-
-    Args:
-        command: of every rank.
-        world: how many.
-        environment: of each, beside its names and this process's own.
-    """
+    """`command` for each of `world` ranks of this machine, with torchrun's variables, `environment`, and this process's
+    own environment."""
     around = {**os.environ, **environment, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     if sys.platform == "linux":
         # On one machine the loopback device is there, whatever the host's name resolves to.
@@ -140,41 +113,45 @@ def run_ranks(
     on_line: OnLine | None = None,
     sigterm: Sigterm | None = None,
 ) -> tuple[RankResult, ...]:
-    """Start all of `launches`, wait until each has ended, and return their results in the same order.
+    """Starts all of `launches`, waits until each has ended, and returns their results in the same order.
 
     Args:
-        launches: at least one.
         timeout_s: after which those that still run are ended.
-        grace_s: between SIGTERM, or the first failure where ranks take SIGTERM otherwise, and SIGKILL.
+        grace_s: between SIGTERM (of a run, the first failure) and SIGKILL.
         stop_on_failure: end the others when one fails, as torchrun does.
         on_line: sees each line as it comes.
-        sigterm: the ranks are those of a run: they print to this process's own output, and take SIGTERM as requests.
+        sigterm: of a run, whose ranks print to this process's own output, and save and end on SIGTERM.
 
     Raises:
         ConfigError: a program that it needs is not there.
     """
     if shutil.which("setpriv") is None:
         raise ConfigError("processes are started with setpriv (package util-linux): install it, or start torchrun")
-    with selectors.DefaultSelector() as selector:
-        job = _Job(selector, timeout_s, grace_s, stop_on_failure, on_line, sigterm)
-        try:
-            for launch in launches:
-                job.start(launch)
-            if sigterm is not None:
-                sigterm.to(job)
-            while job.running:
-                job.turn()
-        finally:
-            job.kill_all()
-        return tuple(rank.result() for rank in job.ranks)
+    job = _Job(timeout_s, grace_s, stop_on_failure, on_line, asks=sigterm is not None)
+    try:
+        for launch in launches:
+            job.start(launch)
+        if sigterm is not None:
+            sigterm.to(job)
+        while job.running:
+            job.turn()
+    finally:
+        job.kill_all()
+    return tuple(rank.result() for rank in job.ranks)
+
+
+def raise_failed(results: Sequence[RankResult]) -> None:
+    """Raises RanksFailedError with `describe_failure` if a rank failed."""
+    if (failure := describe_failure(results)) is not None:
+        raise RanksFailedError(failure)
 
 
 def describe_failure(results: Sequence[RankResult]) -> str | None:
-    """A line that names each failed rank, then the last lines of the one that failed first; None if none failed."""
+    """Each failed rank, then the last lines of the one that failed first; None if none failed."""
     failed = [result for result in results if result.failed]
     if not failed:
         return None
-    # Those that the lab ended because of another rank are not the cause.
+    # Those that were ended because of another rank are not the cause.
     first = min(failed, key=lambda result: (result.ended_because is not None, result.wall_s))
     summary = "; ".join(f"rank {result.rank} {_end(result)}" for result in failed)
     output = (first.stderr.strip() or first.stdout.strip() or "(it printed nothing)").splitlines()
@@ -182,105 +159,80 @@ def describe_failure(results: Sequence[RankResult]) -> str | None:
     return f"{len(failed)} of {len(results)} ranks failed: {summary}\nrank {first.rank}:\n{shown}"
 
 
-def raise_failed(results: Sequence[RankResult]) -> None:
-    """Raise if a rank failed.
-
-    Raises:
-        RanksFailedError: `describe_failure`.
-    """
-    if (failure := describe_failure(results)) is not None:
-        raise RanksFailedError(failure)
-
-
-@dataclass(slots=True)
-class _Stream:
-    """One pipe of a rank: what came, and the line that is still growing."""
-
-    name: str
-    pipe: IO[bytes]
-    received: bytearray = field(default_factory=bytearray)
-    shown_bytes: int = 0
+def _end(result: RankResult) -> str:
+    if result.ended_because is not None:
+        return f"was ended since {result.ended_because}"
+    if result.returncode < 0:
+        return f"died of {signal.Signals(-result.returncode).name}"
+    return f"exited with {result.returncode}"
 
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank while it runs. `process_fd` becomes readable when the process ends."""
-
     launch: Launch
     process: subprocess.Popen[bytes]
-    process_fd: int
-    streams: tuple[_Stream, ...]
+    printed: dict[str, bytearray]  # by stream
+    readers: list[threading.Thread] = field(default_factory=list)
     wall_s: float = 0.0
-    returncode: int | None = None
     ended_because: str | None = None
 
     def signal(self, number: signal.Signals) -> None:
-        # The leader is not reaped before its group has been signalled, so the group's number cannot be another's.
+        # Threads only watch the leader: it is reaped after its group has been signalled, whose number is its own.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def result(self) -> RankResult:
-        printed = {stream.name: stream.received.decode("utf-8", errors="replace") for stream in self.streams}
+        printed = {name: bytes(text).decode("utf-8", errors="replace") for name, text in self.printed.items()}
         return RankResult(
             rank=self.launch.rank,
-            returncode=-signal.SIGKILL if self.returncode is None else self.returncode,
-            stdout=printed.get("stdout", ""),
-            stderr=printed.get("stderr", ""),
+            returncode=-signal.SIGKILL if self.process.returncode is None else self.process.returncode,
+            stdout=printed["stdout"],
+            stderr=printed["stderr"],
             wall_s=self.wall_s,
             ended_because=self.ended_because,
         )
 
 
 class _Job:
-    """The ranks of one run: running; stopping, once one of them has to be ended; killed, after the grace period."""
+    """The ranks of one run: running; stopping, once one of them has to be ended; killed, after the grace period.
+    Threads read the pipes and watch the processes; what they see is handled in the caller's thread."""
 
     def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        timeout_s: float,
-        grace_s: float,
-        stop_on_failure: bool,
-        on_line: OnLine | None,
-        sigterm: Sigterm | None,
+        self, timeout_s: float, grace_s: float, stop_on_failure: bool, on_line: OnLine | None, *, asks: bool
     ) -> None:
         self.ranks: list[_Rank] = []
         self.running: list[_Rank] = []
-        self._selector = selector
-        self._grace_s = grace_s
-        self._stop_on_failure = stop_on_failure
-        self._on_line = on_line
-        self._asks = sigterm is not None
-        self._start_s = time.monotonic()
-        self._timeout_s = timeout_s
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._grace_s, self._stop_on_failure, self._on_line, self._asks = grace_s, stop_on_failure, on_line, asks
+        self._start_s, self._timeout_s = time.monotonic(), timeout_s
         self._deadline_s = self._start_s + timeout_s
-        self._stopping = ""
+        self._stopping = ""  # why, once ranks have to be ended
 
     def start(self, launch: Launch) -> None:
+        output = None if self._asks else subprocess.PIPE
         process = subprocess.Popen(
             ("setpriv", "--pdeathsig", "KILL", *launch.argv),
             env=dict(launch.env),
             cwd=launch.cwd,
             stdin=subprocess.DEVNULL,
-            stdout=None if self._asks else subprocess.PIPE,
-            stderr=None if self._asks else subprocess.PIPE,
-            bufsize=0,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
-        pipes = {"stdout": process.stdout, "stderr": process.stderr}
-        streams = tuple(_Stream(name, pipe) for name, pipe in pipes.items() if pipe is not None)
-        rank = _Rank(launch, process, os.pidfd_open(process.pid), streams)
+        rank = _Rank(launch, process, {"stdout": bytearray(), "stderr": bytearray()})
         self.ranks.append(rank)
         self.running.append(rank)
-        self._selector.register(rank.process_fd, selectors.EVENT_READ, lambda: self._ended(rank))
-        for stream in streams:
-            os.set_blocking(stream.pipe.fileno(), False)
-            self._selector.register(stream.pipe, selectors.EVENT_READ, self._reader(rank, stream))
+        for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
+            if pipe is not None:
+                rank.readers.append(threading.Thread(target=self._read, args=(rank, name, pipe), daemon=True))
+        for thread in (*rank.readers, threading.Thread(target=self._watch, args=(rank,), daemon=True)):
+            thread.start()
 
     def turn(self) -> None:
-        """Wait for the next event or deadline, and handle it."""
+        """Waits for the next event or deadline, and handles it."""
         left_s = max(0.0, self._deadline_s - time.monotonic())
-        for key, _ in self._selector.select(min(left_s, _LONGEST_WAIT_S)):
-            key.data()
+        with contextlib.suppress(queue.Empty):
+            self._events.get(timeout=min(left_s, _LONGEST_WAIT_S))()
         if self.running and time.monotonic() >= self._deadline_s:
             if self._stopping:
                 self._end_running(signal.SIGKILL)
@@ -292,60 +244,42 @@ class _Job:
         """SIGTERM to each rank that runs, and not to what it has started: that is its own to end."""
         for rank in self.running:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(rank.process_fd, signal.SIGTERM)
+                os.kill(rank.process.pid, signal.SIGTERM)
 
     def kill_all(self) -> None:
-        """End whatever still runs, whatever happened."""
-        self._on_line = None  # it may be what raised
+        """Ends whatever still runs, whatever happened."""
         self._end_running(signal.SIGKILL)
-        for rank in list(self.running):
-            self._ended(rank)
+        for rank in self.running:
+            rank.process.wait()
 
-    def _reader(self, rank: _Rank, stream: _Stream) -> Callable[[], object]:
-        return lambda: self._read(rank, stream)
+    def _read(self, rank: _Rank, name: str, pipe: IO[bytes]) -> None:
+        with pipe:
+            for line in pipe:
+                self._events.put(lambda line=line: self._printed(rank, name, line))  # type: ignore[misc]
 
-    def _read(self, rank: _Rank, stream: _Stream) -> bool:
-        if stream.pipe.closed:
-            return False  # the rank's end, handled in the same turn, has taken the rest
-        chunk = stream.pipe.read(_CHUNK_BYTES)
-        if chunk:
-            stream.received += chunk
-            self._show_lines(rank, stream)
-        elif chunk is not None:
-            self._close(stream)
-        return bool(chunk)
+    def _watch(self, rank: _Rank) -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT)
+            self._events.put(lambda: self._ended(rank))
 
-    def _show_lines(self, rank: _Rank, stream: _Stream, *, last: bool = False) -> None:
-        if self._on_line is None:
-            return
-        while (end := stream.received.find(b"\n", stream.shown_bytes)) >= 0 or (
-            last and stream.shown_bytes < len(stream.received)
-        ):
-            line = stream.received[stream.shown_bytes : end if end >= 0 else None]
-            stream.shown_bytes += len(line) + 1
-            self._on_line(rank.launch.rank, stream.name, line.decode("utf-8", errors="replace"))
+    def _printed(self, rank: _Rank, name: str, line: bytes) -> None:
+        rank.printed[name] += line
+        if self._on_line is not None:
+            self._on_line(rank.launch.rank, name, line.decode("utf-8", errors="replace").removesuffix("\n"))
 
     def _ended(self, rank: _Rank) -> None:
-        self.running.remove(rank)
         rank.wall_s = time.monotonic() - self._start_s
         rank.signal(signal.SIGKILL)
-        rank.returncode = rank.process.wait()
-        self._selector.unregister(rank.process_fd)
-        os.close(rank.process_fd)
-        for stream in rank.streams:
-            # Someone who left the group may hold the pipe open for ever: take what is there, wait for no more.
-            while self._read(rank, stream):
-                pass
-            self._show_lines(rank, stream, last=True)
-            self._close(stream)
-        failed = rank.returncode not in ((0, EXIT_PREEMPTED) if self._asks else (0,))
-        if failed and self._stop_on_failure and self.running and not self._stopping:
-            self._stop(f"rank {rank.launch.rank} failed", killed=rank.returncode == -signal.SIGKILL)
+        for reader in rank.readers:
+            reader.join(_DRAIN_S)
+        self._events.put(lambda: self._gone(rank))  # after what it has printed
 
-    def _close(self, stream: _Stream) -> None:
-        if not stream.pipe.closed:
-            self._selector.unregister(stream.pipe)
-            stream.pipe.close()
+    def _gone(self, rank: _Rank) -> None:
+        self.running.remove(rank)
+        code = rank.process.wait()
+        failed = code not in ((0, EXIT_PREEMPTED) if self._asks else (0,))
+        if failed and self._stop_on_failure and self.running and not self._stopping:
+            self._stop(f"rank {rank.launch.rank} failed", killed=code == -signal.SIGKILL)
 
     def _stop(self, reason: str, *, killed: bool = False) -> None:
         # Of a rank that was killed from outside the others know no more than this process does.
@@ -358,11 +292,3 @@ class _Job:
         for rank in self.running:
             rank.ended_because = rank.ended_because or self._stopping or "the caller has failed"
             rank.signal(number)
-
-
-def _end(result: RankResult) -> str:
-    if result.ended_because is not None:
-        return f"was ended since {result.ended_because}"
-    if result.returncode < 0:
-        return f"died of {signal.Signals(-result.returncode).name}"
-    return f"exited with {result.returncode}"

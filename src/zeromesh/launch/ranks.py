@@ -1,10 +1,12 @@
-"""What a process knows of itself and the other ranks, and how they come together."""
+"""What a process knows of itself and the other ranks, and how they come together and talk."""
 
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +22,6 @@ from zeromesh.errors import CommunicationError, ConfigError, InputError, Zeromes
 from zeromesh.launch.device import CPU, agree_on_device, backend_for, find_device, set_variables
 from zeromesh.launch.environment import Launched
 from zeromesh.launch.failure import is_communication
-from zeromesh.launch.meeting import meet
 from zeromesh.launch.roll_call import RollCall
 
 T = TypeVar("T")
@@ -29,35 +30,27 @@ WORK_S = 2 * 3600.0
 """What rank 0 gets for work of its own: drawing 70 billion parameters on a host takes half an hour."""
 
 START_S = 120.0
-"""What ranks get to start in, at least: interpreters and imports take long where many share a disk."""
+"""What ranks get to start in, at least: processes begin at different times, and imports take long on a shared disk."""
+
+_KEY = "zeromesh/meeting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among the others.
-
-    Args:
-        rank, world: over all.
-        device: where this rank computes.
-        mesh: of all ranks, outermost axis first.
-        again, job: as `Launched` has them.
-        kept: what a task has raised on this rank, and returned as a part of its result.
-    """
+    """This process among the others: `device` is where it computes, `mesh` that of all ranks."""
 
     rank: int
     world: int
     device: torch.device
     mesh: DeviceMesh
-    again: bool = False
-    job: str = ""
-    kept: list[Exception] = field(default_factory=list)
+    kept: list[Exception] = field(default_factory=list)  # what a task has raised and returned as part of its result
 
     @property
     def on_cpu(self) -> bool:
         return self.device.type == "cpu"
 
     def settle(self) -> None:
-        """Waits for the device, where it is not the host."""
+        """Waits for the device."""
         if not self.on_cpu:
             torch.accelerator.synchronize()
 
@@ -77,33 +70,36 @@ def join_ranks(
     timeout_s: float = START_S,
     agree: Callable[[Store, int, int], None] | None = None,
 ) -> Iterator[Ranks]:
-    """Make the process group and the mesh of the ranks that the environment names, and leave them in order.
+    """Makes the process group and the mesh of the ranks that the environment names.
 
-    An error inside is told to the other ranks; one that says that others could not be reached is raised again with the
+    An error inside is told to the other ranks. If it says that others could not be reached, it is raised again with the
     names of those that are missing.
 
     Args:
         mesh: sizes by axis name, outermost first.
-        store_file: where local processes meet, or a process that nobody has launched meets itself; None takes
-            torchrun's address from the environment.
+        store_file: where local processes meet; None takes torchrun's address from the environment.
         device: as `find_device` takes it.
         threads: of torch on the host; None divides this machine's cores among its ranks.
         timeout_s: of each collective.
         agree: called with the ranks' store, this rank and their number before there is a process group.
 
     Raises:
-        InputError: some ranks have a device of their own and others have none, or not the one that is asked for; what
-            `agree` raises.
+        InputError: as `agree_on_device`, and what `agree` raises.
         CommunicationError: the ranks do not meet within the timeout.
     """
-    launched = Launched.of(os.environ) or Launched.alone(os.environ)
+    launched = Launched.of(os.environ) or Launched(rank=0, world=1, local_rank=0, local_world=1)
     rank, world = launched.rank, launched.world
     _set_threads(threads, launched.local_world)
     set_variables(rank)
     # Before the others wait: a device that does not answer is no failure to meet.
     found, claim = find_device(device, launched.local_rank, launched.local_world)
+    start_s = max(timeout_s, START_S)
     with _reaching_all(launched, store_file):
-        store = _meet(store_file, launched, max(timeout_s, START_S))
+        if store_file is None:
+            store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=start_s)))
+        else:
+            store = FileStore(str(store_file), world)
+        store = meet(store, rank, world, wait_s=start_s)
         if agree is not None:
             agree(store, rank, world)
         agree_on_device(claim, store, rank, world)
@@ -119,44 +115,63 @@ def join_ranks(
             timeout=timedelta(seconds=timeout_s),
             device_id=own,  # known, a group connects when it is made, and not within the first step
         )
-    ranks: Ranks | None = None
+    roll_call, ranks = RollCall(store, rank, world), None
     try:
-        with _naming_the_missing(store, rank, world):
+        with roll_call:
             made = init_device_mesh(found.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-            ranks = Ranks(rank=rank, world=world, device=found, mesh=made, again=launched.again, job=launched.job)
+            ranks = Ranks(rank=rank, world=world, device=found, mesh=made)
             yield ranks
-    except BaseException:
+    except BaseException as error:
         if world == 1:
             dist.destroy_process_group()
-        raise
+        explained = roll_call.explain(error) if isinstance(error, Exception) else error
+        if explained is error:
+            raise
+        raise explained from error
     # Of several ranks only on success: after an error others may never arrive, and the process ends anyway.
     if not ranks.kept or world == 1:
         dist.destroy_process_group()
 
 
-@contextmanager
-def _naming_the_missing(store: Store, rank: int, world: int) -> Iterator[None]:
-    with RollCall(store, rank, world) as roll_call:
-        try:
-            yield
-        except Exception as error:
-            explained = roll_call.explain(error)
-            if explained is error:
-                raise
-            raise explained from error
+def meet(store: Store, rank: int, world: int, *, wait_s: float) -> Store:
+    """Waits for the other processes of this start; a store of theirs alone.
 
+    A launcher's store outlives the processes: torchrun gives the same one to those that it starts again, with every
+    address that the ones before had left in it. So each start has a name that only its own processes know::
 
-def _meet(store_file: Path | None, launched: Launched, start_s: float) -> Store:
-    """The store of this start, once all ranks are there.
+        rank 0     says the name, a new one                 every rank   says its own, also new, under rank 0's name
+        rank 0     lists all names, once they are there     every rank   goes on when its own is in the list
 
-    Processes begin at different times, and import for longer than a collective should take: `start_s` is theirs.
+    What is left of an earlier start has another name of rank 0, or a list without this process's.
+
+    Raises:
+        CommunicationError: some have not come within `wait_s`; names them.
     """
-    rank, world = launched.rank, launched.world
-    if store_file is None:
-        store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=start_s)))
-    else:
-        store = FileStore(str(store_file), world)
-    return meet(store, rank, world, wait_s=start_s)
+
+    def read(key: str) -> str:
+        text: bytes = store.get(key) if store.check([key]) else b""
+        return text.decode()
+
+    own, host, pause_s, end = uuid.uuid4().hex, "", 0.01, time.monotonic() + wait_s
+    while True:
+        name = own if rank == 0 else read(_KEY)
+        if name and name != host:
+            host = name
+            store.set(f"{_KEY}/{host}/{rank}", own)
+            if rank == 0:
+                store.set(_KEY, own)
+        keys, everyone = [f"{_KEY}/{host}/{other}" for other in range(world)], f"{_KEY}/{host}/all"
+        if rank == 0 and store.check(keys):
+            store.set(everyone, " ".join(map(read, keys)))
+        if host and own in read(everyone).split():
+            return PrefixStore(host, store)
+        if time.monotonic() >= end:
+            # Without rank 0 nobody knows of the others.
+            absent = [str(other) for other, key in enumerate(keys) if not store.check([key])] if host else ["0"]
+            who = f"rank{'s' * (len(absent) > 1)} {', '.join(absent) or '0'}"
+            raise CommunicationError(f"{who} did not come within {wait_s:g} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
 
 
 @contextmanager
@@ -173,29 +188,8 @@ def _reaching_all(launched: Launched, store_file: Path | None) -> Iterator[None]
 
 
 @contextmanager
-def first_at_work(operation: str) -> Iterator[None]:
-    """Rank 0 may take longer over what is inside than a collective may take: the others wait for it at the end.
-
-    Raises:
-        CommunicationError: it has not come to the end within `WORK_S`.
-    """
-    store = PrefixStore("zeromesh/first", dist.distributed_c10d._get_default_store())  # torch has no public way to it
-    try:
-        yield
-    finally:
-        if dist.get_rank() == 0:  # also where it failed: its error is told by what comes next
-            store.set(operation, "")
-    with collective(operation):
-        store.wait([operation], timedelta(seconds=WORK_S))
-
-
-@contextmanager
 def collective(operation: str) -> Iterator[None]:
-    """Names the operation where ranks cannot be reached.
-
-    Raises:
-        CommunicationError: torch said so.
-    """
+    """Raises CommunicationError, with the operation's name, for what torch raises if ranks cannot be reached."""
     try:
         yield
     except RuntimeError as error:
@@ -213,52 +207,50 @@ def from_first(make: Callable[[], T], operation: str, *, at_work: bool = False) 
     Args:
         make: called on rank 0.
         operation: for messages.
-        at_work: `make` may take longer than a collective: see `first_at_work`.
+        at_work: `make` may take longer than a collective, up to `WORK_S`.
 
     Raises:
-        InputError: on every rank, where `make` raises it or an OSError.
+        InputError: on every rank, if `make` raises it or an OSError.
     """
-    answer: list[Any] = [None, None]
-    with first_at_work(operation) if at_work else nullcontext():
-        if dist.get_rank() == 0:
-            try:
-                answer[0] = make()
-            except (InputError, OSError) as error:
-                answer[1] = f"{error}"
+    first, answer = dist.get_rank() == 0, [None, ""]
+    store = PrefixStore("zeromesh/first", dist.distributed_c10d._get_default_store())  # torch has no public way to it
+    try:
+        if first:
+            answer = _attempt(make)
+    finally:
+        if first and at_work:
+            store.set(operation, "")
     with collective(operation):
+        if at_work:
+            store.wait([operation], timedelta(seconds=WORK_S))
         dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
+    if answer[1]:
         raise ConfigError(answer[1])
-    return answer[0]  # type: ignore[no-any-return]  # make's
+    return answer[0]  # type: ignore[return-value]  # make's
 
 
 def on_every(make: Callable[[], T], operation: str) -> T:
     """What `make` returns on this rank; collective.
 
     Raises:
-        InputError: on every rank, where `make` raises it or an OSError on any.
+        InputError: on every rank, if `make` raises it or an OSError on any.
     """
-    made: list[T] = []
-    own: str | None = None
-    try:
-        made.append(make())
-    except (InputError, OSError) as error:
-        own = f"{error}"
-    told: list[str | None] = [None] * dist.get_world_size()
+    made, own = _attempt(make)
+    told = [""] * dist.get_world_size()
     with collective(operation):
         dist.all_gather_object(told, own)
     for rank, why in enumerate(told):
-        if why is not None:
+        if why:
             raise ConfigError(f"rank {rank}: {why}")
-    return made[0]
+    return made  # type: ignore[no-any-return]  # make's
 
 
-def on_any(here: bool, operation: str) -> bool:
-    """Whether it is so on any rank; collective."""
-    flag = torch.tensor(float(here))
-    with collective(operation):
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
+def _attempt(make: Callable[[], Any]) -> list[Any]:
+    """What it returns, and its error."""
+    try:
+        return [make(), ""]
+    except (InputError, OSError) as error:
+        return [None, f"{error}"]
 
 
 def _set_threads(threads: int | None, local_world: int) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,10 @@ def main(directory: Path) -> int:
     return 0
 
 
-def find_task(task: str) -> Callable[..., Any]:
+def find_task(task: str) -> Any:
     """The function that "module:function" names."""
     module, _, function = task.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+    return getattr(importlib.import_module(module), function)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ from zeromesh.rehearsal.steps import Stage
 from zeromesh.rehearsal.virtual import virtual_rank
 from zeromesh.train.config import AUTO, TrainConfig
 from zeromesh.train.corpus import read_corpus
-from zeromesh.train.language_model import build_language_model
-from zeromesh.train.loop import make_trainer
-from zeromesh.train.planning import plan_run
+from zeromesh.train.loop import build_language_model, make_trainer, plan_run
 
 
 def rehearse_rank(_store_file: Path | None, *, config: str, rank: int) -> dict[str, Any]:
@@ -33,11 +31,11 @@ def rehearse_training(config: TrainConfig, rank: int) -> Rehearsal:
     Raises:
         InputError: something in the configuration is wrong, or the virtual device cannot be had here.
     """
-    corpus = read_corpus(config.data, config.model)
+    corpus = read_corpus(config)
     with torch.device("meta"):
-        model = build_language_model(config.model, corpus.vocab_size, values=False)
+        model = build_language_model(config.model, corpus.tokenizer.vocab_size, values=False)
     if config.strategy == AUTO:
-        config = config.model_copy(update={"strategy": str(plan_run(config, model).best.candidate.strategy)})
+        config = config.model_copy(update={"strategy": str(plan_run(config, model).strategy)})
     with virtual_rank(config.mesh, rank) as mesh:
         stage = Stage(config.hardware() if config.cluster else None)
         device = torch.device(mesh.device_type, 0)

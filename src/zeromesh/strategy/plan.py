@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -125,3 +126,22 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan file written by `zeromesh plan -o`."""
         return cls.from_json(read_text(path, kind="a plan"), source=str(path))
+
+    def require(self, choices: Mapping[str, tuple[object, object]], *, where: str) -> None:
+        """Raises InputError if a run makes other choices than this plan, whose figures hold for its own alone.
+
+        Args:
+            choices: by name, what was planned (None for open) and what the run has.
+            where: the plan's file.
+        """
+        if self.parallel is not None:
+            raise InputError(
+                f"the plan {where} cuts the model by {self.parallel}, and a run shards over data-parallel ranks alone: "
+                "plan without, or shard a model that is cut so yourself (zm.shard)"
+            )
+        others = [f"{name} = {own} (planned: {has})" for name, (has, own) in choices.items() if has not in (None, own)]
+        if others:
+            raise InputError(
+                f"the plan {where} was made for other choices than this run's: {', '.join(others)}. Set them as "
+                f"planned, plan anew, or give the strategy itself, {self.strategy}, to which no prediction is tied"
+            )

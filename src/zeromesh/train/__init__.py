@@ -1,11 +1,8 @@
-"""A thin reference training loop and its configuration: what `zeromesh train` runs.
+"""A training loop and its configuration: `zeromesh train`.
 
-Read in this order: `config` (one TOML file), `sampler` (which sequence is used when), `corpus` (text to tokens),
-`launch` (processes), `loop` (the steps).
+Read in this order: `config` (one TOML file), `corpus` and `sampler` (tokens, and which are used when), `loop` (steps).
 """
 
 from zeromesh.train.config import TrainConfig, load_config
-from zeromesh.train.launch import train
-from zeromesh.train.sampler import Sampler
 
-__all__ = ["Sampler", "TrainConfig", "load_config", "train"]
+__all__ = ["TrainConfig", "load_config"]

@@ -3,184 +3,123 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zeromesh.api import plan
+from zeromesh.checkpoint.checkpoints import Checkpoints
+from zeromesh.checkpoint.run import RunCheckpoints
 from zeromesh.engine.api import accumulate, clip_grad_norm_, engine_of, zero_grad
-from zeromesh.engine.units import DTYPES
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
-from zeromesh.files import write_whole
-from zeromesh.launch.ranks import Ranks, collective, from_first, on_any, on_every
+from zeromesh.files import require_writable, write_whole
+from zeromesh.integrations.elastic import (
+    EXIT_PREEMPTED,
+    NonFinite,
+    describe,
+    end_at_once,
+    mesh_text,
+    noticing_sigterm,
+    was_asked,
+)
+from zeromesh.integrations.language_models import causal_language_model, continuation, require_pretrained, seed_of_rank
+from zeromesh.launch.device import device_name
+from zeromesh.launch.ranks import Ranks, collective, from_first, join_ranks, on_every
+from zeromesh.model import Recomputation
 from zeromesh.observe.replicas import check_replicas
 from zeromesh.observe.report import MemoryLine, memory_report, traffic_report
+from zeromesh.planner import Workload
+from zeromesh.report.run import RunReport, StepMetrics, comparison
 from zeromesh.sharding import shard
-from zeromesh.train.checkpointing import Checkpointer, make_checkpointer
-from zeromesh.train.config import AUTO, OptimizerConfig, TrainConfig
-from zeromesh.train.corpus import Corpus, load_corpus
-from zeromesh.train.language_model import build_language_model, require_apart, require_pretrained
-from zeromesh.train.learning_rate import learning_rate
-from zeromesh.train.metrics import MetricsFile, StepMetrics, steps_up_to
-from zeromesh.train.nonfinite import NonFinite, Remedy, describe
-from zeromesh.train.page import About, RunPage
-from zeromesh.train.planning import choose_strategy
-from zeromesh.train.preemption import end_at_once, was_asked
-from zeromesh.train.progress import Progress, show_progress
+from zeromesh.strategy import Plan
+from zeromesh.train.config import AUTO, ModelConfig, OptimizerConfig, TrainConfig
+from zeromesh.train.corpus import TOKENIZER, Corpus, Rows, load_corpus
 from zeromesh.train.sampler import Sampler
-from zeromesh.train.sequences import NOT_LEARNED, Documents, Rows
-from zeromesh.train.summary import fault_lines, gathered, header, table
-from zeromesh.train.trackers import Tracker, make_tracker, require_trackers
-from zeromesh.train.written import SAMPLES, export, prepare, write_samples
+from zeromesh.units import format_bytes, format_seconds
+
+T = TypeVar("T")
+
+OTHER_TOKENIZER = (
+    "Its tokens mean other text. A bpe tokenizer is trained anew at each start, and is another if the files have "
+    "changed: set data.tokenizer to the tokenizer.json in that run's directory, or start anew in another run.directory"
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """One step, agreed by all ranks.
-
-    Args:
-        loss: mean over the tokens of the global batch.
-        grad_norm: global, before clipping.
-        tokens: targets of the global batch.
-        stop: whether any rank was asked to end.
-        broken: ranks whose own part of the loss is NaN or infinite.
-    """
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    stop: bool
-    broken: tuple[int, ...] = ()
-
-    @property
-    def finite(self) -> bool:
-        """Whether the optimizer has stepped."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+# ---- set-up: what a run and its rehearsal share
 
 
 def run_training(config: TrainConfig, ranks: Ranks) -> bool:
-    """Train to the last step; False where the run was preempted and has saved.
+    """Trains to the last step; False if the run was preempted and has saved.
 
     Collective: every rank of the mesh calls it.
 
     Raises:
-        InputError: something in the configuration is wrong, or the model mixes documents that lie side by side.
+        InputError: something in the configuration is wrong.
     """
-    from_first(lambda: _require_possible(config), "waiting for rank 0 to look at the configuration")
-    corpus = load_corpus(config.data, config.model, config.samples.prompts)
-    _require_a_batch(config, corpus.training)
+    place = from_first(lambda: _require_possible(config), "waiting for rank 0 to look at the configuration")
+    corpus = load_corpus(config, place)
+    taken = config.batch.global_sequences
+    if len(corpus.training) < taken:
+        raise ConfigError(
+            f"a step takes batch.global_sequences = {taken} sequences of data.seq_len = {config.data.seq_len} tokens, "
+            f"and the training data have {len(corpus.training)} in all: name more files in data.files, or make the "
+            f"batch or the sequences smaller"
+        )
     model = _build(config, ranks, corpus)
     if config.strategy == AUTO:
-        config = choose_strategy(config, model)
-    trainer = make_trainer(config, ranks, corpus, model)
-    if isinstance(corpus.training, Documents):
-        require_apart(trainer.model, corpus.vocab_size, ranks.device)
-    checkpointer = make_checkpointer(config, ranks, corpus, trainer.model, trainer.optimizer, trainer.counts)
-    return trainer.run(checkpointer)
+        chosen = from_first(lambda: plan_run(config, model), "waiting for rank 0 to plan")
+        config = config.model_copy(update={"strategy": str(chosen.strategy)})
+        if ranks.rank == 0:
+            step_s, memory_bytes = chosen.predicted["step_s"], chosen.predicted["memory_bytes"]["total"]
+            print(
+                f"strategy auto: {config.strategy} for {mesh_text(config.mesh)} of {config.cluster}, predicted "
+                f"{format_seconds(step_s)} a step and {format_bytes(memory_bytes)} a device",
+                flush=True,
+            )
+    return make_trainer(config, ranks, corpus, model).run()
+
+
+def run_rank(config: TrainConfig, store_file: Path | None) -> int:
+    """`run_training` as the rank that the environment names, met as `join_ranks` says; the exit code."""
+    run = config.run
+    with join_ranks(config.mesh, store_file, device=run.device, threads=run.threads, timeout_s=run.timeout_s) as ranks:
+        return 0 if run_training(config, ranks) else EXIT_PREEMPTED
+
+
+def run_local_rank(store_file: Path | None, *, config: str) -> None:
+    """The task of each local rank."""
+    with noticing_sigterm():
+        code = run_rank(TrainConfig.model_validate_json(config), store_file)
+    if code:
+        sys.exit(code)
 
 
 def make_trainer(config: TrainConfig, ranks: Ranks, corpus: Corpus, model: nn.Module) -> Trainer:
-    """What runs the steps, of `model` sharded as the configuration says; collective."""
-    model = _sharded(config, ranks, model)
-    prepare(model, config)
-    torch.manual_seed(_seed_of(config.run.seed, ranks.rank, model))
+    """Shards `model` as the configuration says, and makes its optimizer; collective. A rehearsal calls it too, so it
+    has a run's model, optimizer and batches. Raises ConfigError if the model cannot write samples, or be exported."""
+    shard(model, ranks.mesh, config.strategy, **config.dtypes.options())
+    if config.samples.every or config.run.export:
+        from zeromesh.integrations.pretrained import adapt  # imports transformers
+
+        adapt(model, None)
+        if not hasattr(model, "save_pretrained"):
+            raise ConfigError(f"samples and run.export are for Hugging Face models; {type(model).__name__} is none")
+    torch.manual_seed(seed_of_rank(config.run.seed, ranks.rank, model))
     return Trainer(config, ranks, corpus, model, make_optimizer(model, config.optimizer))
 
 
-def _require_possible(config: TrainConfig) -> None:
-    """Raises ConfigError for what can be known before any data are read; changes nothing."""
-    _require_writable(config.run.directory)
-    if config.run.export is not None:
-        _require_writable(config.run.export, "run.export")
-    require_trackers(config.run.trackers)
-    require_pretrained(config.model.pretrained)
-
-
-def _require_a_batch(config: TrainConfig, rows: Rows) -> None:
-    """Raises ConfigError where a step would take a sequence twice."""
-    taken = config.batch.global_sequences
-    if len(rows) < taken:
-        raise ConfigError(
-            f"a step takes batch.global_sequences = {taken} sequences of data.seq_len = {rows.seq_len} tokens, and the "
-            f"training data have {len(rows)} in all: name more files in data.files, or make the batch or the sequences "
-            f"smaller"
-        )
-
-
-def _require_writable(directory: Path, key: str = "run.directory") -> None:
-    """Raise ConfigError where a directory cannot be written or made; changes nothing."""
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        reason = "a directory of this user's to write to" if there.is_dir() else "a directory"
-        raise ConfigError(f"{key}: cannot write {directory}: {there} is not {reason}")
-
-
-def _make_directory(directory: Path, corpus: Corpus, done: int) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if done == 0:  # of another run
-            (directory / SAMPLES).unlink(missing_ok=True)
-        if corpus.tokenizer is not None:
-            _keep_text(directory / "tokenizer.json", corpus.tokenizer)
-    except OSError as error:
-        raise ConfigError(f"run.directory: cannot write {directory}: {error.strerror or error}") from error
-
-
-def _keep_text(path: Path, text: str) -> None:
-    """Leaves a file alone that holds it, and never half of it."""
-    if not path.exists() or path.read_bytes() != text.encode():
-        write_whole(path, text)
-
-
-def _build(config: TrainConfig, ranks: Ranks, corpus: Corpus) -> nn.Module:
-    """The model, with random values in the first rank's host memory alone, from which `shard` takes them; those of a
-    pretrained one are read then, by each rank its own.
-
-    Raises:
-        ConfigError: on every rank, where one of them cannot make it.
-    """
-    torch.manual_seed(config.run.seed)
-    made: list[nn.Module] = []
-    values = ranks.rank == 0 or config.model.pretrained is not None
-
-    def build() -> None:
-        with nullcontext() if values else torch.device("meta"):
-            made.append(build_language_model(config.model, corpus.vocab_size, values=values))
-
-    from_first(build, "waiting for rank 0 to draw the model", at_work=True)
-    on_every(lambda: None if made else build(), "making the model")
-    return made[0]
-
-
-def _seed_of(seed: int, rank: int, model: nn.Module) -> int:
-    """Of what a rank draws while it trains: ranks see other samples, and drop other activations.
-
-    It is another one than the weights', also on the first rank. Models that skip layers at random are to skip the same
-    ones on all ranks, since those gather a layer's parameters together.
-    """
-    options = vars(getattr(model, "config", None) or model)
-    skips = any(name.endswith("layerdrop") and value for name, value in options.items())
-    return Random(f"{seed} {0 if skips else rank}").getrandbits(63)
-
-
-def _sharded(config: TrainConfig, ranks: Ranks, model: nn.Module) -> nn.Module:
-    dtypes = config.dtypes
-    return shard(
-        model,
-        ranks.mesh,
-        config.strategy,
-        param_dtype=DTYPES[dtypes.param],
-        reduce_dtype=DTYPES[dtypes.reduce] if dtypes.reduce else None,
-        grad_dtype=DTYPES[dtypes.grad],
-        master_dtype=DTYPES[dtypes.master],
-    )
+def build_language_model(config: ModelConfig, vocab_size: int, *, values: bool = True) -> nn.Module:
+    """`causal_language_model` of a configuration."""
+    return causal_language_model(vocab_size, values=values, **dict(config))
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -194,287 +133,373 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-class Trainer:
-    """Runs steps of one model on one rank.
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The learning rate of step 0 <= `step` < `steps`.
 
-    Args:
-        config: the whole configuration.
-        ranks: this rank among the others.
-        corpus: the same on every rank.
-        model: sharded.
-        optimizer: of the model's sharded parameters.
+    Rises linearly over the warm-up, whose last step has the full rate, then stays, or falls along half a cosine to
+    `final_lr_ratio * lr` at the last step.
     """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps))
+    ratio = config.final_lr_ratio
+    return config.lr * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def plan_run(config: TrainConfig, model: nn.Module) -> Plan:
+    """The planner's choice for the loop's step. Beyond the end of the global batch ranks run sequences that count
+    nothing and take as long as any: the planner is given the batch with those."""
+    seq_len, micro = config.data.seq_len, config.batch.micro
+    workload = Workload(
+        seq_len=seq_len,
+        global_batch_tokens=config.micro_batches * micro * config.world * seq_len,
+        micro_batch=micro,
+        recomputation=Recomputation(config.model.activation_checkpointing),
+        **config.dtypes.options(),
+    )
+    return plan(model, config.hardware(), workload)
+
+
+def _require_possible(config: TrainConfig) -> Path:
+    """An existing directory at or above the run's. Raises ConfigError for what can be known before data are read."""
+    if config.run.export is not None:
+        require_writable(config.run.export, key="run.export", error=ConfigError)
+    require_pretrained(config.model.pretrained)
+    return require_writable(config.run.directory, key="run.directory", error=ConfigError)
+
+
+def _build(config: TrainConfig, ranks: Ranks, corpus: Corpus) -> nn.Module:
+    """The model, with random values in rank 0's host memory alone, from which `shard` takes them; of a pretrained one
+    each rank reads its own slices later. Raises ConfigError on every rank if one of them cannot make it."""
+    torch.manual_seed(config.run.seed)
+    made: list[nn.Module] = []
+    values = ranks.rank == 0 or config.model.pretrained is not None
+
+    def build() -> None:
+        with nullcontext() if values else torch.device("meta"):
+            made.append(build_language_model(config.model, corpus.tokenizer.vocab_size, values=values))
+
+    from_first(build, "waiting for rank 0 to draw the model", at_work=True)
+    on_every(lambda: None if made else build(), "making the model")
+    return made[0]
+
+
+def _gathered(lines: Sequence[T]) -> list[list[T]]:
+    """Each line as every rank has it; collective."""
+    everyone: list[list[T]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, list(lines))
+    return [list(line) for line in zip(*everyone, strict=True)]
+
+
+# ---- steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """One step, agreed by all ranks: mean loss over the tokens of the global batch, gradient norm before clipping,
+    whether any rank was asked to end, and the ranks whose own part of the loss is not finite."""
+
+    loss: float
+    grad_norm: float
+    stop: bool = False
+    broken: tuple[int, ...] = ()
+
+    @property
+    def finite(self) -> bool:
+        """Whether the optimizer has stepped."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class Trainer:
+    """Runs steps of one sharded model on one rank, with the optimizer of its parameters."""
 
     def __init__(
         self, config: TrainConfig, ranks: Ranks, corpus: Corpus, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        self.config = config
-        self.ranks = ranks
-        self.corpus = corpus
-        self.model = model
-        self.optimizer = optimizer
+        self.config, self.ranks, self.corpus, self.model, self.optimizer = config, ranks, corpus, model, optimizer
         self.sampler = self._deal(corpus.training, config.batch.global_sequences, config.run.seed)
         self.traffic = traffic_report(
-            model, micro_batches=self.sampler.micro_batches, recompute=config.model.recomputes
+            model, micro_batches=self.sampler.micro_batches, recompute=config.model.activation_checkpointing != "none"
         )
-        self.counts = NonFinite()
+        rules = config.faults
+        self.counts = NonFinite(
+            remedy=rules.nonfinite, most_in_a_row=rules.nonfinite_in_a_row, most_in_all=rules.nonfinite_in_all
+        )
         self.memory: list[list[MemoryLine]] = []
+        self._report: RunReport | None = None  # rank 0's, while steps run
         self._stop_asked = False
 
-    def run(self, checkpointer: Checkpointer | None) -> bool:
-        """All steps that are left; False where a signal ended the run after saving.
+    def run(self) -> bool:
+        """Runs all steps that are left; False if a signal ended the run after it has saved.
 
         Raises:
             NonFiniteError, MismatchError: on all ranks, after what was being saved is complete.
         """
-        if checkpointer is None:
+        run, saves = self.config.run, self.config.checkpoint.every > 0
+        if not saves:
             end_at_once()
-        done = checkpointer.resume() if checkpointer else 0
-        directory = self.config.run.directory  # made only now that nothing can be wrong with the input any more
-        from_first(lambda: _make_directory(directory, self.corpus, done), "waiting for rank 0 to make run.directory")
-        quiet = self.ranks.rank != 0
-        steps = self.config.run.steps
-        lines = header(self.config, self.corpus, self.model, self.sampler, self.ranks.device, done)
-        if not quiet:
-            print("\n".join(lines), flush=True)
-        if checkpointer and self._stops_before_a_step():
-            checkpointer.close()
+        begun = self._resume()
+        # Made only now that nothing can be wrong with the input any more.
+        from_first(self._make_directory, "waiting for rank 0 to make run.directory")
+        lines = self._header(begun)
+        self._note("\n".join(lines))
+        asked = torch.full((), float(was_asked()), device=self.ranks.device)
+        if saves and self._summed("agreeing to start", asked) > 0:
+            self.checkpoints.close()
             return False
-        with (
-            self._trackers(lines, done, quiet=quiet) as trackers,
-            show_progress(steps, steps_done=done, quiet=quiet) as progress,
-        ):
-            finished = self._run_steps(done, checkpointer, trackers, progress)
-            if finished and done < steps:
-                self._measure_memory()
-        if finished and done < steps:
-            self._print_comparison(quiet=quiet)
-        if finished and self.config.run.export is not None:
-            export(self.model, self.corpus, self.config, self.config.run.export, first=not quiet)
-            if not quiet:
-                print(f"exported to {self.config.run.export}", flush=True)
-        return finished
-
-    def _run_steps(
-        self, done: int, checkpointer: Checkpointer | None, trackers: Sequence[Tracker], progress: Progress
-    ) -> bool:
-        steps = self.config.run.steps
+        if self.ranks.rank == 0:
+            self._report = RunReport(
+                run.directory,
+                steps=run.steps,
+                done=begun,
+                lines=lines,
+                strategy=self.config.strategy,
+                page=run.page,
+                memory=lambda: self.memory,
+            )
         try:
-            while done < steps:
-                metrics, outcome = self._timed_step(done)
-                back = self._after_nonfinite(done, outcome, checkpointer, progress)
-                if back is not None:
-                    done = back
-                    for tracker in trackers:
-                        tracker.rewind(done)
-                    continue
-                done += 1
-                metrics = replace(metrics, skipped=self.counts.skipped or None, rollbacks=self.counts.rollbacks or None)
-                for tracker in trackers:
-                    tracker.append(metrics)
-                progress.show(metrics)
-                if outcome.finite and not self.memory:
-                    self._measure_memory()
-                self._write_samples(done, progress)
-                stops = checkpointer is not None and outcome.stop and done < steps
-                self._compare_replicas(done, saving=checkpointer is not None and (stops or checkpointer.due(done)))
-                if checkpointer and stops:
-                    checkpointer.save_now(done)
-                    break
-                if checkpointer and checkpointer.due(done):
-                    checkpointer.save(done)
-        except (NonFiniteError, MismatchError):
-            # What is being written is of a good step, and all ranks are here.
-            if checkpointer:
-                with suppress(CheckpointError):
-                    checkpointer.close()
-            raise
-        if checkpointer:
-            checkpointer.close()
-        return done >= steps
-
-    def _after_nonfinite(
-        self, step: int, outcome: StepOutcome, checkpointer: Checkpointer | None, progress: Progress
-    ) -> int | None:
-        """Does what the configuration says about a loss or norm that is not finite; the step to go back to, if any."""
-        if outcome.finite:
-            self.counts.finite()
-            return None
-        what = describe(step + 1, outcome.loss, outcome.grad_norm, list(outcome.broken))
-        remedy = self.counts.judge(self.config.faults, what)
-        if remedy is Remedy.SKIP:
-            progress.note(f"{what}: skipped, without an optimizer step")
-            return None
-        back = checkpointer.roll_back() if checkpointer else None
-        if back is None:
-            raise NonFiniteError(f"{what}, and no checkpoint has been made yet to go back to")
-        self.counts.rolled_back(step, back)
-        progress.note(
-            f"{what}: rolled back to step {back}; the {step + 1 - back} batches since then are left out, and the run "
-            f"goes on with those that follow"
-        )
-        return back
-
-    def _compare_replicas(self, done: int, *, saving: bool) -> None:
-        every = self.config.faults.digest_every
-        if every and (done % every == 0 or saving):
-            check_replicas(self.model, self.optimizer)
-
-    def _stops_before_a_step(self) -> bool:
-        """Whether SIGTERM came during set-up, on any rank: what is on disk is what there is to save."""
-        return on_any(self._asked_to_stop(), "agreeing to start")
-
-    def _asked_to_stop(self) -> bool:
-        return self._stop_asked or was_asked()
+            done = self._run_steps(begun)
+            if begun < done == run.steps:
+                self._measure_memory()
+        finally:
+            if self._report:
+                self._report.close()
+        if done < run.steps:
+            return False
+        if begun < done:
+            self._note(f"\n{comparison(self.memory, _gathered(self.traffic.lines()))}{self.counts.summary()}")
+        if run.export is not None:
+            self._export(run.export)
+        return True
 
     def step(self, step: int) -> StepOutcome:
-        """One optimizer step over the step's global batch; without the optimizer, where loss or norm is not finite."""
+        """One optimizer step over the step's global batch; without the optimizer if loss or norm is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config.optimizer, step, self.config.run.steps)
         self.model.train()
-        loss_sum, tokens = self._forward_backward(self.counts.batch(step))
-        clip_norm = self.config.optimizer.clip_norm or float("inf")
-        norm = clip_grad_norm_(self.model, clip_norm)
-        totals = self._sum_over_ranks("adding up the loss", loss_sum, self._asked_to_stop())
+        loss_sum = self._forward_backward(self.counts.batch(step))
+        norm = clip_grad_norm_(self.model, self.config.optimizer.clip_norm or float("inf"))
+        asked = torch.full_like(loss_sum, self._stop_asked or was_asked())  # by a kernel: a copy waits for the device
+        totals = self._summed("adding up the loss", torch.stack([loss_sum, asked]))
         # Before the optimizer's step: all ranks must decide alike whether there is one.
-        loss_total, stops, grad_norm = torch.stack([*totals, norm.to(totals)]).tolist()
-        outcome = StepOutcome(loss=loss_total / max(1, tokens), grad_norm=grad_norm, tokens=tokens, stop=stops > 0)
+        loss, stops, grad_norm = torch.stack([*totals, norm.to(totals)]).tolist()
+        outcome = StepOutcome(loss=loss / self.tokens, grad_norm=grad_norm, stop=stops > 0)
         if outcome.finite:
             self.optimizer.step()
             self.optimizer.zero_grad()
             return outcome
         zero_grad(self.model)
-        return replace(outcome, broken=self._ranks_where(not math.isfinite(loss_sum)))
+        broken = torch.zeros(self.ranks.world, dtype=torch.float64, device=self.ranks.device)
+        broken[self.ranks.rank] = not math.isfinite(loss_sum)
+        ranks = self._summed("finding the rank", broken).nonzero().flatten().tolist()
+        return replace(outcome, broken=tuple(ranks))
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the tokens of the held-out sequences, the same ones at each call and for each world size."""
         held_out = self.corpus.held_out
-        sampler = self._deal(held_out, min(self.config.eval.sequences, len(held_out)), seed=0)
+        sequences = min(self.config.eval.sequences, len(held_out))
         self.model.eval()
-        loss_sum, tokens = 0.0, 0
-        for indices in sampler.rank_batches(0, self.ranks.rank):
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for indices in self._deal(held_out, sequences, seed=0).rank_batches(0, self.ranks.rank):
             loss, weight = self._loss(held_out, indices)
             if weight:  # 0 times a loss that is not finite would not be 0
-                loss_sum += float(loss) * weight
-            tokens += weight
-        loss_total, token_total = self._sum_over_ranks("adding up the held-out loss", loss_sum, tokens).tolist()
-        return float(loss_total / token_total)
+                loss_sum += loss.double() * weight
+        return float(self._summed("adding up the held-out loss", loss_sum)) / (sequences * held_out.seq_len)
+
+    @property
+    def tokens(self) -> int:
+        """Targets of a global batch."""
+        return self.config.batch.global_sequences * self.config.data.seq_len
+
+    def _run_steps(self, done: int) -> int:
+        """Runs steps from `done` on, until the last or until a signal asks to end; the steps done."""
+        steps, every, digests = self.config.run.steps, self.config.checkpoint.every, self.config.faults.digest_every
+        try:
+            while done < steps:
+                metrics, outcome = self._timed_step(done)
+                if outcome.finite:
+                    self.counts.finite()
+                elif (back := self._after_nonfinite(done, outcome)) is not None:
+                    done = back
+                    continue
+                done += 1
+                if self._report:
+                    skipped, rollbacks = self.counts.skipped or None, self.counts.rollbacks or None
+                    self._report.append(replace(metrics, skipped=skipped, rollbacks=rollbacks))
+                if outcome.finite and not self.memory:
+                    self._measure_memory()
+                self._write_samples(done)
+                stops = every > 0 and outcome.stop
+                saves = stops or (every > 0 and (done % every == 0 or done == steps))
+                if digests and (done % digests == 0 or saves):
+                    check_replicas(self.model, self.optimizer)
+                if saves:
+                    with collective(f"saving the checkpoint of step {done}"):
+                        self.checkpoints.save(done, self.counts.state())
+                if stops:
+                    break
+        except (NonFiniteError, MismatchError):
+            with suppress(CheckpointError):  # what is being written is of a good step, and all ranks are here
+                self._close()
+            raise
+        self._close()
+        return done
 
     def _timed_step(self, step: int) -> tuple[StepMetrics, StepOutcome]:
-        every, done = self.config.eval.every, step + 1
+        every, done, steps = self.config.eval.every, step + 1, self.config.run.steps
         self.traffic.calls.clear()  # of a last step that was rolled back
         start = perf_counter()
-        # The last step is counted alone: in steady state, and without evaluations.
-        with self.traffic if done == self.config.run.steps else nullcontext():
+        # Only the last step is counted: in steady state, and without evaluations.
+        with self.traffic if done == steps else nullcontext():
             outcome = self.step(step)
         step_s = perf_counter() - start
-        evaluated = outcome.finite and every > 0 and (done % every == 0 or done == self.config.run.steps)
+        evaluated = outcome.finite and every > 0 and (done % every == 0 or done == steps)
         metrics = StepMetrics(
             step=done,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
             lr=self.optimizer.param_groups[0]["lr"],
-            tokens=outcome.tokens,
-            positions=self.config.batch.global_sequences * self.config.data.seq_len,
-            tokens_per_s=outcome.tokens / step_s,
+            tokens=self.tokens,
+            positions=self.tokens,
+            tokens_per_s=self.tokens / step_s,
             step_s=step_s,
             eval_loss=self.evaluate() if evaluated else None,
         )
         return metrics, outcome
 
-    def _write_samples(self, done: int, progress: Progress) -> None:
-        samples = self.config.samples
-        if samples.every and (done % samples.every == 0 or done == self.config.run.steps):
-            path, quiet = self.config.run.directory / SAMPLES, self.ranks.rank != 0
-            device = self.ranks.device
-            for line in write_samples(self.model, self.corpus, samples, device, step=done, path=path, quiet=quiet):
-                progress.note(line)
-
-    def _measure_memory(self) -> None:
-        self.memory = gathered(memory_report(self.model, self.optimizer))
-
-    def _print_comparison(self, *, quiet: bool) -> None:
-        traffic = gathered(self.traffic.lines())
-        if not quiet:
-            print(f"\n{table(self.memory, traffic)}", flush=True)
-            for line in fault_lines(self.counts):
-                print(line, flush=True)
-
-    def _forward_backward(self, batch: int) -> tuple[Tensor, int]:
-        """Gradient of the mean over the global batch's tokens; this rank's sum of losses, and the batch's learned
-        tokens, which every rank can count."""
+    def _forward_backward(self, batch: int) -> Tensor:
+        """Gradient of the mean over the global batch's tokens; this rank's sum of losses."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        batches, training = list(self.sampler.rank_batches(batch, self.ranks.rank)), self.corpus.training
-        tokens = training.targets(self.sampler.global_batch(batch))
+        batches, rows = list(self.sampler.rank_batches(batch, self.ranks.rank)), self.corpus.training
         for position, indices in enumerate(batches):
-            last, weight = position == len(batches) - 1, float(training.targets(indices))
-            with accumulate(self.model, last=last, weight=weight, total=float(tokens)):
-                loss, targets = self._loss(training, indices)
+            last, weight = position == len(batches) - 1, len(indices) * rows.seq_len
+            with accumulate(self.model, last=last, weight=float(weight), total=float(self.tokens)):
+                loss, _ = self._loss(rows, indices)
                 loss.backward()  # type: ignore[no-untyped-call]
-            if targets:  # as in `evaluate`
-                loss_sum += loss.detach().double() * targets
-        return loss_sum, tokens
+            if weight:  # as in `evaluate`
+                loss_sum += loss.detach().double() * weight
+        return loss_sum
 
     def _loss(self, rows: Rows, indices: list[int]) -> tuple[Tensor, int]:
         """Mean loss of a micro-batch, and its targets.
 
         An empty one runs a row that counts nothing, since every rank must make the same collectives.
         """
-        batch = rows.batch(indices or [0])
-        inputs, targets = self._moved(batch.inputs), self._moved(batch.targets)
-        positions = {} if batch.positions is None else {"position_ids": self._moved(batch.positions)}
-        logits: Tensor = self.model(input_ids=inputs, use_cache=False, **positions).logits
-        loss_sum = functional.cross_entropy(
-            logits.float().flatten(0, 1), targets.flatten(), ignore_index=NOT_LEARNED, reduction="sum"
-        )
-        count = rows.targets(indices)
-        return loss_sum / max(1, count or targets.numel()), count
+        inputs, targets = map(self._moved, rows.batch(indices or [0]))
+        logits: Tensor = self.model(input_ids=inputs, use_cache=False).logits
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return loss, len(indices) * rows.seq_len
 
     def _moved(self, rows: Tensor) -> Tensor:
-        """To this rank's device; from pinned memory, in which a copy of views would not be, so that the host does not
-        wait for what the device has to do."""
+        """To this rank's device; from pinned memory, so that the host does not wait for the device. A copy of views
+        would not be pinned."""
         device = self.ranks.device
         return rows if device.type == "cpu" else rows.contiguous().pin_memory().to(device, non_blocking=True)
 
-    def _sum_over_ranks(self, operation: str, *numbers: float | Tensor) -> Tensor:
-        """On the device and by its backend, so that the host waits for nothing before it looks at them."""
-        words = [number if isinstance(number, Tensor) else self._word(number) for number in numbers]
+    def _summed(self, operation: str, values: Tensor) -> Tensor:
+        """Over all ranks, on the device and by its backend: the host waits for nothing before it looks."""
         with collective(operation):
-            return engine_of(self.model).control.reduce(torch.stack(words))
-
-    def _word(self, number: float) -> Tensor:
-        """Written by a kernel: a copy from the host would wait for the device."""
-        return torch.full((), number, dtype=torch.float64, device=self.ranks.device)
-
-    def _ranks_where(self, here: bool) -> tuple[int, ...]:
-        """Ranks on which `here` is true; collective."""
-        flags = [float(here and rank == self.ranks.rank) for rank in range(self.ranks.world)]
-        return tuple(
-            rank for rank, flag in enumerate(self._sum_over_ranks("finding the rank", *flags).tolist()) if flag
-        )
+            return engine_of(self.model).control.reduce(values)
 
     def _deal(self, rows: Rows, global_sequences: int, seed: int) -> Sampler:
-        return Sampler(
-            num_samples=len(rows),
-            global_sequences=global_sequences,
-            micro=self.config.batch.micro,
-            world=self.ranks.world,
-            seed=seed,
-        )
+        micro, world = self.config.batch.micro, self.ranks.world
+        return Sampler(num_samples=len(rows), global_sequences=global_sequences, micro=micro, world=world, seed=seed)
 
-    @contextmanager
-    def _trackers(self, lines: Sequence[str], steps_done: int, *, quiet: bool) -> Iterator[list[Tracker]]:
-        """What takes the steps' metrics: on the first rank alone there is any."""
-        with ExitStack() as stack:
-            found: list[Tracker] = []
-            if not quiet:
-                run, settings = self.config.run, self.config.model_dump(mode="json")
-                metrics = run.directory / "metrics.jsonl"
-                found.append(MetricsFile(metrics, steps_done=steps_done))
-                found += [make_tracker(n, run.directory, settings, steps_done=steps_done) for n in run.trackers]
-                if run.page:
-                    about = About(name=run.directory.name, steps=run.steps, lines=lines, strategy=self.config.strategy)
-                    before = steps_up_to(metrics, steps_done)
-                    found.append(RunPage(run.directory / "run.html", before, about, lambda: self.memory))
-            yield [stack.enter_context(tracker) for tracker in found]
+    # ---- faults and checkpoints
+
+    def _after_nonfinite(self, step: int, outcome: StepOutcome) -> int | None:
+        """Does what the configuration says about a bad step; the step to go back to, if any."""
+        what = describe(step + 1, outcome.loss, outcome.grad_norm, outcome.broken)
+        if self.counts.judge(what) == "skip":
+            self._note(f"{what}: skipped, without an optimizer step")
+            return None
+        with collective("loading the newest checkpoint"):
+            found = self.checkpoints.roll_back()
+        if found is None:
+            raise NonFiniteError(f"{what}, and no checkpoint has been made yet to go back to")
+        self.counts.rolled_back(step, found.step)
+        if self._report:
+            self._report.rewind(found.step)
+        self._note(
+            f"{what}: rolled back to step {found.step}; the {step + 1 - found.step} batches since then are left out, "
+            f"and the run goes on with those that follow"
+        )
+        return found.step
+
+    def _resume(self) -> int:
+        """Loads what the run goes on from; the steps done."""
+        config, rules, directory = self.config, self.config.checkpoint, self.config.run.directory / "checkpoints"
+        frozen = config.model.pretrained is None  # else a resume takes what is frozen from there
+        keep = {"keep": rules.keep, "keep_every": rules.keep_every}
+        self.checkpoints = RunCheckpoints(
+            Checkpoints(directory, self.model, self.optimizer, **keep, frozen=frozen),
+            identity={
+                "run.seed": config.run.seed,
+                "data.seq_len": config.data.seq_len,
+                "batch.global_sequences": config.batch.global_sequences,
+                **self.corpus.identity(),
+            },
+            required={TOKENIZER: OTHER_TOKENIZER},
+            layout={"strategy": config.strategy, "mesh": mesh_text(config.mesh)},
+            first=self.ranks.rank == 0,
+        )
+        with collective("opening and loading checkpoints"):
+            found = self.checkpoints.resume(rules.resume, saves=rules.every > 0)
+        self.counts.restore(found.state.get("faults", {}) if found else {})
+        return found.step if found else 0
+
+    def _close(self) -> None:
+        with collective("saving the last checkpoint"):
+            self.checkpoints.close()
+
+    # ---- for people
+
+    def _note(self, text: str) -> None:
+        if self.ranks.rank == 0:
+            print(text, flush=True)
+
+    def _header(self, done: int) -> list[str]:
+        """Model, layout, data, batch and rank 0's device, in a few lines."""
+        config, corpus, micro = self.config, self.corpus, f"up to {self.config.batch.micro} sequences of"
+        parameters = sum(parameter.shape.numel() for parameter in self.model.parameters())
+        tokens, vocabulary = corpus.training.tokens.numel(), corpus.tokenizer.vocab_size
+        return [
+            f"{type(self.model).__name__}, {parameters:,} parameters; mesh {mesh_text(config.mesh)}, strategy "
+            f"{config.strategy}",
+            f"{corpus.num_documents:,} documents, {tokens:,} tokens; vocabulary {vocabulary:,}",
+            f"{self.tokens:,} tokens a step: {self.sampler.micro_batches} micro-batches of {micro} "
+            f"{config.data.seq_len} on each of {config.world} ranks ({device_name(self.ranks.device)})",
+            *[f"all {config.run.steps} steps are done: nothing is left to do"] * (done >= config.run.steps),
+        ]
+
+    def _measure_memory(self) -> None:
+        self.memory = _gathered(memory_report(self.model, self.optimizer))
+
+    def _make_directory(self) -> None:
+        directory, definition = self.config.run.directory, self.corpus.tokenizer.definition
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if definition is not None:
+                write_whole(directory / "tokenizer.json", definition)
+        except OSError as error:
+            raise ConfigError(f"run.directory: cannot write {directory}: {error.strerror or error}") from error
+
+    def _write_samples(self, done: int) -> None:
+        samples = self.config.samples
+        if samples.every and (done % samples.every == 0 or done == self.config.run.steps):
+            self.model.eval()
+            for prompt in samples.prompts:
+                text = continuation(self.model, self.corpus.tokenizer, prompt, samples.tokens)
+                if self._report:
+                    self._report.sample(done, prompt, text)
+
+    def _export(self, directory: Path) -> None:
+        """Writes the model, or its adapters alone, as `from_pretrained` loads it, with its tokenizer."""
+        model: Any = self.model
+        model.save_pretrained(directory, is_main_process=self.ranks.rank == 0)
+        tokenizer, name = self.corpus.tokenizer, self.config.tokenizer
+        from_first(lambda: tokenizer.save_pretrained(name, directory), "waiting for rank 0 to write the tokenizer")
+        self._note(f"exported to {directory}")

@@ -1,10 +1,9 @@
 """Which sample is used at which step, by which rank, in which micro-batch. Depends on the seed and the step alone.
 
-The corpus is `num_samples` sequences. Each epoch visits all of them once, in an order of its own; position
-`step * global_sequences + i` of that endless series is sequence `i` of the step's global batch. The order is a Feistel
-network with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): any position is found in
-constant time and memory, so that a resumed run needs no state, and no library's random stream is part of a
-checkpoint's meaning.
+Each epoch visits all sequences once, in an order of its own; position `step * global_sequences + i` of that endless
+series is sequence `i` of the step's global batch. The order is a Feistel network with cycle walking (Black and Rogaway,
+"Ciphers with arbitrary finite domains", 2002): any position is found in constant time and memory, so a resumed run
+needs no state, and no library's random stream is part of a checkpoint's meaning.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from zeromesh.errors import ConfigError
 
 FEISTEL_ROUNDS = 6
 """Luby and Rackoff's proof needs four with perfect round functions; two more cost nothing here."""
@@ -26,43 +23,28 @@ def permute(index: int, size: int, key: tuple[int, ...]) -> int:
     [0, 1, 2, 3, 4]
     """
     half_bits = max(1, (size - 1).bit_length() + 1 >> 1)
+    mask = (1 << half_bits) - 1
     while True:
-        index = _feistel(index, half_bits, key)
+        left, right = index >> half_bits, index & mask
+        for round_number in range(FEISTEL_ROUNDS):
+            words = (*key, round_number, right)
+            digest = hashlib.blake2b(b"".join(word.to_bytes(8, "little") for word in words), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        index = left << half_bits | right
         if index < size:
             return index
 
 
-def _feistel(value: int, half_bits: int, key: tuple[int, ...]) -> int:
-    mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
-    for round_number in range(FEISTEL_ROUNDS):
-        words = (*key, round_number, right)
-        digest = hashlib.blake2b(b"".join(word.to_bytes(8, "little") for word in words), digest_size=8).digest()
-        left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
-    return left << half_bits | right
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Deals the samples of a corpus to steps, micro-batches and ranks.
-
-    Args:
-        num_samples: sequences in the corpus.
-        global_sequences: sequences a step.
-        micro: sequences a rank works on at once.
-        world: ranks, each of which works on other sequences.
-        seed: names the order.
-    """
+    """Deals the `num_samples` sequences of a corpus to steps of `global_sequences`, micro-batches of at most `micro`,
+    and `world` ranks, in the order that `seed` names."""
 
     num_samples: int
     global_sequences: int
     micro: int
     world: int
     seed: int
-
-    def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise ConfigError("data.files must hold at least one sequence of data.seq_len + 1 tokens; got none")
 
     @property
     def micro_batches(self) -> int:
@@ -71,20 +53,18 @@ class Sampler:
 
     def global_batch(self, step: int) -> list[int]:
         """Indices of the samples of a step's global batch, in order."""
-        start = step * self.global_sequences
-        return [self._sample(position) for position in range(start, start + self.global_sequences)]
+        return [self._sample(step * self.global_sequences + i) for i in range(self.global_sequences)]
 
     def rank_batches(self, step: int, rank: int) -> Iterator[list[int]]:
-        """The rank's samples of a step, one list a micro-batch; an empty one where the global batch does not reach.
+        """The rank's samples of a step, one list a micro-batch; empty beyond the end of the global batch.
 
-        Micro-batch t takes the next world * micro sequences of the global batch, dealt to the ranks in turn, so that
-        counts of non-empty micro-batches differ by at most one between ranks.
+        Micro-batch t takes the next world * micro sequences of the global batch, dealt to the ranks in turn, so counts
+        of non-empty micro-batches differ by at most one between ranks.
         """
-        start = step * self.global_sequences
         for micro_batch in range(self.micro_batches):
             first = (micro_batch * self.world + rank) * self.micro
             last = min(first + self.micro, self.global_sequences)
-            yield [self._sample(start + i) for i in range(first, last)]
+            yield [self._sample(step * self.global_sequences + i) for i in range(first, last)]
 
     def _sample(self, position: int) -> int:
         epoch, index = divmod(position, self.num_samples)

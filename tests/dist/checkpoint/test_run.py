@@ -22,7 +22,7 @@ from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import CheckpointError
 from zeromesh.launch.ranks import Ranks
-from zeromesh.train import checkpointing, loop
+from zeromesh.train import loop
 from zeromesh.train.config import ModelConfig, TrainConfig
 
 Mesh = tuple[tuple[str, int], ...]
@@ -208,7 +208,7 @@ def test_another_models_checkpoint_says_what_differs(pool: Pool, directory: Path
 
 def impatient(config: TrainConfig) -> tuple[list[str], str]:
     """`outcome` without waiting for the other job to end."""
-    with mock.patch.object(checkpointing, "Checkpoints", partial(Checkpoints, lock_wait_s=0.0)):
+    with mock.patch.object(loop, "Checkpoints", partial(Checkpoints, lock_wait_s=0.0)):
         return outcome(config)
 
 

@@ -23,7 +23,7 @@ from zeromesh.errors import ZeromeshError
 from zeromesh.launch.ranks import Ranks
 from zeromesh.train import loop
 from zeromesh.train.config import ModelConfig, TrainConfig
-from zeromesh.train.sequences import Rows
+from zeromesh.train.corpus import Rows
 
 Mesh = tuple[tuple[str, int], ...]
 
@@ -95,7 +95,6 @@ class Meddling:
         left_out: steps, counted from 0, that are not run at all.
         batches: by step, the batch it takes; others take their own.
         stop_after: steps after which the last rank is asked to end.
-        again, job: as a launcher says them; `again` on the last rank, as where the others' nodes came later.
     """
 
     poisoned: Sequence[int] = ()
@@ -103,8 +102,6 @@ class Meddling:
     left_out: Sequence[int] = ()
     batches: dict[int, int] = field(default_factory=dict)
     stop_after: int | None = None
-    again: bool = False
-    job: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +136,7 @@ def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
     mesh = kept(init_device_mesh, "cpu", tuple(config.mesh.values()), mesh_dim_names=tuple(config.mesh))
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")
-    ranks = Ranks(
-        rank=rank,
-        world=world,
-        device=device,
-        mesh=mesh,
-        again=meddling.again and rank == world - 1,
-        job=meddling.job,
-    )
+    ranks = Ranks(rank=rank, world=world, device=device, mesh=mesh)
     trainers: list[Any] = []
 
     class Meddled(loop.Trainer):
@@ -163,7 +153,7 @@ def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
             if meddling.stop_after is not None and step + 1 == meddling.stop_after:
                 self._stop_asked = rank == world - 1
             if step in meddling.left_out:
-                return loop.StepOutcome(loss=0.0, grad_norm=0.0, tokens=1, stop=False)
+                return loop.StepOutcome(loss=0.0, grad_norm=0.0)
             return super().step(step)
 
         def _forward_backward(self, batch: int) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import warnings
-from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -70,66 +69,39 @@ def first_step(pool: Pool, made: TrainConfig, **meddling: Any) -> int:
     return made.run.steps - len(outcome.samples) if meddling.get("stop_after") is None else -1
 
 
-def test_a_restart_of_a_new_run_goes_on_and_does_not_start_anew(pool: Pool, tmp_path: Path) -> None:
-    directory = write_text(tmp_path)
-    older = config(directory, *ONE_RANK, run__steps=6)
-    assert first_step(pool, older) == 0
-    anew = config(directory, *ONE_RANK, checkpoint__resume="never")
-    # Killed before its first checkpoint: those in the directory are another run's.
-    assert first_step(pool, anew, stop_after=1, job="7") == -1
-    shutil.rmtree(directory / "run/checkpoints/step-00000001")
-    assert first_step(pool, anew, again=True, job="7", stop_after=4) == -1
-    assert first_step(pool, anew, again=True, job="7") == 4  # now it has one of its own
-    # Another run, whose first start was killed before it could note anything, has none, nor has one that is not
-    # started again. Of a note that was cut short nothing is known.
-    assert first_step(pool, anew, again=True, job="8") == 0
-    assert first_step(pool, anew, job="8") == 0
-    (directory / "run/checkpoints/.job").write_text("8 ")
-    assert first_step(pool, anew, again=True, job="8") == 0
-
-
-def test_a_restart_of_a_run_from_another_goes_on(pool: Pool, tmp_path: Path) -> None:
+def test_a_run_begins_with_another_and_goes_on_from_its_own(pool: Pool, tmp_path: Path) -> None:
     first, second = (write_text(tmp_path / name) for name in make(tmp_path, "first", "second"))
     pool.run(1, train, config(first, *ONE_RANK, run__steps=3), Meddling(), timeout_s=50.0)
     path = str(first / "run" / "checkpoints")
     fine = config(second, (("cluster", 1), ("node", 2)), "node=3,cluster=0", checkpoint__resume=path)
     assert first_step(pool, fine, stop_after=5) == -1
-    assert first_step(pool, fine, again=True) == 5
-    assert first_step(pool, fine, again=True, job="9") == 3
+    assert first_step(pool, fine) == 5
 
 
-def unlucky(made: TrainConfig, meddling: Meddling, *, full_disk: bool) -> Outcome:
-    """One rank's run, without its warnings."""
+def unlucky(made: TrainConfig, meddling: Meddling) -> Outcome:
+    """One rank's run on a full disk, without its warnings."""
     fails = mock.patch.object(saver, "write_file", side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    with warnings.catch_warnings(), fails if full_disk else nullcontext():
+    with warnings.catch_warnings(), fails:
         warnings.simplefilter("ignore")
         return train(made, meddling)
 
 
-def test_no_run_goes_back_to_what_another_has_saved(pool: Pool, tmp_path: Path) -> None:
-    directory = write_text(tmp_path)
-    checkpoints = directory / "run" / "checkpoints"
-    assert first_step(pool, config(directory, *ONE_RANK, run__steps=6)) == 0
-
-    def rolls_back(resume: str) -> TrainConfig:
-        rules = {"every": 3, "keep": 9, "resume": resume}
-        return config(directory, *ONE_RANK, checkpoint=rules, faults__nonfinite="rollback")
+def test_a_run_without_a_checkpoint_of_its_own_rolls_back_to_its_beginning(pool: Pool, tmp_path: Path) -> None:
+    first, second = (write_text(tmp_path / name) for name in make(tmp_path, "first", "second"))
+    assert first_step(pool, config(first, *ONE_RANK, run__steps=3)) == 0
 
     # Its own first save has failed when it comes to batch 7.
     order = Sampler(num_samples=152, global_sequences=4, micro=2, world=1, seed=7)
-    meddling = Meddling(poisoned=order.global_batch(7), job="7")
-    anew, beginning = rolls_back("never"), rolls_back(str(checkpoints / "step-00000003"))
-    (outcome,) = pool.run(1, unlucky, anew, meddling, full_disk=True, timeout_s=50.0)
-    assert outcome.error.endswith("no checkpoint has been made yet to go back to")
-    (outcome,) = pool.run(1, unlucky, beginning, meddling, full_disk=True, timeout_s=50.0)
-    assert "rolled back to step 3; the 5 batches since then are left out" in outcome.printed
-    # Its own are damaged when it is started again.
-    assert first_step(pool, anew, job="7", stop_after=4) == -1
-    for name in ("step-00000003.1", "step-00000004"):
-        (checkpoints / name / "__0_0.distcp").unlink()
-    (outcome,) = pool.run(1, unlucky, anew, Meddling(again=True, job="7"), full_disk=False, timeout_s=50.0)
-    assert "none that can be loaded" in outcome.error
-    assert sorted(path.name for path in checkpoints.glob("step-*"))[0] == "step-00000003"
+    meddling = Meddling(poisoned=order.global_batch(7))
+    for resume, said in (
+        ("auto", "no checkpoint has been made yet to go back to"),
+        (str(first / "run" / "checkpoints"), "rolled back to step 3; the 5 batches since then are left out"),
+    ):
+        rules = {"every": 3, "keep": 9, "resume": resume}
+        made = config(second, *ONE_RANK, checkpoint=rules, faults__nonfinite="rollback")
+        (outcome,) = pool.run(1, unlucky, made, meddling, timeout_s=50.0)
+        assert said in outcome.error + outcome.printed
+        shutil.rmtree(second / "run" / "checkpoints", ignore_errors=True)
 
 
 def test_auto_plans_anew_for_what_is_left(pool: Pool, tmp_path: Path) -> None:

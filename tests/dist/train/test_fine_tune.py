@@ -1,4 +1,4 @@
-"""A fine-tune on four ranks is plain training of each answer by itself, in one process."""
+"""A model that goes on, on four ranks, is plain training of it in one process."""
 
 from __future__ import annotations
 
@@ -16,46 +16,34 @@ from tests.dist.pool import Pool, kept
 from zeromesh.checkpoint.read import read_manifest
 from zeromesh.checkpoint.storage import open_storage
 from zeromesh.errors import ConfigError
+from zeromesh.integrations.texts import make_tokenizer
 from zeromesh.launch.ranks import Ranks
 from zeromesh.train import loop
 from zeromesh.train.config import CheckpointConfig, TrainConfig
 from zeromesh.train.corpus import read_corpus
-from zeromesh.train.language_model import build_language_model
+from zeromesh.train.loop import build_language_model
 from zeromesh.train.sampler import Sampler
-from zeromesh.train.sequences import Documents
 
 START_S = 55.0
 STEPS = 3
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which PEFT reads
 SEQUENCES = 5
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with its tokenizer, and questions with answers."""
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    from zeromesh.train.records import Document
-    from zeromesh.train.text import END_OF_TEXT, TrainedTokenizer
+    """A small model with its tokenizer, and records of text."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     path = tmp_path_factory.mktemp("fine-tune")
-    rows = []
-    for number in range(24):
-        turns = [("user", f"what is {number} and {number}?"), ("assistant", f"{2 * number}")] * (1 + number % 2)
-        rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})
-    (path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trained = TrainedTokenizer.train([Document(name="", text=json.dumps(rows))], 280)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained.library, eos_token=END_OF_TEXT)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path / "base")
+    texts = [f"what is {number} and {number}? it is {2 * number}" for number in range(24)]
+    (path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = make_tokenizer("bpe:280", [text.encode() for text in texts])
+    tokenizer.save_pretrained("bpe:280", path / "base")
     torch.manual_seed(1)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ends = {"eos_token_id": trained.end, "bos_token_id": None}
-    config = LlamaConfig(vocab_size=trained.vocab_size + 8, tie_word_embeddings=True, **sizes, **ends)
+    ends = {"eos_token_id": tokenizer.end, "bos_token_id": None}
+    config = LlamaConfig(vocab_size=tokenizer.vocab_size + 8, tie_word_embeddings=True, **sizes, **ends)
     LlamaForCausalLM(config).save_pretrained(path / "base")
     return path
 
@@ -67,7 +55,7 @@ def config(directory: Path, name: str, strategy: str, **model: Any) -> TrainConf
         "mesh": {"cluster": 2, "node": 2},
         "run": {"directory": str(directory / name), "steps": STEPS, "seed": 7, "export": str(directory / name / "out")},
         "model": {"pretrained": str(directory / "base")} | model,
-        "data": {"files": [f"{directory}/chat.jsonl"], "seq_len": 90, "holdout": 0.0},
+        "data": {"files": [f"{directory}/texts.jsonl"], "seq_len": 20, "holdout": 0.0},
         "batch": {"global_sequences": SEQUENCES, "micro": 1},
         "optimizer": {"lr": 0.02},
         "samples": {"every": STEPS, "prompts": ["what is 3 and 3?"], "tokens": 4},
@@ -100,17 +88,15 @@ def refused(config: TrainConfig, elsewhere: Path) -> str:
 
 
 def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], torch.nn.Module]:
-    """Each document in a forward of its own, with torch's own optimizer and clipping."""
-    corpus = read_corpus(run.data, run.model)
+    """The whole global batch at once, with torch's own optimizer and clipping."""
+    corpus = read_corpus(run)
     rows = corpus.training
-    assert isinstance(rows, Documents) and rows.learned is not None
-    assert any(len(row) > 1 for row in rows._rows), "no row has two documents"
     sampler = Sampler(num_samples=len(rows), global_sequences=SEQUENCES, micro=SEQUENCES, world=1, seed=run.run.seed)
     torch.manual_seed(run.run.seed)
     with mock.patch(
         "zeromesh.integrations.loading.from_pretrained", lambda kind, *a, **k: kind.from_pretrained(*a, **k)
     ):
-        model = build_language_model(run.model, corpus.vocab_size).double()
+        model = build_language_model(run.model, corpus.tokenizer.vocab_size).double()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2]},
@@ -120,17 +106,10 @@ def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], t
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     losses = []
     for step, lr in enumerate(learning_rates):
-        batch = sampler.global_batch(step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        total, learned = torch.zeros((), dtype=torch.float64), 0
-        for document in (document for index in batch for document in rows._rows[index]):
-            here = slice(int(rows.starts[document]), int(rows.starts[document + 1]))
-            ids, marks = rows.tokens[here].long(), rows.learned[here].bool()
-            logits = model(input_ids=ids[None, :-1]).logits[0]
-            each = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
-            total, learned = total + each[marks[1:]].sum(), learned + int(marks[1:].sum())
-        loss = total / learned
+        inputs, targets = rows.batch(sampler.global_batch(step))
+        loss = torch.nn.functional.cross_entropy(model(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -147,7 +126,7 @@ def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], t
     ],
     ids=["lora", "patterns"],
 )
-def test_packed_answers_are_learned_as_each_by_itself(
+def test_adapters_and_some_parameters_are_trained_as_in_one_process(
     pool: Pool, directory: Path, strategy: str, resumed: str, model: dict[str, Any]
 ) -> None:
     first = config(directory, strategy, strategy, **model)
@@ -172,7 +151,7 @@ def test_packed_answers_are_learned_as_each_by_itself(
     assert sample.keys() == {"step", "prompt", "text"} and sample["step"] == STEPS
     from transformers import AutoTokenizer
 
-    assert AutoTokenizer.from_pretrained(run.run.export).chat_template == TEMPLATE
+    assert len(AutoTokenizer.from_pretrained(run.run.export)) == len(AutoTokenizer.from_pretrained(directory / "base"))
 
 
 def test_a_model_that_one_host_does_not_have_is_said_by_all_ranks(pool: Pool, directory: Path) -> None:
@@ -190,7 +169,7 @@ def _exported(directory: Path, run: TrainConfig) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    if not run.model.lora_rank:
+    if not isinstance(run.model.trainable, str):
         return AutoModelForCausalLM.from_pretrained(run.run.export, dtype=torch.float64)
     base = AutoModelForCausalLM.from_pretrained(directory / "base").double()
     return PeftModel.from_pretrained(base, str(run.run.export)).double()

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept
 from zeromesh.errors import ConfigError
+from zeromesh.integrations.language_models import seed_of_rank
 from zeromesh.launch.ranks import Ranks
 from zeromesh.sharding import shard
 from zeromesh.train import loop
 from zeromesh.train.config import TrainConfig
 from zeromesh.train.corpus import read_corpus
-from zeromesh.train.language_model import build_language_model
+from zeromesh.train.loop import build_language_model
 from zeromesh.train.sampler import Sampler
-from zeromesh.train.text import ByteTokenizer
 
 Mesh = tuple[tuple[str, int], ...]
 START_S = 55.0
@@ -95,10 +95,10 @@ def test_steps_are_recorded_and_evaluated_when_asked(plain: list[dict[str, float
 def test_steps_are_ordinary_torch_training(plain: list[dict[str, float]], directory: Path) -> None:
     """The whole global batch at once, with torch's own optimizer, clipping and nothing of the engine."""
     run = config(directory, ONE, "node=0,cluster=0")
-    sequences = read_corpus(run.data).training
+    sequences = read_corpus(run).training
     sampler = Sampler(num_samples=len(sequences), global_sequences=7, micro=7, world=1, seed=run.run.seed)
     torch.manual_seed(run.run.seed)
-    model = build_language_model(run.model, ByteTokenizer.vocab_size).double()
+    model = build_language_model(run.model, 257).double()
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -106,7 +106,7 @@ def test_steps_are_ordinary_torch_training(plain: list[dict[str, float]], direct
     for step, expected in enumerate(plain):
         for group in optimizer.param_groups:
             group["lr"] = expected["lr"]
-        inputs, targets, _ = sequences.batch(sampler.global_batch(step))
+        inputs, targets = sequences.batch(sampler.global_batch(step))
         loss = torch.nn.functional.cross_entropy(model(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -173,7 +173,7 @@ def test_ranks_skip_the_same_layers() -> None:
     for name, value, alike in (("layerdrop", 0.1, True), ("decoder_layerdrop", 0.0, False), ("dropout", 0.1, False)):
         model = torch.nn.Module()
         model.config = SimpleNamespace(**{name: value})  # type: ignore[assignment]  # as Hugging Face's
-        assert (loop._seed_of(1, 0, model) == loop._seed_of(1, 3, model)) == alike
+        assert (seed_of_rank(1, 0, model) == seed_of_rank(1, 3, model)) == alike
 
 
 def starting(config: TrainConfig) -> tuple[str, int]:

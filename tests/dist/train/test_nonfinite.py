@@ -60,7 +60,9 @@ def test_skip_is_a_step_that_was_not(pool: Pool, directory: Path, kind: str) -> 
     made = config(directory, TWO, "node=2,cluster=0", faults__nonfinite="skip")
     skipped = run(pool, made, **{kind: [bad_in(4)]})
     recorded = lines(made)
-    expected = run(pool, config(directory, TWO, "node=2,cluster=0", checkpoint__resume="never"), left_out=[4])
+    expected = run(
+        pool, config(directory, TWO, "node=2,cluster=0", run__directory=str(directory / "anew")), left_out=[4]
+    )
     assert all(equal(one.params, two.params) for one, two in zip(skipped, expected, strict=True))
     assert [line["step"] for line in recorded] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [line.get("skipped") for line in recorded] == [None] * 4 + [1] * 4
@@ -83,7 +85,7 @@ def test_a_sequence_that_counts_nothing_breaks_nothing(pool: Pool, directory: Pa
     assert [outcome.error for outcome in outcomes] == ["", ""]
     # Nor where it is evaluated: of the held-out text 0 is none of the five.
     evaluated = {"run__steps": 1, "data__holdout": 0.5, "eval": {"every": 1, "sequences": 5}}
-    made = config(directory, TWO, "node=3,cluster=0", checkpoint__resume="never", **evaluated)
+    made = config(directory, TWO, "node=3,cluster=0", run__directory=str(directory / "anew"), **evaluated)
     run(pool, made, poisoned=[0])
     assert lines(made)[0]["eval_loss"] > 0
 
@@ -107,7 +109,9 @@ def test_roll_back_goes_on_with_the_batches_that_follow(pool: Pool, directory: P
 
     # As if there had never been others.
     later = {step: step + 2 for step in range(3, 8)}
-    expected = run(pool, config(directory, TWO, "node=3,cluster=0", checkpoint__resume="never"), batches=later)
+    expected = run(
+        pool, config(directory, TWO, "node=3,cluster=0", run__directory=str(directory / "anew")), batches=later
+    )
     assert all(equal(one.params, two.params) for one, two in zip(rolled, expected, strict=True))
 
 
@@ -129,5 +133,5 @@ def test_rolling_back_needs_a_checkpoint_and_has_a_bound(pool: Pool, directory: 
             "step 2: the loss is nan on rank 1, and no checkpoint has been made yet to go back to"
         )
     for outcome in run(pool, made, poisoned=[bad_in(4), bad_in(7)]):
-        assert "number 2 of this run, and faults.nonfinite_in_all = 1" in outcome.error
+        assert "number 2 of this run, and nonfinite_in_all = 1" in outcome.error
     assert not any(math.isnan(line["loss"]) for line in lines(made))

@@ -475,7 +475,7 @@ def run_all(root: Path) -> dict[str, dict[str, Any]]:
 def _outcome(root: Path, directory: Path) -> dict[str, Any]:
     checkpoint = directory / ("theirs" if directory == root else "step-00000001")
     before = seen(directory) if directory != root else {}
-    code, error = command(root, f'checkpoint.resume="{checkpoint}"', f'run.directory="{root}/out"')
+    code, error = command(root, f'checkpoint.resume="{checkpoint}"', f'run.directory="{root}/out/{directory.name}"')
     changed = directory != root and seen(directory) != before
     return {"checkpoint": str(checkpoint), "code": code, "error": error, "changed": changed}
 

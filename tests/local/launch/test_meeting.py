@@ -8,7 +8,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
 from zeromesh.errors import CommunicationError
-from zeromesh.launch.meeting import meet
+from zeromesh.launch.ranks import meet
 
 
 def start(store: Store, ranks: list[int], world: int = 3, wait_s: float = 20.0) -> list[Store]:

@@ -95,6 +95,6 @@ def test_what_is_about_other_ranks() -> None:
 
 
 def test_whereabouts_name_function_file_and_line() -> None:
-    answer = whereabouts()
-    assert answer.state == "busy"
-    assert answer.text.startswith("in whereabouts (") and "roll_call.py:" in answer.text
+    state, text = whereabouts()
+    assert state == "busy"
+    assert text.startswith("in whereabouts (") and "roll_call.py:" in text

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.train.summary import KINDS
+from zeromesh.report.run import KINDS
 
 CONFIG = """
 strategy = "node=3"
@@ -61,22 +61,11 @@ def zeromesh_train(
     )
 
 
-def tensorboard_losses(directory: Path) -> list[float]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(directory))
-    events.Reload()
-    return [event.value for event in events.Scalars("loss")]
-
-
 @pytest.mark.timeout(240)  # 4 processes that import transformers: most of it on a busy machine
 def test_the_demo(tmp_path: Path) -> None:
     """`make demo`, but for the number of its steps: from the sources of Python's standard library to table and page."""
-    pytest.importorskip("tensorboard")
-    pytest.importorskip("wandb")
     demo = Path(__file__).parents[3] / "examples/demo.toml"
-    trackers = 'run.trackers=["tensorboard", "wandb"]'
-    changes = (f'run.directory="{tmp_path}"', "run.steps=3", "eval.sequences=4", trackers)
+    changes = (f'run.directory="{tmp_path}"', "run.steps=3", "eval.sequences=4")
     done = zeromesh_train(demo, *(word for change in changes for word in ("--set", change)), timeout_s=230)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -88,10 +77,8 @@ def test_the_demo(tmp_path: Path) -> None:
         assert row and row[1] == row[2] != "0", (name, done.stdout)
     assert "step 3/3" in done.stdout
     assert "predicted and measured agree on all 4 devices" in done.stdout
-    assert tensorboard_losses(tmp_path / "tensorboard") == pytest.approx([line["loss"] for line in lines])
     page = (tmp_path / "run.html").read_text()
     assert "<b>3 of 3</b>" in page and "Predicted and allocated agree on all ranks" in page
-    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
 def test_wrong_key_is_one_message_and_exit_code_2(file: Path) -> None:

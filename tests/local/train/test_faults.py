@@ -51,7 +51,11 @@ def start(directory: Path, faults: list[str], *arguments: str, launcher: tuple[s
     file = directory / "run.toml"
     file.write_text(CONFIG.replace("FAULTS", json.dumps(faults)))
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    paths = {"PYTHONPATH": str(FAKE), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    paths = {
+        "PYTHONPATH": f"{FAKE}:{os.environ.get('PYTHONPATH', '')}",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, *launcher, "-m", "zeromesh.cli", "train", str(file), *arguments]
     return subprocess.Popen(
         command,

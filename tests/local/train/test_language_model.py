@@ -13,9 +13,8 @@ import zeromesh as zm
 from zeromesh.engine.promised import lacks_values
 from zeromesh.errors import ConfigError
 from zeromesh.train.config import ModelConfig
-from zeromesh.train.language_model import build_language_model, require_apart
+from zeromesh.train.loop import build_language_model
 
-CPU = torch.device("cpu")
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -49,7 +48,7 @@ def test_file_and_table_give_the_same_model(tmp_path: Path) -> None:
 
 
 def test_activation_checkpointing_is_turned_on() -> None:
-    model = build_language_model(ModelConfig(config=LLAMA, activation_checkpointing=True), 257)
+    model = build_language_model(ModelConfig(config=LLAMA, activation_checkpointing="full"), 257)
     assert model.is_activation_checkpointing
 
 
@@ -113,25 +112,6 @@ def test_patterns_and_adapters_say_what_trains() -> None:
     adapted = build_language_model(ModelConfig(config=LLAMA, trainable="lora:3"), 257)
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 2 * 7 and all(3 in p.shape and "lora_" in name for name, p in trained.items())
-
-
-def test_models_that_mix_documents_of_a_row_are_refused() -> None:
-    """What they would learn from is not what was asked for, and no error would come."""
-    require_apart(build(), 257, CPU)
-    require_apart(build(model_type="mixtral", num_local_experts=4, num_key_value_heads=2).bfloat16(), 257, CPU)
-    opt = {
-        "hidden_size": 16,
-        "ffn_dim": 32,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "word_embed_proj_dim": 16,
-    }
-    for config in (
-        {"model_type": "mpt", "d_model": 16, "n_heads": 2, "n_layers": 2},
-        {"model_type": "opt"} | opt,
-    ):
-        with pytest.raises(ConfigError, match=r"ForCausalLM lets documents that share a row look at each other"):
-            require_apart(build_language_model(ModelConfig(config=config), 257), 257, CPU)
 
 
 def test_selective_checkpointing_keeps_attention_and_every_second_product() -> None:

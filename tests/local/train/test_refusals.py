@@ -249,14 +249,13 @@ RUNS: list[tuple[Prepare, list[str], str]] = [
     (
         write("bad.jsonl", '{"text": "a"}\n{\n{\n{"messages": [{"role": "user"}]}\n'),
         ["data.files=['*.jsonl']"],
-        "bad.jsonl:2 and 1 more: not JSON: ",
+        "bad.jsonl cannot be read: Expecting property name",
     ),
     (
         str,
         ["model={pretrained='nowhere'}"],
         "nowhere is no directory",
     ),
-    (str, ["model.chat_template=chat.jinja"], "chat.jinja: cannot be read as model.chat_template"),
     (str, ["data.tokenizer=nowhere/"], "nowhere is no directory with a Hugging Face tokenizer"),
     (str, ["data.tokenizer=bpe:20"], "data.tokenizer: bpe needs at least 257 tokens"),
     (write("tokenizer.json", "{}"), ["data.tokenizer=tokenizer.json"], "tokenizer.json is not a tokenizer.json"),
@@ -316,7 +315,7 @@ def test_a_tokenizer_that_was_trained_on_other_text(
     elsewhere = ["run.directory=elsewhere", "checkpoint.resume=out/checkpoints", "run.steps=3"]
     for overrides in (["run.steps=3"], elsewhere):
         said = refused(directory, monkeypatch, capsys, "data.tokenizer=bpe:265", *overrides)
-        assert "step-00000002 needs the tokenizer of digest" in said
+        assert "step-00000002 needs the digest of the tokenizer" in said
         assert "set data.tokenizer to the tokenizer.json in that run's directory" in said
     with pytest.warns(UserWarning, match="with other data or batches, so samples .* number of training tokens was"):
         assert train(monkeypatch, "data.tokenizer=out/tokenizer.json", *elsewhere) == 0

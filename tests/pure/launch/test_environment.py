@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-from types import SimpleNamespace
 
 import pytest
 
 from zeromesh.errors import ConfigError
 from zeromesh.launch.environment import Launched, check_address
-from zeromesh.train import launch
-from zeromesh.train.ending import Ending
 
 SET = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -21,44 +17,8 @@ def test_a_process_started_by_hand_has_no_launcher() -> None:
     assert Launched.of({"PATH": "/bin", "LOCAL_RANK": "7"}) is None
 
 
-NAMED, UNNAMED, SLURM = {"TORCHELASTIC_RUN_ID": "job-7"}, {"TORCHELASTIC_RUN_ID": "none"}, {"SLURM_JOB_ID": "41"}
-COUNTED, REQUEUED = {"TORCHELASTIC_RESTART_COUNT": "2"}, {"SLURM_RESTART_COUNT": "1"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "again", "job"),
-    [
-        ({}, False, ""),
-        (NAMED, True, "job-7"),  # nodes may have come or gone, which torchrun does not count
-        (UNNAMED, False, ""),
-        (UNNAMED | COUNTED, True, ""),
-        (SLURM, False, "41"),  # the second run of an interactive job is none that is started again
-        (SLURM | REQUEUED, True, "41"),
-        (SLURM | UNNAMED | COUNTED, True, "41"),
-        (SLURM | NAMED, True, "job-7"),
-    ],
-)
-def test_which_run_it_is_and_whether_it_is_started_again(variables: dict[str, str], again: bool, job: str) -> None:
-    ranks = {"rank": 3, "world": 4, "local_rank": 1, "local_world": 2}
-    assert Launched.of(SET | variables) == Launched(**ranks, again=again, job=job)
-    assert Launched.alone(variables) == Launched(rank=0, world=1, local_rank=0, local_world=1, again=again, job=job)
-
-
-def test_local_processes_have_slurms_name_or_one_of_this_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-
-    def attempt(config: object, sigterm: object, restarts: int, job: str) -> Ending:
-        names.append(Launched.alone(os.environ | {"TORCHELASTIC_RUN_ID": job}).job)
-        return Ending(code=0)
-
-    monkeypatch.setattr(launch, "_attempt", attempt)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    config = SimpleNamespace(faults=SimpleNamespace(restarts=0))
-    for _ in range(2):
-        launch._run_local(config)
-    monkeypatch.setenv("SLURM_JOB_ID", "41")
-    launch._run_local(config)
-    assert len(set(names)) == 3 and names[2] == "41" and "" not in names
+def test_a_launched_process_knows_its_place() -> None:
+    assert Launched.of(SET) == Launched(rank=3, world=4, local_rank=1, local_world=2)
 
 
 BROKEN = [
@@ -72,8 +32,6 @@ BROKEN = [
     ({"WORLD_SIZE": "4.0"}, "WORLD_SIZE must be"),
     ({"LOCAL_RANK": "2"}, "LOCAL_RANK must be a whole number of at least 0 and below LOCAL_WORLD_SIZE = 2; got '2'"),
     ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE must be"),
-    ({"TORCHELASTIC_RESTART_COUNT": "often"}, "TORCHELASTIC_RESTART_COUNT must be"),
-    ({"SLURM_RESTART_COUNT": "-1"}, "SLURM_RESTART_COUNT must be"),
 ]
 
 

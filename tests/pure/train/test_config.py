@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.errors import ClusterError, ConfigError, MeshError, NotationError
+from zeromesh.errors import ClusterError, ConfigError, InputError, MeshError, NotationError
+from zeromesh.settings import nearest_key, valid_keys
 from zeromesh.strategy import Plan, Strategy
-from zeromesh.train.config import TrainConfig, load_config, valid_keys
-from zeromesh.train.document import nearest_key
+from zeromesh.train.config import TrainConfig, load_config
 
 MINIMAL = """
 strategy = "node=3,cluster=1"
@@ -89,7 +89,7 @@ def test_a_plan_of_other_choices_is_refused_with_each_of_them(file: Path) -> Non
     (file.parent / "plan.json").write_text(plan.to_json())
     planned = [f"strategy={file.parent}/plan.json", "mesh.node=4", "batch.micro=8", "dtypes.param=bf16"]
     planned += ["batch.global_sequences=190", "data.seq_len=64"]
-    planned += ["model.activation_checkpointing=true", "dtypes.master=bf16"]
+    planned += ["model.activation_checkpointing=full", "dtypes.master=bf16"]
     assert load_config(file, planned).strategy == "node=2,cluster=0"
     others = (
         "mesh = cluster=2 x node=2 (planned: cluster=2 x node=4), batch.micro = 2 (planned: 8), "
@@ -97,7 +97,7 @@ def test_a_plan_of_other_choices_is_refused_with_each_of_them(file: Path) -> Non
         "model.activation_checkpointing = none (planned: full), dtypes.param = fp32 (planned: bf16), "
         "dtypes.reduce = fp32 (planned: bf16), dtypes.master = fp32 (planned: bf16). Set them"
     )
-    with pytest.raises(ConfigError, match=re.escape(others)):
+    with pytest.raises(InputError, match=re.escape(others)):
         load_config(file, planned[:1])
 
 
@@ -238,16 +238,16 @@ def test_what_goes_back_needs_checkpoints(file: Path, override: str) -> None:
 def test_contract_keys_exist() -> None:
     contract = """run.directory run.steps run.seed model.config data.files data.seq_len batch.global_sequences
         batch.micro optimizer.lr strategy mesh checkpoint.every checkpoint.keep checkpoint.resume"""
-    assert set(contract.split()) <= set(valid_keys())
+    assert set(contract.split()) <= set(valid_keys(TrainConfig))
 
 
 def test_nearest_key_prefers_the_last_part_of_the_name() -> None:
-    assert "did you mean run.seed?" in nearest_key("data.seed", list(valid_keys()))
+    assert "did you mean run.seed?" in nearest_key("data.seed", TrainConfig)
 
 
 def test_documentation_names_every_key() -> None:
     page = Path(__file__).parents[3].joinpath("docs/training.md").read_text()
-    assert [key for key in valid_keys() if f"`{key}`" not in page] == []
+    assert [key for key in valid_keys(TrainConfig) if f"`{key}`" not in page] == []
 
 
 def test_a_collective_that_can_only_be_simulated_is_refused_before_anything_starts(file: Path) -> None:

@@ -19,9 +19,10 @@ from zeromesh.errors import (
     NonFiniteError,
     OptimizerError,
 )
+from zeromesh.integrations.elastic import EXIT_PREEMPTED
 from zeromesh.launch.failure import Failure
-from zeromesh.launch.processes import EXIT_PREEMPTED, RankResult, Sigterm, local_launches, run_ranks
-from zeromesh.train.ending import Ending, verdict
+from zeromesh.launch.job import Ending, verdict
+from zeromesh.launch.processes import RankResult, Sigterm, local_launches, run_ranks
 
 FOREVER = "while True: signal.pause()"
 

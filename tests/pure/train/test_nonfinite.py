@@ -5,35 +5,33 @@ from __future__ import annotations
 import pytest
 
 from zeromesh.errors import NonFiniteError
-from zeromesh.train.config import FaultsConfig
-from zeromesh.train.nonfinite import NonFinite, Remedy
+from zeromesh.integrations.elastic import NonFinite
 
 
 def test_stop_says_what_and_how_to_go_on() -> None:
-    with pytest.raises(NonFiniteError, match=r"step 3: x\. The optimizer has not stepped.*faults.nonfinite = \"skip\""):
-        NonFinite().judge(FaultsConfig(), "step 3: x")
+    with pytest.raises(NonFiniteError, match=r"step 3: x\. The optimizer has not stepped.*nonfinite = \"skip\""):
+        NonFinite().judge("step 3: x")
 
 
 def test_so_many_in_a_row_and_no_more() -> None:
-    counts, config = NonFinite(), FaultsConfig(nonfinite="skip", nonfinite_in_a_row=2)
+    counts = NonFinite(remedy="skip", most_in_a_row=2)
     for _ in range(3):
-        assert counts.judge(config, "") is Remedy.SKIP
-        assert counts.judge(config, "") is Remedy.SKIP
+        assert [counts.judge(""), counts.judge("")] == ["skip", "skip"]
         counts.finite()
-    counts.judge(config, "")
-    counts.judge(config, "")
-    with pytest.raises(NonFiniteError, match=r"step 9: x: number 3 in a row, and faults.nonfinite_in_a_row = 2"):
-        counts.judge(config, "step 9: x")
+    counts.judge("")
+    counts.judge("")
+    with pytest.raises(NonFiniteError, match=r"step 9: x: number 3 in a row, and nonfinite_in_a_row = 2"):
+        counts.judge("step 9: x")
 
 
 def test_so_many_in_all() -> None:
-    counts, config = NonFinite(), FaultsConfig(nonfinite="rollback", nonfinite_in_all=2)
+    counts = NonFinite(remedy="rollback", most_in_all=2)
     for step in (4, 9):
-        assert counts.judge(config, "") is Remedy.ROLL_BACK
+        assert counts.judge("") == "rollback"
         counts.rolled_back(step, to=step - 1)
         counts.finite()
-    with pytest.raises(NonFiniteError, match=r"number 3 of this run, and faults.nonfinite_in_all = 2"):
-        counts.judge(config, "")
+    with pytest.raises(NonFiniteError, match=r"number 3 of this run, and nonfinite_in_all = 2"):
+        counts.judge("")
 
 
 def test_a_roll_back_leaves_out_what_was_trained_on_since_the_checkpoint() -> None:

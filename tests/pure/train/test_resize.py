@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import MeshError
-from zeromesh.train.resize import resize_mesh
+from zeromesh.integrations.elastic import resize_mesh
 
 
 @pytest.mark.parametrize(

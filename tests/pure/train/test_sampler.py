@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.errors import ConfigError
 from zeromesh.train.sampler import Sampler, permute
 
 sizes = st.integers(1, 300)
@@ -62,8 +60,3 @@ def test_ranks_share_out_the_global_batch_exactly(samples: int, batch: int, micr
 def test_ranks_without_sequences_still_have_their_micro_batches() -> None:
     sampler = make(global_sequences=5, micro=2, world=2)
     assert [[len(i) for i in sampler.rank_batches(0, rank)] for rank in (0, 1)] == [[2, 1], [2, 0]]
-
-
-def test_empty_corpus_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one sequence"):
-        make(num_samples=0)

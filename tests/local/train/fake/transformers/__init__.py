@@ -1,6 +1,6 @@
 """In place of transformers, in processes that a test starts: it is imported in no time, and its model breaks on demand.
 
-`PYTHONPATH` puts it before the real one. It has what `zeromesh.train.language_model` uses.
+`PYTHONPATH` puts it before the real one. It has what `zeromesh.integrations.language_models` uses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.train.preemption import was_asked
+from zeromesh.integrations.elastic import was_asked
 
 if "RANK" in os.environ:
     # A test that gives up kills the launcher; torchrun's processes would live on.

@@ -1,0 +1,120 @@
+"""The checkpoints of a run that is started again: it goes on from its own newest one, and may go back to it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from zeromesh.checkpoint.checkpoints import Checkpoints, Restored
+from zeromesh.errors import CheckpointError
+
+AUTO = "auto"
+
+
+class RunCheckpoints:
+    """What a training loop calls. All methods are collective.
+
+    Args:
+        checkpoints: in the run's own directory.
+        identity: what decides which sample comes at which step, by name.
+        required: of these, names that must be the same, with what to do if not; others warn.
+        layout: strategy and mesh.
+        first: whether this rank prints.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        *,
+        identity: Mapping[str, Any],
+        required: Mapping[str, str],
+        layout: Mapping[str, str],
+        first: bool,
+    ) -> None:
+        self._checkpoints, self._identity, self._required = checkpoints, dict(identity), required
+        self._layout, self._first = dict(layout), first
+        self._newest: str | None = None  # what a roll back loads
+
+    def resume(self, beginning: str = AUTO, *, saves: bool = True) -> Restored | None:
+        """Loads the run's newest checkpoint, or `beginning` if the run has none yet; None for a new run.
+
+        Learning rates and the like stay the optimizer's own, which a user may have edited since. Nothing is made on
+        disk before a checkpoint is accepted.
+
+        Args:
+            beginning: the path of another checkpoint, or "auto" for none.
+            saves: whether the directory is locked for saving.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be loaded, or is of a run that differs in what is required.
+        """
+        found = None
+        for which in dict.fromkeys((AUTO, beginning)):
+            found = found or self._load(which)
+        if found is not None:
+            self._compare(found)
+        if saves:
+            self._checkpoints.open()
+        return found
+
+    def save(self, step: int, faults: Mapping[str, Any]) -> None:
+        """Saves in the background. If the save before failed, one warning says so: training is worth more than one
+        checkpoint.
+
+        Args:
+            step: steps done.
+            faults: counts that `resume` gives back in `state["faults"]`.
+        """
+        self._settle(f"training goes on, and saves again after step {step}")
+        self._checkpoints.save(step, {"data": self._identity, "run": self._layout, "faults": dict(faults)})
+
+    def roll_back(self) -> Restored | None:
+        """Loads the newest checkpoint again, with random states, so that the steps that follow are those of a run that
+        was resumed from there; None if there is none yet."""
+        self._settle("the one before is used")
+        return None if self._newest is None else self._load(self._newest)
+
+    def close(self) -> None:
+        """Waits for what is being written.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
+        self._checkpoints.close()
+
+    def _load(self, which: str) -> Restored | None:
+        found = self._checkpoints.load(which, optimizer_options=False)
+        self._newest = which if found else self._newest
+        return found
+
+    def _settle(self, consequence: str) -> None:
+        try:
+            if self._checkpoints.wait():
+                self._newest = AUTO
+        except CheckpointError as error:
+            self._warn(f"{error}; {consequence}")
+
+    def _compare(self, found: Restored) -> None:
+        saved, before = found.state.get("data", {}), found.state.get("run") or self._layout
+        differing = {name: own for name, own in self._identity.items() if saved.get(name, own) != own}
+        for name in self._required.keys() & differing.keys():
+            raise CheckpointError(
+                f"{found.where} needs the {name} {saved[name]}; this run has {differing[name]}. {self._required[name]}"
+            )
+        if self._first:
+            made, used = (f"strategy {d.get('strategy')} on mesh {d.get('mesh')}" for d in (before, self._layout))
+            moved = f"; it was made under {made}, and is loaded under {used}" if made != used else ""
+            print(f"resumed from {found.where} after step {found.step}{moved}", flush=True)
+        if differing:
+            changed = "; ".join(f"{name} was {saved[name]!r}, is {own!r}" for name, own in differing.items())
+            self._warn(
+                f"{found.where} was saved by a run with other data or batches, so samples will repeat or be left out: "
+                f"{changed}"
+            )
+        if not found.has_optimizer:
+            self._warn(f"{found.where} has no optimizer states: the optimizer starts anew")
+
+    def _warn(self, text: str) -> None:
+        if self._first:
+            warnings.warn(text, stacklevel=4)

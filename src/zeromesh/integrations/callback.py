@@ -1,0 +1,85 @@
+"""A callback for every Trainer over a sharded model: what `zeromesh train` does when something goes wrong::
+
+    from zeromesh.integrations.callback import Faults
+
+    trainer = Trainer(model=model, args=args, sharding=sharding, callbacks=[Faults()], ...)
+
+A Trainer has no way back from a step, so there is no roll back: start it again with `resume_from_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers import TrainerCallback
+
+from zeromesh.engine.api import clip_grad_norm_, engine_of, zero_grad
+from zeromesh.errors import NonFiniteError
+from zeromesh.integrations.elastic import EXIT_PREEMPTED, NonFinite, describe, noticing_sigterm, was_asked
+from zeromesh.observe.replicas import check_replicas
+
+
+class Faults(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
+    """Ends a run in order, and compares what several ranks hold alike.
+
+    SIGTERM on any rank saves a checkpoint after the current step and ends all processes with exit code 75, which asks
+    for the same command again. A step whose gradient norm is NaN or infinite raises on all ranks, or is skipped.
+
+    Args:
+        nonfinite: "stop" raises, "skip" leaves the optimizer step out.
+        nonfinite_in_a_row: skipped steps without a good one between them, at most.
+        nonfinite_in_all: skipped steps in the run, at most.
+        digest_every: steps between comparisons of replicas, and one before each checkpoint; 0 never compares.
+
+    Raises:
+        NonFiniteError, MismatchError: on all ranks, from `trainer.train()`.
+        SystemExit: with code 75, from `trainer.train()`, once the checkpoint is complete.
+    """
+
+    def __init__(
+        self,
+        *,
+        nonfinite: Literal["stop", "skip"] = "stop",
+        nonfinite_in_a_row: int = 3,
+        nonfinite_in_all: int = 20,
+        digest_every: int = 100,
+    ) -> None:
+        self.counts = NonFinite(remedy=nonfinite, most_in_a_row=nonfinite_in_a_row, most_in_all=nonfinite_in_all)
+        self._digest_every = digest_every
+        self._noticing = ExitStack()
+        self._preempted = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._preempted = False
+        self._noticing.enter_context(noticing_sigterm())
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        norm = float(clip_grad_norm_(model, math.inf))
+        if math.isfinite(norm):
+            self.counts.finite()
+            return
+        try:
+            self.counts.judge(describe(state.global_step + 1, None, norm))
+        except NonFiniteError:
+            self._noticing.close()
+            raise
+        zero_grad(model)  # parameters without a gradient are passed over
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
+        reduce = engine_of(model).control.reduce
+        self._preempted = bool(reduce(torch.tensor([float(was_asked())], device=args.device)))
+        if self._preempted:
+            control.should_save = control.should_training_stop = True
+        every = self._digest_every
+        if every and (state.global_step % every == 0 or control.should_save):
+            own = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+            check_replicas(model, own)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._noticing.close()
+        if self._preempted and state.global_step < state.max_steps:
+            raise SystemExit(EXIT_PREEMPTED)

@@ -1,0 +1,218 @@
+"""Runs that go on: after SIGTERM, after a loss that is not finite, and on another number of ranks. Torch-free.
+
+`zeromesh train` and the Trainer's callback (`zeromesh.integrations.callback`) share this module.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal
+
+from zeromesh.errors import InputError, MeshError, NonFiniteError
+from zeromesh.strategy import Strategy, layouts_of
+
+EXIT_PREEMPTED = 75
+"""Exit code of a process that has saved because SIGTERM asked for it: run the same command again."""
+
+Remedy = Literal["stop", "skip", "rollback"]
+
+
+# ---- another number of ranks
+
+
+def resize_mesh(mesh: Mapping[str, int], world: int, strategy: str | None) -> dict[str, int]:
+    """The mesh with the same axes for `world` ranks.
+
+    Inner axes have the fast links, so they keep as much of their size as divides: from the innermost on, each takes the
+    largest divisor of the rest that its size allows, and the outermost takes what remains. If the strategy does not fit
+    (`node[4]=3,node[*]=1`), the next largest divisor is tried.
+
+    >>> resize_mesh({"cluster": 4, "node": 8}, 24, "node=3,cluster=1")
+    {'cluster': 3, 'node': 8}
+
+    Args:
+        mesh: sizes by axis name, outermost first.
+        world: number of ranks.
+        strategy: in the notation, or a preset's name; None if it is chosen after the mesh.
+
+    Raises:
+        MeshError: the strategy fits no mesh of `world` ranks; says why the first does not fit.
+    """
+    names, sizes = list(mesh)[::-1], list(mesh.values())[::-1]
+    reason: InputError | None = None
+    for candidate in _candidates(sizes, world):
+        resized = tuple(zip(names, candidate, strict=True))
+        try:
+            if strategy is not None:
+                layouts_of(Strategy.parse(strategy, names), resized, {})
+        except InputError as error:
+            reason = reason or error
+        else:
+            return dict(resized[::-1])
+    raise MeshError(f"the mesh {mesh_text(mesh)} cannot be re-sized to {world} ranks for {strategy}: {reason}")
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """Sizes by axis, outermost first.
+
+    >>> mesh_text({"cluster": 2, "node": 8})
+    'cluster=2 x node=8'
+    """
+    return " x ".join(f"{name}={size}" for name, size in mesh.items())
+
+
+def _candidates(sizes: Sequence[int], world: int) -> Iterator[tuple[int, ...]]:
+    """Sizes, innermost first, whose product is `world`; the preferred ones first."""
+    if len(sizes) == 1:
+        yield (world,)
+        return
+    for size in range(min(sizes[0], world), 0, -1):
+        if world % size == 0:
+            for rest in _candidates(sizes[1:], world // size):
+                yield (size, *rest)
+
+
+# ---- SIGTERM
+
+# Set by the handler and read between steps: collectives are under way when the signal comes, and all ranks must end
+# after the same step.
+_asked = threading.Event()
+
+
+@contextmanager
+def noticing_sigterm() -> Iterator[None]:
+    """Notes SIGTERM instead of ending the process. Does nothing outside the main thread, which alone gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _asked.clear()
+    before: Any = signal.signal(signal.SIGTERM, _notice)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def was_asked() -> bool:
+    """Whether SIGTERM has come since `noticing_sigterm` began."""
+    return _asked.is_set()
+
+
+def end_at_once() -> None:
+    """Lets SIGTERM end a process that cannot save: now if the signal has come already, else when it comes."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _notice:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if was_asked():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _notice(_number: int, _frame: FrameType | None) -> None:
+    _asked.set()
+
+
+# ---- losses and gradients that are not finite
+
+
+@dataclass(slots=True, kw_only=True)
+class NonFinite:
+    """Counts the steps of a run whose loss or gradient norm is not finite, and says what to do about each.
+
+    [Note: Batches] The batch of a step follows from its number and `left_out` alone. A roll back leaves out the batches
+    since the checkpoint: the step after the checkpoint takes the batch behind the one that failed.
+
+    Args:
+        remedy: "stop" raises, "skip" leaves the optimizer step out, "rollback" loads the newest checkpoint.
+        most_in_a_row: such steps without a good one between them, at most.
+        most_in_all: such steps in the run, at most.
+        skipped: steps without an optimizer step so far.
+        rollbacks: checkpoints loaded again so far.
+        in_a_row: steps since the last good one.
+        left_out: batches that no step uses.
+    """
+
+    remedy: Remedy = "stop"
+    most_in_a_row: int = 3
+    most_in_all: int = 20
+    skipped: int = 0
+    rollbacks: int = 0
+    in_a_row: int = 0
+    left_out: int = 0
+
+    def batch(self, step: int) -> int:
+        """The batch of step 0, 1, ...: [Note: Batches]."""
+        return step + self.left_out
+
+    def finite(self) -> None:
+        """Notes a good step."""
+        self.in_a_row = 0
+
+    def judge(self, what: str) -> Remedy:
+        """Counts a bad step.
+
+        Args:
+            what: the step, and what was not finite.
+
+        Raises:
+            NonFiniteError: the remedy is to stop, or a bound is exceeded.
+        """
+        self.in_a_row += 1
+        if self.remedy == "stop":
+            raise NonFiniteError(
+                f"{what}. The optimizer has not stepped, and nothing was saved since. Look at the learning rate, the "
+                f'warm-up and the data; nonfinite = "skip" or "rollback" goes on without the batch'
+            )
+        total = self.skipped + self.rollbacks + 1
+        for name, how, count, bound in (
+            ("nonfinite_in_a_row", "in a row", self.in_a_row, self.most_in_a_row),
+            ("nonfinite_in_all", "of this run", total, self.most_in_all),
+        ):
+            if count > bound:
+                raise NonFiniteError(
+                    f"{what}: number {count} {how}, and {name} = {bound}. The parameters or the learning rate, not one "
+                    f"batch, are the likely cause: go on from an older checkpoint with other settings"
+                )
+        self.skipped += self.remedy == "skip"
+        return self.remedy
+
+    def rolled_back(self, step: int, to: int) -> None:
+        """Notes that `step` failed and the run goes on from step `to`; both count the steps done before."""
+        self.rollbacks += 1
+        self.left_out += step + 1 - to
+
+    def summary(self) -> str:
+        """Lines that say what happened; empty if nothing did."""
+        text = f"\n{self.skipped} steps were skipped: their loss or gradient was not finite" if self.skipped else ""
+        if self.rollbacks:
+            text += f"\nrolled back {self.rollbacks} times; {self.left_out} batches were left out"
+        return text
+
+    def state(self) -> dict[str, int]:
+        """The counts, for a checkpoint."""
+        return {name: getattr(self, name) for name in _COUNTS}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes the counts of a checkpoint; one that it lacks becomes 0."""
+        for name in _COUNTS:
+            setattr(self, name, int(state.get(name, 0)))
+
+
+_COUNTS = ("skipped", "rollbacks", "in_a_row", "left_out")
+
+
+def describe(step: int, loss: float | None, norm: float, ranks: Sequence[int] = ()) -> str:
+    """Says what was not finite in a step.
+
+    >>> describe(12, float("nan"), float("nan"), [1, 3])
+    'step 12: the loss is nan on ranks 1, 3'
+    >>> describe(12, 2.5, float("inf"))
+    'step 12: the norm of the gradient is inf (the loss is 2.5)'
+    """
+    if ranks and loss is not None:
+        return f"step {step}: the loss is {loss:g} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"step {step}: the norm of the gradient is {norm:g}" + ("" if loss is None else f" (the loss is {loss:g})")

@@ -1,0 +1,356 @@
+"""A training run for people and programs: metrics.jsonl, a page of curves and memory, and lines on the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, Protocol, TextIO
+
+from zeromesh.files import write_whole
+from zeromesh.report.curves import Series, curve_chart
+from zeromesh.report.page import Bar, CurveChart, Fact, MemoryChart, Page
+
+EVERY_S = 60.0
+"""Between two writings of the page: what ends without notice leaves a page that is this old at most."""
+
+PLAIN_LINES = 20
+"""About how many steps of a run are printed."""
+
+KINDS = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer: master copy and moments",
+    "buffers": "gather and reduce buffers",
+}
+"""Kinds of `zm.memory_report`, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step; a line of metrics.jsonl.
+
+    Args:
+        step: steps done, 1 after the first.
+        loss: mean over the tokens of the global batch, before the step.
+        grad_norm: global norm before clipping.
+        lr: the learning rate of the step.
+        tokens: targets in the global batch.
+        positions: tokens that the model computed on.
+        tokens_per_s: of all devices together.
+        step_s: seconds from the start of the step to its end on rank 0.
+        eval_loss: mean over the held-out sequences after the step; None if it was not evaluated.
+        skipped: steps so far that were skipped; None for none.
+        rollbacks: times that the run has gone back to a checkpoint; None for none.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    positions: int
+    tokens_per_s: float
+    step_s: float
+    eval_loss: float | None = None
+    skipped: int | None = None
+    rollbacks: int | None = None
+
+
+class Memory(Protocol):
+    """A line of `zm.memory_report`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def predicted_bytes(self) -> int: ...
+    @property
+    def allocated_bytes(self) -> int: ...
+
+
+class Traffic(Protocol):
+    """A line of `zm.traffic_report`."""
+
+    @property
+    def axis(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def stage(self) -> str: ...
+    @property
+    def predicted_bytes(self) -> int: ...
+    @property
+    def sent_bytes(self) -> int: ...
+
+
+class RunReport:
+    """Takes the steps of a run as they end. Training goes on if a disk is full: one warning for each file says so.
+
+    Args:
+        directory: receives metrics.jsonl, samples.jsonl and run.html.
+        steps: of the run.
+        done: steps of earlier starts; later ones in metrics.jsonl are dropped, since they come again.
+        lines: model, layout, data and batch, for people; the first is the page's subtitle.
+        strategy: of the run.
+        page: whether to write run.html.
+        memory: by kind and rank, as far as it is known.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        steps: int,
+        done: int,
+        lines: Sequence[str],
+        strategy: str,
+        page: bool = True,
+        memory: Callable[[], Sequence[Sequence[Memory]]] = lambda: (),
+    ) -> None:
+        self._directory, self._metrics = directory, directory / "metrics.jsonl"
+        self._samples = directory / "samples.jsonl"
+        if not done:
+            self._samples.unlink(missing_ok=True)  # another run's
+        self._all, self._lines, self._strategy, self._memory = steps, lines, strategy, memory
+        self._page = page
+        self._steps = array("q")
+        self._columns = {name: array("d") for name in StepMetrics.__slots__ if name != "step"}
+        self._paces: deque[float] = deque(maxlen=20)  # seconds of this start's last steps: one slow one changes nothing
+        self._written_s = perf_counter()
+        self._changed = False  # a start without steps leaves the page as it is
+        self._warned: set[Path] = set()
+        self._file: TextIO | None = None
+        self._reopen(done)
+
+    def append(self, metrics: StepMetrics) -> None:
+        fields = {name: value for name, value in asdict(metrics).items() if value is not None}
+        self._add(fields)
+        self._paces.append(metrics.step_s)
+        self._changed = True
+        # JSON has no NaN and no infinity.
+        finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in fields.items()}
+        with self._going_on(self._metrics):
+            assert self._file is not None
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
+        due = metrics.step == 1 or metrics.step % max(1, self._all // PLAIN_LINES) == 0 or metrics.step == self._all
+        if due or metrics.eval_loss is not None:
+            left_s = median(self._paces) * (self._all - metrics.step)
+            number = f"{metrics.step:>{len(str(self._all))}}/{self._all}"
+            print(f"step {number}  {describe(metrics)}  {clock(left_s)} left", flush=True)
+        if perf_counter() - self._written_s > EVERY_S:
+            self._write_page()
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Adds a text that the model has written to samples.jsonl."""
+        print(f"step {step}: {prompt!r} {f'goes on {text!r}' if text else 'is followed by an end of text'}", flush=True)
+        with self._going_on(self._samples), self._samples.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+
+    def rewind(self, done: int) -> None:
+        """Drops later steps: the run has gone back."""
+        self._reopen(done)
+
+    def close(self) -> None:
+        with self._going_on(self._metrics):
+            if self._file:
+                self._file.close()
+        self._write_page()
+
+    def _reopen(self, done: int) -> None:
+        before = steps_up_to(self._metrics, done)
+        del self._steps[:]
+        for column in self._columns.values():
+            del column[:]
+        for step in before:
+            self._add(step)
+        with self._going_on(self._metrics):
+            if self._file:
+                self._file.close()
+        with self._going_on(self._metrics):
+            write_whole(self._metrics, "".join(json.dumps(step) + "\n" for step in before))
+        self._file = self._metrics.open("a", encoding="utf-8")
+
+    def _add(self, found: Mapping[str, Any]) -> None:
+        self._steps.append(found["step"])
+        for name, column in self._columns.items():
+            value = found.get(name)
+            column.append(math.nan if value is None else value)
+
+    @contextmanager
+    def _going_on(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if path not in self._warned:
+                self._warned.add(path)
+                warnings.warn(
+                    f"cannot write {path}: {error.strerror or error}; training goes on, and steps are missing there "
+                    f"until it can be written again",
+                    stacklevel=5,
+                )
+
+    # ---- the page
+
+    def _write_page(self) -> None:
+        self._written_s = perf_counter()
+        if self._page and self._changed and self._steps:
+            path = self._directory / "run.html"
+            with self._going_on(path):
+                write_whole(path, self.to_html())
+
+    def to_html(self) -> str:
+        """The page as it is now."""
+        columns, memory = self._columns, self._memory()
+        best = min(
+            ((loss, step) for loss, step in zip(columns["eval_loss"], self._steps, strict=True) if math.isfinite(loss)),
+            default=None,
+        )
+        tokens = sum(filter(math.isfinite, columns["tokens"]))
+        facts = [
+            ("strategy", "strategy", self._strategy),
+            ("steps", "steps", f"{self._steps[-1]:,} of {self._all:,}"),
+            ("loss", "loss of the last step", f"{columns['loss'][-1]:.4g}"),
+            *([("eval_loss", f"best held-out loss, step {best[1]:,}", f"{best[0]:.4g}")] if best else []),
+            ("tokens", "tokens learned", f"{tokens:,.0f}" if tokens < 1e9 else f"{tokens / 1e9:,.1f} billion"),
+            ("tokens_per_s", "tokens/s, median", f"{median(columns['tokens_per_s']):,.0f}"),
+            ("trained", "in steps", clock(sum(filter(math.isfinite, columns["step_s"])))),
+        ]
+        faults = (("skipped", "Steps skipped, since loss or gradient was not finite"), ("rollbacks", "Rollbacks"))
+        counted = [f"{text}: {columns[name][-1]:.0f}" for name, text in faults if columns[name][-1] > 0]
+        return Page(
+            title=f"Run {self._directory.name}",
+            subtitle=self._lines[0],
+            facts=tuple(Fact(key=key, label=label, value=value) for key, label, value in facts),
+            charts=tuple(filter(None, self._charts())),
+            memory=_memory_chart(memory) if memory else None,
+            sections=(),
+            notes=(*self._lines[1:], *counted),
+        ).to_html()
+
+    def _charts(self) -> Iterable[CurveChart | None]:
+        charts = [
+            ("loss", "Loss", ".4g", {"training": "loss", "held out": "eval_loss"}),
+            ("lr", "Learning rate", ".3g", {"learning rate": "lr"}),
+            ("grad_norm", "Gradient norm", ".3g", {"gradient norm": "grad_norm"}),
+            ("tokens_per_s", "Tokens/s", ",.0f", {"tokens/s": "tokens_per_s"}),
+        ]
+        for key, title, form, curves in charts:
+            series = [
+                Series(name=name, colour=colour, values=self._columns[column])
+                for (name, column), colour in zip(curves.items(), ("compute", "communicate"), strict=False)
+            ]
+            write = partial(_written, form)
+            yield curve_chart(key, title, self._steps, series, write, x_name="step", from_zero=key != "loss")
+
+
+def _written(form: str, value: float) -> str:
+    return format(value, form)
+
+
+def steps_up_to(path: Path, done: int) -> list[dict[str, Any]]:
+    """The steps in a metrics file of at most that number, without lines that a kill or a disk has spoilt."""
+    kept = []
+    for line in path.read_bytes().split(b"\n")[:-1] if done and path.exists() else ():
+        try:
+            if (found := json.loads(line))["step"] <= done:
+                kept.append(found)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return kept
+
+
+def describe(metrics: StepMetrics) -> str:
+    """Losses, gradient norm and pace of a step, and faults so far.
+
+    >>> step = {"step": 3, "lr": 3e-4, "tokens": 100, "positions": 100, "tokens_per_s": 5120.4, "step_s": 0.1}
+    >>> describe(StepMetrics(loss=2.5, grad_norm=1.25, skipped=2, **step))
+    'loss 2.500  grad norm 1.25  5,120 tokens/s  skipped 2'
+    """
+    held_out = f"  held-out {metrics.eval_loss:.3f}" if metrics.eval_loss is not None else ""
+    faults = f"  skipped {metrics.skipped}" if metrics.skipped else ""
+    faults += f"  rolled back {metrics.rollbacks}" if metrics.rollbacks else ""
+    return (
+        f"loss {metrics.loss:.3f}{held_out}  grad norm {metrics.grad_norm:.3g}  {metrics.tokens_per_s:,.0f} tokens/s"
+        f"{faults}"
+    )
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> clock(75.2), clock(3675)
+    ('1:15', '1:01:15')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def comparison(memory: Sequence[Sequence[Memory]], traffic: Sequence[Sequence[Traffic]]) -> str:
+    """Predicted beside measured memory and traffic, in bytes; the largest if devices differ.
+
+    Args:
+        memory: lines of `zm.memory_report`, by kind and rank.
+        traffic: lines of `zm.traffic_report`, by axis and rank.
+    """
+    held = {
+        KINDS.get(ranks[0].kind, ranks[0].kind): [(line.predicted_bytes, line.allocated_bytes) for line in ranks]
+        for ranks in memory
+    }
+    sent = {
+        f"{ranks[0].axis}: {ranks[0].size} ranks, stage {ranks[0].stage}": [
+            (line.predicted_bytes, line.sent_bytes) for line in ranks
+        ]
+        for ranks in traffic
+    }
+    devices = len(memory[0])
+    agree = all(predicted == measured for pairs in (*held.values(), *sent.values()) for predicted, measured in pairs)
+    verdict = f"agree on all {devices} devices" if agree else f"differ; the largest of {devices} devices is shown"
+    return "\n".join(
+        [
+            *_table("bytes of one device", "allocated", held),
+            "",
+            *_table("bytes one device sends a step, by axis", "counted", sent),
+            "",
+            f"predicted and measured {verdict}",
+        ]
+    )
+
+
+def _table(title: str, measured: str, rows: Mapping[str, Sequence[tuple[int, int]]]) -> list[str]:
+    lines = [f"{title:<40} {'predicted':>14} {measured:>14}", f"{'-' * 40} {'-' * 14} {'-' * 14}"]
+    for name, pairs in rows.items():
+        left, right = (max(column) for column in zip(*pairs, strict=True))
+        lines.append(f"{name:<40} {left:>14,} {right:>14,}")
+    return lines
+
+
+def _memory_chart(memory: Sequence[Sequence[Memory]]) -> MemoryChart:
+    """The device that holds most: predicted above allocated."""
+    ranks = list(zip(*memory, strict=True))
+    totals = [max(line.allocated_bytes for line in lines if line.kind == "total") for lines in ranks]
+    rank = totals.index(max(totals))
+    lines = [line for line in ranks[rank] if line.kind != "total"]
+    most = max(1, *(max(line.predicted_bytes, line.allocated_bytes) for line in ranks[rank] if line.kind == "total"))
+    agree = all(line.predicted_bytes == line.allocated_bytes for lines in memory for line in lines)
+    return MemoryChart(
+        kinds=tuple(line.kind for line in lines),
+        bars=(
+            Bar.of("predicted", {line.kind: line.predicted_bytes for line in lines}, most),
+            Bar.of("allocated", {line.kind: line.allocated_bytes for line in lines}, most),
+        ),
+        caption=(
+            f"Rank {rank}, which holds most of {len(ranks)}, without activations. Predicted and allocated "
+            f"{'agree' if agree else 'differ'}{' on all ranks' if agree else ''}."
+        ),
+    )

@@ -1,0 +1,174 @@
+"""What a run leaves: metrics.jsonl, the page, and lines on the terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.disk import file_size_limit
+from zeromesh.report import run as module
+from zeromesh.report.run import RunReport, StepMetrics, comparison
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Memory or traffic of a rank."""
+
+    kind: str = ""
+    axis: str = "node"
+    size: int = 2
+    stage: str = "3"
+    predicted_bytes: int
+    allocated_bytes: int = 0
+    sent_bytes: int = 0
+
+
+MEMORY = [
+    [
+        Line(kind="params", predicted_bytes=60, allocated_bytes=60),
+        Line(kind="params", predicted_bytes=60, allocated_bytes=70),
+    ],
+    [
+        Line(kind="total", predicted_bytes=60, allocated_bytes=60),
+        Line(kind="total", predicted_bytes=60, allocated_bytes=70),
+    ],
+]
+
+
+def metrics(step: int, **changes: Any) -> StepMetrics:
+    fields = {"loss": 4.0 / step, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64, "positions": 64, "tokens_per_s": 640.0}
+    return StepMetrics(step=step, **(fields | {"step_s": 0.1} | changes))
+
+
+def report(directory: Path, done: int = 0, steps: int = 9, memory: Sequence[Sequence[Line]] = ()) -> RunReport:
+    lines = ["a model & more", "data"]
+    return RunReport(directory, steps=steps, done=done, lines=lines, strategy="node=3", memory=lambda: memory)
+
+
+def steps(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def labels(directory: Path) -> list[str]:
+    return re.findall(r'class="spot"[^>]*title="([^"]*training[^"]*)"', (directory / "run.html").read_text())
+
+
+def test_metrics_are_one_object_a_line(tmp_path: Path) -> None:
+    with closing(report(tmp_path)) as run:
+        run.append(metrics(1, loss=float("nan")))
+        run.append(metrics(2, eval_loss=1.5))
+        first, second = steps(tmp_path)  # flushed before the file is closed
+    assert (first["step"], first["loss"], second["eval_loss"]) == (1, None, 1.5)
+    assert {"step", "loss", "lr", "tokens", "positions", "tokens_per_s", "grad_norm", "step_s"} == set(first)
+
+
+def test_resumed_run_drops_steps_it_will_repeat_and_a_line_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 1')
+    with closing(report(tmp_path, 2)) as run:
+        run.append(metrics(3))
+    assert [step["step"] for step in steps(tmp_path)] == [1, 2, 3]
+    report(tmp_path).close()
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "spoilt", [b"\xff\xfe\n", b'{"step": \x80}\n', b"[]\n", b"1\n", b'{"step": "2"}\n', b"\xe2\x80\xa8\n", b"\0" * 9]
+)
+def test_a_line_that_a_disk_has_spoilt_is_dropped(tmp_path: Path, spoilt: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + spoilt + b'{"step": 2}\n' * (spoilt[-1:] == b"\n"))
+    with closing(report(tmp_path, 2)) as run:
+        run.append(metrics(3))
+    assert [step["step"] for step in steps(tmp_path)] in ([1, 2, 3], [1, 3])
+
+
+@pytest.mark.usefixtures("capsys")  # else what is printed goes to a file, which has the limit too
+def test_a_full_disk_is_one_warning_and_loses_no_line_that_can_be_written_later(tmp_path: Path) -> None:
+    with (
+        pytest.warns(UserWarning, match=r"cannot write .*metrics\.jsonl: File too large; training goes on") as caught,
+        closing(report(tmp_path)) as run,
+    ):
+        run.append(metrics(1))
+        with file_size_limit((tmp_path / "metrics.jsonl").stat().st_size + 20):
+            run.append(metrics(2))
+            run.append(metrics(3))
+        run.append(metrics(4))
+    assert [step["step"] for step in steps(tmp_path)] == [1, 2, 3, 4]
+    assert len(caught) == 1
+
+
+@pytest.mark.usefixtures("capsys")
+@pytest.mark.parametrize("rewinds", [False, True])
+def test_a_disk_that_stays_full_ends_nothing(tmp_path: Path, rewinds: bool) -> None:
+    with (
+        pytest.warns(UserWarning, match="cannot write") as caught,
+        file_size_limit(20),
+        closing(report(tmp_path)) as run,
+    ):
+        run.append(metrics(1))
+        if rewinds:
+            run.rewind(0)
+    assert len(caught) == 2 - rewinds, "one a file; without steps there is no page"
+
+
+def test_lines_come_now_and_then_and_time_left_ignores_one_slow_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(report(tmp_path, steps=100)) as run:
+        run.append(metrics(1, loss=2.0, step_s=60.0))
+        for step in range(2, 101):
+            run.append(metrics(step))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step   1/100  loss 2.000  grad norm 1  640 tokens/s  1:39:00 left"
+    assert lines[1].startswith("step   5/100") and lines[1].endswith("0:10 left")
+    assert lines[-1].endswith("0:00 left") and len(lines) == 21
+
+
+def test_the_page_has_earlier_starts_this_one_and_no_step_that_was_taken_back(tmp_path: Path) -> None:
+    before = {"step": 1, "loss": 9.0, "eval_loss": 8.0, "tokens": 100, "tokens_per_s": 50.0, "step_s": 2.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(before) + "\n")
+    with closing(report(tmp_path, 1, memory=MEMORY)) as run:
+        for number in (2, 3, 4):
+            run.append(metrics(number))
+        run.rewind(2)
+        run.append(metrics(3, eval_loss=1.5, rollbacks=1))
+        assert not (tmp_path / "run.html").exists()
+    assert labels(tmp_path) == [
+        "step 1: training 9, held out 8",
+        "step 2: training 2",
+        "step 3: training 1.333, held out 1.5",
+    ]
+    html = (tmp_path / "run.html").read_text()
+    assert "<b>3 of 9</b>" in html and "<b>1.5</b><span>best held-out loss, step 3" in html
+    assert "a model &amp; more" in html and "Rollbacks: 1" in html
+    assert re.findall(r'data-total-bytes="(\d+)"', html) == ["60", "70"]
+    assert "Rank 1, which holds most of 2" in html and "Predicted and allocated differ." in html
+    assert not re.search(r"https?://|<script|<link|@import|url\(", html)
+
+
+def test_a_run_that_goes_on_has_a_page_and_a_start_without_steps_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EVERY_S", -1.0)
+    with closing(report(tmp_path)) as run:
+        run.append(metrics(1))
+        assert labels(tmp_path) == ["step 1: training 4"]
+    (tmp_path / "run.html").write_text("as it was")
+    report(tmp_path, 1).close()
+    assert (tmp_path / "run.html").read_text() == "as it was"
+
+
+def test_the_table_shows_the_largest_device() -> None:
+    traffic = [[Line(predicted_bytes=5, sent_bytes=5), Line(predicted_bytes=5, sent_bytes=5)]]
+    table = comparison(MEMORY, traffic).splitlines()
+    assert table[2].split() == ["parameters", "60", "70"]
+    assert table[-3] == f"{'node: 2 ranks, stage 3':<40} {5:>14} {5:>14}"
+    assert table[-1] == "predicted and measured differ; the largest of 2 devices is shown"
