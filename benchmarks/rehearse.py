@@ -96,7 +96,7 @@ def real_rank(store_file: Path | None, *, overrides: list[str]) -> list[dict[str
         trainer = make_trainer(config, ranks, corpus, _build(config, ranks, corpus))
         trainer.step(0)
         recompute = config.model.activation_checkpointing
-        with traffic_report(trainer.model, micro_batches=trainer.sampler.micro_batches, recompute=recompute) as traffic:
+        with traffic_report(trainer.model, micro_batches=config.micro_batches, recompute=recompute) as traffic:
             trainer.step(0)
         report = memory_report(trainer.model, trainer.optimizer)
         own = {

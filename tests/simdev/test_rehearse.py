@@ -242,7 +242,7 @@ def trained(run_config):
     corpus = read_corpus(run_config)
     trainer = make_trainer(run_config, ranks, corpus, build_tiny(run_config.model, corpus.tokenizer.vocab_size))
     trainer.step(0)
-    with traffic_report(trainer.model, micro_batches=trainer.sampler.micro_batches) as traffic:
+    with traffic_report(trainer.model, micro_batches=run_config.micro_batches) as traffic:
         trainer.step(0)
     memory = {line.kind: line.allocated_bytes for line in memory_report(trainer.model, trainer.optimizer)}
     workspace = sum(engine_of(trainer.model).schedule.memory.workspace.values())

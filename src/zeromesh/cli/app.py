@@ -11,9 +11,8 @@ import typer
 
 import zeromesh
 from zeromesh.cli import clusters, env, plan, probe, rehearse, selftest, simulate, train
+from zeromesh.cli.train import EXIT_INPUT
 from zeromesh.errors import InputError, InternalError, ZeromeshError
-
-EXIT_INPUT = 2
 
 IN_A_CHECKOUT = ("bench", "lab", "validate")
 """Commands that a checkout has as `make NAME`; the wheel does not have their packages."""

@@ -1,15 +1,31 @@
-"""`zeromesh train`."""
+"""`zeromesh train`: the processes of a run, and what their end means."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zeromesh.errors import InputError, ZeromeshError
+from zeromesh.integrations.elastic import EXIT_PREEMPTED, noticing_sigterm, was_asked
+
+if TYPE_CHECKING:
+    from zeromesh.launch.failure import Failure
+    from zeromesh.launch.processes import RankResult
+    from zeromesh.train import TrainConfig
+
+EXIT_INPUT = 2
+
+GRACE_S = 10.0
+"""What the other ranks get to end by themselves once one has: to report their own error, or to finish saving."""
 
 
 def train(
@@ -33,19 +49,15 @@ def train(
         raise typer.Exit(code)
 
 
-def run(path: Path, overrides: list[str]) -> int:
+def run(path: Path, overrides: Sequence[str]) -> int:
     """Runs what a configuration describes; the exit code.
 
     Raises:
         InputError: the configuration or the environment is wrong; raised before any process starts if that can be
             known.
     """
-    from contextlib import nullcontext
-
-    from zeromesh.cli.app import EXIT_INPUT
-    from zeromesh.integrations.elastic import noticing_sigterm
     from zeromesh.launch.environment import Launched, check_address
-    from zeromesh.launch.job import RENDEZVOUS, make_folder, run_restarted
+    from zeromesh.launch.job import RENDEZVOUS, make_folder
     from zeromesh.train import load_config
 
     launched = Launched.of(os.environ)
@@ -60,21 +72,100 @@ def run(path: Path, overrides: list[str]) -> int:
     if launched:
         check_address(os.environ)
     elif config.world > 1:
-        task, options, saves = (
-            "zeromesh.train.loop:run_local_rank",
-            config.model_dump_json(),
-            config.checkpoint.every > 0,
-        )
-        restarts = config.faults.restarts
-        return run_restarted(task, {"config": options}, config.world, restarts=restarts, saves=saves)
-    # From here on, since torch is imported for seconds.
+        return run_local(config)
+    # From here on, since to import torch takes seconds.
     with noticing_sigterm(), nullcontext() if launched else make_folder() as directory:
-        from zeromesh.train.loop import run_rank
-
         try:
-            return run_rank(config, directory and directory / RENDEZVOUS)
+            return _run_rank(config, directory and directory / RENDEZVOUS)
         except ZeromeshError:
             raise
         except Exception:
             traceback.print_exc()
             return 1
+
+
+def _run_rank(config: TrainConfig, store_file: Path | None) -> int:
+    from zeromesh.launch.ranks import join_ranks
+    from zeromesh.train.loop import run_training
+
+    run = config.run
+    with join_ranks(config.mesh, store_file, device=run.device, threads=run.threads, timeout_s=run.timeout_s) as ranks:
+        return 0 if run_training(config, ranks) else EXIT_PREEMPTED
+
+
+def run_local_rank(store_file: Path | None, *, config: str) -> None:
+    """The task of each local rank."""
+    from zeromesh.train import TrainConfig
+
+    with noticing_sigterm():
+        code = _run_rank(TrainConfig.model_validate_json(config), store_file)
+    if code:
+        sys.exit(code)
+
+
+def run_local(config: TrainConfig) -> int:
+    """Runs local processes, again after a failure that another start may mend; the exit code.
+
+    Raises:
+        InputError: the ranks say that the input is wrong.
+    """
+    from zeromesh.launch.job import make_job
+    from zeromesh.launch.processes import local_launches, run_ranks
+
+    options, restarts = {"config": config.model_dump_json()}, config.faults.restarts
+    with noticing_sigterm():
+        for number in range(restarts + 1):
+            with make_job(f"{__name__}:{run_local_rank.__name__}", options, prints=False) as job:
+                launches = local_launches(job.command, config.world, {"TORCHELASTIC_RESTART_COUNT": str(number)})
+                results = run_ranks(launches, grace_s=GRACE_S, asks=True)
+                saved = was_asked() and config.checkpoint.every > 0
+                ending = verdict(results, job.failures(), preempted=saved)
+            if ending.reason:
+                print(ending.reason, file=sys.stderr, flush=True)
+            if not ending.again or number == restarts or was_asked():
+                break
+            print(f"zeromesh: restart {number + 1} of {restarts}", file=sys.stderr, flush=True)
+    return ending.code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How local processes ended: exit code, a reason for people if it is 1, and whether another start may go better."""
+
+    code: int
+    reason: str = ""
+    again: bool = False
+
+
+def verdict(results: Sequence[RankResult], failures: Sequence[Failure], *, preempted: bool = False) -> Ending:
+    """How the run ended, and why: the first failure is reported.
+
+    Args:
+        results: of each rank's process.
+        failures: the cause first.
+        preempted: whether the ranks were told to save and end, and can save.
+
+    Raises:
+        InputError: the first failure was one.
+    """
+    from zeromesh.launch.failure import report
+
+    by_themselves = [result for result in results if result.ended_because is None]
+    killed = [(result.rank, -result.returncode) for result in by_themselves if result.returncode < 0]
+    if killed:
+        if preempted and all(number == signal.SIGTERM for _, number in killed):
+            return Ending(code=EXIT_PREEMPTED)  # before it had begun to listen, and so before its first step
+        rank, number = min(killed)
+        hints = {signal.SIGKILL: "; the machine may be out of memory", signal.SIGTERM: "; nothing was saved"}
+        name = signal.Signals(number)
+        reason = f"zeromesh: rank {rank} was ended by {name.name}{hints.get(name, '')}"
+        return Ending(code=1, reason=reason, again=True)
+    if failures:
+        reason = report(failures, len(results))
+        if failures[0].is_input:
+            raise InputError(reason.removeprefix("zeromesh: "))
+        return Ending(code=1, reason=reason, again=not failures[0].is_final)
+    codes = {result.rank: result.returncode for result in results}
+    if set(codes.values()) - {0, EXIT_PREEMPTED}:
+        return Ending(code=1, reason=f"zeromesh: ranks ended with {codes} and left no reason", again=True)
+    return Ending(code=max(codes.values()))

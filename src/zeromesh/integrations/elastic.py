@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -83,6 +83,7 @@ def _candidates(sizes: Sequence[int], world: int) -> Iterator[tuple[int, ...]]:
 # Set by the handler and read between steps: collectives are under way when the signal comes, and all ranks must end
 # after the same step.
 _asked = threading.Event()
+_acts: list[Callable[[], None]] = []  # called by the handler
 
 
 @contextmanager
@@ -97,6 +98,18 @@ def noticing_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def on_sigterm(act: Callable[[], None]) -> Iterator[None]:
+    """Calls `act` when SIGTERM comes inside; at once if it has come already, since `noticing_sigterm` began."""
+    _acts.append(act)
+    try:
+        if was_asked():
+            act()
+        yield
+    finally:
+        _acts.remove(act)
 
 
 def was_asked() -> bool:
@@ -114,6 +127,8 @@ def end_at_once() -> None:
 
 def _notice(_number: int, _frame: FrameType | None) -> None:
     _asked.set()
+    for act in _acts:
+        act()
 
 
 # ---- losses and gradients that are not finite
@@ -180,10 +195,14 @@ class NonFinite:
         self.skipped += self.remedy == "skip"
         return self.remedy
 
-    def rolled_back(self, step: int, to: int) -> None:
-        """Notes that `step` failed and the run goes on from step `to`; both count the steps done before."""
+    def rolled_back(self, step: int, to: int) -> str:
+        """Notes that `step` failed and the run goes on from step `to` (both count the steps before), and says so."""
         self.rollbacks += 1
         self.left_out += step + 1 - to
+        return (
+            f"rolled back to step {to}; the {step + 1 - to} batches since then are left out, and the run goes on with "
+            f"those that follow"
+        )
 
     def summary(self) -> str:
         """Lines that say what happened; empty if nothing did."""

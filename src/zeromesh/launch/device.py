@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from zeromesh.errors import InputError
 
 CPU = torch.device("cpu")
-_NAMED_RANKS = 8
 
 COUNTS = ("SLURM_GPUS_ON_NODE",)
 PROMISES = (
@@ -26,11 +25,8 @@ PROMISES = (
 )
 """Who sets one of these to anything but nothing expects a device. `COUNTS` are no lists: there 0 is no device."""
 
-NO_DEVICES = ("", "0", "-1", "none", "void", "NoDevFiles")
-"""What launchers and people write for none."""
-
-NCCL_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""[Note: Order]."""
+NO_DEVICES = ("", "0", "-1", "none", "void", "NoDevFiles")  # as launchers and people write it
+NCCL_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # [Note: Order]
 
 SHARE = "ZEROMESH_SHARE_DEVICES"
 """If this variable is set, ranks of a machine may share a device, to check numbers with fewer devices than ranks."""
@@ -149,8 +145,8 @@ def _wrong(claims: Sequence[Claim]) -> str:
 
 
 def _some(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_NAMED_RANKS]))
-    return shown if len(ranks) <= _NAMED_RANKS else f"{shown} and {len(ranks) - _NAMED_RANKS} more"
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
 def _identity(device: torch.device) -> str:

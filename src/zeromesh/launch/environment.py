@@ -20,12 +20,8 @@ class Launched:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self | None:
-        """What torchrun's variables say; None if there are none, since the process was started by hand.
-
-        Raises:
-            ConfigError: some are there and others are not, or one cannot be right, or another launcher has started
-                several processes without them; names it.
-        """
+        """What torchrun's variables say; None for a process that was started by hand. Raises ConfigError if some are
+        missing or cannot be right, or another launcher has started several processes without them."""
         given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
         if not given:
             _require_alone(environ)

@@ -24,25 +24,15 @@ def end_process(code: int) -> NoReturn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a rank ended, as it wrote it down.
-
-    Args:
-        rank: which.
-        at_s: by the clock that all processes of a machine share.
-        lost_peer: whether it could not reach another rank, whose own failure is then the cause.
-        is_input: whether the user's input was wrong.
-        is_final: whether it would fail again: wrong input, or a run that is to stop.
-        message: one line, without a traceback.
-        traceback: empty if the message says it all.
-    """
+    """How a rank ended, as it wrote it down."""
 
     rank: int
-    at_s: float
-    lost_peer: bool
-    is_input: bool
-    is_final: bool
-    message: str
-    traceback: str
+    at_s: float  # by the clock that all processes of a machine share
+    lost_peer: bool  # it could not reach another rank, whose own failure is then the cause
+    is_input: bool  # the user's input was wrong
+    is_final: bool  # it would fail again: wrong input, or a run that is to stop
+    message: str  # one line
+    traceback: str  # empty if the message says it all
 
     @classmethod
     def now(cls, rank: int, error: BaseException, traceback: str) -> Self:

@@ -4,7 +4,7 @@ Each rank leads a session of its own. When it ends, or must be ended, its whole 
 and SIGKILL after a grace period. Ranks die with the thread that called `run_ranks` (their parent-death signal).
 
 Ranks of a run that is trained take SIGTERM for the request to save and to end. So it comes to them from the user alone,
-by `Sigterm`, and after a failure the others have the grace period to end by themselves.
+and after a failure the others have the grace period to end by themselves.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any, Self
+from typing import IO
 
 from zeromesh.errors import ConfigError, RanksFailedError
-from zeromesh.integrations.elastic import EXIT_PREEMPTED
+from zeromesh.integrations.elastic import EXIT_PREEMPTED, on_sigterm
 
 #: Called with rank, "stdout" or "stderr", and one line without its end, as soon as the line is there.
 OnLine = Callable[[int, str, str], None]
 
 _LONGEST_WAIT_S = 3600.0  # of one wait: the system's bound is far below that of a user's timeout
 _DRAIN_S = 1.0  # who left a rank's group may hold its pipe open for ever
-_SHOWN_LINES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,35 +60,6 @@ class RankResult:
         return self.returncode != 0 or self.ended_because is not None
 
 
-class Sigterm:
-    """Hands SIGTERM on to the ranks, which may save first. Does nothing outside the main thread, which gets it."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._job: _Job | None = None
-        self._before: Any = None
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._hand_on)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-
-    def to(self, job: _Job) -> None:
-        """Names the job whose ranks get it; if it has come already, they get it now."""
-        self._job = job
-        if self.asked:
-            job.ask_running()
-
-    def _hand_on(self, _number: int, _frame: FrameType | None) -> None:
-        self.asked = True
-        if self._job is not None:
-            self._job.ask_running()
-
-
 def local_launches(command: Sequence[str], world: int, environment: Mapping[str, str]) -> list[Launch]:
     """`command` for each of `world` ranks of this machine, with torchrun's variables, `environment`, and this process's
     own environment."""
@@ -111,7 +80,7 @@ def run_ranks(
     grace_s: float = 5.0,
     stop_on_failure: bool = True,
     on_line: OnLine | None = None,
-    sigterm: Sigterm | None = None,
+    asks: bool = False,
 ) -> tuple[RankResult, ...]:
     """Starts all of `launches`, waits until each has ended, and returns their results in the same order.
 
@@ -120,21 +89,21 @@ def run_ranks(
         grace_s: between SIGTERM (of a run, the first failure) and SIGKILL.
         stop_on_failure: end the others when one fails, as torchrun does.
         on_line: sees each line as it comes.
-        sigterm: of a run, whose ranks print to this process's own output, and save and end on SIGTERM.
+        asks: of a run, whose ranks print to this process's own output, and save and end on SIGTERM, which is handed on
+            inside of `noticing_sigterm`.
 
     Raises:
         ConfigError: a program that it needs is not there.
     """
     if shutil.which("setpriv") is None:
         raise ConfigError("processes are started with setpriv (package util-linux): install it, or start torchrun")
-    job = _Job(timeout_s, grace_s, stop_on_failure, on_line, asks=sigterm is not None)
+    job = _Job(timeout_s, grace_s, stop_on_failure, on_line, asks=asks)
     try:
         for launch in launches:
             job.start(launch)
-        if sigterm is not None:
-            sigterm.to(job)
-        while job.running:
-            job.turn()
+        with on_sigterm(job.ask_running) if asks else contextlib.nullcontext():
+            while job.running:
+                job.turn()
     finally:
         job.kill_all()
     return tuple(rank.result() for rank in job.ranks)
@@ -142,7 +111,7 @@ def run_ranks(
 
 def raise_failed(results: Sequence[RankResult]) -> None:
     """Raises RanksFailedError with `describe_failure` if a rank failed."""
-    if (failure := describe_failure(results)) is not None:
+    if failure := describe_failure(results):
         raise RanksFailedError(failure)
 
 
@@ -155,7 +124,7 @@ def describe_failure(results: Sequence[RankResult]) -> str | None:
     first = min(failed, key=lambda result: (result.ended_because is not None, result.wall_s))
     summary = "; ".join(f"rank {result.rank} {_end(result)}" for result in failed)
     output = (first.stderr.strip() or first.stdout.strip() or "(it printed nothing)").splitlines()
-    shown = "\n".join(output[-_SHOWN_LINES:])
+    shown = "\n".join(output[-20:])
     return f"{len(failed)} of {len(results)} ranks failed: {summary}\nrank {first.rank}:\n{shown}"
 
 
@@ -241,13 +210,12 @@ class _Job:
                 self._stop(f"it ran past the timeout of {self._timeout_s:g} s")
 
     def ask_running(self) -> None:
-        """SIGTERM to each rank that runs, and not to what it has started: that is its own to end."""
+        """SIGTERM to each rank that runs, and not to what it has started."""
         for rank in self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, signal.SIGTERM)
 
     def kill_all(self) -> None:
-        """Ends whatever still runs, whatever happened."""
         self._end_running(signal.SIGKILL)
         for rank in self.running:
             rank.process.wait()

@@ -55,7 +55,7 @@ class Ranks:
             torch.accelerator.synchronize()
 
     def settle_stream(self) -> None:
-        """Waits for the computation; what a step leaves under way for the next goes on."""
+        """Waits for the computation; what a step leaves under way goes on."""
         if not self.on_cpu:
             torch.accelerator.current_stream().synchronize()
 
@@ -70,10 +70,8 @@ def join_ranks(
     timeout_s: float = START_S,
     agree: Callable[[Store, int, int], None] | None = None,
 ) -> Iterator[Ranks]:
-    """Makes the process group and the mesh of the ranks that the environment names.
-
-    An error inside is told to the other ranks. If it says that others could not be reached, it is raised again with the
-    names of those that are missing.
+    """Makes the process group and the mesh of the ranks that the environment names. An error inside is told to the
+    other ranks; one that says that others could not be reached is raised with the names of those that are missing.
 
     Args:
         mesh: sizes by axis name, outermost first.
@@ -205,8 +203,6 @@ def from_first(make: Callable[[], T], operation: str, *, at_work: bool = False) 
     """What `make` returns on rank 0, on every rank; collective.
 
     Args:
-        make: called on rank 0.
-        operation: for messages.
         at_work: `make` may take longer than a collective, up to `WORK_S`.
 
     Raises:
@@ -230,11 +226,7 @@ def from_first(make: Callable[[], T], operation: str, *, at_work: bool = False) 
 
 
 def on_every(make: Callable[[], T], operation: str) -> T:
-    """What `make` returns on this rank; collective.
-
-    Raises:
-        InputError: on every rank, if `make` raises it or an OSError on any.
-    """
+    """What `make` returns on this rank; collective. Raises InputError on every rank if one raises it or an OSError."""
     made, own = _attempt(make)
     told = [""] * dist.get_world_size()
     with collective(operation):

@@ -1,9 +1,8 @@
 """Names the ranks that are missing, once something has gone wrong.
 
-A rank that waits in vain in a collective knows whom it waits for, and that one may be waiting in vain itself. So it
-calls all ranks, in the store where they met. On each a thread looks for the call once a second, and answers where the
-main thread is, even while that one waits in a collective. Who does not answer is missing; who answers from elsewhere
-than a collective is missing too; who has left an error of its own is the cause.
+The rank that a collective waits for may be waiting in vain itself. So a rank that gives up calls all ranks, in the
+store where they met. On each a thread looks for the call once a second, and answers where the main thread is. Who does
+not answer, or is elsewhere than in a collective, is missing; who has left an error of its own is the cause.
 """
 
 from __future__ import annotations

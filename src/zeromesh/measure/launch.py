@@ -123,8 +123,8 @@ def run_task(store_file: Path | None, *, task: str, mesh: Mesh, options: Mapping
     """Runs `task` as the rank that the environment names; `store_file` as for `join_ranks`."""
     from functools import partial
 
+    from zeromesh.launch.job import find_task
     from zeromesh.launch.ranks import join_ranks
-    from zeromesh.launch.worker import find_task
     from zeromesh.measure.places import require_places
 
     with join_ranks(mesh, store_file, agree=partial(require_places, mesh)) as ranks:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeromesh.comm import Sent
@@ -21,6 +23,8 @@ from zeromesh.owners.optimizer import OwnerOptimizer
 from zeromesh.owners.trial import kept_tensors
 from zeromesh.pieces.region import Region
 from zeromesh.schedule.step import sent_bytes_per_axis
+
+T = TypeVar("T")
 
 _TRIAL_NUMEL = 16
 """Elements of what `_state_bytes` steps on: one vector of any machine's fused implementation."""
@@ -75,6 +79,13 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         predicted, taken = optimizer.room_bytes()
         lines.append(MemoryLine(kind="step", predicted_bytes=predicted, allocated_bytes=taken))
     return lines
+
+
+def gathered(lines: Sequence[T]) -> list[list[T]]:
+    """Each line as every rank has it; collective."""
+    everyone: list[list[T]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, list(lines))
+    return [list(line) for line in zip(*everyone, strict=True)]
 
 
 def persistent(buffer: FlatShards) -> dict[str, Tensor]:

@@ -21,7 +21,6 @@ from zeromesh.settings import read_settings
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of
 
 AUTO = "auto"
-ALL = "all"
 
 _MOST = 2**31  # tensors and the host's libraries number with 32 bits
 Count = Annotated[int, Field(gt=0, lt=_MOST)]
@@ -49,7 +48,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     config: Path | dict[str, Any] | None = None
     pretrained: Path | None = None
-    trainable: str | tuple[str, ...] = ALL
+    trainable: str | tuple[str, ...] = "all"
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
 
     @field_validator("trainable")
@@ -57,17 +56,14 @@ class ModelConfig(Section):
     def _known(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not value:
             raise ValueError('no pattern would leave nothing to train: "all", "lora:RANK", or a list of patterns')
-        if isinstance(value, str) and value != ALL and not re.fullmatch(r"lora:[1-9]\d{0,5}", value):
+        if isinstance(value, str) and value != "all" and not re.fullmatch(r"lora:[1-9]\d{0,5}", value):
             raise ValueError('must be "all", "lora:RANK", as in "lora:16", or a list of patterns of parameter names')
         return value
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.config is None) == (self.pretrained is None):
-            raise ValueError(
-                "a model is needed: either model.config, to begin with random values, or model.pretrained, the "
-                "directory of one to go on with"
-            )
+            raise ValueError("give either model.config, to begin with random values, or model.pretrained, to go on")
         return self
 
 
@@ -161,21 +157,18 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        faults = self.faults
         if self.eval.every and not self.data.holds_out:
-            raise ValueError(
-                "eval.every needs something to evaluate on: set data.holdout to a fraction above 0, or name files in "
-                "data.validation"
-            )
+            held_out = "set data.holdout to a fraction above 0, or name files in data.validation"
+            raise ValueError(f"eval.every needs something to evaluate on: {held_out}")
         if self.samples.every and not self.samples.prompts:
             raise ValueError("samples.every needs samples.prompts, the texts to go on from")
         if self.strategy == AUTO and self.cluster is None:
-            raise ValueError(
-                'strategy = "auto" needs a cluster to plan for: cluster = "FILE.toml", or a preset\'s name'
-            )
-        for key, needs in (("nonfinite", self.faults.nonfinite == "rollback"), ("restarts", self.faults.restarts > 0)):
-            if needs and not self.checkpoint.every:
-                value = getattr(self.faults, key)
-                raise ValueError(f"faults.{key} = {value!r} needs checkpoints to go back to: set checkpoint.every")
+            raise ValueError('strategy = "auto" needs a cluster to plan for: cluster = "FILE.toml", or a preset')
+        if not self.checkpoint.every and (faults.nonfinite == "rollback" or faults.restarts):
+            key = "restarts" if faults.restarts else "nonfinite"
+            needs = "needs checkpoints to go back to: set checkpoint.every"
+            raise ValueError(f"faults.{key} = {getattr(faults, key)!r} {needs}")
         return self
 
     @property
@@ -200,9 +193,8 @@ class TrainConfig(Section):
             return self
         if not self.faults.resize:
             raise MeshError(
-                f"mesh {mesh_text(self.mesh)} has {self.world} ranks, but {asker.format(world=world)};"
-                f" start {self.world}, or change the mesh, as in --set mesh.{next(iter(self.mesh))}=..., or let it be"
-                f" re-sized with --set faults.resize=true"
+                f"mesh {mesh_text(self.mesh)} has {self.world} ranks, but {asker.format(world=world)}; start as many,"
+                f" change the mesh (--set mesh.{next(iter(self.mesh))}=...), or let it be re-sized (faults.resize=true)"
             )
         resized = resize_mesh(self.mesh, world, None if self.strategy == AUTO else self.strategy)
         return self.model_copy(update={"mesh": resized})

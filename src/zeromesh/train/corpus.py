@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -65,27 +65,22 @@ def load_corpus(config: TrainConfig, place: Path) -> Corpus:
         ConfigError: on every rank, if rank 0 cannot make the corpus, or another rank cannot see the file.
     """
 
-    def read() -> tuple[str, tuple[Any, ...]]:
-        tokens, *facts = _read(config)
-        directory = tempfile.mkdtemp(prefix=".zeromesh-tokens-", dir=place)
-        try:
+    with ExitStack() as stack:
+
+        def read() -> tuple[str, list[Any]]:
+            tokens, *facts = _read(config)
+            directory = stack.enter_context(TemporaryDirectory(prefix=".zeromesh-tokens-", dir=place))
             tokens.tofile(f"{directory}/tokens")
-        except OSError:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
-        return directory, tuple(facts)
+            return directory, facts
 
-    def mapped() -> Any:
-        try:
-            return np.memmap(f"{directory}/tokens", np.int32, "c")
-        except OSError as error:
-            raise ConfigError(f"all ranks must see {place}, where run.directory lies: {error}") from error
+        def mapped() -> Any:
+            try:
+                return np.memmap(f"{directory}/tokens", np.int32, "c")  # stays when the file goes
+            except OSError as error:
+                raise ConfigError(f"all ranks must see {place}, where run.directory lies: {error}") from error
 
-    directory, facts = from_first(read, "waiting for rank 0 to read the corpus", at_work=True)
-    try:
+        directory, facts = from_first(read, "waiting for rank 0 to read the corpus", at_work=True)
         return _corpus(config, on_every(mapped, "mapping the corpus"), *facts)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)  # what is mapped stays
 
 
 def read_corpus(config: TrainConfig) -> Corpus:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch._dynamo  # parameters on the meta device import it, for seconds: too long inside of a collective
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,21 +20,13 @@ from zeromesh.checkpoint.run import RunCheckpoints
 from zeromesh.engine.api import accumulate, clip_grad_norm_, engine_of, zero_grad
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from zeromesh.files import require_writable, write_whole
-from zeromesh.integrations.elastic import (
-    EXIT_PREEMPTED,
-    NonFinite,
-    describe,
-    end_at_once,
-    mesh_text,
-    noticing_sigterm,
-    was_asked,
-)
+from zeromesh.integrations.elastic import NonFinite, describe, end_at_once, mesh_text, was_asked
 from zeromesh.integrations.language_models import causal_language_model, continuation, require_pretrained, seed_of_rank
 from zeromesh.launch.device import device_name
-from zeromesh.launch.ranks import Ranks, collective, from_first, join_ranks, on_every
+from zeromesh.launch.ranks import Ranks, collective, from_first, on_every
 from zeromesh.model import Recomputation
 from zeromesh.observe.replicas import check_replicas
-from zeromesh.observe.report import MemoryLine, memory_report, traffic_report
+from zeromesh.observe.report import MemoryLine, gathered, memory_report, traffic_report
 from zeromesh.planner import Workload
 from zeromesh.report.run import RunReport, StepMetrics, comparison
 from zeromesh.sharding import shard
@@ -46,15 +36,10 @@ from zeromesh.train.corpus import TOKENIZER, Corpus, Rows, load_corpus
 from zeromesh.train.sampler import Sampler
 from zeromesh.units import format_bytes, format_seconds
 
-T = TypeVar("T")
-
-OTHER_TOKENIZER = (
-    "Its tokens mean other text. A bpe tokenizer is trained anew at each start, and is another if the files have "
-    "changed: set data.tokenizer to the tokenizer.json in that run's directory, or start anew in another run.directory"
+OTHER_TOKENIZER = (  # a bpe tokenizer is trained anew at each start, and is another if the files have changed
+    "Its tokens mean other text: set data.tokenizer to the tokenizer.json in that run's directory, or start anew in "
+    "another run.directory"
 )
-
-
-# ---- set-up: what a run and its rehearsal share
 
 
 def run_training(config: TrainConfig, ranks: Ranks) -> bool:
@@ -88,21 +73,6 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     return make_trainer(config, ranks, corpus, model).run()
 
 
-def run_rank(config: TrainConfig, store_file: Path | None) -> int:
-    """`run_training` as the rank that the environment names, met as `join_ranks` says; the exit code."""
-    run = config.run
-    with join_ranks(config.mesh, store_file, device=run.device, threads=run.threads, timeout_s=run.timeout_s) as ranks:
-        return 0 if run_training(config, ranks) else EXIT_PREEMPTED
-
-
-def run_local_rank(store_file: Path | None, *, config: str) -> None:
-    """The task of each local rank."""
-    with noticing_sigterm():
-        code = run_rank(TrainConfig.model_validate_json(config), store_file)
-    if code:
-        sys.exit(code)
-
-
 def make_trainer(config: TrainConfig, ranks: Ranks, corpus: Corpus, model: nn.Module) -> Trainer:
     """Shards `model` as the configuration says, and makes its optimizer; collective. A rehearsal calls it too, so it
     has a run's model, optimizer and batches. Raises ConfigError if the model cannot write samples, or be exported."""
@@ -134,11 +104,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The learning rate of step 0 <= `step` < `steps`.
-
-    Rises linearly over the warm-up, whose last step has the full rate, then stays, or falls along half a cosine to
-    `final_lr_ratio * lr` at the last step.
-    """
+    """The learning rate of step 0 <= `step` < `steps`: it rises linearly over the warm-up, whose last step has the full
+    rate, then stays, or falls along half a cosine to `final_lr_ratio * lr` at the last step."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -186,16 +153,6 @@ def _build(config: TrainConfig, ranks: Ranks, corpus: Corpus) -> nn.Module:
     return made[0]
 
 
-def _gathered(lines: Sequence[T]) -> list[list[T]]:
-    """Each line as every rank has it; collective."""
-    everyone: list[list[T]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, list(lines))
-    return [list(line) for line in zip(*everyone, strict=True)]
-
-
-# ---- steps
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """One step, agreed by all ranks: mean loss over the tokens of the global batch, gradient norm before clipping,
@@ -221,7 +178,7 @@ class Trainer:
         self.config, self.ranks, self.corpus, self.model, self.optimizer = config, ranks, corpus, model, optimizer
         self.sampler = self._deal(corpus.training, config.batch.global_sequences, config.run.seed)
         self.traffic = traffic_report(
-            model, micro_batches=self.sampler.micro_batches, recompute=config.model.activation_checkpointing != "none"
+            model, micro_batches=config.micro_batches, recompute=config.model.activation_checkpointing != "none"
         )
         rules = config.faults
         self.counts = NonFinite(
@@ -269,7 +226,7 @@ class Trainer:
         if done < run.steps:
             return False
         if begun < done:
-            self._note(f"\n{comparison(self.memory, _gathered(self.traffic.lines()))}{self.counts.summary()}")
+            self._note(f"\n{comparison(self.memory, gathered(self.traffic.lines()))}{self.counts.summary()}")
         if run.export is not None:
             self._export(run.export)
         return True
@@ -420,13 +377,9 @@ class Trainer:
             found = self.checkpoints.roll_back()
         if found is None:
             raise NonFiniteError(f"{what}, and no checkpoint has been made yet to go back to")
-        self.counts.rolled_back(step, found.step)
         if self._report:
             self._report.rewind(found.step)
-        self._note(
-            f"{what}: rolled back to step {found.step}; the {step + 1 - found.step} batches since then are left out, "
-            f"and the run goes on with those that follow"
-        )
+        self._note(f"{what}: {self.counts.rolled_back(step, found.step)}")
         return found.step
 
     def _resume(self) -> int:
@@ -455,8 +408,6 @@ class Trainer:
         with collective("saving the last checkpoint"):
             self.checkpoints.close()
 
-    # ---- for people
-
     def _note(self, text: str) -> None:
         if self.ranks.rank == 0:
             print(text, flush=True)
@@ -470,13 +421,13 @@ class Trainer:
             f"{type(self.model).__name__}, {parameters:,} parameters; mesh {mesh_text(config.mesh)}, strategy "
             f"{config.strategy}",
             f"{corpus.num_documents:,} documents, {tokens:,} tokens; vocabulary {vocabulary:,}",
-            f"{self.tokens:,} tokens a step: {self.sampler.micro_batches} micro-batches of {micro} "
+            f"{self.tokens:,} tokens a step: {self.config.micro_batches} micro-batches of {micro} "
             f"{config.data.seq_len} on each of {config.world} ranks ({device_name(self.ranks.device)})",
             *[f"all {config.run.steps} steps are done: nothing is left to do"] * (done >= config.run.steps),
         ]
 
     def _measure_memory(self) -> None:
-        self.memory = _gathered(memory_report(self.model, self.optimizer))
+        self.memory = gathered(memory_report(self.model, self.optimizer))
 
     def _make_directory(self) -> None:
         directory, definition = self.config.run.directory, self.corpus.tokenizer.definition

@@ -46,23 +46,11 @@ class Sampler:
     world: int
     seed: int
 
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches a step, the same on every rank, since each makes collectives."""
-        return -(-self.global_sequences // (self.world * self.micro))
-
-    def global_batch(self, step: int) -> list[int]:
-        """Indices of the samples of a step's global batch, in order."""
-        return [self._sample(step * self.global_sequences + i) for i in range(self.global_sequences)]
-
     def rank_batches(self, step: int, rank: int) -> Iterator[list[int]]:
-        """The rank's samples of a step, one list a micro-batch; empty beyond the end of the global batch.
-
-        Micro-batch t takes the next world * micro sequences of the global batch, dealt to the ranks in turn, so counts
-        of non-empty micro-batches differ by at most one between ranks.
-        """
-        for micro_batch in range(self.micro_batches):
-            first = (micro_batch * self.world + rank) * self.micro
+        """The rank's samples of a step, one list a micro-batch, as many on each rank; empty beyond the end of the
+        global batch, whose sequences are dealt to the ranks `micro` at a time."""
+        for dealt in range(0, self.global_sequences, self.world * self.micro):
+            first = dealt + rank * self.micro
             last = min(first + self.micro, self.global_sequences)
             yield [self._sample(step * self.global_sequences + i) for i in range(first, last)]
 

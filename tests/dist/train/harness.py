@@ -24,6 +24,7 @@ from zeromesh.launch.ranks import Ranks
 from zeromesh.train import loop
 from zeromesh.train.config import ModelConfig, TrainConfig
 from zeromesh.train.corpus import Rows
+from zeromesh.train.sampler import Sampler
 
 Mesh = tuple[tuple[str, int], ...]
 
@@ -197,6 +198,12 @@ def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
         counts=trainer.counts.state(),
         strategy=trainer.config.strategy,
     )
+
+
+def global_batch(samples: int, sequences: int, step: int) -> list[int]:
+    """All samples of a step of these configurations."""
+    order = Sampler(num_samples=samples, global_sequences=sequences, micro=sequences, world=1, seed=7)
+    return next(order.rank_batches(step, 0))
 
 
 def lines(config: TrainConfig) -> list[dict[str, Any]]:

@@ -13,10 +13,9 @@ from unittest import mock
 import pytest
 
 from tests.dist.pool import Pool
-from tests.dist.train.harness import Meddling, Mesh, Outcome, config, equal, lines, train, write_text
+from tests.dist.train.harness import Meddling, Mesh, Outcome, config, equal, global_batch, lines, train, write_text
 from zeromesh.checkpoint import saver
 from zeromesh.train.config import TrainConfig
-from zeromesh.train.sampler import Sampler
 
 FOUR: Mesh = (("cluster", 2), ("node", 2))
 ONE: Mesh = (("cluster", 1), ("node", 1))
@@ -91,8 +90,7 @@ def test_a_run_without_a_checkpoint_of_its_own_rolls_back_to_its_beginning(pool:
     assert first_step(pool, config(first, *ONE_RANK, run__steps=3)) == 0
 
     # Its own first save has failed when it comes to batch 7.
-    order = Sampler(num_samples=152, global_sequences=4, micro=2, world=1, seed=7)
-    meddling = Meddling(poisoned=order.global_batch(7))
+    meddling = Meddling(poisoned=global_batch(152, 4, 7))
     for resume, said in (
         ("auto", "no checkpoint has been made yet to go back to"),
         (str(first / "run" / "checkpoints"), "rolled back to step 3; the 5 batches since then are left out"),

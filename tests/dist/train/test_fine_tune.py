@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept
+from tests.dist.train.harness import global_batch
 from zeromesh.checkpoint.read import read_manifest
 from zeromesh.checkpoint.storage import open_storage
 from zeromesh.errors import ConfigError
@@ -22,7 +23,6 @@ from zeromesh.train import loop
 from zeromesh.train.config import CheckpointConfig, TrainConfig
 from zeromesh.train.corpus import read_corpus
 from zeromesh.train.loop import build_language_model
-from zeromesh.train.sampler import Sampler
 
 START_S = 55.0
 STEPS = 3
@@ -91,7 +91,6 @@ def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], t
     """The whole global batch at once, with torch's own optimizer and clipping."""
     corpus = read_corpus(run)
     rows = corpus.training
-    sampler = Sampler(num_samples=len(rows), global_sequences=SEQUENCES, micro=SEQUENCES, world=1, seed=run.run.seed)
     torch.manual_seed(run.run.seed)
     with mock.patch(
         "zeromesh.integrations.loading.from_pretrained", lambda kind, *a, **k: kind.from_pretrained(*a, **k)
@@ -108,7 +107,7 @@ def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], t
     for step, lr in enumerate(learning_rates):
         for group in optimizer.param_groups:
             group["lr"] = lr
-        inputs, targets = rows.batch(sampler.global_batch(step))
+        inputs, targets = rows.batch(global_batch(len(rows), SEQUENCES, step))
         loss = torch.nn.functional.cross_entropy(model(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept
+from tests.dist.train.harness import global_batch
 from zeromesh.errors import ConfigError
 from zeromesh.integrations.language_models import seed_of_rank
 from zeromesh.launch.ranks import Ranks
@@ -24,7 +25,6 @@ from zeromesh.train import loop
 from zeromesh.train.config import TrainConfig
 from zeromesh.train.corpus import read_corpus
 from zeromesh.train.loop import build_language_model
-from zeromesh.train.sampler import Sampler
 
 Mesh = tuple[tuple[str, int], ...]
 START_S = 55.0
@@ -96,7 +96,6 @@ def test_steps_are_ordinary_torch_training(plain: list[dict[str, float]], direct
     """The whole global batch at once, with torch's own optimizer, clipping and nothing of the engine."""
     run = config(directory, ONE, "node=0,cluster=0")
     sequences = read_corpus(run).training
-    sampler = Sampler(num_samples=len(sequences), global_sequences=7, micro=7, world=1, seed=run.run.seed)
     torch.manual_seed(run.run.seed)
     model = build_language_model(run.model, 257).double()
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
@@ -106,7 +105,7 @@ def test_steps_are_ordinary_torch_training(plain: list[dict[str, float]], direct
     for step, expected in enumerate(plain):
         for group in optimizer.param_groups:
             group["lr"] = expected["lr"]
-        inputs, targets = sequences.batch(sampler.global_batch(step))
+        inputs, targets = sequences.batch(global_batch(len(sequences), 7, step))
         loss = torch.nn.functional.cross_entropy(model(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -9,9 +9,19 @@ from typing import Any
 import pytest
 
 from tests.dist.pool import Pool
-from tests.dist.train.harness import Meddling, Mesh, Outcome, checkpoints, config, equal, lines, train, write_text
+from tests.dist.train.harness import (
+    Meddling,
+    Mesh,
+    Outcome,
+    checkpoints,
+    config,
+    equal,
+    global_batch,
+    lines,
+    train,
+    write_text,
+)
 from zeromesh.train.config import TrainConfig
-from zeromesh.train.sampler import Sampler
 
 TWO: Mesh = (("cluster", 1), ("node", 2))
 
@@ -21,17 +31,13 @@ def directory(tmp_path: Path) -> Path:
     return write_text(tmp_path)
 
 
-def sampler(samples: int) -> Sampler:
-    return Sampler(num_samples=samples, global_sequences=4, micro=2, world=2, seed=7)
-
-
 SAMPLES = 152
 """Sequences in the text that `write_text` writes; checked by the first test."""
 
 
 def bad_in(batch: int, position: int = 3) -> int:
     """A sample of that batch, of rank 1's where `position` is 2 or 3, and of no batch near it."""
-    return sampler(SAMPLES).global_batch(batch)[position]
+    return global_batch(SAMPLES, 4, batch)[position]
 
 
 def run(pool: Pool, made: TrainConfig, **meddling: Any) -> list[Outcome]:
@@ -41,7 +47,7 @@ def run(pool: Pool, made: TrainConfig, **meddling: Any) -> list[Outcome]:
 def test_samples_are_those_of_the_seeds_order(pool: Pool, directory: Path) -> None:
     made = config(directory, TWO, "node=3,cluster=0")
     first, second = run(pool, made)
-    batches = [sampler(SAMPLES).global_batch(step) for step in range(8)]
+    batches = [global_batch(SAMPLES, 4, step) for step in range(8)]
     assert [one + two for one, two in zip(first.samples, second.samples, strict=True)] == batches
 
 
@@ -102,7 +108,7 @@ def test_roll_back_goes_on_with_the_batches_that_follow(pool: Pool, directory: P
     made = config(directory, TWO, "node=3,cluster=0", faults__nonfinite="rollback")
     rolled = run(pool, made, poisoned=[bad_in(4)])
     used = [one + two for one, two in zip(*(outcome.samples for outcome in rolled), strict=True)]
-    assert used == [sampler(SAMPLES).global_batch(batch) for batch in range(10)]
+    assert used == [global_batch(SAMPLES, 4, batch) for batch in range(10)]
     assert [line["step"] for line in lines(made)] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [line.get("rollbacks") for line in lines(made)] == [None] * 3 + [1] * 5
     assert "rolled back to step 3; the 2 batches since then are left out" in rolled[0].printed
@@ -121,7 +127,7 @@ def test_what_was_left_out_is_in_the_checkpoint(pool: Pool, directory: Path) -> 
     longer = config(directory, TWO, "node=3,cluster=0", faults=faults, run__steps=9)
     outcomes = run(pool, longer)
     used = [one + two for one, two in zip(*(outcome.samples for outcome in outcomes), strict=True)]
-    assert used == [sampler(SAMPLES).global_batch(batch) for batch in (9, 10)]
+    assert used == [global_batch(SAMPLES, 4, batch) for batch in (9, 10)]
     assert outcomes[0].counts == {"skipped": 0, "rollbacks": 1, "in_a_row": 0, "left_out": 2}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.disk import file_size_limit
 from zeromesh.errors import ConfigError
-from zeromesh.launch import worker
+from zeromesh.launch import job as module
 from zeromesh.launch.job import JOB, make_job
 
 NEEDED = r"a temporary directory, which cannot be written: .*set TMPDIR to a directory with room"
@@ -35,9 +35,9 @@ def test_a_disk_that_is_full_when_a_rank_has_its_result(
     """What it could not leave it says; nobody takes half a result for one."""
     monkeypatch.setenv("RANK", "0")
     job = {"task": "builtins:dict", "options": {}, "local": False, "prints": False}
-    monkeypatch.setattr(worker, "find_task", lambda task: lambda rendezvous: "result" * 100)
+    monkeypatch.setattr(module, "find_task", lambda task: lambda rendezvous: "result" * 100)
     (tmp_path / JOB).write_text(json.dumps(job))
     with file_size_limit(50):
-        assert worker.main(tmp_path) == 1
+        assert module.main(tmp_path) == 1
     assert "rank 0 failed: OSError: [Errno 27] File too large" in capsys.readouterr().err
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("result") and path.suffix == ".json"]

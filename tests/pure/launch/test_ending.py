@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from zeromesh.cli.train import Ending, verdict
 from zeromesh.errors import (
     CommunicationError,
     ConfigError,
@@ -19,18 +20,17 @@ from zeromesh.errors import (
     NonFiniteError,
     OptimizerError,
 )
-from zeromesh.integrations.elastic import EXIT_PREEMPTED
+from zeromesh.integrations.elastic import EXIT_PREEMPTED, noticing_sigterm, was_asked
 from zeromesh.launch.failure import Failure
-from zeromesh.launch.job import Ending, verdict
-from zeromesh.launch.processes import RankResult, Sigterm, local_launches, run_ranks
+from zeromesh.launch.processes import RankResult, local_launches, run_ranks
 
 FOREVER = "while True: signal.pause()"
 
 
-def run(script: str, world: int = 3, grace_s: float = 0.1, sigterm: Sigterm | None = None) -> tuple[RankResult, ...]:
+def run(script: str, world: int = 3, grace_s: float = 0.1) -> tuple[RankResult, ...]:
     script = f"import os, signal, sys\nrank = int(os.environ['RANK'])\n{script}"
     launches = local_launches([sys.executable, "-S", "-c", script], world, {"NAMED": "here"})
-    return run_ranks(launches, grace_s=grace_s, sigterm=sigterm or Sigterm())
+    return run_ranks(launches, grace_s=grace_s, asks=True)
 
 
 def codes(results: tuple[RankResult, ...]) -> list[int]:
@@ -130,10 +130,10 @@ def test_sigterm_before_a_rank_listens_is_a_preemption_where_the_run_can_save() 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.5])
 def test_sigterm_is_handed_on_also_where_it_comes_before_the_ranks(delay_s: float) -> None:
-    with Sigterm() as sigterm:
+    with noticing_sigterm():
         if delay_s:
             threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
         else:
             os.kill(os.getpid(), signal.SIGTERM)
-        assert codes(run(FOREVER, 2, grace_s=60.0, sigterm=sigterm)) == [-signal.SIGTERM] * 2
-    assert sigterm.asked
+        assert codes(run(FOREVER, 2, grace_s=60.0)) == [-signal.SIGTERM] * 2
+        assert was_asked()
