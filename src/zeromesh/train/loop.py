@@ -64,10 +64,11 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
         chosen = from_first(lambda: plan_run(config, model), "waiting for rank 0 to plan")
         config = config.model_copy(update={"strategy": str(chosen.strategy)})
         if ranks.rank == 0:
-            step_s, memory_bytes = chosen.predicted["step_s"], chosen.predicted["memory_bytes"]["total"]
+            figures: Any = chosen.predicted
             print(
                 f"strategy auto: {config.strategy} for {mesh_text(config.mesh)} of {config.cluster}, predicted "
-                f"{format_seconds(step_s)} a step and {format_bytes(memory_bytes)} a device",
+                f"{format_seconds(figures['step_s'])} a step and {format_bytes(figures['memory_bytes']['total'])} a "
+                f"device",
                 flush=True,
             )
     return make_trainer(config, ranks, corpus, model).run()
