@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def test_without_a_compiler_the_command_says_what_to_install(
 ) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
     (tmp_path / "some.txt").write_text("a text to learn from " * 8)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "train" / "fake"))
+    fake = Path(__file__).parents[1] / "train" / "fake"
+    monkeypatch.setenv("PYTHONPATH", f"{fake}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "nothing-built"))
     monkeypatch.setattr(sys, "argv", ["zeromesh", "rehearse", str(tmp_path / "run.toml")])
