@@ -67,7 +67,8 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
             figures: Any = chosen.predicted
             print(
                 f"strategy auto: {config.strategy} for {mesh_text(config.mesh)} of {config.cluster}, predicted "
-                f"{format_seconds(figures['step_s'])} a step, {format_bytes(figures['memory_bytes']['total'])} a device",
+                f"{format_seconds(figures['step_s'])} a step, "
+                f"{format_bytes(figures['memory_bytes']['total'])} a device",
                 flush=True,
             )
     return make_trainer(config, ranks, corpus, model).run()
