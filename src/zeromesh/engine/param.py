@@ -438,7 +438,8 @@ def _name_of(func: Any) -> str:
 def refuse_transforms() -> None:
     """Where torch.func wraps tensors in C++, it asks no subclass; its function would be of this rank's elements."""
     for module, name in ((vmap, "_add_batch_dim"), (grads, "_wrap_for_grad"), (grads, "_wrap_functional_tensor")):
-        setattr(module, name, partial(_transformed, getattr(module, name)))
+        if hasattr(module, name):  # else this torch has it elsewhere, and tests of the versions say so
+            setattr(module, name, partial(_transformed, getattr(module, name)))
 
 
 def _transformed(wrap: Callable[..., Any], tensor: Any, *args: Any) -> Any:
