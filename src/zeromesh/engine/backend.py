@@ -19,6 +19,10 @@ comes back those of gathers: over each axis the one whose communicator it is.
 used. A slot's version names the unit whose parameters it holds, and none from the start of a gather until that has been
 waited for. So whatever a graph reads of a slot outside its unit's turn, and whoever made it read that, is an error: a
 penalty that a forward computes and does not return, a block whose outputs no hook can see.
+
+[Note: Casts] Some forwards cast a module (`self.classifier.to(torch.float32)`), which gives its leaf other memory. The
+masters stay as they are, so the cast holds for as long as the unit is in use, in the backward too: autograd has saved
+the leaf itself.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from zeromesh.comm import Lane, Ticket, all_reduce_max
 from zeromesh.comm.lane import Job
 from zeromesh.engine.chain import Chain, Groups, ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards, Homes
-from zeromesh.engine.leaf import Leaf, close_leaf, open_leaf, versions_of
+from zeromesh.engine.leaf import Leaf, PlainLeaf, close_leaf, open_leaf, versions_of
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
@@ -87,6 +91,7 @@ class UnitShards:
         used: by (buffer, parameter): whether it has had a gradient in this step.
         versions: of what is `watched`, as the unit came into use; none while it is not.
         accepted: whether an optimizer has stepped since gradients were shown.
+        casts: leaves that forwards of the unit cast (`module.to(dtype)`), to which dtype: [Note: Casts].
     """
 
     name: str
@@ -96,6 +101,7 @@ class UnitShards:
     used: list[list[bool]] = field(init=False)
     versions: list[int] = field(default_factory=list)
     accepted: bool = True
+    casts: dict[Leaf, torch.dtype] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.begin_step()
@@ -127,6 +133,31 @@ class UnitShards:
             for leaves in ([buffer.leaves] if buffer.gathered else [[leaf] for leaf in buffer.leaves])
         ]
         return [tensor for leaves in memories for tensor in _one_memory(leaves)]
+
+    @cached_property
+    def memory_of(self) -> dict[Leaf, Tensor]:
+        """The memory of each leaf, where gathers write."""
+        return {
+            leaf: buffer.full[place.start : place.stop].view(place.shape)
+            for buffer in self.buffers
+            for place, leaf in zip(buffer.places, buffer.leaves, strict=True)
+        }
+
+    def show_casts(self, *, cast: bool) -> None:
+        """Has leaves that forwards cast show their values so, or as gathered: [Note: Casts]."""
+        for leaf, dtype in self.casts.items():
+            memory = self.memory_of[leaf]
+            leaf.data = memory.to(dtype) if cast else memory
+
+    def has_cast(self, leaf: Leaf) -> bool:
+        """Whether a leaf shows its values in another dtype, and no other values; remembers the dtype."""
+        memory = self.memory_of[leaf]
+        if not isinstance(leaf, PlainLeaf) or leaf.dtype == memory.dtype or leaf.shape != memory.shape:
+            return False
+        if not torch.equal(leaf.detach(), memory.to(leaf.dtype)):
+            return False
+        self.casts[leaf] = leaf.dtype
+        return True
 
     @cached_property
     def closing(self) -> list[Leaf]:
@@ -276,11 +307,12 @@ class DeviceBackend:
         for params, key, leaf, param, _ in sites:
             held = params.get(key)
             if held is not param and held is not leaf:
-                raise _replaced(shards, param)
+                raise _replaced(param)
         for params, key, leaf, _, _ in sites:
             params[key] = leaf
         for leaf in shards.closing:
             open_leaf(leaf)
+        shards.show_casts(cast=True)
         in_slot = shards.in_slot
         # Not again where nothing has been gathered since: it counts changes in place.
         if in_slot and in_slot[0]._version >> _VERSION_BITS != unit + 1:
@@ -310,14 +342,17 @@ class DeviceBackend:
                 continue
             for params, key, leaf, param, address in shards.sites:
                 held = params.get(key)
-                if held is not param and (held is not leaf or local_of(leaf).data_ptr() != address):
-                    raise _replaced(shards, param)
+                if held is param or (held is leaf and local_of(leaf).data_ptr() == address):
+                    continue
+                if held is not leaf or not shards.has_cast(leaf):
+                    raise _replaced(param)
             if shards.versions and shards.versions != [tensor._version for tensor in shards.watched]:
                 raise written(shards.name)
 
     def unuse(self, unit: int) -> None:
         for params, key, _, param, _ in self.units[unit].sites:
             params[key] = param
+        self.units[unit].show_casts(cast=False)
         for leaf in self.units[unit].closing:
             close_leaf(leaf)
         self.units[unit].versions = []
@@ -479,23 +514,11 @@ def written(unit: str) -> ModelError:
     )
 
 
-def _replaced(unit: UnitShards, param: ShardedParameter) -> ModelError:
-    name, leaf, dtype = next(
-        (param.full_name, leaf, buffer.full.dtype)
-        for buffer in unit.buffers
-        for each, leaf in zip(buffer.optimizer_params, buffer.leaves, strict=True)
-        if each is param
-    )
-    if leaf.dtype != dtype:
-        return ModelError(
-            f"a forward casts the module of {name} to {leaf.dtype}, and the model computes in {dtype}: choose that "
-            f"dtype in the model's configuration (router_dtype, say), give zm.shard(param_dtype={leaf.dtype}), or "
-            f"cast values instead of the module, as in functional.linear(x, self.weight.float())"
-        )
+def _replaced(param: ShardedParameter) -> ModelError:
     return ModelError(
-        f"the model has something else where zm.shard has put {name}, by torch.func.functional_call or an assignment "
-        f"(of `.data` too): a sharded model computes with its own parameters. Change their values (`.local.copy_` and "
-        f"zm.refresh, or zm.load_full_state_dict), or replace parameters before zm.shard"
+        f"the model has something else where zm.shard has put {param.full_name}, by torch.func.functional_call or an "
+        f"assignment (of `.data` too): a sharded model computes with its own parameters. Change their values "
+        f"(`.local.copy_` and zm.refresh, or zm.load_full_state_dict), or replace parameters before zm.shard"
     )
 
 

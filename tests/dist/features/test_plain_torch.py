@@ -777,9 +777,6 @@ class Codebook(nn.Module):
         self.way = way
 
     def forward(self, x):
-        if self.way == "cast":
-            self.lin = self.lin.to(torch.float32)
-            return self.lin(x.float()).double()
         self.lin = self.lin.to(x.dtype)  # which it has
         out = self.lin(x)
         if self.way == "assigned":
@@ -795,7 +792,6 @@ def test_parameters_that_a_forward_replaces_are_refused(strategy):
     for way, said in (
         ("assigned", "where zm.shard has put {}"),
         ("data", "where zm.shard has put {}"),
-        ("cast", "casts the module of {} to torch.float32, and the model computes in torch.float64"),
     ):
         blocks = nn.Sequential(*(Codebook("") for _ in range(4)))
         model = zm.shard(blocks.double(), mesh(), strategy, units=[Codebook], bucket_bytes=0)
@@ -813,6 +809,55 @@ def test_parameters_that_a_forward_replaces_are_refused(strategy):
         with pytest.raises(ModelError, match=said.format(r"lin\.weight")):
             root(inputs())
         assert all(isinstance(param, ShardedParameter) for param in root.parameters())
+
+
+class Router(nn.Module):
+    """Computes in fp32, as routers of experts do: by a cast of its module, or of its values."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.way = way
+
+    def forward(self, x):
+        if self.way == "module":
+            self.lin = self.lin.to(torch.float32)
+            return self.lin(x.float()).tanh().to(x.dtype)
+        return functional.linear(x.float(), self.lin.weight.float(), self.lin.bias.float()).tanh().to(x.dtype)
+
+
+@STAGES
+@on_ranks(2)
+def test_a_forward_may_cast_its_module(strategy):
+    """The same bits as a cast of the values; a unit's slot is others' meanwhile."""
+    found = []
+    for way in ("module", "values"):
+        torch.manual_seed(0)
+        model = zm.shard(
+            nn.Sequential(*(Router(way) for _ in range(4))),
+            mesh(),
+            strategy,
+            units=[Router],
+            bucket_bytes=0,
+            param_dtype=torch.bfloat16,
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            for last in (False, True):
+                with zm.accumulate(model, last=last):
+                    loss = model(inputs(step).float()).float().square().mean()
+                    loss.backward()
+                    losses.append(loss.item())
+            with torch.no_grad():
+                losses.append(model(inputs(step).float()).float().sum().item())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(param.dtype == torch.float32 for param in model.parameters())
+        found.append((losses, zm.full_state_dict(model)))
+    (losses, state), (expected, plain) = found
+    assert losses == expected
+    assert all(torch.equal(value, plain[name]) for name, value in (state or {}).items())
 
 
 class Position(nn.Module):
