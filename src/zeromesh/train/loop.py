@@ -64,11 +64,10 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
         chosen = from_first(lambda: plan_run(config, model), "waiting for rank 0 to plan")
         config = config.model_copy(update={"strategy": str(chosen.strategy)})
         if ranks.rank == 0:
-            figures: Any = chosen.predicted
+            found: Any = chosen.predicted
             print(
                 f"strategy auto: {config.strategy} for {mesh_text(config.mesh)} of {config.cluster}, predicted "
-                f"{format_seconds(figures['step_s'])} a step, "
-                f"{format_bytes(figures['memory_bytes']['total'])} a device",
+                f"{format_seconds(found['step_s'])} a step, {format_bytes(found['memory_bytes']['total'])} a device",
                 flush=True,
             )
     return make_trainer(config, ranks, corpus, model).run()
