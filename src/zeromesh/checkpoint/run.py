@@ -49,9 +49,11 @@ class RunCheckpoints:
         Raises:
             CheckpointError: the checkpoint cannot be loaded, or is of a run that differs in what is required.
         """
-        found = None
-        for which in dict.fromkeys((AUTO, beginning)):
-            found = found or self._load(which)
+        found = self._load(AUTO)
+        if beginning != AUTO and found is None:
+            found = self._load(beginning)
+        elif beginning != AUTO:
+            self._say(f"{beginning} is not loaded: the run has checkpoints of its own")
         if found is not None:
             self._compare(found)
         if saves:
@@ -102,10 +104,9 @@ class RunCheckpoints:
             raise CheckpointError(
                 f"{found.where} needs the {name} {saved[name]}; this run has {differing[name]}. {self._required[name]}"
             )
-        if self._first:
-            made, used = (f"strategy {d.get('strategy')} on mesh {d.get('mesh')}" for d in (before, self._layout))
-            moved = f"; it was made under {made}, and is loaded under {used}" if made != used else ""
-            print(f"resumed from {found.where} after step {found.step}{moved}", flush=True)
+        made, used = (f"strategy {d.get('strategy')} on mesh {d.get('mesh')}" for d in (before, self._layout))
+        moved = f"; it was made under {made}, and is loaded under {used}" if made != used else ""
+        self._say(f"resumed from {found.where} after step {found.step}{moved}")
         if differing:
             changed = "; ".join(f"{name} was {saved[name]!r}, is {own!r}" for name, own in differing.items())
             self._warn(
@@ -114,6 +115,10 @@ class RunCheckpoints:
             )
         if not found.has_optimizer:
             self._warn(f"{found.where} has no optimizer states: the optimizer starts anew")
+
+    def _say(self, text: str) -> None:
+        if self._first:
+            print(text, flush=True)
 
     def _warn(self, text: str) -> None:
         if self._first:

@@ -74,7 +74,9 @@ def test_a_run_begins_with_another_and_goes_on_from_its_own(pool: Pool, tmp_path
     path = str(first / "run" / "checkpoints")
     fine = config(second, (("cluster", 1), ("node", 2)), "node=3,cluster=0", checkpoint__resume=path)
     assert first_step(pool, fine, stop_after=5) == -1
-    assert first_step(pool, fine) == 5
+    outcome, _ = pool.run(2, train, fine, Meddling(), timeout_s=50.0)
+    assert len(outcome.samples) == fine.run.steps - 5
+    assert f"{path} is not loaded: the run has checkpoints of its own" in outcome.printed
 
 
 def unlucky(made: TrainConfig, meddling: Meddling) -> Outcome:
