@@ -67,7 +67,7 @@ def read_texts(files: Files) -> Iterator[tuple[str, bytes]]:
                 yield f"{name}:{number}", text.encode()
         except ModuleNotFoundError as error:
             raise ConfigError(f'data.files: {path} needs the datasets library: pip install "zeromesh[data]"') from error
-        except (OSError, ValueError, RecursionError) as error:  # pyarrow's and json's are these
+        except (OSError, ValueError, RecursionError) as error:  # json's are the last two
             raise ConfigError(f"data.files: {path} cannot be read: {error}") from error
 
 
@@ -78,7 +78,11 @@ def _rows(path: Path) -> Iterator[Any]:
         return
     import datasets
 
-    yield from datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_parquet(str(path))
+    try:
+        found = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_parquet(str(path))
+    except Exception as error:  # pyarrow and datasets have many
+        raise ValueError(f"{error}") from error
+    yield from found
 
 
 def read_tokens(
