@@ -307,8 +307,8 @@ def _reductions(
             call = partial(collective.all_gather, last, axes[1], axes[0], reduced=True)
             chain.append(Step(operation=operation, groups=(axes[1], axes[0]), call=call))
         else:
-            both = (factors[0], factors[1])
-            call = partial(collective.reduce_scatter, first, end, *axes, workspace=scratch.workspace, scales=both)
+            options = {"workspace": scratch.workspace, "scales": tuple(factors), "accumulate": False}
+            call = partial(collective.reduce_scatter, first, end, *axes, **options)
             chain.append(Step(operation=operation, groups=tuple(axes), call=call, accumulates=accumulates))
     return tuple(chain)
 

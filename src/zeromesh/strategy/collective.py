@@ -22,8 +22,8 @@ class Collective:
     Args:
         name: as the notation spells it.
         by_level: it sends what level after level would; others can be predicted for other engines, and not run.
-        pairs: it carries out two neighbouring steps at once where both scatter or both gather, lossless and with no
-            copy between them. What is replicated is then scattered over every level and gathered again.
+        pairs: its `grouped` has two neighbouring steps run at once where both scatter or both gather, lossless and with
+            no copy between them. What is replicated is then scattered over every level and gathered again.
         measured: torch's backends on which that has been measured, so that plans try it unasked.
         costs: a `zeromesh.cost.JointCost`, or "module:class" of one, which whoever only runs it never imports.
     """
