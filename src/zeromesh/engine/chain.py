@@ -307,7 +307,7 @@ def _reductions(
             call = partial(collective.all_gather, last, axes[1], axes[0], reduced=True)
             chain.append(Step(operation=operation, groups=(axes[1], axes[0]), call=call))
         else:
-            options = {"workspace": scratch.workspace, "scales": tuple(factors), "accumulate": False}
+            options: dict[str, Any] = {"workspace": scratch.workspace, "scales": tuple(factors), "accumulate": False}
             call = partial(collective.reduce_scatter, first, end, *axes, **options)
             chain.append(Step(operation=operation, groups=tuple(axes), call=call, accumulates=accumulates))
     return tuple(chain)
