@@ -135,6 +135,10 @@ class Pool:
         """
         if any(not worker.process.is_alive() for worker in self._workers):
             self.close()
+        idle = self._workers[world : self._group[0] if self._group is not None else 0]
+        if idle:  # each group that they are in would wake them up a hundred times a second
+            leave = _Job(module="", name="", payload=b"", world=0, store="", timeout_s=timeout_s)
+            self._exchange(idle, pickle.dumps(leave), timeout_s)
         job = _Job(
             module=fn.__module__,
             name=fn.__qualname__,
@@ -295,6 +299,8 @@ def _answer(rank: int, job: _Job) -> bytes:
 
 
 def _perform(rank: int, job: _Job) -> Any:
+    if job.world == 0:
+        return _leave()
     module = importlib.import_module(job.module)
     fn = _bodies.get((job.module, job.name)) or getattr(module, job.name)
     args, kwargs = pickle.loads(job.payload)
@@ -307,15 +313,19 @@ def _perform(rank: int, job: _Job) -> Any:
 def _join(rank: int, path: str, world: int, timeout: timedelta) -> None:
     if _joined == [path]:
         return
-    # Not at the end of the last call: a rank that is done must not leave while others still join.
+    _leave()  # not at the end of the last call: a rank that is done must not leave while others still join
+    store = dist.FileStore(path, world)  # type: ignore[attr-defined]  # torch does not list it in __all__
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    _joined[:] = [path]
+
+
+def _leave() -> None:
     _kept.clear()
     _forget_meshes()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    store = dist.FileStore(path, world)  # type: ignore[attr-defined]  # torch does not list it in __all__
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    _joined[:] = [path]
+    _joined.clear()
 
 
 def _forget_meshes() -> None:
