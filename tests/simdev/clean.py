@@ -26,5 +26,5 @@ def require_documented(checker: simdev.Checker, what: str, *, reads: int, beside
     and one for each number that is summed over ranks. `besides`: files that bring what is saved to the host."""
     require_clean(checker, what)
     found = [read for read in own_reads(checker) if not read.startswith(besides)]
-    ours = ("engine/control.py:", "engine/lifetimes.py:")  # the second, of a step whose words were not waited for
+    ours = ("engine/control.py:", "engine/lifecycle.py:")  # the second, of a step whose words were not waited for
     assert len(found) == reads and all(read.startswith(ours) for read in found), (what, found)

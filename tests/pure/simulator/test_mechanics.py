@@ -165,21 +165,6 @@ def test_levels_overlap_where_nothing_is_copied_between_them():
     assert blocks == {"node", "cluster"}
 
 
-def test_exact_sums_off_gloo_are_charged_their_kernel():
-    def more_s(bytes_per_s: float) -> float:
-        cluster = replace(A800, device=replace(A800.device, memory_bytes_per_s=bytes_per_s)).take(8)
-        native, exact = (
-            simulate(LLAMA, cluster, f"node=3,cluster=0;overlap=none;sum={kind}", WORK).step_s
-            for kind in ("native", "exact")
-        )
-        return exact - native
-
-    # In each of eight micro-batches bf16 terms from eight ranks, where the native one has its sum, of an eighth, to
-    # read; what is there, and then, in fp32, both read and write.
-    moved = 8 * 6.74e9 * (2 - 2 / 8)
-    assert more_s(1e12) - more_s(2e12) == pytest.approx(moved / 2e12 / default_constants().memory_share, rel=0.01)
-
-
 @pytest.mark.parametrize("strategy", ["node=3,cluster=0", "node=3,cluster=3"])
 def test_a_device_that_stands_still_for_the_host_does_so_at_each_gather(strategy):
     """A block of llama-7b has 202 M elements, five gathers of at most 5e7; embedding and head three each, norms one."""
