@@ -67,6 +67,8 @@ MAX_WORLD = 16
 PRELOAD = ["torch._dynamo", "hypothesis", "pytest", "zeromesh.engine.api", __name__]
 TIMEOUT_S = 240.0
 """When a test counts as hung: far beyond the slowest on a machine that is ten times slower than ours."""
+CALLS = 20
+"""Calls that share a process group: meshes that tests make leave groups in it, whose threads wake up all the time."""
 GRACE_S = 3.0
 """How long the other ranks may take to notice that one has failed."""
 
@@ -115,6 +117,7 @@ class Pool:
         self._directory = Path(tempfile.mkdtemp(prefix="zeromesh-pool-"))
         self._numbers = itertools.count()
         self._group: tuple[int, float, str] | None = None
+        self._calls = 0
 
     def run(
         self, world: int, fn: Body, /, *args: Any, timeout_s: float = TIMEOUT_S, spoils: bool = False, **kwargs: Any
@@ -152,7 +155,8 @@ class Pool:
         except BaseException:  # a test's own timeout or Ctrl-C leaves the workers in an unknown state
             self.close()
             raise
-        if spoils:
+        self._calls += 1
+        if spoils or self._calls % CALLS == 0:
             self._group = None
         if any(outcome.error is not None for outcome in outcomes):
             self.close()
