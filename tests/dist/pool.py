@@ -65,8 +65,8 @@ import torch.distributed as dist
 
 MAX_WORLD = 16
 PRELOAD = ["torch._dynamo", "hypothesis", "pytest", "zeromesh.engine.api", __name__]
-TIMEOUT_S = 240.0
-"""When a test counts as hung: far beyond the slowest on a machine that is ten times slower than ours."""
+TIMEOUT_S = 600.0
+"""When a test counts as hung: the slowest takes 70 s on two idle cores, and CI may have a busy machine."""
 CALLS = 20
 """Calls that share a process group: meshes that tests make leave groups in it, whose threads wake up all the time."""
 GRACE_S = 3.0

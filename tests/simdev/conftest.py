@@ -8,7 +8,7 @@ import pytest
 
 from zeromesh.simdev import build
 
-TIMEOUT_S = 300
+TIMEOUT_S = 700
 """The first test waits for the compiler, on a busy machine."""
 
 

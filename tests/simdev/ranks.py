@@ -13,7 +13,7 @@ from tests.dist import pool
 from tests.dist.pool import Pool
 from zeromesh import simdev
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 """Of a call: the first one may wait for the compiler."""
 
 P = ParamSpec("P")

@@ -103,8 +103,12 @@ def test_seconds_are_those_of_kernels_and_links():
     def run(rows, where):
         return zm.rehearse(lambda m, o: step(m, o, rows), build, mesh=MESH, cluster=where).trace
 
-    few, many, slower = run(1 << 14, cluster), run(1 << 15, cluster), run(1 << 14, slow)
-    assert 1.8 < many.seconds(kind="compute", name="backward") / few.seconds(kind="compute", name="backward") < 2.2
+    def backward_s(rows):
+        """Kernels are timed on the host, which may be busy with something else: the shortest of three."""
+        return min(run(rows, cluster).seconds(kind="compute", name="backward") for _ in range(3))
+
+    few, slower = run(1 << 14, cluster), run(1 << 14, slow)
+    assert 1.6 < backward_s(1 << 15) / backward_s(1 << 14) < 2.5
     assert slower.seconds(kind="communicate", axis="node") > 4 * few.seconds(kind="communicate", axis="node")
     assert slower.seconds(kind="wait") > few.seconds(kind="wait")
     assert few.sent_bytes(axis="cluster") == slower.sent_bytes(axis="cluster") > 0
