@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from zeromesh.cost import Constants
 from zeromesh.model import ModelSpec
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.explain import Reason, explain
+from zeromesh.planner.known import known_strategies
 from zeromesh.planner.robust import Robust, robust
 from zeromesh.planner.search import Found, Options, search
 from zeromesh.planner.simplest import WITHIN, one_of_each_kind, simplest, with_known
@@ -151,13 +153,19 @@ def plan(
     found, evaluator = search(model, cluster, workload, options=options, engine=engine, constants=constants)
     safest = robust(evaluator, found.ranked)
     fastest = found.best.candidate if choice == "fastest" else safest.candidate
-    fitting = with_known(evaluator, fastest, found.ranked)
+    lossless = options is None or options.wires == "lossless"
+    every = (each.strategy for each in known_strategies(evaluator.division(fastest.parallel).cluster))
+    known = [strategy for strategy in every if not (lossless and strategy.quantised)]
+    near_s = evaluator.step_s(fastest) * (1 + within)
+    # Another engine may express nothing that is near.
+    fitting = with_known(evaluator, fastest, found.ranked, known, near_s if accepts is None else math.inf)
     runnable = [e for e in fitting if accepts is None or accepts(_as_plan(e.candidate, cluster, workload, {}))]
     pool = runnable or fitting
     anchor = fastest if any(e.candidate == fastest for e in pool) else pool[0].candidate
     if engine != "zeromesh":  # its fastest is one that it can run
         fastest = anchor
-    best = simplest(evaluator, anchor, pool, within) if within > 0 else anchor
+    longest_s = evaluator.step_s(anchor) * (1 + within)
+    best = simplest(evaluator, anchor, pool, known, longest_s) if within > 0 else anchor
     first = [evaluator.estimate(candidate) for candidate in dict.fromkeys((best, fastest))]
     kinds = one_of_each_kind([*first, *pool], dict(cluster.axes))
     shown = [*first, *(estimate for estimate in kinds if estimate not in first)][: max(1, top)]

@@ -12,12 +12,11 @@ within a share of the fastest that leave some memory free, the recommended one h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
-from zeromesh.planner.fixed import fastest
-from zeromesh.planner.known import known_strategies
-from zeromesh.strategy import Stage
+from zeromesh.planner.fixed import choices, fastest
+from zeromesh.strategy import Stage, Strategy
 
 WITHIN = 0.02
 """Share of the fastest step that a simpler layout may take longer: below the median error of any table of
@@ -27,27 +26,36 @@ FREE = 0.05
 """Share of a device's memory that a recommended layout leaves free, for fragmentation and libraries' own buffers."""
 
 
-def with_known(evaluator: Evaluator, best: Candidate, ranked: Iterable[Estimate]) -> list[Estimate]:
-    """`ranked` and the strategies that people know, at the degrees of `best`: all that fit, fastest first."""
-    known = known_strategies(evaluator.division(best.parallel).cluster)
-    tried = [evaluator.estimate(fastest(evaluator, each.strategy, best.parallel)[0]) for each in known]
+def with_known(
+    evaluator: Evaluator, best: Candidate, ranked: Iterable[Estimate], known: Iterable[Strategy], longest_s: float
+) -> list[Estimate]:
+    """`ranked` and `known` strategies at the degrees of `best`: all that fit, fastest first. Strategies that are known
+    to take longer than `longest_s` are not simulated."""
+    near = (each for each in known if choices(evaluator, each, best.parallel)[0][0].bound_s <= longest_s)
+    tried = [evaluator.estimate(fastest(evaluator, each, best.parallel)[0]) for each in near]
     every = {estimate.candidate: estimate for estimate in (*ranked, *tried)}.values()
     fitting = [estimate for estimate in every if estimate.memory_bytes <= evaluator.limit_bytes]
     return sorted(fitting, key=lambda estimate: estimate.step_s)
 
 
-def simplest(evaluator: Evaluator, best: Candidate, estimates: Iterable[Estimate], within: float) -> Candidate:
+def simplest(
+    evaluator: Evaluator,
+    best: Candidate,
+    estimates: Iterable[Estimate],
+    known: Collection[Strategy],
+    longest_s: float,
+) -> Candidate:
     """The layout to recommend; `best` itself where none leaves enough memory free.
 
     Args:
         evaluator: of the estimates.
         best: the fastest layout.
         estimates: of layouts that fit.
-        within: share of the step of `best` that another may take longer.
+        known: strategies that people know by name.
+        longest_s: the step that a layout may take.
     """
-    known = {each.strategy for each in known_strategies(evaluator.division(best.parallel).cluster)}
-    longest, device_bytes = evaluator.step_s(best) * (1 + within), evaluator.cluster.device.memory_bytes
-    near = [e for e in estimates if e.step_s <= longest and e.memory_bytes <= (1 - FREE) * device_bytes]
+    device_bytes = evaluator.cluster.device.memory_bytes
+    near = [e for e in estimates if e.step_s <= longest_s and e.memory_bytes <= (1 - FREE) * device_bytes]
 
     def rank(estimate: Estimate) -> tuple[float, ...]:
         strategy, parallel = estimate.candidate.strategy, estimate.candidate.parallel

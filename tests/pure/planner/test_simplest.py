@@ -57,6 +57,15 @@ def test_every_engine_gets_a_plan_that_it_can_express(engine):
     assert EMITTERS[engine](planned.plan, MODEL)
 
 
+@pytest.mark.parametrize("engine", ["deepspeed", None])
+def test_wires_that_change_the_numbers_are_never_recommended_unasked(engine):
+    """Behind slow links ZeRO++'s would be the fastest that DeepSpeed can express."""
+    model, hardware = preset("llama-7b"), find_cluster("a100-8x-100g").take(64)
+    accepts = None if engine is None else lambda each: can_express(engine, each, model)
+    found = plan(model, hardware, Workload(seq_len=4096, global_batch_tokens=1 << 18), accepts=accepts)
+    assert not any(choice.candidate.strategy.quantised for choice in (found.best, found.fastest, *found.candidates))
+
+
 def test_another_engine_s_fastest_is_one_that_it_can_run():
     planned = plan(MODEL, CLUSTER, WORK, engine="fsdp", accepts=lambda each: can_express("fsdp2", each, MODEL))
     for choice in (planned.best, planned.fastest):
