@@ -84,8 +84,10 @@ class Step:
     def run(self, accumulate: bool = False) -> None:
         if self.before is not None:
             self.before[0].copy_(self.before[1])
-        if self.call is not None:
-            self.call(**({"accumulate": True} if accumulate and self.accumulates else {}))
+        if self.call is not None and accumulate and self.accumulates:
+            self.call(accumulate=True)
+        elif self.call is not None:
+            self.call()
         if self.after is not None:
             self.after[0].copy_(self.after[1])
 

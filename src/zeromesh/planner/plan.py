@@ -167,7 +167,7 @@ def plan(
     longest_s = evaluator.step_s(anchor) * (1 + within)
     best = simplest(evaluator, anchor, pool, known, longest_s) if within > 0 else anchor
     first = [evaluator.estimate(candidate) for candidate in dict.fromkeys((best, fastest))]
-    kinds = one_of_each_kind([*first, *pool], dict(cluster.axes))
+    kinds = one_of_each_kind(evaluator, [*first, *pool])
     shown = [*first, *(estimate for estimate in kinds if estimate not in first)][: max(1, top)]
     candidates = tuple(_choice(evaluator, estimate) for estimate in shown)
     runner_up = next((c.candidate for c in candidates if c.candidate.named != best.named), None)

@@ -12,11 +12,11 @@ within a share of the fastest that leave some memory free, the recommended one h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.fixed import choices, fastest
-from zeromesh.strategy import Stage, Strategy
+from zeromesh.strategy import Axis, Layout, Strategy
 
 WITHIN = 0.02
 """Share of the fastest step that a simpler layout may take longer: below the median error of any table of
@@ -72,23 +72,17 @@ def simplest(
     return min(near, key=rank).candidate if near else best
 
 
-def one_of_each_kind(estimates: Iterable[Estimate], sizes: Mapping[str, int]) -> list[Estimate]:
-    """The first of each kind of layout. The kind is the stage that most of each level has, with wires and degrees; two
-    that differ in a level's cut, in their micro-batch or in what they recompute are of one kind.
-
-    Args:
-        sizes: of the levels, by name.
-    """
+def one_of_each_kind(evaluator: Evaluator, estimates: Iterable[Estimate]) -> list[Estimate]:
+    """The first of each kind of layout: the stage and the wire of each level's largest part, the degrees and the
+    collective. Layouts that differ only in where a level is cut, in their micro-batch or in what they recompute are of
+    one kind."""
     kinds: dict[object, Estimate] = {}
     for estimate in estimates:
-        strategy = estimate.candidate.strategy
-        largest: dict[str, tuple[int, Stage, str]] = {}
-        left = dict(sizes)
-        for term in strategy.axes:
-            size = term.split if isinstance(term.split, int) else left[term.name]
-            left[term.name] //= size
-            if size > largest.get(term.name, (0,))[0]:
-                largest[term.name] = size, term.stage, str(term.wire)
-        kind = tuple((name, stage, wire) for name, (_, stage, wire) in largest.items())
-        kinds.setdefault((estimate.candidate.parallel, strategy.collective, kind), estimate)
+        strategy, parallel = estimate.candidate.strategy, estimate.candidate.parallel
+        largest: dict[str, Axis] = {}
+        for axis in Layout.of(strategy, evaluator.division(parallel).cluster.axes).axes:
+            if axis.size > largest.setdefault(axis.mesh_axis, axis).size:
+                largest[axis.mesh_axis] = axis
+        levels = tuple((name, axis.stage, axis.wire) for name, axis in largest.items())
+        kinds.setdefault((parallel, strategy.collective, levels), estimate)
     return list(kinds.values())

@@ -60,6 +60,13 @@ def test_weights_and_wires(case):
             check(strategy, case, 2, 2)
 
 
+@on_ranks(4)
+def test_two_levels_at_once_follow_each_other():
+    for strategy in ("node=3,cluster=3", "node=2,cluster=2", "node=1,cluster=1", "node=0,cluster=0"):
+        with native():
+            check(f"{strategy};collective=ho_ring", Case(optimizer="both"), 2, 2)
+
+
 @on_ranks(2)
 def test_memory_is_as_predicted():
     for strategy in ("node=3", "node=3@int8/int8", "node=1@int8/"):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from zeromesh.cluster import find_cluster
+from zeromesh.cost import default_constants
 from zeromesh.model import preset
 from zeromesh.planner import Workload, as_plan, plan
 from zeromesh.planner.emit import EMITTERS, can_express
+from zeromesh.planner.evaluate import Evaluator
 from zeromesh.planner.simplest import FREE, WITHIN, one_of_each_kind
 from zeromesh.report import choice_lines
 
@@ -47,7 +49,8 @@ def test_a_name_that_people_know_wins_over_an_equal(planned):
 def test_candidates_are_of_different_kinds(planned):
     shown = [choice.candidate for choice in planned.candidates]
     estimates = [estimate for estimate in planned.found.ranked if estimate.candidate in shown]
-    assert len(one_of_each_kind(estimates, dict(CLUSTER.axes))) == len(estimates)
+    evaluator = Evaluator(MODEL, CLUSTER, WORK, "zeromesh", default_constants(), 0.0)
+    assert len(one_of_each_kind(evaluator, estimates)) == len(estimates)
     assert shown[0] == planned.best.candidate and shown[1] == planned.fastest.candidate
 
 
