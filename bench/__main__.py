@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 app = plain_app("bench")
 
 ROUNDS = 8
-"""Of layouts that cannot be told apart. On a quiet machine a ratio strays by 3 % from round to round, and its mean over
-eight rounds by 1 %."""
+"""Rounds of layouts that cannot be told apart. On a quiet machine a ratio strays by 3 % from round to round, and its mean
+over eight rounds by 1 %."""
 
 _TIMEOUT_S = 24 * 3600.0
 _TOPOLOGY = (
@@ -39,9 +39,11 @@ def bench(
     accumulation: Annotated[list[int] | None, typer.Option(help="Micro-batches of a step; default: 1 and 4.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="fp32, bf16; default: both.")] = None,
     model: Annotated[str, typer.Option(help="Parameters of the Llama: tiny, 1M, 7M, 30M, 60M.")] = "7M",
-    sequences: Annotated[int, typer.Option(help="Of a micro-batch.")] = 2,
-    tokens: Annotated[int, typer.Option(help="Of a sequence.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Of the layouts of a setting, until the fastest is known.")] = ROUNDS,
+    sequences: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 2,
+    tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 64,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds over the layouts of a setting, until the fastest is known.")
+    ] = ROUNDS,
     steps: Annotated[int, typer.Option(help="Steps of a cell in a round that are timed, at the most.")] = 4,
     output: Annotated[Path, typer.Option("-o", "--output", help="The result file.")] = Path("bench.json"),
 ) -> None:

@@ -174,7 +174,7 @@ def noise_of(topology: str, found: Found) -> list[str]:
 
 
 def choices_of(rows: Sequence[Row], looks: int) -> list[Choice]:
-    """Of each setting with several layouts, after at most `looks` rounds."""
+    """The choice in each setting with several layouts, after at most `looks` rounds."""
     by_cell = {row.cell: row for row in rows}
     groups = [[by_cell[cell] for cell in group] for group in by_setting(by_cell) if len(group) > 1]
     return [Choice.of(group, looks) for group in groups]

@@ -1,4 +1,4 @@
-"""What a lab raises."""
+"""Errors of a lab."""
 
 from zeromesh.errors import InputError
 

@@ -7,7 +7,7 @@
   model states alone. Objective: max(communication, computation), from its closed forms.
 - MiCS (arXiv 2205.00119): everything sharded in one group of contiguous ranks; objective: the smallest group that fits.
 
-What the papers leave open is an `Assumptions` value, one for all models of a space.
+Open points of the papers are one `Assumptions` value, one for all models of a space.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ AUTO = "auto"
 
 
 class RunCheckpoints:
-    """What a training loop calls. All methods are collective.
+    """The checkpoints of one run, for a training loop. All methods are collective.
 
     Args:
         checkpoints: in the run's own directory.

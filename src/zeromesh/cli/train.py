@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EXIT_INPUT = 2
 
 GRACE_S = 10.0
-"""What the other ranks get to end by themselves once one has: to report their own error, or to finish saving."""
+"""Time for the other ranks to end by themselves once one has: to report their own error, or to finish saving."""
 
 
 def train(

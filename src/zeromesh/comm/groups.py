@@ -407,7 +407,7 @@ class Registration:
 
 @contextmanager
 def registered(groups: Iterable[AxisGroup], device: torch.device) -> Iterator[Registration | None]:
-    """What is allocated inside on `device` is registered with all communicators at the end; all ranks of the groups
+    """Registers the memory allocated inside on `device` with all communicators at the end; all ranks of the groups
     allocate the same, in the same order. None where the device or its backend has no such memory."""
     channels = dict.fromkeys(channel for group in groups for channel in (group.gather, group.reduce))
     backends: tuple[Any, ...] = tuple(channel.process_group._get_backend(device) for channel in channels)

@@ -365,7 +365,7 @@ WAIT_S = 5.0
 """How long the others get to come to an exchange that has failed: this rank may hear of that before they are there."""
 
 ANSWER_S = 5.0
-"""What the store gets to answer on top of that; it dies with the process that holds it."""
+"""Time for the store to answer on top of that; it dies with the process that holds it."""
 
 
 @dataclass(kw_only=True)

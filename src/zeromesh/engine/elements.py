@@ -112,7 +112,7 @@ class Elements:
                 raise self._refusal(operand, call)
             operand = operand._local_tensor.detach()
         if operand.numel() == 1 and operand.dim() <= len(self.shape):  # also where this rank has nothing
-            # Of 0-d tensors only those beside others of more dimensions take their dtype.
+            # A 0-d operand takes the dtype of a tensor with more dimensions, and not of another 0-d one.
             return operand if operand.dim() == 0 < len(self.shape) else operand.reshape(1)
         try:
             whole = operand.expand(self.shape)
@@ -147,7 +147,7 @@ class Elements:
             each.cpu() if isinstance(each, Tensor) else each for each in ([index], index)[type(index) is tuple]
         )
         masks = (each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in given)
-        # Of the dimensions that it says nothing about, the mask has one element.
+        # The mask has one element along each dimension that the index does not mention.
         dims = len(self.shape) if any(each is Ellipsis for each in given) else sum(masks)
         mask = torch.zeros((*self.shape[:dims], *(1 for _ in self.shape[dims:])), dtype=torch.bool)
         try:

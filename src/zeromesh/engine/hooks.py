@@ -217,7 +217,7 @@ class CastCalls:
         self._open: list[tuple[dict[str, Any], _Copies]] = []
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a forward is called with instead of the given."""
+        """The arguments that replace the given ones."""
         copies = _Copies(self._dtype)
         cast = tuple(copies.of(arg) for arg in args), {key: copies.of(arg) for key, arg in kwargs.items()}
         self._open.append((cast[1], copies))
@@ -236,7 +236,7 @@ class CastCalls:
 
 
 class _Copies:
-    """Of the containers of one call."""
+    """Copies of the containers of one call."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -267,7 +267,7 @@ class _Copies:
 
 
 def _items(value: Any) -> dict[Any, Any] | None:
-    """What a container holds, by key, place or field; None of what is no container."""
+    """The items of a container, by key, place or field; None if it is no container."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, _SEQUENCES):

@@ -43,7 +43,7 @@ from zeromesh.schedule import Forward, Interpreter
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """What is known of the step whose gradients are being accumulated: [Note: Lifetimes].
+    """The step whose gradients are being accumulated: [Note: Lifetimes].
 
     Args:
         backwards: that have ended.
@@ -75,7 +75,7 @@ class Backward:
 
 @dataclass(slots=True, eq=False)
 class Half:
-    """What a backward for the gradients of inputs alone knows, and the one for those of parameters has to know.
+    """Handed from a backward for the gradients of inputs to the later one for those of parameters.
 
     Args:
         forwards: that it has reached.
@@ -87,7 +87,7 @@ class Half:
 
 
 class Changes:
-    """Of one model's parameters: [Note: Refreshes].
+    """Changes of one model's parameters, and the copies that have to follow: [Note: Refreshes].
 
     Args:
         interpreter: of the model's schedule.
@@ -129,7 +129,7 @@ class Changes:
             self._refresh({param.unit})
 
     def apply(self) -> None:
-        """What users have written reaches the copies that units compute with, and what has waited until now."""
+        """Brings copies up to date with what users have written, and with steps that have waited until now."""
         if self.by_hand:
             self.loaded(list(self.by_hand))
         elif self.waiting:
@@ -161,7 +161,7 @@ _PRIME = 2**31 - 1
 
 
 class Agreement:
-    """Of the steps of one model.
+    """The ranks' agreement at the end of each step of one model.
 
     Args:
         interpreter: whose order of units is compared, and which adopts it once all ranks have the same.
@@ -223,7 +223,7 @@ class Agreement:
 
 
 class Weight:
-    """Of one micro-batch on this rank: called with its loss, in that; else in its gradients.
+    """The weight of one micro-batch on this rank. Called with the loss it weighs the loss; else the gradients.
 
     Args:
         scale: what a gradient counts by, where reductions average over ranks; None is 1.
@@ -253,6 +253,6 @@ class Weight:
 
     @property
     def of_grads(self) -> float | None:
-        """What the running backward's gradients are multiplied by. 0 also where the loss was: its gradient may be NaN,
+        """The factor of the running backward's gradients. 0 also where the loss was: its gradient may be NaN,
         of a mean over no tokens."""
         return None if self.in_loss and self.scale else self.scale

@@ -155,7 +155,7 @@ MERGES = ("merge_and_unload", "merge_adapter", "unmerge_adapter")
 
 
 def keep_others_out(model: nn.Module) -> None:
-    """Of a model that has just been sharded, and of whatever wraps it later."""
+    """Keeps other libraries' wrappers off a model that has just been sharded, now and later."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):  # cuDNN's would move the weights out of the memory that is gathered into
             object.__setattr__(module, "flatten_parameters", lambda: None)

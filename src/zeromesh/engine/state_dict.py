@@ -60,7 +60,7 @@ def install_state_dict(model: nn.Module, engine: Engine) -> None:
 
 
 def _install_part(module: nn.Module, reference: weakref.ref[Engine]) -> None:
-    """Of a module that owns parameters: its state has slices, also inside a forward, and takes slices and whole
+    """Has a module that owns parameters show slices in its state, also inside a forward, and load slices and whole
     tensors. Torch's own loading finds them in place, and with `assign` puts them where they are."""
     own = {key: param for key, param in module._parameters.items() if isinstance(param, ShardedParameter)}
     if not own:

@@ -1,4 +1,4 @@
-"""What the planner's "selective" recomputes, for activation checkpointing of transformers' models::
+"""The recomputation that the planner calls "selective", for activation checkpointing of transformers' models::
 
 model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": selective})
 """

@@ -43,8 +43,8 @@ NCCL_SHARED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a rank says of its device to the others: its type; what no other device has, on any machine (empty for the
-    CPU and for a device that ranks may share); and why it has none, if it should have one."""
+    """A rank's device as the others hear of it: its type; a mark that no other device has, on any machine (empty for
+    the CPU and for a device that ranks may share); and why it has none, if it should have one."""
 
     type: str
     identity: str = ""
@@ -84,7 +84,7 @@ def find_device(wanted: str, local_rank: int, local_world: int) -> tuple[torch.d
 
 
 def _promised(environ: Mapping[str, str]) -> str:
-    """What says that there should be devices here; empty if nothing does, or somebody hides them."""
+    """The sign that there should be devices here; empty without one, or if somebody hides them."""
     said = {name: environ[name] for name in PROMISES if name in environ}
     none = {name for name, value in said.items() if value in NO_DEVICES and (value != "0" or name in COUNTS)}
     return "" if none or not said else "were given devices by " + ", ".join(f"{n}={v}" for n, v in said.items())
@@ -128,7 +128,7 @@ def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:
 
 
 def _wrong(claims: Sequence[Claim]) -> str:
-    """What is wrong with the devices of these ranks; empty if nothing is."""
+    """The fault of these ranks' devices, in words; empty if there is none."""
     users = Counter(claim.identity for claim in claims)
     usual = Counter(claim.type for claim in claims if claim.type != "cpu").most_common(1)
     groups: dict[str, list[int]] = defaultdict(list)

@@ -20,8 +20,10 @@ class Launched:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self | None:
-        """What torchrun's variables say; None for a process that was started by hand. Raises ConfigError if some are
-        missing or cannot be right, or another launcher has started several processes without them."""
+        """The ranks that torchrun's variables describe; None for a process that was started by hand.
+
+        Raises ConfigError if some are missing or cannot be right, or another launcher has started several processes
+        without them."""
         given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
         if not given:
             _require_alone(environ)

@@ -1,4 +1,4 @@
-"""What a rank that ends badly leaves for the process that has started it. Torch-free."""
+"""The report of a rank that ends badly, for the process that has started it. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process knows of itself and the other ranks, and how they come together and talk."""
+"""The ranks of a job, as each process sees them: how they come together and talk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORK_S = 2 * 3600.0
 """What rank 0 gets for work of its own: drawing 70 billion parameters on a host takes half an hour."""
 
 START_S = 120.0
-"""What ranks get to start in, at least: processes begin at different times, and imports take long on a shared disk."""
+"""Least time for all ranks to start: processes begin at different times, and imports take long on a shared disk."""
 
 _KEY = "zeromesh/meeting"
 
@@ -140,7 +140,7 @@ def meet(store: Store, rank: int, world: int, *, wait_s: float) -> Store:
         rank 0     says the name, a new one                 every rank   says its own, also new, under rank 0's name
         rank 0     lists all names, once they are there     every rank   goes on when its own is in the list
 
-    What is left of an earlier start has another name of rank 0, or a list without this process's.
+    Entries of an earlier start name another rank 0, or a list without this process.
 
     Raises:
         CommunicationError: some have not come within `wait_s`; names them.
@@ -226,7 +226,7 @@ def from_first(make: Callable[[], T], operation: str, *, at_work: bool = False) 
 
 
 def on_every(make: Callable[[], T], operation: str) -> T:
-    """What `make` returns on this rank; collective. Raises InputError on every rank if one raises it or an OSError."""
+    """The result of `make` on this rank; collective. Raises InputError on every rank if one raises it or an OSError."""
     made, own = _attempt(make)
     told = [""] * dist.get_world_size()
     with collective(operation):
@@ -238,7 +238,7 @@ def on_every(make: Callable[[], T], operation: str) -> T:
 
 
 def _attempt(make: Callable[[], Any]) -> list[Any]:
-    """What it returns, and its error."""
+    """Its result, and its error."""
     try:
         return [make(), ""]
     except (InputError, OSError) as error:

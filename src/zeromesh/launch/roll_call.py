@@ -32,7 +32,7 @@ _WAITING = tuple(str(path) for path in (*_OWN, Path(dist.__file__).parent))
 """Where a main thread is that waits for other ranks."""
 
 Answer = tuple[str, str]
-"""What a rank says: that it `waits` in a collective, is `busy` elsewhere, or has `failed`; and where, or its error."""
+"""A rank's answer: that it `waits` in a collective, is `busy` elsewhere, or has `failed`; and where, or its error."""
 
 
 class RollCall:
@@ -89,7 +89,7 @@ class RollCall:
         self._store.set(str(self._rank), json.dumps(answer))
 
     def _answers(self) -> dict[int, Answer]:
-        """What each rank says, as soon as all have, or after the wait. The stores' own waits overshoot by seconds."""
+        """Each rank's answer, as soon as all have given one, or after the wait. The stores' waits overshoot by seconds."""
         keys, end, pause_s = [str(rank) for rank in range(self._world)], time.monotonic() + self._wait_s, 0.01
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""What a run leaves: metrics.jsonl, the page, and lines on the terminal."""
+"""The report of a run: metrics.jsonl, the page, and lines on the terminal."""
 
 from __future__ import annotations
 
