@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 app = plain_app("bench")
 
 ROUNDS = 8
-"""Rounds of layouts that cannot be told apart. On a quiet machine a ratio strays by 3 % from round to round, and its mean
-over eight rounds by 1 %."""
+"""Rounds of layouts that cannot be told apart. On a quiet machine a ratio strays by 3 % from round to round, and its
+mean over eight rounds by 1 %."""
 
 _TIMEOUT_S = 24 * 3600.0
 _TOPOLOGY = (
