@@ -89,7 +89,7 @@ class RollCall:
         self._store.set(str(self._rank), json.dumps(answer))
 
     def _answers(self) -> dict[int, Answer]:
-        """Each rank's answer, as soon as all have given one, or after the wait. A store's wait overshoots by seconds."""
+        """Each rank's answer, when all have given one, or after the wait. A store's wait overshoots by seconds."""
         keys, end, pause_s = [str(rank) for rank in range(self._world)], time.monotonic() + self._wait_s, 0.01
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(pause_s)
