@@ -62,13 +62,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, Store
 
 MAX_WORLD = 16
 PRELOAD = ["torch._dynamo", "hypothesis", "pytest", "zeromesh.engine.api", __name__]
 TIMEOUT_S = 600.0
 """When a test counts as hung: the slowest takes 70 s on two idle cores, and CI may have a busy machine."""
-CALLS = 20
-"""Calls that share a process group: meshes that tests make leave groups in it, whose threads wake up all the time."""
+CALLS = 50
+"""Calls that share a process group: meshes that tests make leave groups in it, with threads and connections."""
 GRACE_S = 3.0
 """How long the other ranks may take to notice that one has failed."""
 
@@ -138,10 +139,6 @@ class Pool:
         """
         if any(not worker.process.is_alive() for worker in self._workers):
             self.close()
-        idle = self._workers[world : self._group[0] if self._group is not None else 0]
-        if idle:  # each group that they are in would wake them up a hundred times a second
-            leave = _Job(module="", name="", payload=b"", world=0, store="", timeout_s=timeout_s)
-            self._exchange(idle, pickle.dumps(leave), timeout_s)
         job = _Job(
             module=fn.__module__,
             name=fn.__qualname__,
@@ -277,7 +274,7 @@ def _serve(rank: int, pipe: connection.Connection, stacks: str) -> None:
     # The server dies with the test session however that ends, and a worker in a stuck collective dies with the server.
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    _share_gloos_thread()
     torch.set_num_threads(1)
     gc.freeze()  # else each collection walks, and so copies, all that was imported before the fork
     with open(stacks, "w") as file:
@@ -288,6 +285,21 @@ def _serve(rank: int, pipe: connection.Connection, stacks: str) -> None:
             except EOFError:
                 return
             pipe.send_bytes(_answer(rank, job))
+
+
+def _share_gloos_thread() -> None:
+    """One device for all groups of this process: each has a thread of its own else, which wakes up 100 times a second,
+    and tests make dozens of groups."""
+    made = ProcessGroupGloo.__init__
+    options = ProcessGroupGloo._Options
+    devices = [ProcessGroupGloo.create_device(interface="lo")]
+
+    def make(self: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        chosen = options()
+        chosen._devices, chosen._timeout = devices, timeout
+        made(self, store, rank, size, chosen)
+
+    ProcessGroupGloo.__init__ = make  # type: ignore[method-assign]
 
 
 def _answer(rank: int, job: _Job) -> bytes:
@@ -303,8 +315,6 @@ def _answer(rank: int, job: _Job) -> bytes:
 
 
 def _perform(rank: int, job: _Job) -> Any:
-    if job.world == 0:
-        return _leave()
     module = importlib.import_module(job.module)
     fn = _bodies.get((job.module, job.name)) or getattr(module, job.name)
     args, kwargs = pickle.loads(job.payload)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest import mock
 
-import pytest
-
 from tests.dist.engine import reference
 from tests.dist.engine.reference import Case, check, plain
 from tests.simdev.clean import require_documented
@@ -30,10 +28,10 @@ def test_these_are_all_mixes_of_two_axes():
     assert len(set(MIXES)) == 41
 
 
-@pytest.mark.parametrize("strategies", [MIXES[start::2] for start in range(2)], ids=["odd", "even"])
 @on_devices(4)
-def test_every_mix_on_two_axes(strategies):
-    check_all(strategies, CASE, 2, 2)
+def test_mixes_on_two_axes():
+    """A third of them: what the device changes, streams and their order, is decided for the stage of each axis."""
+    check_all(MIXES[1::3], CASE, 2, 2)
 
 
 @on_devices(4)

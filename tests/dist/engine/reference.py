@@ -106,7 +106,7 @@ class Case:
     optimizer: str = "adamw"
     precision: str = "fp64"
     world: int = 4
-    steps: int = 5
+    steps: int = 3
     micro_batches: int = 3
     weighted: bool = False
     evaluate: bool = False

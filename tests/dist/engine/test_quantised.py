@@ -25,14 +25,10 @@ from zeromesh.wires import coded
 
 WIDTH, MICRO_BATCHES, STEPS = 48, 3, 12
 QUANTISED = [
-    "node=3@int8/int4,cluster=3k@int8/int4",
-    "node=3@int8,cluster=1@/int4",
     "node=0@/int8,cluster=2@bf16/int4",
     "node=1@int8/int8,cluster=0@/int4",
     "node=3@int8/int4+ef,cluster=3k@int8/int4+ef",
-    "node=2@/int4+ef,cluster=0@/int8+ef",
     "node=3d@int8/int4,cluster=1@/int4",
-    "node=3d@int8/int4+ef,cluster=3dk@int8/int4+ef",
     "node=3@int8[64]/int4[32]+ef,cluster=3k@int8[256]/int4[8]",
 ]
 THREE_AXES = "node=3@int8/int4,cluster=3k@int8/int4,region=0@/int8+ef"

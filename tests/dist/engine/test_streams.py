@@ -36,7 +36,7 @@ def trained(strategy: str, leave_out: Callable[[], AbstractContextManager[None]]
     return streams
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STRATEGIES[1::2])
 @on_ranks(4)
 def test_every_access_is_ordered(strategy):
     streams = trained(strategy)
