@@ -13,9 +13,9 @@ from zeromesh.planner.evaluate import Evaluator
 from zeromesh.planner.simplest import FREE, WITHIN, one_of_each_kind
 from zeromesh.report import choice_lines
 
-MODEL = preset("llama-13b")
-CLUSTER = find_cluster("h100-8x-ndr").take(64)
-WORK = Workload(seq_len=4096, global_batch_tokens=1 << 22)
+MODEL = preset("llama-7b")
+CLUSTER = find_cluster("h100-8x-ndr").take(16)
+WORK = Workload(seq_len=4096, global_batch_tokens=1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def planned():
 
 
 def test_a_plain_layout_is_recommended_where_split_ones_gain_little(planned):
-    assert str(planned.best.candidate.strategy) == "node=3,cluster=3"
+    assert str(planned.best.candidate.strategy) == "node=2,cluster=2"
     assert planned.best.simulation.step_s <= (1 + WITHIN) * planned.fastest.simulation.step_s
     assert planned.best.simulation.memory.total <= (1 - FREE) * CLUSTER.device.memory_bytes
     assert len(planned.fastest.candidate.strategy.axes) > 2
