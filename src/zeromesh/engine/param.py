@@ -52,12 +52,16 @@ from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.region import Region
 from zeromesh.pieces.sliced import Sliced
 
-_thread = threading.local()
+class _Thread(threading.local):
+    steps = False  # functions that are called for each parameter in each step read it here
+
+
+_thread = _Thread()
 
 
 def stepping() -> bool:
     """Whether an optimizer that has been looked at steps now."""
-    return getattr(_thread, "steps", False)
+    return _thread.steps
 
 
 @contextmanager
@@ -151,7 +155,8 @@ class Slice(Sliced, torch.Tensor):
         act, kwargs = _ALLOWED.get(func), kwargs or {}
         if not args:
             args, kwargs = _first_by_position(func, kwargs)
-        if (act in _GATHERS or func in _DETACHED) and (engine := _running_engine(func, args, kwargs)) is not None:
+        gathers = (act in _GATHERS or func in _DETACHED) and not _thread.steps  # an optimizer steps on slices
+        if gathers and (engine := _running_engine(func, args, kwargs)) is not None:
             return engine.on_demand(func, args, kwargs)
         if act is None:
             raise _refusal(func, args, kwargs)
@@ -510,10 +515,12 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
     """In place. Operands are compared before anything is written."""
+    if type(args[0]) is Tensor and _thread.steps and not torch.is_grad_enabled():
+        return func(*args, **kwargs)  # into an optimizer's state: shorter, as each parameter has two or more a step
     targets = args[0] if type(args[0]) in (list, tuple) else args[:1]
     slices = [each for each in targets if isinstance(each, Slice)]
     own, options = args, kwargs
-    if not stepping():
+    if not _thread.steps:
         own, options = _localised(func.__name__, args, kwargs)
         if len(slices) < len(targets):
             _require_slices(func, targets, args, kwargs)
