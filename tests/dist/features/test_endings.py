@@ -281,7 +281,7 @@ def ended(tmp_path_factory):
     """The exit codes of all ranks, by run, and where what they have printed lies."""
     directory = tmp_path_factory.mktemp("endings")
     command = [sys.executable, "-m", "tests.dist.features.test_endings", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), directory
 

@@ -27,7 +27,7 @@ from zeromesh.errors import CheckpointError
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-m", "tests.local.checkpoint.broken", str(tmp_path_factory.mktemp("broken"))]
     root = Path(__file__).parents[3]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False, cwd=root)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 

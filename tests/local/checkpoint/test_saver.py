@@ -484,7 +484,7 @@ t.save(root, 2, keep=1)
 @pytest.mark.parametrize(("where", "expected"), [("data", 1), ("manifest", 1), ("published", 2)])
 def test_killed_at_any_moment_what_is_visible_is_complete(tmp_path: Path, where: str, expected: int) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path), where]
-    ended = subprocess.run(command, timeout=50, check=False, cwd=Path(__file__).parents[3])
+    ended = subprocess.run(command, check=False, cwd=Path(__file__).parents[3])
     assert ended.returncode == -9
     assert list_checkpoints(LocalStorage(tmp_path)).refused == ()
     loaded, found = load(tmp_path)

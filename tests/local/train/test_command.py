@@ -61,7 +61,6 @@ def zeromesh_train(
     )
 
 
-@pytest.mark.timeout(240)  # 4 processes that import transformers: most of it on a busy machine
 def test_the_demo(tmp_path: Path) -> None:
     """`make demo`, but for the number of its steps: from the sources of Python's standard library to table and page."""
     demo = Path(__file__).parents[3] / "examples/demo.toml"

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(150)  # interpreters that import torch start, some of them twice
-
 FAKE = Path(__file__).parent / "fake"
 CONFIG = """
 strategy = "node=3"
@@ -69,7 +67,7 @@ def start(directory: Path, faults: list[str], *arguments: str, launcher: tuple[s
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout=300)
     finally:
         process.kill()
     return process.returncode, output, errors

@@ -176,5 +176,5 @@ def test_presets_do_not_import_torch() -> None:
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sys.modules.keys()"
     )
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True)
     assert time.perf_counter() - start < 10

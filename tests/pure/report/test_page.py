@@ -162,7 +162,7 @@ def run_browser(browser: str, page: Path, profile: Path, *arguments: str) -> str
         *arguments,
         page.as_uri(),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout
 
 
