@@ -70,7 +70,7 @@ TIMEOUT_S = 600.0
 """When a test counts as hung: the slowest takes 70 s on two idle cores, and CI may have a busy machine."""
 CALLS = 50
 """Calls that share a process group: meshes that tests make leave groups in it, with threads and connections."""
-GRACE_S = 3.0
+GRACE_S = 10.0
 """How long the other ranks may take to notice that one has failed."""
 
 P = ParamSpec("P")
