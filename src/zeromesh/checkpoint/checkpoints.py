@@ -13,18 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.checkpoint import extra
-from zeromesh.checkpoint.collect import STATE, aliases_of, collect
-from zeromesh.checkpoint.frozen import checksums, left_out, require_same
-from zeromesh.checkpoint.groups import describe_groups, read_groups, require_kinds, restore_groups
-from zeromesh.checkpoint.held import Held
+from zeromesh.checkpoint import states, tensors
 from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
-from zeromesh.checkpoint.manifest import DamagedError
 from zeromesh.checkpoint.peers import make_peers
-from zeromesh.checkpoint.plain import from_plain, to_plain
-from zeromesh.checkpoint.randomness import empty_pieces, random_pieces, restore_random
 from zeromesh.checkpoint.read import Reader
-from zeromesh.checkpoint.restore import restore_models, restore_optimizers
 from zeromesh.checkpoint.saver import LOCK_WAIT_S, Saver, Snapshot
 from zeromesh.checkpoint.storage import open_storage
 from zeromesh.errors import CheckpointError
@@ -91,7 +83,7 @@ class Checkpoints:
                 f"keep must be 1 or more and keep_every 0 or more; got keep={keep}, keep_every={keep_every}: a "
                 f"checkpoint would be deleted as soon as it is complete"
             )
-        self._held = Held.of(model, directory)
+        self._held = tensors.Held.of(model, directory)
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._storage = open_storage(directory)
         self._peers = make_peers(self._held.control)
@@ -104,11 +96,6 @@ class Checkpoints:
     def staging_bytes(self) -> int:
         """Host memory that copies take on this rank."""
         return self._saver.staging_bytes if self._saver else 0
-
-    @property
-    def busy(self) -> bool:
-        """Whether this rank is still writing."""
-        return self._saver is not None and self._saver.busy
 
     def open(self) -> None:
         """Locks the directory for saving; the first `save` does it where this has not.
@@ -138,19 +125,18 @@ class Checkpoints:
         held = self._held
         for engine in held.engines:
             engine.at_rest()
-        collected = collect(held.models, held.engines, self._optimizers, frozen=self._frozen)
-        collected.pieces += random_pieces(held.control.number)
+        pieces = [*tensors.collect(held, self._optimizers, frozen=self._frozen)]
+        pieces += states.random_pieces(held.control.number)
         firsts = [model for model, engine in zip(held.models, held.engines, strict=True) if engine.control.first]
-        collected.pieces += [piece for model in firsts for piece in extra.extra_pieces(model)]
-        groups = describe_groups(self._optimizers)
-        plain = {"user": to_plain(state or {}, "state")} | ({} if self._frozen else {"frozen": checksums(held)})
+        pieces += [piece for model in firsts for piece in states.extra_pieces(model)]
+        groups = states.describe_groups(self._optimizers)
+        plain = {"user": states.to_plain(state or {}, "state")}
         snapshot = Snapshot(
             step=step,
-            pieces=collected.pieces,
-            empty=collected.empty,
-            state=plain,
+            pieces=pieces,
+            state=plain if self._frozen else {**plain, "frozen": tensors.checksums(held)},
             about=_about(held),
-            aliases={a: name for e in held.engines for a, name in aliases_of(e, frozen=self._frozen).items()},
+            aliases=tensors.aliases_of(held, frozen=self._frozen),
             groups=groups if firsts else (),
             common=held.common,
         )
@@ -170,7 +156,6 @@ class Checkpoints:
         self,
         which: str | os.PathLike[str] = "auto",
         *,
-        since: int = 0,
         optimizers: bool = True,
         optimizer_options: bool = True,
         random_states: bool = True,
@@ -180,7 +165,6 @@ class Checkpoints:
         Args:
             which: "auto" is the newest complete one in the directory; else the path of a checkpoint, of zeromesh's or
                 of torch.distributed.checkpoint's, or of a directory of zeromesh's.
-            since: for "auto", only checkpoints that were made after that of this serial (in the manifest's first line).
             optimizers: also fill them; else they are left as they are, and the model alone is loaded.
             optimizer_options: also take learning rates and the like from it, as torch's `load_state_dict` does.
             random_states: also set the random number generators, where the number of ranks is the same.
@@ -196,39 +180,38 @@ class Checkpoints:
         """
         self.wait()
 
-        def restore(reader: Reader) -> None:
-            groups = read_groups(reader)
-            user[:] = [_read_state(reader)]
+        def restore(reader: Reader) -> tuple[dict[str, Any], bool]:
+            groups, user = states.read_groups(reader), states.read_state(reader)
             if optimizers:
-                require_kinds(self._optimizers, groups, reader.where)
-            restore_models(held, reader)
+                states.require_kinds(self._optimizers, groups, reader.where)
+            tensors.restore_models(held, reader)
             if optimizers:
-                restore_optimizers(held, self._optimizers, reader)
+                tensors.restore_optimizers(held, self._optimizers, reader)
             for model in held.models:
-                _restore_extra(model, reader)
+                states.restore_extra(model, reader)
             if optimizers and optimizer_options:
-                restore_groups(self._optimizers, groups, reader.where)
+                states.restore_groups(self._optimizers, groups, reader.where)
             if random_states and reader.manifest.about.get("world") == held.control.world:
-                _restore_random(held.control.number, reader)
-            found.append(any(name.startswith(STATE) for name in reader.manifest.tensors))
+                states.restore_random(held.control.number, reader)
+            return user, any(name.startswith(tensors.STATE) for name in reader.manifest.tensors)
 
-        held, found = self._held, list[bool]()
-        user: list[dict[str, Any]] = []
+        held = self._held
         loaded: Loaded | None
         try:
             if which == "auto":
-                loaded = load_newest(self._storage, self._peers, restore, since=since)
+                loaded = load_newest(self._storage, self._peers, restore)
             else:
                 loaded = load_path(which, self._peers, restore)
             if loaded is not None:
-                require_same(held, left_out(loaded.state, loaded.where), loaded.where)
+                tensors.require_same(held, tensors.left_out(loaded.state, loaded.where), loaded.where)
         except CheckpointError:  # on all ranks; parameters may be the checkpoint's though others, or states, do not fit
             self._changed()
             raise
         if loaded is None:
             return None
         self._changed()  # not before all ranks have loaded the same
-        return Restored(where=loaded.where, step=loaded.step, state=user[-1], has_optimizer=found[-1])
+        user, has_optimizer = loaded.restored
+        return Restored(where=loaded.where, step=loaded.step, state=user, has_optimizer=has_optimizer)
 
     def _changed(self) -> None:
         for engine in self._held.engines:
@@ -262,7 +245,7 @@ def _require_step(step: int) -> int:
     return number
 
 
-def _about(held: Held) -> dict[str, Any]:
+def _about(held: tensors.Held) -> dict[str, Any]:
     from zeromesh import __version__
 
     engine = held.engines[0]
@@ -274,36 +257,3 @@ def _about(held: Held) -> dict[str, Any]:
         "zeromesh": __version__,
         "torch": torch.__version__,
     }
-
-
-def _read_state(reader: Reader) -> dict[str, Any]:
-    try:
-        state = from_plain(reader.manifest.state.get("user", {}))
-    except CheckpointError as error:
-        raise DamagedError(f"{reader.where}: {error}") from error
-    if not isinstance(state, dict):
-        raise DamagedError(f"{reader.where}: its state must be a dict; got {type(state).__name__}")
-    return state
-
-
-def _restore_extra(model: nn.Module, reader: Reader) -> None:
-    try:
-        pieces = extra.empty_pieces({name: entry.shape for name, entry in reader.manifest.tensors.items()})
-        reader.fill(pieces)
-        extra.restore_extra(model, pieces)
-    except DamagedError:
-        raise
-    except CheckpointError as error:
-        raise DamagedError(f"{reader.where}: {error}") from error
-
-
-def _restore_random(rank: int, reader: Reader) -> None:
-    shapes = {name: entry.shape for name, entry in reader.manifest.tensors.items()}
-    try:
-        pieces = empty_pieces(rank, shapes)
-        reader.fill(pieces)
-        restore_random(pieces)
-    except DamagedError:
-        raise
-    except CheckpointError as error:
-        raise DamagedError(f"{reader.where}: {error}") from error

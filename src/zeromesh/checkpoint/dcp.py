@@ -1,11 +1,19 @@
-"""What torch.distributed.checkpoint needs to read a checkpoint of zeromesh's."""
+"""torch.distributed.checkpoint: the index that it needs to read our checkpoints, and its checkpoints read by us.
+
+Its index is a pickle. A pickle is a program that names what it calls; here every name outside of a short list is
+refused, and the names on it stand for records that do nothing, so that no code of the checkpoint's choice can run.
+Nor does a number in it decide how much memory is taken: that is bounded by the bytes that are there.
+"""
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
-from collections.abc import Iterable, Mapping
-from typing import Any
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -18,9 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zeromesh.checkpoint.manifest import TensorEntry
-from zeromesh.checkpoint.storage import Storage
+from zeromesh.checkpoint.manifest import Chunk, DamagedError, Manifest, TensorEntry
+from zeromesh.checkpoint.storage import Storage, read_at, read_index
 from zeromesh.checkpoint.write import Written
+from zeromesh.errors import CheckpointError
+from zeromesh.pieces.boxes import runs_of
 from zeromesh.pieces.piece import DTYPES
 
 METADATA = ".metadata"
@@ -34,7 +44,7 @@ def write_metadata(
     empty: Mapping[str, TensorEntry],
     objects: Mapping[str, Any],
 ) -> None:
-    """Writes what torch's reader needs, for other tools. zeromesh itself never reads these two files.
+    """Writes the index that torch's reader needs; zeromesh itself never reads it.
 
     Args:
         storage: where.
@@ -85,3 +95,188 @@ def _path(name: str) -> tuple[str | int, ...]:
         _, index, key = rest.split(".", 2)
         return kind, "param_groups", int(index), key
     return (kind, rest) if rest else (kind,)
+
+
+class _Record:
+    """Stands for an object of the pickle, whatever its class."""
+
+    state: Any = None
+
+    def __new__(cls, *arguments: Any) -> _Record:
+        return object.__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state[1] if isinstance(state, tuple) and len(state) == 2 else state
+
+
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"device", "strided"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}  # fmt: skip
+
+
+_MAX_BYTES = 1 << 30
+"""Of an index: some ten million chunks."""
+
+_MAX_DESCRIPTION_BYTES = 1 << 16
+"""Of one tensor in a zip of torch's: a few hundred bytes."""
+
+
+class _Bounded(pickle._Unpickler):
+    """The unpickler that is written in Python: a list index or a length in the pickle costs no memory there.
+
+    The one in C makes a table as large as any index that it reads. One changed byte can name four thousand million.
+    """
+
+    # A bytearray is made as long as the pickle says, before its content is looked for; no index has one.
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }
+
+
+class _Inert(_Bounded):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _RECORDS.get(module, ()):
+            return _Record
+        if module == "torch" and name in DTYPES:
+            return name
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise CheckpointError(f"the index of the checkpoint names {module}.{name}, which no checkpoint needs: not read")
+
+
+def read_foreign(storage: Storage, directory: str) -> Manifest:
+    """A manifest of what torch.distributed.checkpoint wrote: its tensors only, without checksums.
+
+    Raises:
+        DamagedError: the index cannot be read.
+        CheckpointError: it names what no checkpoint needs, or a tensor lies in a way that is not supported.
+    """
+    where = storage.where(directory, METADATA)
+    try:
+        index = _Inert(io.BytesIO(read_index(storage, directory, METADATA, _MAX_BYTES))).load()
+        entries = dict(_tensors(storage, directory, index))
+    except CheckpointError as error:
+        text = str(error)
+        raise type(error)(text if where in text else f"{where}: {text}") from error
+    except OSError as error:
+        raise DamagedError(f"{where} or a file that it names cannot be read: {error}") from error
+    except Exception as error:  # whatever a broken pickle or zip makes of itself
+        raise DamagedError(f"{where} is not an index of torch.distributed.checkpoint: {error!r}") from error
+    return Manifest(
+        step=0, serial=0, tensors=entries, about={"written_by": "torch.distributed.checkpoint"}, index=METADATA
+    )
+
+
+def _tensors(storage: Storage, directory: str, index: _Record) -> Iterator[tuple[str, TensorEntry]]:
+    places = {(i.state["fqn"], i.state.get("offset")): place for i, place in index.state["storage_data"].items()}
+    for name, found in index.state["state_dict_metadata"].items():
+        if not found.state or "chunks" not in found.state:  # no tensor
+            continue
+        shape = tuple(found.state["size"])
+        dtype = found.state["properties"].state[0]
+        chunks: list[Chunk] = []
+        for box in found.state["chunks"]:
+            offsets, sizes = tuple(box.state["offsets"]), tuple(box.state["sizes"])
+            chunks += _runs(storage, directory, places[name, offsets], shape, offsets, sizes, dtype)
+        yield name, TensorEntry(dtype=dtype, shape=shape, chunks=tuple(sorted(chunks, key=lambda c: c.start)))
+
+
+def _runs(
+    storage: Storage,
+    directory: str,
+    place: _Record,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    dtype: str,
+) -> list[Chunk]:
+    file = place.state["relative_path"]
+    if "/" in file or "\\" in file:
+        raise CheckpointError(f"data file {file!r} is not in the checkpoint's own directory")
+    if place.state.get("transform_descriptors"):
+        raise CheckpointError(f"{file} is compressed or encrypted, which is not supported")
+    size = DTYPES[dtype].itemsize
+    begin, stored = _data_offset(storage, directory, file, place.state["offset"], place.state["length"], sizes)
+    if stored != prod(sizes) * size:
+        raise CheckpointError(f"{file} has {stored} bytes for a box of {sizes} elements of {dtype}")
+    return [
+        Chunk(start=start, stop=start + length, file=file, offset=begin + at * size, crcs=None)
+        for start, length, at in runs_of(shape, offsets, sizes)
+    ]
+
+
+class _Window(io.RawIOBase):
+    """Part of a file, as the zip reader wants it."""
+
+    def __init__(self, stream: io.BufferedReader, begin: int, length: int) -> None:
+        self._stream, self._begin, self._length, self._at = stream, begin, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = read_at(self._stream, self._begin + self._at, memoryview(buffer)[: max(0, self._length - self._at)])
+        self._at += count
+        return count
+
+
+class _Layout(_Bounded):
+    """Of the one tensor in a zip of torch's: (offset, sizes, strides)."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return lambda storage, offset, sizes, strides, *_: (offset, tuple(sizes), tuple(strides))
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module in ("torch", "torch.storage") and (name.endswith("Storage") or name in DTYPES):
+            return name
+        raise CheckpointError(f"a tensor's description names {module}.{name}, which no plain tensor needs: not read")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def _data_offset(
+    storage: Storage, directory: str, file: str, begin: int, length: int, sizes: tuple[int, ...]
+) -> tuple[int, int]:
+    """Where in the file a tensor's bytes begin, and how many they are."""
+    with storage.open(directory, file) as stream:
+        archive = zipfile.ZipFile(io.BufferedReader(_Window(stream, begin, length)))
+        entries = archive.infolist()
+        names = {"data" if "/data/" in e.filename else e.filename.rpartition("/")[2]: e for e in entries}
+        info, description = names["data"], names["data.pkl"]
+        if any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size > length for entry in (info, description)):
+            raise CheckpointError(f"{file} has compressed entries, or longer ones than it is itself: not read")
+        if description.file_size > _MAX_DESCRIPTION_BYTES:
+            raise CheckpointError(f"{file} describes a tensor in {description.file_size} bytes: not read")
+        first, stored, strides = _Layout(io.BytesIO(archive.read(description))).load()
+        header = bytearray(30)
+        read_at(stream, begin + info.header_offset, memoryview(header))
+        skip = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        start = begin + info.header_offset + 30 + skip
+        if info.file_size and not read_at(stream, start + info.file_size - 1, memoryview(bytearray(1))):
+            raise DamagedError(f"{file} is too short: a tensor needs {info.file_size} bytes from {start} on")
+    dense = [1] * len(sizes)
+    for dim in reversed(range(len(sizes) - 1)):
+        dense[dim] = dense[dim + 1] * max(1, sizes[dim + 1])
+    relevant = [(s, d) for s, d, n in zip(strides, dense, stored, strict=True) if n > 1]
+    if stored != sizes or first != 0 or any(s != d for s, d in relevant):
+        raise CheckpointError(f"{file}: a tensor of shape {stored} does not lie row by row, which is not supported")
+    return start, info.file_size

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from zeromesh.checkpoint.dcp import METADATA, OBJECTS
 from zeromesh.checkpoint.manifest import HEAD_BYTES, MANIFEST, DamagedError, read_head
-from zeromesh.checkpoint.storage import Storage, reason
+from zeromesh.checkpoint.storage import Storage, has_file, reason
 from zeromesh.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -66,7 +66,8 @@ def list_checkpoints(storage: Storage) -> Listing:
             continue
         where = storage.where(name, MANIFEST)
         try:
-            head = read_head(storage.read(name, MANIFEST, HEAD_BYTES), where)
+            with storage.open(name, MANIFEST) as stream:
+                head = read_head(stream.read(HEAD_BYTES), where)
             require_named(name, head["step"], where)
             complete.append(Found(name=name, step=head["step"], serial=head["serial"]))
         except CheckpointError as error:
@@ -85,15 +86,6 @@ def _is_torchs(storage: Storage, name: str) -> bool:
     return has_file(storage, name, METADATA) and not has_file(storage, name, OBJECTS)
 
 
-def has_file(storage: Storage, name: str, file: str) -> bool:
-    """Whether the directory `name` has a file that can be read."""
-    try:
-        storage.read(name, file, 1)
-    except OSError:
-        return False
-    return True
-
-
 def require_named(name: str, step: int, where: str) -> None:
     """Raises DamagedError if `name` is that of a checkpoint of another step; names of other kinds may hold any."""
     named = _NAME.fullmatch(name)
@@ -102,26 +94,6 @@ def require_named(name: str, step: int, where: str) -> None:
             f"{where} is the manifest of step {step}, in a directory that is named as one of step {int(named[1])}: "
             f"files of two checkpoints are mixed"
         )
-
-
-def read_index(storage: Storage, directory: str, file: str, most: int) -> bytes:
-    """A file that says what lies where.
-
-    Raises:
-        DamagedError: it has more than `most` bytes, which no such file has.
-        OSError: it cannot be read.
-    """
-    source = storage.open(directory, file)
-    try:
-        if source.num_bytes > most:
-            raise DamagedError(
-                f"{storage.where(directory, file)} is longer than any index is: {source.num_bytes} bytes of at most "
-                f"{most}"
-            )
-        data = bytearray(source.num_bytes)
-        return bytes(data[: source.read_into(0, memoryview(data))])
-    finally:
-        source.close()
 
 
 def free_name(step: int, taken: Sequence[str]) -> str:

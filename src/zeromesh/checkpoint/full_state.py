@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.checkpoint.extra import extra_states, set_extra_states
+from zeromesh.checkpoint.states import extra_names, extra_states, set_extra_states
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
@@ -44,7 +44,7 @@ def full_state_dict(model: nn.Module | Any, *, names: Container[str] | None = No
     engine.require_own()
     engine.at_rest()
     state: dict[str, Any] = {}
-    for buffer in _buffers(engine):
+    for buffer in buffers_of(engine):
         wanted = [place for place in buffer.places if names is None or any(n in names for n in place.info.names)]
         if not wanted:
             continue
@@ -73,7 +73,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     require_one_of_a_name(engine.homes)
     _require_match(engine, model, state)
     engine.at_rest()
-    for buffer in _buffers(engine):
+    for buffer in buffers_of(engine):
         values = torch.zeros(buffer.padded, dtype=buffer.home[0].dtype, device=buffer.device)
         control = _control_of(engine, buffer)
         for place in buffer.places if control.rank == 0 else ():
@@ -86,8 +86,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         if engine.control.first:
             held.copy_(state[name])
         engine.control.broadcast_all(held)
-    own = extra_states(model)
-    set_extra_states(model, engine.control.say({name: state.get(name) for name in own}))
+    set_extra_states(model, engine.control.say({name: state.get(name) for name in extra_names(model)}))
     engine.changed()
 
 
@@ -108,7 +107,8 @@ def _in_order(model: nn.Module) -> Iterator[str]:
             yield clean_name(f"{prefix}.{key}" if prefix else key)
 
 
-def _buffers(engine: Engine) -> Iterator[FlatShards]:
+def buffers_of(engine: Engine) -> Iterator[FlatShards]:
+    """Flat buffers in the order of units."""
     for unit in engine.units:
         yield from unit.buffers
 
@@ -139,9 +139,9 @@ def _require_match(engine: Engine, model: nn.Module, state: Mapping[str, Any]) -
     """The first rank compares, all raise."""
     message = ""
     if engine.control.first:
-        shapes = {n: p.global_shape for b in _buffers(engine) for p in b.places for n in p.info.names}
+        shapes = {n: p.global_shape for b in buffers_of(engine) for p in b.places for n in p.info.names}
         shapes |= {name: buffer.shape for name, buffer in persistent_buffers(model)}
-        extra = dict.fromkeys(extra_states(model))
+        extra = dict.fromkeys(extra_names(model))
         message = _mismatch({name: tuple(shape) for name, shape in shapes.items()} | extra, state)
     message = engine.control.say(message)
     if message:

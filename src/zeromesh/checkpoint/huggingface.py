@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.checkpoint.collect import buffers_of, param_piece, replica_of
-from zeromesh.checkpoint.full_state import persistent_buffers
+from zeromesh.checkpoint.full_state import buffers_of, persistent_buffers
 from zeromesh.checkpoint.peers import make_peers
-from zeromesh.checkpoint.read import same_kind
-from zeromesh.checkpoint.safetensors import Spec, read_headers, write_safetensors
+from zeromesh.checkpoint.safetensors import Spec, open_safetensors, write_safetensors
+from zeromesh.checkpoint.tensors import MODEL, Held, param_rows, restore_models
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.units import DTYPES
-from zeromesh.errors import CheckpointError, ModelError, nearest
+from zeromesh.errors import CheckpointError
 from zeromesh.modules import DTYPE_NAMES
-from zeromesh.pieces.piece import Piece, share, whole
+from zeromesh.pieces.piece import Piece, whole
 
 
 def save_safetensors(
@@ -45,12 +44,11 @@ def save_safetensors(
     engine.require_own()
     peers = make_peers(engine.control)
     engine.at_rest()
-    specs, pieces = [], []
+    specs, pieces = list[Spec](), list[Piece]()
     for buffer in buffers_of(engine):
         kind = written_dtype(dtype, DTYPES[buffer.spec.param_dtype])
         specs += [Spec(name=p.full_name, shape=p.region.shape, dtype=kind) for p in buffer.optimizer_params]
-        held = [param_piece(param, prefix="") for param in buffer.optimizer_params if param.writes]
-        pieces += [row for piece in share(held, *replica_of(buffer)) for row in piece.rows()]
+        pieces += param_rows(buffer)
     for name, value in persistent_buffers(model):
         specs.append(Spec(name=name, shape=tuple(value.shape), dtype=written_dtype(dtype, value.dtype)))
         unsharded = whole(name, value)  # which raises on all ranks
@@ -80,55 +78,17 @@ def load_safetensors(model: nn.Module, location: str | os.PathLike[str]) -> None
     """Fills a sharded model from a safetensors file or a Hugging Face model's directory; each rank reads its shard.
 
     Raises:
-        ModelError: on all ranks, if names are missing or unknown, or a shape or a kind of number differs;
-            nothing is changed then.
-        CheckpointError: on all ranks, if a file is missing or damaged.
+        CheckpointError: on all ranks, if names are missing or unknown, or a shape or a kind of number differs (nothing
+            is changed then); or if a file is missing or damaged.
     """
     engine = engine_of(model)
-    peers = make_peers(engine.control)
-    problem: tuple[str, bool] = ("", False)
+    peers, problem = make_peers(engine.control), ""
     try:
-        _load(model, Path(location))
-    except (CheckpointError, ModelError) as error:
-        problem = str(error), isinstance(error, ModelError)
-    for message, of_model in peers.all_gather(problem, f"whether all have loaded {location}"):
-        if message:
-            raise (ModelError if of_model else CheckpointError)(message)
+        with open_safetensors(Path(location), MODEL) as reader:
+            restore_models(Held(models=(model,), engines=(engine,), control=engine.control), reader)
+    except CheckpointError as error:
+        problem = str(error)
+    for found in peers.all_gather(problem, f"whether all have loaded {location}"):
+        if found:
+            raise CheckpointError(found)
     engine.changed()
-
-
-def _load(model: nn.Module, location: Path) -> None:
-    engine = engine_of(model)
-    stored = read_headers(location)
-    pieces, copies = list[Piece](), []
-    known: set[str] = set()
-    for buffer in buffers_of(engine):
-        for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
-            name = next((name for name in place.info.names if name in stored), place.info.name)
-            known.update(place.info.names)
-            pieces += param.piece(name, param.local).rows()
-    for name, value in persistent_buffers(model):
-        known.add(name)
-        pieces.append(whole(name, torch.empty_like(value)))
-        copies.append((value, pieces[-1]))
-    for name in stored:
-        if name not in known:
-            raise ModelError(f"{location} has {name!r}, which the model does not: {nearest(name, known)}")
-    for piece in pieces:
-        if piece.name not in stored:
-            raise ModelError(f"{location} has no {piece.name!r}, which the model has: {nearest(piece.name, stored)}")
-        if stored[piece.name].shape != piece.shape:
-            raise ModelError(
-                f"{piece.name} must have shape {piece.shape}; in {location} it has {stored[piece.name].shape}"
-            )
-        if not same_kind(piece.local.dtype, stored[piece.name].dtype):
-            raise ModelError(
-                f"{piece.name} must be of the same kind as the model's {piece.local.dtype}; in {location} it is "
-                f"{stored[piece.name].dtype}, which is not converted: the file is of a quantised or of another model"
-            )
-    engine.at_rest()
-    for piece in pieces:
-        if piece.local.numel():
-            stored[piece.name].fill(piece.local, piece.start)
-    for value, piece in copies:
-        value.copy_(piece.local.view(value.shape))

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zeromesh.checkpoint.dcp import OBJECTS
-from zeromesh.checkpoint.directory import has_file, list_checkpoints
-from zeromesh.checkpoint.foreign import is_foreign, read_foreign
+from zeromesh.checkpoint.dcp import METADATA, OBJECTS, read_foreign
+from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.manifest import MANIFEST, DamagedError
 from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.read import Reader, read_manifest
-from zeromesh.checkpoint.storage import Storage, open_storage, reason
+from zeromesh.checkpoint.storage import Storage, has_file, open_storage, reason
 from zeromesh.errors import CheckpointError, MismatchError, ZeromeshError
 
 Restore = Callable[[Reader], Any]
@@ -29,21 +28,22 @@ class Loaded:
         where: the checkpoint's full name.
         step: optimizer steps done.
         state: what was saved beside tensors.
+        restored: what `restore` has returned on this rank.
     """
 
     where: str
     step: int
     state: dict[str, Any]
+    restored: Any
 
 
-def load_newest(storage: Storage, peers: Peers, restore: Restore, *, since: int = 0) -> Loaded | None:
+def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Loaded | None:
     """Loads the newest complete checkpoint whose content is what was written; warns of those that it passes over.
 
     Args:
         storage: the directory.
         peers: all ranks.
         restore: what each does with it.
-        since: only checkpoints of a higher serial: those that were made after that one.
 
     Returns:
         None where none has ever been made.
@@ -52,7 +52,7 @@ def load_newest(storage: Storage, peers: Peers, restore: Restore, *, since: int 
         CheckpointError: there are checkpoints, but none can be loaded; or one is of another model.
         CommunicationError: a rank did not take part.
     """
-    names, refused = _candidates(storage, peers, since)
+    names, refused = _candidates(storage, peers)
     for problem in refused:
         _warn(peers, problem)
     for name in names:
@@ -90,17 +90,17 @@ def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) 
 
 
 def _kind(storage: Storage, name: str) -> str:
-    return "checkpoint" if has_file(storage, name, MANIFEST) or is_foreign(storage, name) else "directory"
+    return "checkpoint" if has_file(storage, name, MANIFEST) or has_file(storage, name, METADATA) else "directory"
 
 
-def _candidates(storage: Storage, peers: Peers, since: int) -> tuple[list[str], list[str]]:
+def _candidates(storage: Storage, peers: Peers) -> tuple[list[str], list[str]]:
     names: list[str] = []
     refused: list[str] = []
     problem = ""
     if peers.rank == 0:
         try:
             listing = list_checkpoints(storage)
-            names = [found.name for found in listing.complete if found.serial > since]
+            names = [found.name for found in listing.complete]
             refused = list(listing.refused)
         except Exception as error:  # the others wait
             problem = f"cannot read {storage.where()}: {reason(error)}"
@@ -120,7 +120,7 @@ def _attempt(storage: Storage, name: str, peers: Peers, restore: Restore) -> Loa
     kind: type[ZeromeshError] = DamagedError
     problem, other = "", None
     try:
-        foreign = not has_file(storage, name, MANIFEST) and is_foreign(storage, name)
+        foreign = not has_file(storage, name, MANIFEST) and has_file(storage, name, METADATA)
         if foreign and has_file(storage, name, OBJECTS):
             raise DamagedError(
                 f"{storage.where(name, MANIFEST)} is missing or no file: a checkpoint of zeromesh's is not complete "
@@ -128,8 +128,9 @@ def _attempt(storage: Storage, name: str, peers: Peers, restore: Restore) -> Loa
             )
         manifest = read_foreign(storage, name) if foreign else read_manifest(storage, name)
         with Reader(storage, name, manifest) as reader:
-            restore(reader)
-        loaded = Loaded(where=storage.where(name), step=manifest.step, state=dict(manifest.state))
+            restored = restore(reader)
+        state = dict(manifest.state)
+        loaded = Loaded(where=storage.where(name), step=manifest.step, state=state, restored=restored)
     except CheckpointError as error:
         problem, kind = str(error), DamagedError if isinstance(error, DamagedError) else CheckpointError
     except OSError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BufferedReader
 from types import TracebackType
 from typing import Self
 from zlib import crc32
@@ -11,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from zeromesh.checkpoint.directory import read_index, require_named
+from zeromesh.checkpoint.directory import require_named
 from zeromesh.checkpoint.manifest import (
     BLOCK_BYTES,
     MANIFEST,
@@ -22,10 +24,10 @@ from zeromesh.checkpoint.manifest import (
     TensorEntry,
     check_cover,
 )
-from zeromesh.checkpoint.storage import Source, Storage
+from zeromesh.checkpoint.storage import Storage, read_at, read_index
 from zeromesh.errors import CheckpointError
 from zeromesh.pieces.boxes import Box
-from zeromesh.pieces.piece import DTYPES, Piece, copy_shared
+from zeromesh.pieces.piece import DTYPES, Piece, copy_shared, whole
 from zeromesh.pieces.region import Region, shared
 
 
@@ -42,7 +44,7 @@ class Reader:
         self.manifest = manifest
         self._storage = storage
         self._directory = directory
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, BufferedReader] = {}
         self._checked: set[str] = set()
         self._regions: dict[str, dict[Region | None, list[Chunk]]] = {}
         self._scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
@@ -94,6 +96,12 @@ class Reader:
                             Piece(name=piece.name, shape=piece.shape, start=start, local=values, within=region), piece
                         )
 
+    def whole(self, name: str, dtype: torch.dtype) -> Tensor:
+        """All of a tensor, in host memory; raises as `entry` and `fill` do."""
+        found = torch.empty(self.entry(name).shape, dtype=dtype, device="cpu")
+        self.fill([whole(name, found)])
+        return found
+
     def _chunks(self, piece: Piece) -> Iterator[Chunk]:
         """Those that may hold elements of the piece."""
         if piece.name not in self._regions:
@@ -113,7 +121,7 @@ class Reader:
         view = memoryview(self._scratch.numpy())[:length]  # type: ignore[arg-type]  # numpy's stubs
         file = self._storage.where(self._directory, chunk.file)
         try:
-            found = self._source(chunk.file).read_into(chunk.offset + begin, view)
+            found = read_at(self._source(chunk.file), chunk.offset + begin, view)
         except OSError as error:
             raise DamagedError(f"{file} cannot be read: {error.strerror or error}") from error
         if found < length:
@@ -131,13 +139,13 @@ class Reader:
                 )
         return self._scratch[:length].view(dtype)
 
-    def _source(self, file: str) -> Source:
+    def _source(self, file: str) -> BufferedReader:
         if file not in self._sources:
             source = self._sources[file] = self._storage.open(self._directory, file)
             expected, where = self.manifest.files.get(file), self._storage.where(self._directory, file)
-            if expected is not None and source.num_bytes != expected:
-                too = "short" if source.num_bytes < expected else "long"
-                raise DamagedError(f"{where} is too {too}: it must have {expected} bytes, and has {source.num_bytes}")
+            if expected is not None and (size := source.seek(0, os.SEEK_END)) != expected:
+                too = "short" if size < expected else "long"
+                raise DamagedError(f"{where} is too {too}: it must have {expected} bytes, and has {size}")
         return self._sources[file]
 
 

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
+from zeromesh.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from zeromesh.checkpoint.peers import Peers
-from zeromesh.checkpoint.storage import open_regular
+from zeromesh.checkpoint.read import Reader
+from zeromesh.checkpoint.storage import LocalStorage, open_regular
 from zeromesh.errors import CheckpointError
 from zeromesh.files import parse_json, read_text
-from zeromesh.pieces.piece import Piece
+from zeromesh.pieces.piece import DTYPE_NAMES, Piece
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -250,6 +252,17 @@ def read_headers(location: Path) -> dict[str, Stored]:
     raise CheckpointError(
         f"{location} has neither {SINGLE} nor {INDEX}: give a safetensors file or a model's directory"
     )
+
+
+def open_safetensors(location: Path, prefix: str) -> Reader:
+    """The same tensors as those of a checkpoint without checksums, with `prefix` before their names."""
+    entries = {}
+    for name, stored in read_headers(location).items():
+        whole = Chunk(start=0, stop=prod(stored.shape), file=stored.path.name, offset=stored.offset, crcs=None)
+        chunks = (whole,) if whole.stop else ()
+        entries[prefix + name] = TensorEntry(dtype=DTYPE_NAMES[stored.dtype], shape=stored.shape, chunks=chunks)
+    directory = location.parent if location.is_file() else location
+    return Reader(LocalStorage(directory), ".", Manifest(step=0, serial=0, tensors=entries, index=location.name))
 
 
 def _read_header(path: Path) -> dict[str, Stored]:

@@ -18,20 +18,21 @@ written stays invisible.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import prod
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from zeromesh.checkpoint.dcp import METADATA, write_metadata
+from zeromesh.checkpoint.dcp import write_metadata
 from zeromesh.checkpoint.directory import SAVING, clear_leftovers, free_name, list_checkpoints, superfluous
-from zeromesh.checkpoint.groups import groups_for_torch, join_groups
 from zeromesh.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
 from zeromesh.checkpoint.peers import Peers
-from zeromesh.checkpoint.staging import Staging
+from zeromesh.checkpoint.states import groups_for_torch, join_groups
 from zeromesh.checkpoint.storage import Storage, reason
 from zeromesh.checkpoint.write import Written, entries_of, files_of, write_file
 from zeromesh.errors import CheckpointError
@@ -40,6 +41,38 @@ from zeromesh.pieces.piece import Piece
 LOCK_WAIT_S = 10.0
 """A job that is restarted may find its predecessor still ending."""
 
+T = TypeVar("T")
+
+
+class Staging:
+    """Host memory that pieces are copied to, so that training may go on while they are written.
+
+    Training waits for `copy`, so the memory is kept between saves, which hold the same pieces.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(copy.nbytes for copy in self._copies)
+
+    def copy(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Copies; returns the elements of each piece in host memory, valid until the next call."""
+        sources = [piece.local for piece in pieces]
+        on_device = any(source.device.type != "cpu" for source in sources)
+        layout = [(source.numel(), source.dtype) for source in sources]
+        if layout != [(copy.numel(), copy.dtype) for copy in self._copies]:
+            self._copies = []  # never both
+            self._copies = [
+                torch.empty(numel, dtype=dtype, device="cpu", pin_memory=on_device) for numel, dtype in layout
+            ]
+        if sources:
+            torch._foreach_copy_(self._copies, sources, non_blocking=on_device)
+        if on_device:
+            torch.accelerator.synchronize()
+        return self._copies
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
@@ -47,8 +80,8 @@ class Snapshot:
 
     Args:
         step: optimizer steps done.
-        pieces: what this rank writes; all ranks' together cover every tensor once.
-        empty: tensors without elements, of which nothing is written.
+        pieces: what this rank writes; all ranks' together cover every tensor once. Tensors without elements are only
+            described, by any of them.
         state: what is not a tensor, for `Manifest.state`; rank 0's is taken.
         about: for `Manifest.about`; rank 0's.
         aliases: further names, for readers other than zeromesh, with the tensor's own.
@@ -58,7 +91,6 @@ class Snapshot:
 
     step: int
     pieces: Sequence[Piece]
-    empty: Sequence[Piece] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -72,32 +104,14 @@ class _Share:
 
     Args:
         written: what its file holds.
-        empty, aliases, groups: of its snapshot.
-        problem: why it could not write.
+        empty: tensors without elements.
+        aliases, groups: of its snapshot.
     """
 
-    written: Sequence[Written] = ()
-    empty: Mapping[str, TensorEntry] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    groups: Sequence[Any] = ()
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Begun:
-    """What rank 0 tells the others at the start.
-
-    Args:
-        name: of the checkpoint.
-        directory: its name while it is written.
-        serial: its place in the order of checkpoints.
-        problem: why it cannot be written.
-    """
-
-    name: str = ""
-    directory: str = ""
-    serial: int = 0
-    problem: str = ""
+    written: Sequence[Written]
+    empty: Mapping[str, TensorEntry]
+    aliases: Mapping[str, str]
+    groups: Sequence[Any]
 
 
 class Saver:
@@ -125,15 +139,12 @@ class Saver:
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeromesh-checkpoint")
         self._pending: Future[str] | None = None
-        problem = ""
-        if peers.rank == 0:
-            try:
-                storage.lock(lock_wait_s)
-                clear_leftovers(storage)
-            except CheckpointError as error:
-                problem = str(error)
-            except Exception as error:
-                problem = _cannot(storage.where(), error)
+
+        def enter() -> None:
+            storage.lock(lock_wait_s)
+            clear_leftovers(storage)
+
+        _, problem = _tried(storage.where(), enter) if peers.rank == 0 else (None, "")
         try:
             problem = peers.broadcast(problem, "the lock of the checkpoints' directory")
             if problem:
@@ -146,11 +157,6 @@ class Saver:
     def staging_bytes(self) -> int:
         """Host memory that is held for copies."""
         return self._staging.num_bytes
-
-    @property
-    def busy(self) -> bool:
-        """Whether a checkpoint is being written on this rank."""
-        return self._pending is not None and not self._pending.done()
 
     def save(self, snapshot: Snapshot) -> None:
         """Copies the snapshot and returns; it is written in the background. Waits first for the save before.
@@ -184,103 +190,80 @@ class Saver:
             self.storage.unlock()
 
     def _write(self, snapshot: Snapshot, copies: Sequence[Tensor]) -> str:
-        peers, what = self.peers, f"the checkpoint of step {snapshot.step}"
-        begun = peers.broadcast(self._begin(snapshot.step), f"the name of {what}")
-        problem = begun.problem
+        peers, storage, what = self.peers, self.storage, f"the checkpoint of step {snapshot.step}"
+        begun = _tried(storage.where(), lambda: self._begin(snapshot.step)) if peers.rank == 0 else (None, "")
+        made, problem = peers.broadcast(begun, f"the name of {what}")
+        name, directory, serial = made or ("", "", 0)
         if not problem:
-            manifest = None
-            own = self._write_own(begun.directory, snapshot, copies)
-            problem = own.problem
-            gathered = peers.gather(own, f"what each rank has written of {what}")
+            where, manifest = storage.where(directory), None
+            share, problem = self._write_own(directory, snapshot, copies)
+            gathered = peers.gather((share, problem), f"what each rank has written of {what}")
             if gathered is not None:
-                manifest, problem = self._describe(snapshot, begun, gathered)
-            unsettled = self._settle(begun.directory)  # in any case: nothing of it may be left for the next save
+                problem = next((problem for _, problem in gathered if problem), "")
+                shares = [share for share, _ in gathered if share is not None]
+                if not problem:
+                    manifest, problem = _tried(where, lambda: self._describe(snapshot, directory, serial, shares))
+            _, unsettled = _tried(where, storage.settle)  # in any case: nothing of it may be left for the next save
             problems = peers.gather(problem or unsettled, f"the syncs of {what}")
             if problems is not None:
-                problem = next(filter(None, problems), "") or self._publish(begun, manifest)
+                problem = next(filter(None, problems), "")
+                if manifest is not None and not problem:
+                    _, problem = _tried(where, lambda: self._publish(name, directory, manifest))
             problem = peers.broadcast(problem, f"the end of {what}")
         if problem:
-            self._discard(begun.directory)
+            self._discard(directory)
             raise CheckpointError(f"{what} was not saved: {problem}")
         self._retire()
-        return self.storage.where(begun.name)
+        return storage.where(name)
 
-    def _begin(self, step: int) -> _Begun:
-        """Rank 0 makes the directory."""
-        if self.peers.rank != 0:
-            return _Begun()
-        try:
-            taken = self.storage.names()
-            name = free_name(step, taken)
-            directory = f"{SAVING}{name}-{os.getpid()}" if self.storage.renames else name
-            self.storage.make(directory)
-            serial = list_checkpoints(self.storage).next_serial
-            return _Begun(name=name, directory=directory, serial=serial)
-        except Exception as error:
-            return _Begun(problem=_cannot(self.storage.where(), error))
+    def _begin(self, step: int) -> tuple[str, str, int]:
+        """Rank 0 makes the directory: (its name, that while it is written, its place in the order of checkpoints)."""
+        name = free_name(step, self.storage.names())
+        directory = f"{SAVING}{name}-{os.getpid()}" if self.storage.renames else name
+        self.storage.make(directory)
+        return name, directory, list_checkpoints(self.storage).next_serial
 
-    def _write_own(self, directory: str, snapshot: Snapshot, copies: Sequence[Tensor]) -> _Share:
+    def _write_own(self, directory: str, snapshot: Snapshot, copies: Sequence[Tensor]) -> tuple[_Share | None, str]:
         file = f"__{self.peers.rank}_0.distcp"
-        try:
-            copied = [replace(piece, local=local) for piece, local in zip(snapshot.pieces, copies, strict=True)]
-            written = write_file(self.storage, directory, file, copied) if copied else []
-        except Exception as error:
-            return _Share(problem=_cannot(self.storage.where(directory, file), error))
-        empty = entries_of((), snapshot.empty)
-        return _Share(written=written, empty=empty, aliases=snapshot.aliases, groups=snapshot.groups)
+        copied = [replace(piece, local=local) for piece, local in zip(snapshot.pieces, copies, strict=True)]
 
-    def _describe(self, snapshot: Snapshot, begun: _Begun, gathered: Sequence[_Share]) -> tuple[Manifest | None, str]:
-        """Rank 0 writes what lies where; what went wrong, here or before."""
-        problem = next((share.problem for share in gathered if share.problem), "")
-        if problem:
-            return None, problem
-        try:
-            rows = _once([row for share in gathered for row in share.written], snapshot.common)
-            empty = {name: entry for share in gathered for name, entry in share.empty.items()}
-            groups = join_groups([share.groups for share in gathered])
-            aliases = {alias: name for share in gathered for alias, name in share.aliases.items()}
-            manifest = Manifest(
-                step=snapshot.step,
-                serial=begun.serial,
-                tensors=empty | entries_of(rows),
-                files=files_of(rows),
-                state={**snapshot.state, **({"groups": groups} if groups else {})},
-                about=snapshot.about,
-            )
-            objects = {**groups_for_torch(groups), "step": snapshot.step}
-            write_metadata(self.storage, begun.directory, [*rows, *_aliased(rows, aliases)], empty, objects)
-        except CheckpointError as error:
-            return None, str(error)
-        except Exception as error:
-            return None, _cannot(self.storage.where(begun.directory, METADATA), error)
-        # Where nobody looks at this directory yet, the manifest need not wait for the data.
-        return manifest, self._write_manifest(begun.directory, manifest) if self.storage.renames else ""
+        def write() -> _Share:
+            written = write_file(self.storage, directory, file, copied) if any(copy.numel() for copy in copies) else []
+            empty = entries_of((), [piece for piece in copied if not prod(piece.shape)])
+            return _Share(written=written, empty=empty, aliases=snapshot.aliases, groups=snapshot.groups)
 
-    def _write_manifest(self, directory: str, manifest: Manifest) -> str:
-        try:
-            with self.storage.create(directory, MANIFEST) as stream:
-                stream.write(manifest.to_bytes())
-        except Exception as error:
-            return _cannot(self.storage.where(directory, MANIFEST), error)
-        return ""
+        return _tried(self.storage.where(directory, file), write)
 
-    def _settle(self, directory: str) -> str:
-        try:
-            self.storage.settle()
-        except Exception as error:
-            return _cannot(getattr(error, "filename", None) or self.storage.where(directory), error)
-        return ""
+    def _describe(self, snapshot: Snapshot, directory: str, serial: int, shares: Sequence[_Share]) -> Manifest:
+        """Rank 0 writes what lies where."""
+        rows = _once([row for share in shares for row in share.written], snapshot.common)
+        empty = {name: entry for share in shares for name, entry in share.empty.items()}
+        groups = join_groups([share.groups for share in shares])
+        aliases = {alias: name for share in shares for alias, name in share.aliases.items()}
+        manifest = Manifest(
+            step=snapshot.step,
+            serial=serial,
+            tensors=empty | entries_of(rows),
+            files=files_of(rows),
+            state={**snapshot.state, **({"groups": groups} if groups else {})},
+            about=snapshot.about,
+        )
+        objects = {**groups_for_torch(groups), "step": snapshot.step}
+        write_metadata(self.storage, directory, [*rows, *_aliased(rows, aliases)], empty, objects)
+        if self.storage.renames:  # nobody looks at this directory yet, so the manifest need not wait for the data
+            self._write_manifest(directory, manifest)
+        return manifest
 
-    def _publish(self, begun: _Begun, manifest: Manifest | None) -> str:
-        """Rank 0 makes the checkpoint visible; what went wrong."""
-        if not self.storage.renames:
-            assert manifest is not None
-            return self._write_manifest(begun.directory, manifest)
-        try:
-            self.storage.publish(begun.directory, begun.name)
-        except Exception as error:
-            return _cannot(self.storage.where(begun.directory), error)
-        return ""
+    def _write_manifest(self, directory: str, manifest: Manifest) -> None:
+        with self.storage.create(directory, MANIFEST) as stream:
+            stream.write(manifest.to_bytes())
+
+    def _publish(self, name: str, directory: str, manifest: Manifest) -> None:
+        """Rank 0 makes the checkpoint visible."""
+        if self.storage.renames:
+            self.storage.publish(directory, name)
+        else:
+            self._write_manifest(directory, manifest)
 
     def _discard(self, directory: str) -> None:
         # Where the disk is gone too, the next job deletes it.
@@ -325,5 +308,11 @@ def _aliased(rows: Sequence[Written], aliases: Mapping[str, str]) -> list[Writte
     return [replace(row, name=alias) for alias, name in aliases.items() for row in rows if row.name == name]
 
 
-def _cannot(where: str, error: Exception) -> str:
-    return f"cannot write {where}: {reason(error)}"
+def _tried(where: str, work: Callable[[], T]) -> tuple[T | None, str]:
+    """What `work` returns, and what went wrong, which other ranks wait to hear."""
+    try:
+        return work(), ""
+    except CheckpointError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"cannot write {getattr(error, 'filename', None) or where}: {reason(error)}"

@@ -1,19 +1,16 @@
 """Where checkpoints lie: a directory of directories of files, on a local (or mounted) file system or behind fsspec.
 
-Only what checkpoints need. A directory is made under a name that readers do not look at, filled, and then published
-under its own: by a rename where that is atomic. On an object store there is no rename, so files are written under their
-final name, and the manifest, which is written last, makes the checkpoint visible.
+A directory is made under a name that readers do not look at, filled, and then published under its own: by a rename
+where that is atomic. On an object store there is no rename, so files are written under their final name, and the
+manifest, which is written last, makes the checkpoint visible. Failures are OSError.
 
-A file that has been written is not yet on the medium. The kernel is asked to begin with its first bytes while the next
-are written; its sync begins when it is closed, in a thread, and goes on while ranks exchange what they have written and
-other files follow; `settle` waits for all of them. A file system commits syncs that come together once, and one after
-the other once each.
+A file that has been written is not yet on the medium. Its sync begins when it is closed, in a thread, and goes on while
+ranks exchange what they have written and other files follow; `settle` waits for all of them. A file system commits
+syncs that come together once, and one after the other once each.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -21,96 +18,27 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO
 
-from zeromesh.errors import CheckpointError
+from zeromesh.checkpoint.manifest import MANIFEST, DamagedError
+from zeromesh.errors import CheckpointError, InternalError
 
 LOCK = ".lock"
 _SYNC_THREADS = 4
 """A rank creates as many files."""
-_WRITEBACK_BYTES = 8 << 20
-"""A disk that is idle gets its next work this early; larger than what one request can be, so that none is cut."""
-
-
-class Source(Protocol):
-    """A file that is being read."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Its length."""
-        ...
-
-    def read_into(self, offset: int, target: memoryview) -> int:
-        """Fills `target` from `offset` on; the number of bytes, fewer only at the end of the file."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Storage(Protocol):
-    """A directory of checkpoints. Failures are OSError."""
-
-    def where(self, *parts: str) -> str:
-        """The full name, for people."""
-        ...
-
-    def names(self) -> list[str]:
-        """What lies in it, checkpoints or not; nothing where the storage does not exist yet."""
-        ...
-
-    def make(self, name: str) -> None: ...
-
-    def create(self, name: str, file: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-        """A new file; when the context ends without an error its content is on its way to the medium."""
-        ...
-
-    def settle(self) -> None:
-        """Returns when all that this process has created is on the medium."""
-        ...
-
-    def read(self, name: str, file: str, limit: int) -> bytes:
-        """The first bytes of a file, at most `limit`."""
-        ...
-
-    def open(self, name: str, file: str) -> Source: ...
-
-    def publish(self, temporary: str, final: str) -> None: ...
-
-    def remove(self, name: str) -> None: ...
-
-    def lock(self, wait_s: float) -> None:
-        """Refuses all other writers until `unlock`, or the end of the process. Raises CheckpointError if refused."""
-        ...
-
-    def unlock(self) -> None: ...
-
-    @property
-    def renames(self) -> bool:
-        """Whether `publish` can give a directory another name."""
-        ...
-
-
-def reason(error: Exception) -> str:
-    """What went wrong, for a message: the system's words, or the kind of error and its own."""
-    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-
-
-def open_storage(location: str | os.PathLike[str]) -> Storage:
-    """A local directory, or any URL that fsspec knows (``s3://bucket/run``)."""
-    text = os.fspath(location)
-    if "://" not in text:
-        return LocalStorage(Path(text))
-    from zeromesh.checkpoint.remote import RemoteStorage
-
-    return RemoteStorage(text)
 
 
 class LocalStorage:
-    """A directory of a file system with atomic renames."""
+    """A directory of a file system with atomic renames.
+
+    Attributes:
+        renames: whether `publish` can give a directory another name.
+    """
 
     renames = True
 
@@ -121,9 +49,11 @@ class LocalStorage:
         self._threads = ThreadPoolExecutor(max_workers=_SYNC_THREADS, thread_name_prefix="zeromesh-sync")
 
     def where(self, *parts: str) -> str:
+        """The full name, for people."""
         return str(self.root.joinpath(*parts))
 
     def names(self) -> list[str]:
+        """All directories and files in it; none where the storage does not exist yet."""
         try:
             return sorted(os.listdir(self.root))
         except FileNotFoundError:
@@ -134,30 +64,23 @@ class LocalStorage:
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[IO[bytes]]:
+        """A new file; when the context ends without an error its content is on its way to the medium."""
         path = self.root / name / file
-        # Unbuffered: tensors are written from their own memory.
-        with open(path, "xb", buffering=0) as stream:
-            yield cast(IO[bytes], _Whole(stream))
+        with open(path, "xb") as stream:
+            yield stream
+            stream.flush()
             # The same open file, so that what the kernel could not write is told to the one who syncs it.
             self._syncing.append(self._threads.submit(_sync, os.dup(stream.fileno()), path))
 
     def settle(self) -> None:
+        """Returns when all that this process has created is on the medium."""
         syncing, self._syncing = self._syncing, []
         wait(syncing)  # all of them, before one raises
         for future in syncing:
             future.result()
 
-    def read(self, name: str, file: str, limit: int) -> bytes:
-        descriptor = open_regular(self.root / name / file)
-        try:
-            # Never more than there is: `limit` may be much, and the memory for it is taken first.
-            data = bytearray(min(limit, os.fstat(descriptor).st_size))
-            return bytes(data[: _read_at(descriptor, 0, memoryview(data))])
-        finally:
-            os.close(descriptor)
-
-    def open(self, name: str, file: str) -> Source:
-        return _LocalSource(self.root / name / file)
+    def open(self, name: str, file: str) -> BufferedReader:
+        return open(open_regular(self.root / name / file), "rb")
 
     def publish(self, temporary: str, final: str) -> None:
         _sync(os.open(self.root / temporary, os.O_RDONLY), self.root / temporary)
@@ -176,7 +99,11 @@ class LocalStorage:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def lock(self, wait_s: float) -> None:
-        """flock: the kernel releases it with the process, however that ends."""
+        """Refuses all other writers until `unlock`. flock: the kernel releases it with the process, however that ends.
+
+        Raises:
+            CheckpointError: another job has it.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         end = time.monotonic() + wait_s
@@ -222,61 +149,117 @@ def _leave_all() -> None:
 os.register_at_fork(after_in_child=_leave_all)
 
 
-class _Whole:
-    """A raw file whose `write` writes everything; the kernel takes at most 2 GiB at once."""
+class RemoteStorage:
+    """A directory of any fsspec file system. It cannot be locked: two jobs must not save to one URL."""
 
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-        self._written = 0
-        self._begun = 0
+    renames = False
 
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):
-            done += self._raw.write(view[done:])
-        self._written += done
-        if self._written - self._begun >= _WRITEBACK_BYTES:
-            _begin_writeback(self._raw.fileno(), self._begun, self._written - self._begun)
-            self._begun = self._written
-        return done
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec  # type: ignore[import-untyped]  # it has none
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._raw, name)
+            self._files, self._root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot open {url}: {error}; install fsspec and what it needs for this URL"
+            ) from error
+        self._url = url
+
+    def where(self, *parts: str) -> str:
+        return "/".join((self._url.rstrip("/"), *parts))
+
+    def names(self) -> list[str]:
+        try:
+            entries = self._files.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory")
+
+    def make(self, name: str) -> None:
+        self._files.makedirs(self._path(name), exist_ok=True)
+
+    @contextmanager
+    def create(self, name: str, file: str) -> Iterator[IO[bytes]]:
+        with self._files.open(self._path(name, file), "wb") as stream:
+            yield stream
+
+    def settle(self) -> None:
+        """Nothing: a file is on the medium when it has been closed."""
+
+    def open(self, name: str, file: str) -> BufferedReader:
+        found: BufferedReader = self._files.open(self._path(name, file), "rb")
+        return found
+
+    def publish(self, temporary: str, final: str) -> None:
+        raise InternalError(f"{self._url} has no renames: files are written under their final name")
+
+    def remove(self, name: str) -> None:
+        # The manifest first: without it what is half deleted does not look like a checkpoint.
+        manifest = self._path(name, MANIFEST)
+        if self._files.exists(manifest):
+            self._files.rm(manifest)
+        if self._files.exists(self._path(name)):
+            self._files.rm(self._path(name), recursive=True)
+
+    def lock(self, wait_s: float) -> None:
+        """Nothing: fsspec has no locks."""
+
+    def unlock(self) -> None:
+        """Nothing."""
+
+    def _path(self, *parts: str) -> str:
+        return "/".join((self._root.rstrip("/"), *parts))
 
 
-def _find_writeback() -> Callable[[int, int, int, int], int]:
+Storage = LocalStorage | RemoteStorage
+
+
+def open_storage(location: str | os.PathLike[str]) -> Storage:
+    """A local directory, or any URL that fsspec knows (``s3://bucket/run``)."""
+    text = os.fspath(location)
+    return RemoteStorage(text) if "://" in text else LocalStorage(Path(text))
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, for a message: the system's words, or the kind of error and its own."""
+    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def has_file(storage: Storage, name: str, file: str) -> bool:
+    """Whether the directory `name` has a file that can be read."""
     try:
-        function = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError):  # Linux has it; elsewhere the sync does all of the work
-        return lambda descriptor, offset, length, flags: 0
-    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    found: Callable[[int, int, int, int], int] = function
-    return found
+        with storage.open(name, file) as stream:
+            stream.read(1)
+    except OSError:
+        return False
+    return True
 
 
-_sync_file_range = _find_writeback()
+def read_index(storage: Storage, name: str, file: str, most: int) -> bytes:
+    """A file that says what lies where.
+
+    Raises:
+        DamagedError: it has more than `most` bytes, which no such file has.
+        OSError: it cannot be read.
+    """
+    with storage.open(name, file) as stream:
+        if (length := stream.seek(0, os.SEEK_END)) > most:
+            raise DamagedError(
+                f"{storage.where(name, file)} is longer than any index is: {length} bytes of at most {most}"
+            )
+        stream.seek(0)
+        return stream.read(length)
 
 
-def _begin_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Has the kernel begin to write a part of a file. It may refuse: the sync comes anyway, and tells of errors."""
-    sync_file_range_write = 2
-    _sync_file_range(descriptor, offset, length, sync_file_range_write)
-
-
-class _LocalSource:
-    def __init__(self, path: Path) -> None:
-        self._descriptor = open_regular(path)
-
-    @property
-    def num_bytes(self) -> int:
-        return os.fstat(self._descriptor).st_size
-
-    def read_into(self, offset: int, target: memoryview) -> int:
-        return _read_at(self._descriptor, offset, target)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+def read_at(stream: BufferedReader, offset: int, target: memoryview) -> int:
+    """Fills `target` from `offset` on; the number of bytes, fewer only at the end of the file."""
+    if stream.seek(0, os.SEEK_END) <= offset:  # file systems refuse to go too far
+        return 0
+    stream.seek(offset)
+    done = 0
+    while done < len(target) and (count := stream.readinto(target[done:])):
+        done += count
+    return done
 
 
 def open_regular(path: Path) -> int:
@@ -286,16 +269,6 @@ def open_regular(path: Path) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return descriptor
-
-
-def _read_at(descriptor: int, offset: int, target: memoryview) -> int:
-    done = 0
-    while done < len(target):
-        count = os.preadv(descriptor, [target[done:]], offset + done)
-        if count == 0:
-            break
-        done += count
-    return done
 
 
 def _sync(descriptor: int, path: Path) -> None:

@@ -1,18 +1,36 @@
-"""One rank's data file."""
+"""One rank's data file: boxes of tensors, each in a zip of torch's, one zip after another.
+
+That is what torch.distributed.checkpoint reads. The zips are not made by `torch.save`, for two reasons: a tensor's
+bytes go to the file without a copy, and where they lie is known, so that they are read back without looking into the
+zip and without unpickling anything.
+"""
 
 from __future__ import annotations
 
+import io
+import pickle
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
-from zlib import crc32
+from typing import IO, Any
+from zipfile import ZipFile, ZipInfo
 
 import torch
+from torch import Tensor
+from torch.storage import TypedStorage
 
-from zeromesh.checkpoint.container import MAX_ITEM_BYTES, Container
 from zeromesh.checkpoint.manifest import BLOCK_BYTES, Chunk, TensorEntry
 from zeromesh.checkpoint.storage import Storage
 from zeromesh.pieces.piece import DTYPE_NAMES, Piece
+
+_ALIGNMENT = 64
+"""Of a tensor's bytes in a file: what `torch.save` does."""
+
+_HEADER_BYTES = 30 + 4
+"""Before an entry of a zip, beside its name and its padding: its own, and those of the padding."""
+
+_MAX_ITEM_BYTES = 1 << 30
+"""Longer slices are cut, so that no entry needs the 64-bit form of the zip format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,56 +63,101 @@ def write_file(storage: Storage, directory: str, file: str, pieces: Sequence[Pie
     written: list[Written] = []
     with storage.create(directory, file) as stream:
         position = 0
-        for piece in pieces:
-            for start, stop in _cuts(piece):
-                for box in piece.part(start, stop).boxes:
-                    data = piece.part(box.start, box.stop).local
-                    container = Container(dtype=data.dtype, sizes=box.sizes, position=position)
-                    content = memoryview(data.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs
-                    stream.write(container.head)
-                    crcs = _write_blocks(stream, content)
-                    tail = container.tail(crcs[-1], len(content))
-                    stream.write(tail)
-                    length = len(container.head) + len(content) + len(tail)
-                    chunk = Chunk(
-                        start=box.start,
-                        stop=box.stop,
-                        file=file,
-                        offset=container.data_offset,
-                        crcs=crcs,
-                        within=piece.within,
-                    )
-                    written.append(
-                        Written(
-                            name=piece.name,
-                            dtype=DTYPE_NAMES[data.dtype],
-                            shape=piece.shape,
-                            offsets=box.offsets,
-                            sizes=box.sizes,
-                            chunk=chunk,
-                            position=position,
-                            length=length,
-                        )
-                    )
-                    position += length
+        for piece in (part for whole in pieces for part in _cut(whole)):
+            for box in piece.boxes:
+                data = piece.part(box.start, box.stop).local
+                begin, crcs, length = write_tensor(stream, position, data, box.sizes)
+                chunk = Chunk(
+                    start=box.start,
+                    stop=box.stop,
+                    file=file,
+                    offset=position + begin,
+                    crcs=crcs,
+                    within=piece.within,
+                )
+                row = Written(
+                    name=piece.name,
+                    dtype=DTYPE_NAMES[data.dtype],
+                    shape=piece.shape,
+                    offsets=box.offsets,
+                    sizes=box.sizes,
+                    chunk=chunk,
+                    position=position,
+                    length=length,
+                )
+                written.append(row)
+                position += length
     return written
 
 
-def _cuts(piece: Piece) -> Iterator[tuple[int, int]]:
-    step = MAX_ITEM_BYTES // piece.local.itemsize
+def _cut(piece: Piece) -> Iterator[Piece]:
+    step = _MAX_ITEM_BYTES // piece.local.itemsize
     for start in range(piece.start, piece.stop, step):
-        yield start, min(start + step, piece.stop)
+        yield piece.part(start, min(start + step, piece.stop))
 
 
-def _write_blocks(stream: IO[bytes], content: memoryview) -> tuple[int, ...]:
-    """Writes each block when its checksum is known: it is in the processor's cache then, and the disk begins early."""
-    crcs, crc = [], 0
-    for start in range(0, len(content), BLOCK_BYTES):
-        block = content[start : start + BLOCK_BYTES]
-        crc = crc32(block, crc)
-        crcs.append(crc)
-        stream.write(block)
-    return tuple(crcs)
+def write_tensor(
+    stream: IO[bytes], position: int, data: Tensor, sizes: Sequence[int]
+) -> tuple[int, tuple[int, ...], int]:
+    """Writes a file as `torch.save` makes it.
+
+    Args:
+        stream: at `position`.
+        position: in its own file, by which the tensor's bytes are aligned.
+        data: the elements, flat, in host memory.
+        sizes: of the tensor.
+
+    Returns:
+        Where its bytes begin, running CRC-32s of their blocks, and the length of it all.
+    """
+    content = data.view(torch.uint8).numpy()
+    alone = torch.from_numpy(content).view(data.dtype).view(tuple(sizes))  # over a storage without other tensors
+    description = io.BytesIO()
+    _Pickler(description, protocol=2).dump(alone)
+    counted, crcs = _Counted(stream), list[int]()
+    with ZipFile(counted, "w") as archive:  # type: ignore[call-overload]  # all that it needs
+        archive.writestr(ZipInfo("archive/data.pkl"), description.getvalue())
+        archive.writestr(ZipInfo("archive/byteorder"), b"little")
+        entry = ZipInfo("archive/data/0")
+        entry.file_size = len(content)
+        padding = -(position + counted.tell() + _HEADER_BYTES + len(entry.filename)) % _ALIGNMENT
+        entry.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding  # as torch marks it
+        with archive.open(entry, "w") as opened:
+            begin, view = counted.tell(), memoryview(content)  # type: ignore[arg-type]  # numpy's stubs
+            # In blocks, so that one is still in the processor's cache when it is written, and the disk begins early.
+            for start in range(0, len(view), BLOCK_BYTES):
+                opened.write(view[start : start + BLOCK_BYTES])
+                crcs.append(opened._crc)  # or each byte would be summed twice
+        archive.writestr(ZipInfo("archive/version"), b"3\n")
+    return begin, tuple(crcs), counted.tell()
+
+
+class _Counted:
+    """A stream that cannot seek, and counts from here: an archive in the middle of a file."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._count = stream, 0
+
+    def write(self, data: Any) -> int:
+        count = self._stream.write(data)
+        self._count += count
+        return count
+
+    def tell(self) -> int:
+        return self._count
+
+    def flush(self) -> None:
+        """Not for each tensor."""
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, TypedStorage):
+            kind = getattr(torch, obj._pickle_storage_type())  # type: ignore[no-untyped-call]
+            return "storage", kind, "0", "cpu", obj._size()  # type: ignore[no-untyped-call]
+        if isinstance(obj, torch.UntypedStorage):  # of later dtypes
+            return "storage", torch.UntypedStorage, "0", "cpu", obj.nbytes()
+        return None
 
 
 def files_of(written: Iterable[Written]) -> dict[str, int]:

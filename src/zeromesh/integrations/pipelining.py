@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from zeromesh.checkpoint.frozen import checksums_of
+from zeromesh.checkpoint.tensors import checksums_of
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control
 from zeromesh.engine.engine import Engine

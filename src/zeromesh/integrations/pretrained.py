@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
-from zeromesh.checkpoint.collect import buffers_of
-from zeromesh.checkpoint.full_state import full_state_dict, persistent_buffers
+from zeromesh.checkpoint.full_state import buffers_of, full_state_dict, persistent_buffers
 from zeromesh.checkpoint.huggingface import save_safetensors, written_dtype
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.flat import FlatShards, Place

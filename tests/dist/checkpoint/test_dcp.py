@@ -227,7 +227,7 @@ class Evil:
 
 
 def test_an_index_that_calls_something_is_refused(tmp_path: Path) -> None:
-    from zeromesh.checkpoint.foreign import read_foreign
+    from zeromesh.checkpoint.dcp import read_foreign
 
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(Evil()))

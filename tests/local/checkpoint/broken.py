@@ -352,7 +352,7 @@ KINDS: dict[str, Kind] = {
         file=INDEX,
         foreign=True,
         breaks=rewrite(INDEX, lambda d: LONG_BINPUT_BOMB),
-        reason="is not an index.*has no attribute 'fields'",
+        reason="is not an index.*has no attribute 'state'",
     ),
     "index of huge bytes": Kind(
         file=INDEX,

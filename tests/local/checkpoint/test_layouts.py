@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.local.checkpoint.strategies import STRATEGIES
-from zeromesh.checkpoint.collect import param_piece, replica_of
 from zeromesh.checkpoint.manifest import Manifest
 from zeromesh.checkpoint.read import Reader, read_manifest
 from zeromesh.checkpoint.storage import Storage, open_storage
+from zeromesh.checkpoint.tensors import param_piece, replica_of
 from zeromesh.checkpoint.write import Written, entries_of, files_of, write_file
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import ParamInfo, Precision

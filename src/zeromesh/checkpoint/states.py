@@ -1,0 +1,343 @@
+"""What a checkpoint holds beside parameters, buffers and optimizer states.
+
+As JSON: the caller's state and the options of optimizers' groups. As tensors of bytes and integers: modules' extra
+states (`get_extra_state`), by the names that torch's `state_dict` gives them, and the states of each rank's random
+number generators.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeromesh.checkpoint.manifest import DamagedError
+from zeromesh.checkpoint.read import Reader
+from zeromesh.errors import CheckpointError
+from zeromesh.modules import clean_name
+from zeromesh.owners.optimizer import OwnerOptimizer
+from zeromesh.pieces.piece import DTYPE_NAMES, DTYPES, Piece, whole
+
+EXTRA = "extra."
+RANDOM = "rng."
+_MAX_RANDOM_NUMEL = 1 << 16
+"""Of one generator's state: several times that of the largest, numpy's and torch's Mersenne twisters."""
+
+# ---- JSON that comes back exactly: also tuples, 0-d tensors, and dicts whose keys are not text
+
+
+def to_plain(value: Any, path: str) -> Any:
+    """What JSON can hold.
+
+    Args:
+        value: None, bool, int, float, str, 0-d tensors, and lists, tuples and dicts of those.
+        path: its name, for messages.
+
+    Raises:
+        CheckpointError: anything else, which only a pickle could hold.
+
+    >>> to_plain({"betas": (0.9, 0.95), 30: 1}, "x")
+    {'__items__': [['betas', {'__tuple__': [0.9, 0.95]}], [30, 1]]}
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value) is Tensor and value.dim() == 0 and value.dtype in DTYPE_NAMES:  # a learning rate, say
+        return {"__tensor__": [DTYPE_NAMES[value.dtype], value.item()]}
+    if isinstance(value, tuple):
+        return {"__tuple__": [to_plain(item, f"{path}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [to_plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("__") for key in value):
+            return {key: to_plain(item, f"{path}.{key}") for key, item in value.items()}
+        return {"__items__": [[to_plain(k, path), to_plain(item, f"{path}.{k}")] for k, item in value.items()]}
+    raise CheckpointError(
+        f"{path} must be made of numbers, text, 0-d tensors, lists, tuples and dicts, since nothing in a checkpoint is "
+        f"pickled; got {type(value).__module__}.{type(value).__qualname__}"
+    )
+
+
+def from_plain(value: Any) -> Any:
+    """The inverse of `to_plain`.
+
+    Raises:
+        DamagedError: `to_plain` has not made this.
+
+    >>> from_plain(to_plain({"betas": (0.9, 0.95), 30: 1}, "x"))
+    {'betas': (0.9, 0.95), 30: 1}
+    """
+    try:
+        return _from_plain(value)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # a RecursionError too
+        raise DamagedError(f"a state is not what a checkpoint holds: {error}") from error
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_plain(item) for item in value]
+    if isinstance(value, dict):
+        if set(value) == {"__tuple__"}:
+            return tuple(_from_plain(item) for item in value["__tuple__"])
+        if set(value) == {"__tensor__"}:
+            dtype, number = value["__tensor__"]
+            return torch.tensor(number, dtype=DTYPES[dtype])
+        if set(value) == {"__items__"}:
+            return {_from_plain(key): _from_plain(item) for key, item in value["__items__"]}
+        return {key: _from_plain(item) for key, item in value.items()}
+    return value
+
+
+def read_state(reader: Reader) -> dict[str, Any]:
+    """The state that was given to `save`.
+
+    Raises:
+        DamagedError: it is none.
+    """
+    try:
+        state = from_plain(reader.manifest.state.get("user", {}))
+    except CheckpointError as error:
+        raise DamagedError(f"{reader.where}: {error}") from error
+    if not isinstance(state, dict):
+        raise DamagedError(f"{reader.where}: its state must be a dict; got {type(state).__name__}")
+    return state
+
+
+# ---- the options of optimizers' parameter groups
+
+Groups = Mapping[str, tuple[str | None, Mapping[str, Any]]]
+"""By parameter: the class of its optimizer, None where the checkpoint does not say; learning rate and the like."""
+
+
+def describe_groups(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """The options of every parameter group, with its optimizer's class and the names of its parameters."""
+    return [[_describe(optimizer, group) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def _describe(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+    names = [getattr(param, "full_name", "") for param in group["params"]]
+    return {"kind": _kind(optimizer), "options": to_plain(options, "the optimizer's options"), "params": names}
+
+
+def _kind(optimizer: Optimizer) -> str:
+    kind = optimizer.kind if isinstance(optimizer, OwnerOptimizer) else type(optimizer)
+    return kind.__name__
+
+
+def read_groups(reader: Reader) -> Groups:
+    """Raises DamagedError if they are not what `describe_groups` returned."""
+    described = reader.manifest.state.get("groups", [])
+    found: dict[str, tuple[str | None, Mapping[str, Any]]] = {}
+    try:
+        for group in (group for groups in described for group in groups):
+            found |= dict.fromkeys(group["params"], (group.get("kind"), dict(from_plain(group["options"]))))
+    except (AttributeError, TypeError, KeyError, ValueError, CheckpointError) as error:
+        raise DamagedError(f"{reader.where}: the optimizer's options cannot be read: {error!r}") from error
+    return found
+
+
+def require_kinds(optimizers: Sequence[Optimizer], groups: Groups, where: str) -> None:
+    """Raises CheckpointError where a parameter's optimizer is of another class than the one that was saved."""
+    for optimizer in optimizers:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            name = getattr(param, "full_name", "")
+            saved, _ = groups.get(name, (None, {}))
+            if saved not in (None, _kind(optimizer)):
+                raise CheckpointError(
+                    f"{where} was saved with {saved} for {name}, and here {_kind(optimizer)} steps on it: make "
+                    f"optimizers of the classes that were saved, or load the model alone, with optimizers=False"
+                )
+
+
+def restore_groups(optimizers: Sequence[Optimizer], groups: Groups, where: str) -> None:
+    """Sets each group's options to those of the first of its parameters that was saved.
+
+    Raises:
+        CheckpointError: an option has a value of another type; nothing is changed then.
+    """
+    changes: list[tuple[dict[str, Any], str, Any]] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            names = [getattr(param, "full_name", "") for param in group["params"]]
+            _, saved = next((groups[name] for name in names if name in groups), (None, {}))
+            changes += [(group, key, value) for key, value in saved.items() if key != "params"]
+    for group, key, value in changes:
+        if not _fits(group.get(key), value):  # what is not there yet may be anything
+            raise CheckpointError(f"{where}: the optimizer's {key} cannot be {value!r}; here it is {group.get(key)!r}")
+    for group, key, value in changes:
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+def _fits(now: Any, value: Any) -> bool:
+    """Whether an option may become `value`: a number a number, as many numbers as many; the rest are flags."""
+    if now is None or isinstance(now, Tensor):
+        return now is None or _is_number(value)
+    if isinstance(now, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(now) and all(map(_fits, now, value))
+    return _is_number(now) == _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def join_groups(described: Sequence[Sequence[Any]]) -> list[Any]:
+    """What `describe_groups` has of all stages, by optimizer: groups of one place are one where their options are."""
+    joined: list[list[dict[str, Any]]] = []
+    for optimizers in described:
+        joined += ([] for _ in range(len(joined), len(optimizers)))
+        for own, groups in zip(joined, optimizers, strict=False):
+            for place, group in enumerate(groups):
+                if place < len(own) and all(own[place][key] == group[key] for key in ("kind", "options")):
+                    own[place] = {**group, "params": [*own[place]["params"], *group["params"]]}
+                else:
+                    own.append(group)
+    return joined
+
+
+def groups_for_torch(described: Sequence[Any]) -> dict[str, Any]:
+    """The same under the names that torch's `get_optimizer_state_dict` gives them, of one optimizer."""
+    if len(described) != 1:
+        return {}
+    groups = [{**from_plain(group["options"]), "params": group["params"]} for group in described[0]]
+    return {f"optim.param_groups.{i}.{key}": value for i, group in enumerate(groups) for key, value in group.items()}
+
+
+# ---- modules' extra states; the first rank's counts
+
+
+def _stateful(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield clean_name(f"{prefix}._extra_state" if prefix else "_extra_state"), module
+
+
+def extra_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in _stateful(model)]
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    return {name: module.get_extra_state() for name, module in _stateful(model)}
+
+
+def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
+    """Gives the modules those that `states` has."""
+    for name, module in _stateful(model):
+        if name in states:
+            module.set_extra_state(states[name])
+
+
+def extra_pieces(model: nn.Module) -> list[Piece]:
+    """Raises CheckpointError if one of them cannot be read again without running what it says."""
+    return [whole(f"{EXTRA}{name}", _to_bytes(name, state)) for name, state in extra_states(model).items()]
+
+
+def restore_extra(model: nn.Module, reader: Reader) -> None:
+    """Gives the modules what was saved.
+
+    Raises:
+        DamagedError: it is none that `extra_pieces` has made.
+    """
+    names = [name for name in extra_names(model) if EXTRA + name in reader.manifest.tensors]
+    set_extra_states(model, {name: _from_bytes(reader, EXTRA + name) for name in names})
+
+
+def _to_bytes(name: str, state: Any) -> Tensor:
+    file = io.BytesIO()
+    is_file = isinstance(state, io.BytesIO)
+    torch.save((is_file, state.getvalue() if is_file else state), file)
+    try:
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{name} must be made of tensors, numbers, text, bytes, lists and dicts to be saved, since a checkpoint is "
+            f"read without running code; got {type(state).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def _from_bytes(reader: Reader, name: str) -> Any:
+    file = io.BytesIO(reader.whole(name, torch.uint8).numpy().tobytes())
+    try:
+        is_file, state = torch.load(file, weights_only=True, map_location="cpu")
+        return io.BytesIO(state) if is_file else state
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
+        raise DamagedError(f"{reader.where}: {name} cannot be read: {error}") from error
+
+
+# ---- random number generators
+
+
+def random_states() -> dict[str, Tensor]:
+    """Those of torch on the CPU and on this rank's device, of Python and of numpy."""
+    _, words, gauss = random.getstate()
+    _, key, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": _twister(words, gauss is not None, gauss or 0.0),
+        "numpy": _twister(np.append(key, position), bool(has_gauss), float(cached)),
+    }
+    # Else nothing has been drawn there, and to ask would take memory on the device.
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and torch.get_device_module(device).is_initialized():
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def random_pieces(rank: int) -> list[Piece]:
+    return [whole(f"{RANDOM}{rank}.{key}", state) for key, state in random_states().items()]
+
+
+def restore_random(rank: int, reader: Reader) -> None:
+    """Sets the generators to what was saved of this rank.
+
+    Raises:
+        DamagedError: a state is none that the generator takes.
+    """
+    states: dict[str, Tensor] = {}
+    mine = f"{RANDOM}{rank}."
+    for name, entry in reader.manifest.tensors.items():
+        if name.startswith(mine):
+            key = name.removeprefix(mine)
+            if entry.numel > _MAX_RANDOM_NUMEL:
+                raise DamagedError(f"{reader.where}: {name} cannot be a generator's state: it has shape {entry.shape}")
+            states[key] = reader.whole(name, torch.int64 if key in ("python", "numpy") else torch.uint8)
+    try:
+        set_random_states(states)
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        raise DamagedError(f"{reader.where}: a random generator does not take its saved state: {error}") from error
+
+
+def set_random_states(states: Mapping[str, Tensor]) -> None:
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type])
+    if "python" in states:
+        words, gauss = _untwisted(states["python"])
+        random.setstate((3, tuple(words), gauss))
+    if "numpy" in states:
+        (*key, position), gauss = _untwisted(states["numpy"])
+        np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, int(gauss is not None), gauss or 0.0))
+
+
+def _twister(words: Any, has_gauss: bool, gauss: float) -> Tensor:
+    """The words of a Mersenne twister, then whether the second of a pair of normal numbers is left, and its bits."""
+    numbers = np.array([gauss], dtype=np.float64).view(np.int64)
+    return torch.from_numpy(np.concatenate([np.array(words, dtype=np.int64), [np.int64(has_gauss)], numbers]))
+
+
+def _untwisted(state: Tensor) -> tuple[list[int], float | None]:
+    *words, has_gauss = state[:-1].tolist()
+    return words, float(state[-1:].view(torch.float64).item()) if has_gauss else None

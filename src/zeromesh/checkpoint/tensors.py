@@ -1,0 +1,479 @@
+"""A sharded model and its optimizers as named pieces of tensors: what this rank writes, and fills again.
+
+To a checkpoint the ranks of a pipeline are one more axis that the model is spread over: [Note: Beyond] of
+`zeromesh.engine.control`. A rank writes and reads what its own stages have, and knows what there is in the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeromesh.checkpoint.full_state import buffers_of, persistent_buffers
+from zeromesh.checkpoint.manifest import DamagedError, TensorEntry
+from zeromesh.checkpoint.read import Reader, require_match
+from zeromesh.checkpoint.states import EXTRA, extra_names
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.control import Control, gather_over
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.optim import NUMBERS, WHOLE, take_slices
+from zeromesh.engine.param import ShardedParameter, Slice
+from zeromesh.engine.pipeline import Pipeline, require_joint
+from zeromesh.errors import CheckpointError, InputError
+from zeromesh.pieces.piece import DTYPE_NAMES, DTYPES, Piece, share, whole
+from zeromesh.pieces.region import Region
+
+MODEL = "model."
+STATE = "optim.state."
+
+
+# ---- what there is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A tensor as a checkpoint has it.
+
+    Args:
+        names: there; of a tied parameter all.
+        entry: without chunks.
+        is_parameter: and no buffer.
+    """
+
+    names: tuple[str, ...]
+    entry: TensorEntry
+    is_parameter: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """This rank's part of what is saved and loaded.
+
+    Args:
+        models: a model, or this rank's stages.
+        engines: theirs.
+        control: all ranks of all stages.
+        stages: of a pipeline, the tensors of each of all its stages.
+        common: names that several stages have, and with the same values.
+    """
+
+    models: tuple[nn.Module, ...]
+    engines: tuple[Engine, ...]
+    control: Control
+    stages: Mapping[int, Sequence[Saved]] = field(default_factory=dict)
+    common: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, models: nn.Module | Sequence[nn.Module], directory: str | os.PathLike[str]) -> Self:
+        """All ranks call it, with this rank's.
+
+        Args:
+            models: a model, or this rank's stages of a pipeline.
+            directory: where they are saved.
+
+        Raises:
+            ModelError: one is not sharded.
+            InputError: there are none; they are not all of this rank's stages; stages that cannot be saved as one
+                model, on all ranks.
+        """
+        own = (models,) if isinstance(models, nn.Module) else tuple(models)
+        engines = tuple(map(engine_of, own))
+        pipeline = next((engine.pipeline for engine in engines if engine.pipeline is not None), None)
+        if pipeline is None:
+            if len(own) != 1:
+                raise InputError(
+                    f"a checkpoint is of one model, or of all stages of a pipeline, for which call zm.pipeline(stages) "
+                    f"first; got {len(own)} models that are in none"
+                )
+            return cls(models=own, engines=engines, control=engines[0].control)
+        _require_joint(engines, pipeline, os.fspath(directory))
+        control = engines[0].control
+        indices = [index for engine in engines for index, held in pipeline.stages.items() if held() is engine]
+        held = {i: tuple(_tensors(model, engine)) for i, model, engine in zip(indices, own, engines, strict=True)}
+        extras = [EXTRA + name for model in own for name in extra_names(model)]
+        stages: dict[int, Sequence[Saved]] = {}
+        states = list[str]()
+        for found, names in gather_over(pipeline.group, (held, extras)):
+            stages |= found
+            states += names
+        common = _common(stages) | {name for name in states if states.count(name) > 1}
+        control = replace(control, beyond=(*control.beyond, pipeline.group))
+        return cls(models=own, engines=engines, control=control, stages=stages, common=common)
+
+    def tensors(self) -> list[Saved]:
+        """All of the model's parameters and buffers, in whatever stage."""
+        if self.stages:
+            return [tensor for stage in sorted(self.stages) for tensor in self.stages[stage]]
+        return [*_tensors(self.models[0], self.engines[0])]
+
+    def params(self) -> Iterator[tuple[ShardedParameter, tuple[str, ...]]]:
+        """This rank's slices, with all of their parameter's names."""
+        for engine in self.engines:
+            for buffer in buffers_of(engine):
+                for param, place in zip(buffer.optimizer_params, buffer.places, strict=True):
+                    yield param, place.info.names
+
+
+def _require_joint(engines: Sequence[Engine], pipeline: Pipeline, directory: str) -> None:
+    """Raises InputError on all ranks of the pipeline unless they can save together.
+
+    Before anything is exchanged over all: the ranks of one line of the pipeline alone are sure to be there.
+    """
+    problem = ""
+    try:
+        require_joint(engines)
+    except InputError as error:
+        problem = str(error)
+    worlds = [engine.control.world for engine in engines]
+    found = gather_over(pipeline.group, (problem, worlds, directory))
+    for rank, (reason, _, _) in enumerate(found):
+        if reason:
+            raise InputError(
+                problem or f"zm.Checkpoints must be given its stages on all ranks; on rank {rank}: {reason}"
+            )
+    if len({world for _, worlds, _ in found for world in worlds}) > 1:
+        raise InputError(
+            f"stages that are saved as one model must each be spread over as many ranks, of data and of tensor "
+            f"parallelism together; along the pipeline these are over {[worlds for _, worlds, _ in found]}: a stage "
+            f"that has no DTensor needs the ranks of 'tp' in its mesh, at stage 0"
+        )
+    directories = sorted({where for _, _, where in found})
+    if len(directories) > 1:
+        raise InputError(
+            f"all stages of a pipeline are saved in one directory; its ranks name {', '.join(directories)}: give all "
+            f"ranks the same"
+        )
+
+
+def _tensors(model: nn.Module, engine: Engine) -> Iterator[Saved]:
+    for buffer in buffers_of(engine):
+        for param, place in zip(buffer.optimizer_params, buffer.places, strict=True):
+            entry = TensorEntry(dtype=DTYPE_NAMES[param.local.dtype], shape=place.region.shape, chunks=())
+            yield Saved(names=tuple(MODEL + name for name in place.info.names), entry=entry, is_parameter=True)
+    for name, held in persistent_buffers(model):
+        entry = TensorEntry(dtype=DTYPE_NAMES[held.dtype], shape=tuple(held.shape), chunks=())
+        yield Saved(names=(MODEL + name,), entry=entry, is_parameter=False)
+
+
+def _common(stages: Mapping[int, Sequence[Saved]]) -> frozenset[str]:
+    """The names that several stages have.
+
+    Raises:
+        InputError: a parameter's, or of buffers that differ in shape or dtype.
+    """
+    first: dict[str, tuple[int, Saved]] = {}
+    common = set()
+    for stage, tensor, name in ((s, t, name) for s in sorted(stages) for t in stages[s] for name in t.names):
+        other, held = first.setdefault(name, (stage, tensor))
+        if other == stage:
+            continue
+        common.add(name)
+        if tensor.is_parameter or held != tensor:
+            raise InputError(
+                f"stages {other} and {stage} both have {name.removeprefix(MODEL)!r}, with shapes {held.entry.shape} "
+                f"and {tensor.entry.shape}; of the whole model there is one. Parameters of stages must have the names "
+                f"that they have in the whole model (keep blocks in a ModuleDict by their number), and buffers of one "
+                f"name must be the same"
+            )
+    return frozenset(common)
+
+
+# ---- writing
+
+
+def replica_of(buffer: FlatShards) -> tuple[int, int]:
+    """Which of the mesh's ranks that hold the same slices this one is: (index, number of them)."""
+    held = {axis.name for axis in buffer.home[1]}
+    index, count = 0, 1
+    for axis in buffer.placed.layout.axes:
+        if axis.name not in held:
+            index, count = index * axis.size + buffer.coordinates[axis.name], count * axis.size
+    return index, count
+
+
+def param_piece(param: ShardedParameter, prefix: str = MODEL) -> Piece:
+    """A parameter's slice; shares its memory."""
+    return param.piece(prefix + param.full_name, param.local)
+
+
+def param_rows(buffer: FlatShards, names: Collection[str] | None = None) -> Iterator[Piece]:
+    """Ranges of whole parameters, under their own names, each element on one rank of all that have it.
+
+    Args:
+        names: the parameters that are wanted; None for all.
+    """
+    params = [p for p in buffer.optimizer_params if p.writes and (names is None or p.full_name in names)]
+    for piece in share([param_piece(param, prefix="") for param in params], *replica_of(buffer)):
+        yield from piece.rows()
+
+
+def collect(held: Held, optimizers: Sequence[Optimizer], *, frozen: bool) -> Iterator[Piece]:
+    """What this rank writes of parameters, `frozen` ones only if asked for, of buffers and of optimizer states.
+
+    All ranks' pieces together cover every tensor once; a tensor without elements may come from several.
+    """
+    states = _states(optimizers)
+    for model, engine in zip(held.models, held.engines, strict=True):
+        engine.require_own()
+        for buffer in (buffer for buffer in buffers_of(engine) if frozen or buffer.spec.trainable):
+            pieces, numbers = list[Piece](), list[Piece]()
+            for param in buffer.optimizer_params:
+                own = states.pop(param, {})
+                if param.writes:
+                    pieces.append(param_piece(param))
+                    for key, (value, region) in sorted(own.items()):
+                        found = _state_pieces(param, key, value, region)
+                        (pieces if value.dim() or region is not None else numbers).extend(found)
+            yield from share([piece for piece in pieces if prod(piece.shape)], *replica_of(buffer))
+            yield from (piece for piece in pieces if not prod(piece.shape))
+            yield from numbers if engine.control.first else ()
+        unsharded = [whole(MODEL + name, tensor) for name, tensor in persistent_buffers(model)]
+        yield from unsharded if engine.control.first else ()  # made on all ranks, for what that raises
+    if states:
+        kinds = sorted({type(param).__name__ for param in states})
+        raise CheckpointError(
+            f"an optimizer has states of others than the sharded model's parameters ({', '.join(kinds)}): make it "
+            f"from model.parameters() after zm.shard"
+        )
+
+
+def aliases_of(held: Held, *, frozen: bool) -> dict[str, str]:
+    """Further names of tied parameters, with the one that they are saved under."""
+    known = [names for param, names in held.params() if frozen or param.requires_grad]
+    return {MODEL + alias: MODEL + names[0] for names in known for alias in names[1:]}
+
+
+def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Tensor, Region | None]]]:
+    """By parameter, its states on this rank, and the region that they are of if they are not of its slice."""
+    states: dict[Tensor, dict[str, tuple[Tensor, Region | None]]] = {}
+    for optimizer in optimizers:
+        take_slices(optimizer)
+        for param, values in optimizer.state.items():
+            region = WHOLE.get(optimizer, {}).get(param)  # type: ignore[call-overload]  # of others there is none
+            found = states[param] = {}
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    found[key] = value.local if isinstance(value, Slice) else value, region
+                elif isinstance(value, int | float) and not isinstance(value, bool):
+                    found[key] = torch.tensor(value, device="cpu"), region
+                elif value is not None:
+                    raise CheckpointError(
+                        f"states of {type(optimizer).__name__} must be tensors or numbers to be saved; {key!r} is "
+                        f"{type(value).__name__}"
+                    )
+    return states
+
+
+def _state_pieces(param: ShardedParameter, key: str, value: Tensor, region: Region | None) -> list[Piece]:
+    """A state of this rank's slice; or of a region that its owner has: all of the tensor, or a batch of what the class
+    takes for tensors. A number is the same for all of the batch, and written with the first."""
+    name = f"{STATE}{param.full_name}.{key}"
+    if region is not None and region.batch:
+        if not value.dim():
+            return [] if any(region.offsets) else [whole(name, value)]
+        if tuple(value.shape[: region.batch]) != region.sizes[: region.batch]:
+            raise CheckpointError(f"{name} of {tuple(value.shape)} must have something for each of {region}")
+        return [whole(name, value, region.of(region.whole_shape(value.shape)))]
+    if region is not None or not value.dim():
+        return [whole(name, value)]
+    local = value if type(value) is Tensor and not value.requires_grad else value.as_subclass(Tensor).detach()
+    if local.shape != param.local.shape:
+        raise CheckpointError(
+            f"state {key!r} of {param.full_name} must be 0-d or have an element for each of the slice's "
+            f"{param.local.numel()}; it has shape {tuple(value.shape)}"
+        )
+    return [param.piece(name, local)]
+
+
+# ---- reading
+
+
+def restore_models(held: Held, reader: Reader) -> None:
+    """Fills parameters and buffers in place.
+
+    The caller tells the engines that they have changed, on all ranks when all have come through: what follows are
+    collectives, and one rank alone may find a file damaged.
+
+    Raises:
+        CheckpointError: of another model, on all ranks alike; nothing is changed then.
+    """
+    entries = reader.manifest.tensors
+    elsewhere = left_out(reader.manifest.state, reader.where)
+    known, wanted = set[str](), dict[str, TensorEntry]()
+    for tensor in held.tensors():
+        known.update(tensor.names)
+        if tensor.names[0].removeprefix(MODEL) not in elsewhere:
+            wanted[next((name for name in tensor.names if name in entries), tensor.names[0])] = tensor.entry
+    compared = {name: entry for name, entry in entries.items() if name not in known or name in wanted}
+    require_match(reader.where, compared, wanted, MODEL)
+    for engine in held.engines:
+        engine.at_rest()
+    pieces = list[Piece]()
+    for param, names in held.params():
+        if names[0] not in elsewhere:
+            name = next(MODEL + name for name in names if MODEL + name in entries)
+            pieces.append(param.piece(name, param.local))
+    buffers = [(buffer, name) for model in held.models for name, buffer in persistent_buffers(model)]
+    read = [whole(MODEL + name, torch.empty_like(buffer)) for buffer, name in buffers]
+    reader.fill([*pieces, *read])
+    for (buffer, _), piece in zip(buffers, read, strict=True):
+        buffer.copy_(piece.local.view(buffer.shape))
+
+
+def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Reader) -> None:
+    """Replaces the optimizers' states by those of the checkpoint, in the layout of this run.
+
+    States that are there already are filled in place: no rank holds two copies. Saved states of parameters that are
+    frozen here are passed over, and a parameter without saved states begins with none.
+
+    Raises:
+        CheckpointError: states of trained parameters that no optimizer has, or of other shapes; nothing is changed
+            then.
+    """
+    saved: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    for name, entry in reader.manifest.tensors.items():
+        if name.startswith(STATE):
+            saved[name.removeprefix(STATE).rpartition(".")[0]][name] = entry
+    fresh: dict[Optimizer, dict[Tensor, dict[str, Tensor]]] = {}
+    pieces: list[Piece] = []
+    known = dict(held.params())
+    for optimizer in optimizers:
+        states = fresh[optimizer] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                found = next((saved.pop(name) for name in known.get(param, ()) if name in saved), None)
+                if found and param in WHOLE.get(optimizer, (param,)):
+                    present, owned = optimizer.state.get(param, {}), WHOLE.get(optimizer, {}).get(param)
+                    targets = _state_targets(param, group, found, reader, present, owned)
+                    states[param] = {piece.name.rpartition(".")[2]: tensor for piece, tensor in targets}
+                    pieces += [piece for piece, _ in targets]
+    own = {name for names in known.values() for name in names}
+    passed = {name.removeprefix(MODEL) for tensor in held.tensors() for name in tensor.names} - own  # of other stages
+    passed.update(name for param, names in known.items() if not param.requires_grad for name in names)
+    if strange := [name for name in saved if name not in passed]:
+        raise CheckpointError(
+            f"{reader.where} has optimizer states of {len(strange)} parameters that the optimizer does not have, such "
+            f"as {strange[0]}: give all optimizers that were saved, over the same parameters"
+        )
+    reader.fill(pieces)
+    for optimizer, states in fresh.items():
+        optimizer.state.clear()
+        optimizer.state.update(states)
+
+
+def _state_targets(
+    param: ShardedParameter,
+    group: Mapping[str, Any],
+    found: Mapping[str, TensorEntry],
+    reader: Reader,
+    present: Mapping[str, Any],
+    owned: Region | None,
+) -> list[tuple[Piece, Tensor]]:
+    """The piece that each state of a parameter is read into, and its tensor: of an `owned` region, which may be all,
+    or the elements of this rank's slice."""
+    targets = []
+    local, shape = param.local, tuple(param.shape)
+    number_device = local.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+    for name, entry in found.items():
+        key, dtype = name.rpartition(".")[2], DTYPES[reader.entry(name).dtype]
+        number = entry.shape == () and (shape != () or key in NUMBERS)  # of a 0-d parameter it may be its slice
+        fits = entry.shape == shape if owned is None else owned.is_part_of(entry.shape)
+        if not number and not fits:
+            raise CheckpointError(f"{reader.where}: {name} must have shape {shape} or (); it has {entry.shape}")
+        model = reader.manifest.tensors.get(MODEL + name.removeprefix(STATE).rpartition(".")[0])
+        if not number and model is not None and entry.dtype == model.dtype:
+            dtype = local.dtype  # as the optimizer makes it: like the parameter, which may have another one than saved
+        region = None if number or owned is None else owned.of(entry.shape)
+        sizes = entry.shape if number else (local.numel(),) if region is None else region.sizes
+        tensor = _in_place(present.get(key), sizes, dtype, number_device if number else local.device)
+        all_of_it = Piece(name=name, shape=entry.shape, start=0, local=tensor.view(-1), within=region)
+        targets.append((all_of_it if number or owned is not None else param.piece(name, tensor), tensor))
+    return targets
+
+
+def _in_place(held: Any, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    fits = type(held) is Tensor and (held.shape, held.dtype, held.device) == (sizes, dtype, device)
+    return held if fits and held.is_contiguous() else torch.empty(sizes, dtype=dtype, device=device)
+
+
+# ---- frozen parameters that are left out: a number for each, alike under every layout
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SPREAD = -0x61C8864680B583EB
+"""An odd number with its bits well mixed: 2**64 over the golden ratio, as a signed integer (Knuth, volume 3, 6.4)."""
+
+_CHUNK = 1 << 20
+
+
+def checksums(held: Held) -> dict[str, int]:
+    """By name, a checksum of every frozen parameter of all stages: the sum, modulo 2**64, of a number for each
+    element's place and bits.
+
+    Collective; a sum has no order, so it is the same on any number of ranks.
+    """
+    sums: dict[str, int] = {}
+    for engine in held.engines:
+        frozen = [buffer for buffer in buffers_of(engine) if not buffer.spec.trainable]
+        sums |= checksums_of(engine, [place.info.name for buffer in frozen for place in buffer.places])
+    pipeline = held.engines[0].pipeline
+    stages = gather_over(None if pipeline is None else pipeline.group, sums)
+    return {name: total for each in stages for name, total in each.items()}
+
+
+def checksums_of(engine: Engine, names: Sequence[str]) -> dict[str, int]:
+    """Those of one model's parameters of these names; collective on its ranks, with the same names."""
+    order = {name: index for index, name in enumerate(names)}
+    sums = torch.zeros(len(names), dtype=torch.int64, device=engine.control.device)
+    for buffer in buffers_of(engine):
+        for row in param_rows(buffer, order):
+            sums[order[row.name]] += _checksum(row)
+    engine.control.reduce_all(sums)
+    return dict(zip(names, sums.tolist(), strict=True))
+
+
+def _checksum(row: Piece) -> Tensor:
+    bits = row.local.view(_BITS[row.local.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        first = row.start + start
+        places = torch.arange(first, first + part.numel(), device=bits.device)
+        mixed = (part + 1) * _SPREAD * (2 * places + 1)
+        total += (mixed ^ (mixed >> 29)).sum()  # no element's bits alone decide the highest ones
+    return total
+
+
+def left_out(state: Mapping[str, Any], where: str) -> dict[str, int]:
+    """The checksums in a manifest's state; none of a checkpoint that has everything.
+
+    Raises:
+        DamagedError: they are not what `checksums` returned.
+    """
+    found = state.get("frozen", {})
+    if not isinstance(found, dict) or not all(type(value) is int for value in found.values()):
+        raise DamagedError(f"{where}: what it says of frozen parameters cannot be read")
+    return found
+
+
+def require_same(held: Held, saved: Mapping[str, int], where: str) -> None:
+    """Raises CheckpointError, on all ranks, unless the model's frozen parameters are those that a checkpoint was saved
+    beside. Collective."""
+    if not saved:
+        return
+    own = checksums(held)
+    differ = [name for name, value in saved.items() if own.get(name) != value]
+    if differ:
+        raise CheckpointError(
+            f"{where} holds what is trained alone, and was saved beside other values of {len(differ)} of "
+            f"{len(saved)} frozen parameters than the model has here, such as {differ[0]}: make the model of the same "
+            f"pretrained files, in the same param_dtype"
+        )
