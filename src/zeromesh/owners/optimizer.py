@@ -16,9 +16,11 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeromesh.engine.control import Control
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import Place
 from zeromesh.engine.optim import UNPROVEN, WHOLE
@@ -28,7 +30,6 @@ from zeromesh.engine.units import DTYPES
 from zeromesh.errors import MismatchError, OptimizerError
 from zeromesh.owners.beyond import Beyond
 from zeromesh.owners.bucket import Member, OwnedBucket, without_memory
-from zeromesh.owners.limit import require_memory
 from zeromesh.owners.stacks import Stacking, require_stackable
 from zeromesh.owners.trial import require_tensorwise, small_like, trial_state_bytes
 from zeromesh.pieces.owners import (
@@ -43,7 +44,7 @@ from zeromesh.pieces.owners import (
 )
 from zeromesh.pieces.passage import Part, bucket_of, passage
 from zeromesh.schedule import ITEM_BYTES, Bucket, most_room
-from zeromesh.strategy import Layout
+from zeromesh.units import format_bytes
 
 CostOf = Callable[[Sequence[int]], float]
 """What stepping a tensor of a shape takes, in any unit."""
@@ -207,7 +208,15 @@ class OwnerOptimizer(Optimizer):
         for indices in cut(self.placements, self.owners, costs, most, waits=waits):
             held = [members[index] for index in indices]
             optimizer = _stand_in(self.kind, groups, options, {m.param: m.whole for m in held}.get)
-            self.buckets.append(_bucket(engine, layout, optimizer, held, rank, self._stacking))
+            bucket = OwnedBucket(
+                optimizer=optimizer,
+                members=held,
+                rank=rank,
+                groups=engine.backend.groups,
+                strides=significant_strides(layout),
+                stacking=self._stacking,
+            )
+            self.buckets.append(bucket)
             passing = [part for member in held for part in member.parts]
             described.append(bucket_of(layout, self.placements, passing, rank, dtypes))
         self._number = engine.own(self.buckets, described, beyond.axes)
@@ -388,21 +397,33 @@ def _home_of(engine: Engine, kind: type[Optimizer], params: Sequence[ShardedPara
     return engine.homes[parts.pop()]
 
 
-def _bucket(
-    engine: Engine,
-    layout: Layout,
-    optimizer: Optimizer,
-    members: Sequence[Member],
-    rank: int,
-    stacking: Stacking,
-) -> OwnedBucket:
-    return OwnedBucket(
-        optimizer=optimizer,
-        members=members,
-        rank=rank,
-        groups=engine.backend.groups,
-        strides=significant_strides(layout),
-        stacking=stacking,
+def free_bytes(device: torch.device) -> int | None:
+    """What may still be allocated; None where no limit is known."""
+    if device.type == "cpu":  # which swaps
+        return None
+    module = torch.get_device_module(device)
+    free: int = module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
+    return free
+
+
+def require_memory(optimizer: OwnerOptimizer, control: Control) -> None:
+    """Raises OptimizerError, on all ranks, where one has less memory free than its own tensors' states, values and
+    gradients will take."""
+    free = free_bytes(next(param.device for group in optimizer.param_groups for param in group["params"]))
+    if free is None:
+        return
+    kept, room = optimizer.state_bytes() + optimizer.kept_bytes(), optimizer.room_bytes()[0]
+    short = torch.tensor([int(kept + room > free)], device=control.device)
+    if not control.reduce_all(short, dist.ReduceOp.MAX).item():
+        return
+    every = control.gather((kept, room, free))
+    rank = max(range(len(every)), key=lambda each: every[each][0] + every[each][1] - every[each][2])
+    kept, room, free = every[rank]
+    raise OptimizerError(
+        f"zm.by_owner({optimizer.kind.__name__}, params): rank {rank} owns tensors whose states and values take "
+        f"{format_bytes(kept)}, and in a step {format_bytes(room)} more; of its device {format_bytes(free)} are free, "
+        f"{format_bytes(kept + room - free)} too little. Shard states over more ranks, so that more own (stage 1 or "
+        f"above on further axes), or give elementwise optimizers their slices, without zm.by_owner"
     )
 
 

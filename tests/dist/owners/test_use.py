@@ -24,7 +24,7 @@ from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import WHOLE
 from zeromesh.errors import MismatchError, OptimizerError
-from zeromesh.owners import limit
+from zeromesh.owners import optimizer as by_owner_module
 
 
 def elements_that_move(model: nn.Module, optimizer: Any) -> Counter[str]:
@@ -450,10 +450,10 @@ def test_what_is_refused():
     optimizer = zm.by_owner(LAMB, params[:3])
     needed = optimizer.state_bytes() + optimizer.kept_bytes() + optimizer.room_bytes()[0]
     with pytest.MonkeyPatch.context() as patch:  # a device has a limit, a host has none
-        patch.setattr(limit, "free_bytes", lambda device: needed - 8 * (dist.get_rank() == 2))
+        patch.setattr(by_owner_module, "free_bytes", lambda device: needed - 8 * (dist.get_rank() == 2))
         with pytest.raises(OptimizerError, match=r"rank 2 owns tensors .* .* are free, 8 B too little"):
             zm.by_owner(LAMB, params[:3])
-        patch.setattr(limit, "free_bytes", lambda device: needed)
+        patch.setattr(by_owner_module, "free_bytes", lambda device: needed)
         zm.by_owner(LAMB, params[:3])
     with pytest.raises(OptimizerError, match="chosen once"):
         optimizer.add_param_group({"params": params[3:]})
