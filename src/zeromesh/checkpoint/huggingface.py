@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 from torch import nn
 
 from zeromesh.checkpoint.full_state import buffers_of, persistent_buffers
+from zeromesh.checkpoint.loader import load_one
 from zeromesh.checkpoint.peers import make_peers
 from zeromesh.checkpoint.safetensors import Spec, open_safetensors, write_safetensors
 from zeromesh.checkpoint.tensors import MODEL, Held, param_rows, restore_models
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.units import DTYPES
-from zeromesh.errors import CheckpointError
 from zeromesh.modules import DTYPE_NAMES
 from zeromesh.pieces.piece import Piece, whole
 
@@ -82,13 +83,7 @@ def load_safetensors(model: nn.Module, location: str | os.PathLike[str]) -> None
             is changed then); or if a file is missing or damaged.
     """
     engine = engine_of(model)
-    peers, problem = make_peers(engine.control), ""
-    try:
-        with open_safetensors(Path(location), MODEL) as reader:
-            restore_models(Held(models=(model,), engines=(engine,), control=engine.control), reader)
-    except CheckpointError as error:
-        problem = str(error)
-    for found in peers.all_gather(problem, f"whether all have loaded {location}"):
-        if found:
-            raise CheckpointError(found)
+    held = Held(models=(model,), engines=(engine,), control=engine.control)
+    opened, peers = partial(open_safetensors, Path(location), MODEL), make_peers(engine.control)
+    load_one(os.fspath(location), opened, peers, partial(restore_models, held))
     engine.changed()

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zeromesh.checkpoint.dcp import METADATA, OBJECTS, read_foreign
@@ -57,7 +58,7 @@ def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Loaded | No
         _warn(peers, problem)
     for name in names:
         try:
-            return _attempt(storage, name, peers, restore)
+            return load_one(storage.where(name), partial(_open, storage, name), peers, restore)
         except DamagedError as error:
             refused.append(str(error))
             _warn(peers, str(error))
@@ -79,7 +80,7 @@ def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) 
     storage = open_storage(parent or ".")
     kind = peers.broadcast(_kind(storage, name), "what is to be loaded")
     if kind == "checkpoint":
-        return _attempt(storage, name, peers, restore)
+        return load_one(storage.where(name), partial(_open, storage, name), peers, restore)
     loaded = load_newest(open_storage(location), peers, restore)
     if loaded is None:
         raise CheckpointError(
@@ -114,40 +115,38 @@ _WORST = (MismatchError, DamagedError, CheckpointError)
 """What a rank raises of all that ranks say: what else one says may follow from the first."""
 
 
-def _attempt(storage: Storage, name: str, peers: Peers, restore: Restore) -> Loaded:
-    """Loads one; what one rank finds wrong, all ranks raise."""
+def _open(storage: Storage, name: str) -> Reader:
+    foreign = not has_file(storage, name, MANIFEST) and has_file(storage, name, METADATA)
+    if foreign and has_file(storage, name, OBJECTS):
+        missing = storage.where(name, MANIFEST)
+        raise DamagedError(f"{missing} is missing or no file: a checkpoint of zeromesh's is not complete without it")
+    return Reader(storage, name, read_foreign(storage, name) if foreign else read_manifest(storage, name))
+
+
+def load_one(where: str, opened: Callable[[], Reader], peers: Peers, restore: Restore) -> Loaded:
+    """Loads what `opened` returns; what one rank finds wrong, all ranks raise."""
     loaded: Loaded | None = None
     kind: type[ZeromeshError] = DamagedError
     problem, other = "", None
     try:
-        foreign = not has_file(storage, name, MANIFEST) and has_file(storage, name, METADATA)
-        if foreign and has_file(storage, name, OBJECTS):
-            raise DamagedError(
-                f"{storage.where(name, MANIFEST)} is missing or no file: a checkpoint of zeromesh's is not complete "
-                f"without it"
-            )
-        manifest = read_foreign(storage, name) if foreign else read_manifest(storage, name)
-        with Reader(storage, name, manifest) as reader:
-            restored = restore(reader)
-        state = dict(manifest.state)
-        loaded = Loaded(where=storage.where(name), step=manifest.step, state=state, restored=restored)
+        with opened() as reader:
+            restored, manifest = restore(reader), reader.manifest
+        loaded = Loaded(where=where, step=manifest.step, state=dict(manifest.state), restored=restored)
     except CheckpointError as error:
         problem, kind = str(error), DamagedError if isinstance(error, DamagedError) else CheckpointError
     except OSError as error:
-        problem = f"{storage.where(name)} cannot be read: {reason(error)}"
+        problem = f"{where} cannot be read: {reason(error)}"
     except Exception as error:  # the others wait; it is no fault of the checkpoint's: out of memory, say
-        problem = f"rank {peers.rank} has not loaded {storage.where(name)}: {reason(error)}"
+        problem = f"rank {peers.rank} has not loaded {where}: {reason(error)}"
         kind, other = MismatchError, error
     step = None if loaded is None else loaded.step
-    found = peers.all_gather((problem, _WORST.index(kind), step), f"whether all have loaded {name}")
+    found = peers.all_gather((problem, _WORST.index(kind), step), f"whether all have loaded {where}")
     if other is not None:
         raise other
     for problem, index, _ in sorted((f for f in found if f[0]), key=lambda f: f[1]):
         raise _WORST[index](problem)
     if loaded is None or any(step != loaded.step for _, _, step in found):
-        raise MismatchError(
-            f"ranks do not see the same checkpoint {storage.where(name)}: steps {[f[2] for f in found]}"
-        )
+        raise MismatchError(f"ranks do not see the same checkpoint {where}: steps {[f[2] for f in found]}")
     return loaded
 
 
