@@ -495,16 +495,17 @@ def render(entries: dict[str, Entry | dict[str, Entry]]) -> str:
     values: dict[str, float] = {name: entry[0] for name, entry in entries.items() if isinstance(entry, tuple)}
     links = [entry for entry in entries.values() if isinstance(entry, dict)]
     shares = {kind: entry[0] for each in links for kind, entry in each.items()}
-    lines = ["# Written by tools/fit_costs.py. Do not edit: change the script and run it again."]
+    lines = ["# Written by tools/fit_costs.py. Do not edit: change the script and run it again.", ""]
     spans = ranges(Constants(link_share=shares, **values))
     for name, entry in entries.items():
         for key, (value, how, source) in (
             {f"link_share.{kind}": e for kind, e in entry.items()} if isinstance(entry, dict) else {name: entry}
         ).items():
-            lines += ["", f"[{key}]", f"value = {value!r}", f'how = "{how}"', f'source = "{source}"']
+            fields = [f"value = {value!r}", f'how = "{how}"', f'source = "{source}"']
             if key in spans:
                 low, high, why = spans[key]
-                lines += [f"low = {low!r}", f"high = {high!r}", f'between = "{why}"']
+                fields += [f"low = {low!r}", f"high = {high!r}", f'between = "{why}"']
+            lines.append(f"{key} = {{ {', '.join(fields)} }}")
     return "\n".join(lines) + "\n"
 
 

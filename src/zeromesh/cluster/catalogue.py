@@ -1,21 +1,27 @@
-"""The catalogue of cluster presets: one TOML file each in `presets/`, with a source for every constant."""
+"""The catalogue of cluster presets: `presets.toml`, with a source for every constant."""
 
 from __future__ import annotations
 
+import tomllib
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+from zeromesh.cluster.chips import named_device
 from zeromesh.cluster.cluster import Cluster
-from zeromesh.cluster.read import parse_cluster, read_cluster
+from zeromesh.cluster.read import cluster_of, read_cluster
 from zeromesh.errors import ClusterError, nearest
 
 
 @cache
+def _catalogue() -> dict[str, Any]:
+    return tomllib.loads((files("zeromesh.cluster") / "presets.toml").read_text(encoding="utf-8"))
+
+
 def preset_names() -> tuple[str, ...]:
     """Names of all presets, sorted."""
-    folder = files("zeromesh.cluster") / "presets"
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+    return tuple(sorted(_catalogue()["clusters"]))
 
 
 @cache
@@ -29,8 +35,19 @@ def preset(name: str) -> Cluster:
         raise ClusterError(
             f"unknown cluster {name!r}, neither a preset nor the path of a TOML file; {nearest(name, preset_names())}"
         )
-    text = (files("zeromesh.cluster") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
-    return parse_cluster(text, where=f"preset {name}")
+    known = _catalogue()
+    made = known["clusters"][name]
+    device, source = named_device(made["device"])
+    sources = {f"device.{key}": source for key in device if key != "name"}
+    levels = []
+    for own in [*known["nodes"][made["node"]], *([made["network"]] if "network" in made else [])]:
+        level = known["links"][own["link"]] | own
+        del level["link"]
+        sources[f"level.{own['name']}.bandwidth"] = level.pop("source")
+        sources[f"level.{own['name']}.latency"] = level.pop("latency_source")
+        levels.append(level)
+    table = {"name": name, "description": made["description"], "device": device, "level": levels, "sources": sources}
+    return cluster_of(table, where=f"preset {name}")
 
 
 def find_cluster(name_or_path: str | Path) -> Cluster:

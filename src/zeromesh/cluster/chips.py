@@ -1,4 +1,4 @@
-"""Fills in what a cluster file leaves out about a well-known device."""
+"""Devices that are known: those of presets, and the values that a cluster file leaves out about one."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ def complete(cluster: Cluster) -> Cluster:
         filled = replace(filled, multiprocessors=chip["multiprocessors"])
         sources.setdefault("device.multiprocessors", chip["source"])
     return replace(cluster, device=filled, sources=tuple(sorted(sources.items())))
+
+
+def named_device(name: str) -> tuple[dict[str, Any], str]:
+    """The device of a preset, as the table of a cluster file, and its source."""
+    chip = next(chip for chip in _chips() if chip.get("name") == name)
+    table = {key: value for key, value in chip.items() if key not in ("match", "source")}
+    if "achievable" in chip:
+        table["achievable"] = {"bf16": chip["achievable"]}
+    return table, chip["source"]
 
 
 def _chip(device: Device) -> Mapping[str, Any] | None:

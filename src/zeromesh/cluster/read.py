@@ -77,7 +77,12 @@ def parse_cluster(text: str, *, where: str = "cluster file") -> Cluster:
     Raises:
         ClusterError: as `read_cluster`.
     """
-    root = _Table(parse_toml(text, where=where, error=ClusterError), where, "")
+    return cluster_of(parse_toml(text, where=where, error=ClusterError), where=where)
+
+
+def cluster_of(table: Mapping[str, Any], *, where: str) -> Cluster:
+    """The cluster in the table of a file; raises as `read_cluster`."""
+    root = _Table(table, where, "")
     root.only("name", "description", "device", "level", "sources")
     try:
         return Cluster(
