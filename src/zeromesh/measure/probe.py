@@ -97,7 +97,7 @@ def probe(
     """Measures the ranks of `mesh`.
 
     Args:
-        mesh: sizes by level, outermost first; None: the levels that the ranks find (`levels.find`).
+        mesh: sizes by level, outermost first; None: the levels that the ranks find (`levels.find_levels`).
         ranks: how many there are, where there is no mesh.
         name: of the cluster.
         rounds: timings of each size; at least 4.
@@ -147,7 +147,7 @@ def measure(
     from torch.distributed.device_mesh import init_device_mesh
 
     from zeromesh.measure.kernels import measure_kernels
-    from zeromesh.measure.levels.find import find_levels
+    from zeromesh.measure.levels import find_levels
     from zeromesh.measure.links import PATIENCE, measure_links
     from zeromesh.measure.machine import measure_machine
 

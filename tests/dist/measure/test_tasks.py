@@ -19,8 +19,7 @@ from tests.pure.measure.probed import raw
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import MeshError
 from zeromesh.launch.ranks import Ranks
-from zeromesh.measure import parity, selftest
-from zeromesh.measure.levels import find as find_places
+from zeromesh.measure import levels, parity, selftest
 from zeromesh.measure.links import measure_links
 from zeromesh.measure.probe import from_raw, measure
 from zeromesh.measure.replay import schedule_json
@@ -56,22 +55,17 @@ def test_every_level_is_timed_on_all_its_groups():
 
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_levels_are_found_alike_on_all_ranks():
-    """One machine whose ranks are taken to be on others: two hosts at two switches, then hosts that are no blocks."""
+    """One machine whose ranks are taken to be on others: two hosts, four, and then hosts that are no blocks."""
     ranks = ranks_of(4)
 
-    def find(machines: str, **more):
+    def find(machines: str):
         with pytest.MonkeyPatch.context() as patch:
-            place = find_places._place_of(ranks)
-            name = machines[ranks.rank]
-            patch.setattr(find_places, "_place_of", lambda _: replace(place, machine=name, host=name, **more))
-            return find_places.find_levels(ranks)
+            patch.setattr(levels, "machine_id", lambda: machines[ranks.rank])
+            return levels.find_levels(ranks)
 
     found = find("aabb")
     assert found.mesh == {"cluster": 2, "node": 2} and list(found.mesh) == ["cluster", "node"]
     assert found.sources["node"] == "hosts of the ranks"
-    assert "SLURM names no switches above the hosts" in found.missing
-    switched = find("abcd", switches=("core", f"leaf{ranks.rank // 2}"))
-    assert switched.mesh == {"cluster": 2, "switch": 2} and switched.sources["switch"] == "SLURM_TOPOLOGY_ADDR"
     measured = find("abcd")  # all pairs are of one machine, whatever it has to do: no level, or one that divides them
     assert list(measured.mesh.items()) in ([("cluster", 4)], [("cluster", 2), ("switch", 2)])
     told = [None] * 4
