@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 app = plain_app("bench")
 
 ROUNDS = 8
-"""Rounds of layouts that cannot be told apart. On a quiet machine a ratio strays by 3 % from round to round, and its
-mean over eight rounds by 1 %."""
+"""On a quiet machine a ratio strays by 3 % from round to round, and its mean over eight rounds by 1 %."""
 
 _TIMEOUT_S = 24 * 3600.0
 _TOPOLOGY = (
@@ -41,9 +40,7 @@ def bench(
     model: Annotated[str, typer.Option(help="Parameters of the Llama: tiny, 1M, 7M, 30M, 60M.")] = "7M",
     sequences: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 64,
-    rounds: Annotated[
-        int, typer.Option(help="Rounds over the layouts of a setting, until the fastest is known.")
-    ] = ROUNDS,
+    rounds: Annotated[int, typer.Option(help="Rounds over the layouts of a setting.")] = ROUNDS,
     steps: Annotated[int, typer.Option(help="Steps of a cell in a round that are timed, at the most.")] = 4,
     output: Annotated[Path, typer.Option("-o", "--output", help="The result file.")] = Path("bench.json"),
 ) -> None:
@@ -78,8 +75,8 @@ def bench(
             found = measure(topology, list(group), rounds=rounds, steps=steps)
             rows += make_rows(topology, found)
             noise += noise_of(topology, found)
-            result = _write(output, rows, noise, rounds)
-    _print(rows, result, rounds)
+            result = _write(output, rows, noise)
+    _print(rows, result)
     print(f"all figures: {output}")
 
 
@@ -114,12 +111,12 @@ def measure(topology: str, cells: Sequence[Cell], *, rounds: int, steps: int, pr
     return found
 
 
-def _write(output: Path, rows: Sequence[Row], noise: Sequence[str], rounds: int) -> dict[str, Any]:
+def _write(output: Path, rows: Sequence[Row], noise: Sequence[str]) -> dict[str, Any]:
     from bench.rows import choices_of, summarise
     from zeromesh.cli.workload import write
     from zeromesh.measure.setting import read_setting
 
-    choices = choices_of(rows, rounds)
+    choices = choices_of(rows)
     result = {
         "environment": read_setting(),
         "noise": list(noise),
@@ -131,7 +128,7 @@ def _write(output: Path, rows: Sequence[Row], noise: Sequence[str], rounds: int)
     return result
 
 
-def _print(rows: Sequence[Row], result: dict[str, Any], rounds: int) -> None:
+def _print(rows: Sequence[Row], result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -141,14 +138,13 @@ def _print(rows: Sequence[Row], result: dict[str, Any], rounds: int) -> None:
     for row in shown(rows):
         table.add_row(*row)
     Console(width=200).print(table)
-    for line in (*choices_of(rows, rounds), *result["noise"]):
+    for line in (*choices_of(rows), *result["noise"]):
         print(line)
     summary = result["summary"]
     print(
         f"median error of {summary['cells']} step times: {summary['median_error']:.1%} (from the probe alone "
         f"{summary['planned_median_error']:.1%}); the best predicted strategy is the best measured one, or within 3 % "
-        f"of it, in {summary['right']} of {summary['choices']} settings; the rounds suffice to say so, with "
-        f"{summary['confidence']:.0%} confidence, in {summary['told']}"
+        f"of it, in {summary['right']} of {summary['choices']} settings"
     )
 
 

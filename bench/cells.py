@@ -1,7 +1,7 @@
-"""Each rank's part of a bench: it measures the layouts of a setting in turn, until it is known which is fastest.
+"""Each rank's part of a bench: it measures the layouts of a setting in turn, round by round.
 
 The models of a setting stay in memory from round to round, so that a round costs each layout little more than its timed
-steps; a layout that is out ([Note: Paired rounds]) gives its memory back.
+steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from bench.matrix import Cell, by_setting
 from lab import Lab, by_level
 from zeromesh.errors import MeasurementError
 from zeromesh.files import write_whole
-from zeromesh.measure.race import in_question
 
 if TYPE_CHECKING:
     from zeromesh.launch.ranks import Ranks
@@ -31,6 +30,9 @@ COMPUTE_ROUNDS = 3
 
 VISIT_S = 5.0
 """For the timed steps of a layout in a round: slow ones get fewer of them, but at least one."""
+
+FAR = 2.0
+"""Cells that take so many times the fastest in the first round are left out of the others, which would take hours."""
 
 Found = dict[str, Any]
 
@@ -50,7 +52,7 @@ def run_cells(
         ranks: all of them.
         cells: of the topology, as JSON.
         probe: options of `zeromesh.measure.probe.measure`; None: no probe.
-        rounds: of each cell, at the most.
+        rounds: of each cell.
         steps: of each round that are timed, at the most.
         marks: the folder in which the lab's counters are read; empty: there are none.
 
@@ -77,35 +79,28 @@ class _Setting:
         counts: Callable[[], list[float]] | None,
     ) -> None:
         self._ranks, self._cells, self._rounds, self._steps, self._counts = ranks, cells, rounds, steps, counts
-        # Models in question, and how many steps of each are timed: a round begins by dropping the others.
+        # With how many steps of each are timed.
         self._models: dict[Cell, tuple[Training, int]] = {}
         self._found: dict[Cell, list[Found]] = {cell: [] for cell in cells}
 
     def run(self) -> Found:
-        """Rounds until it is known which layout is fastest."""
+        """All rounds, round by round: a slow minute of the machine is a slow round of all cells."""
         from zeromesh.measure.steps import measure_compute
 
         compute: list[Found] = []
+        cells = self._cells
         for number in range(self._rounds):
-            left = self._left()
-            self._models = {cell: model for cell, model in self._models.items() if cell in left}
-            if left and number < COMPUTE_ROUNDS:
-                compute.append(measure_compute(self._ranks, left[0].batch, steps=self._steps))
-            for cell in left:
+            if number < COMPUTE_ROUNDS:
+                compute.append(measure_compute(self._ranks, self._cells[0].batch, steps=self._steps))
+            for cell in cells:
                 self._found[cell].append(self._visit(cell) | {"round": number})
+            if number == 0:  # means of all ranks, so all ranks choose alike
+                first = {cell: median(found[0]["step_s"]) for cell, found in self._found.items()}
+                cells = [cell for cell in cells if first[cell] <= FAR * min(first.values())]
+                self._models = {cell: self._models[cell] for cell in cells}
         self._models = {}
-        cells = [{"cell": cell.to_json(), "rounds": found} for cell, found in self._found.items()]
-        return {"compute": compute, "cells": cells}
-
-    def _left(self) -> list[Cell]:
-        """The cells in question. The first rank decides, so that all go the same way."""
-        import torch.distributed as dist
-
-        times = {cell: by_round(found) for cell, found in self._found.items()}
-        left = in_question(times, looks=self._rounds)
-        told = [[index for index, cell in enumerate(self._cells) if cell in left]]
-        dist.broadcast_object_list(told, src=0)
-        return [self._cells[index] for index in told[0]]
+        found = [{"cell": cell.to_json(), "rounds": rounds} for cell, rounds in self._found.items()]
+        return {"compute": compute, "cells": found}
 
     def _visit(self, cell: Cell) -> Found:
         from zeromesh.measure.steps import Training, measure_round

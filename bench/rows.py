@@ -10,17 +10,23 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 from bench.cells import Found, by_round
 from bench.matrix import Cell, Topology, by_setting
 from zeromesh.cluster import Cluster
 from zeromesh.measure.probe import from_raw
-from zeromesh.measure.race import CONFIDENCE, Ratio, Rounds, as_good, compare, fastest
 from zeromesh.measure.steps import Batch, predict
 from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.strategy import Layout
 from zeromesh.units import format_bytes, format_seconds
+
+CLOSE = 0.03
+"""A layout within 3 % of the fastest is as good as that."""
+
+Rounds = Mapping[int, float]
+"""Seconds of a step by the number of the round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,49 +72,53 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A setting (topology and batch) that was run with several strategies, compared in the rounds that they share.
+    """A setting (topology and batch) that was run with several strategies.
 
     Args:
         best: the fastest.
-        ratios: of the others to it.
+        ratios: of the others to it, round by round: the quartiles, the median between them.
         chosen: the one that is predicted to be fastest.
-        right: it is, or within `zeromesh.measure.race.CLOSE` of it.
-        told: the rounds suffice to say so, with `CONFIDENCE`.
     """
 
     best: Row
-    ratios: Mapping[Cell, Ratio]
+    ratios: Mapping[Cell, tuple[float, float, float]]
     chosen: Row
-    right: bool
-    told: bool
 
     @classmethod
-    def of(cls, group: Sequence[Row], looks: int) -> Choice:
-        rows, times = {row.cell: row for row in group}, {row.cell: row.rounds for row in group}
-        best, chosen = fastest(times), min(group, key=lambda row: row.predicted_s)
-        right, told = as_good(times, chosen.cell, looks=looks)
-        ratios = compare(times, best, looks=looks)
-        return cls(best=rows[best], ratios=ratios, chosen=chosen, right=right, told=told)
+    def of(cls, group: Sequence[Row]) -> Choice:
+        best, chosen = (min(group, key=attrgetter(key)) for key in ("step_s", "predicted_s"))
+        ratios = {row.cell: _quartiles(row.rounds, best.rounds) for row in group if row is not best}
+        return cls(best=best, ratios=ratios, chosen=chosen)
+
+    @property
+    def right(self) -> bool:
+        """Whether the chosen is the fastest, or within `CLOSE` of it."""
+        return self.chosen is self.best or self.ratios[self.chosen.cell][1] <= 1 + CLOSE
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            **self.best.cell.to_json(),
+        ratios = {other.strategy: ratio for other, ratio in self.ratios.items()}
+        return self.best.cell.to_json() | {
             "predicted": self.chosen.cell.strategy,
             "right": self.right,
-            "told": self.told,
-            "ratios": {other.strategy: asdict(ratio) for other, ratio in self.ratios.items()},
+            "ratios": ratios,
         }
 
     def __str__(self) -> str:
-        """The fastest layout, those that cannot be told from it, and how the predicted one does."""
+        """The fastest layout, those that were as fast in a quarter of the rounds, and how the predicted one does."""
         cell = self.best.cell
-        near = [f"{other.strategy} {_shown(ratio)}" for other, ratio in self.ratios.items() if ratio.low <= 1]
+        near = [f"{other.strategy} {_shown(ratio)}" for other, ratio in self.ratios.items() if ratio[0] <= 1]
         line = f"{cell.topology} x{cell.batch.micro_batches} {cell.batch.dtype}: {cell.strategy} is fastest"
         line += f", or {', '.join(near)}" if near else ""
         if self.chosen is not self.best:
             chosen = self.chosen.cell
             line += f"; predicted {chosen.strategy}, {_shown(self.ratios[chosen])}"
-        return line + ("" if self.told else "; more rounds are needed to tell")
+        return line
+
+
+def _quartiles(own: Rounds, best: Rounds) -> tuple[float, float, float]:
+    ratios = [own[at] / best[at] for at in own]
+    low, middle, high = statistics.quantiles(ratios * 2 if len(ratios) == 1 else ratios, n=4, method="inclusive")
+    return low, middle, high
 
 
 def make_rows(topology: str, found: Found) -> list[Row]:
@@ -173,11 +183,11 @@ def noise_of(topology: str, found: Found) -> list[str]:
     ]
 
 
-def choices_of(rows: Sequence[Row], looks: int) -> list[Choice]:
-    """The choice in each setting with several layouts, after at most `looks` rounds."""
+def choices_of(rows: Sequence[Row]) -> list[Choice]:
+    """The choice in each setting with several layouts."""
     by_cell = {row.cell: row for row in rows}
     groups = [[by_cell[cell] for cell in group] for group in by_setting(by_cell) if len(group) > 1]
-    return [Choice.of(group, looks) for group in groups]
+    return [Choice.of(group) for group in groups]
 
 
 def summarise(rows: Sequence[Row], choices: Sequence[Choice]) -> dict[str, float]:
@@ -188,8 +198,6 @@ def summarise(rows: Sequence[Row], choices: Sequence[Choice]) -> dict[str, float
         "planned_median_error": statistics.median(abs(row.planned_s / row.step_s - 1) for row in rows),
         "choices": len(choices),
         "right": sum(choice.right for choice in choices),
-        "told": sum(choice.told for choice in choices),
-        "confidence": CONFIDENCE,
     }
 
 
@@ -240,5 +248,6 @@ def shown(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _shown(ratio: Ratio) -> str:
-    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.high < 100 else f"{ratio.value:.2f}"
+def _shown(ratio: tuple[float, float, float]) -> str:
+    low, middle, high = ratio
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"

@@ -2,5 +2,5 @@
 
 Reading order: `fit` (timings to a line), `cluster_file`, `launch` (a task on all ranks), `links` and `machine` (what is
 timed there), `probe` (a cluster file of it), `llama` (the model that is trained), `steps` (training steps, measured and
-predicted), `bench` (a matrix of them), `selftest`.
+predicted), `selftest`.
 """
