@@ -29,10 +29,6 @@ def plan(
         typer.Option(help="zeromesh; full: tp, cp, pp and ep too, where they are not given."),
     ] = "zeromesh",
     splits: Annotated[str, typer.Option(help="How often a level may be split: none, once or all.")] = "once",
-    robust: Annotated[
-        bool,
-        typer.Option(help="Where constants that measurements leave open decide, choose the layout of least regret."),
-    ] = True,
     within: Annotated[
         float,
         typer.Option(min=0, max=1, help="Recommend a simpler layout that is slower by at most this share; 0: none."),
@@ -73,7 +69,6 @@ def plan(
             engine=engine,
             top=top,
             trace=given.report is not None,
-            choice="robust" if robust else "fastest",
             within=within,
             accepts=(lambda plan: can_express(other, plan, spec)) if other and engine == given.engine else None,
         )

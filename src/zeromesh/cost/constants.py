@@ -94,12 +94,6 @@ class Constants:
             return replace(self, link_share=dict(self.link_share) | {kind: value})
         return replace(self, **{name: value})  # type: ignore[arg-type]  # all others are floats
 
-    def value(self, name: str) -> float:
-        """Of one of them, named as in the file."""
-        kind = name.removeprefix("link_share.")
-        found: float = self.share_of(kind) if kind != name else getattr(self, name)
-        return found
-
     def share_of(self, kind: str) -> float:
         """Achieved share of nominal bandwidth over links of this kind."""
         return dict(self.link_share)[kind]

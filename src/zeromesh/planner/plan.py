@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
@@ -14,7 +14,6 @@ from zeromesh.model import ModelSpec
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.explain import Reason, explain
 from zeromesh.planner.known import known_strategies
-from zeromesh.planner.robust import Robust, robust
 from zeromesh.planner.search import Found, Options, search
 from zeromesh.planner.simplest import WITHIN, one_of_each_kind, simplest, with_known
 from zeromesh.planner.workload import Workload
@@ -37,7 +36,6 @@ class Planned:
         candidates: the best, the fastest, and the fastest of each other kind of layout.
         front: no other simulated candidate is both smaller and faster; smallest first.
         why: what the alternatives lose.
-        robust: what the choice depends on, and the layout of least regret.
         found: counts and the gap.
         limit_bytes: usable memory of a device.
         seconds: of planning.
@@ -52,7 +50,6 @@ class Planned:
     candidates: tuple[Choice, ...]
     front: tuple[Estimate, ...]
     why: tuple[Reason, ...]
-    robust: Robust
     found: Found
     limit_bytes: float
     seconds: float
@@ -72,7 +69,6 @@ class Planned:
             "searched": self.found.searched,
             "seconds": self.seconds,
             "why": [reason.to_json() for reason in self.why],
-            "robust": self.robust.to_json(),
             "gap": self.found.gap,
             "pruned_by_memory": self.found.pruned_memory,
             "simulated": self.found.simulated,
@@ -124,7 +120,6 @@ def plan(
     constants: Constants | None = None,
     top: int = 5,
     trace: bool = False,
-    choice: Literal["fastest", "robust"] = "robust",
     within: float = WITHIN,
     accepts: Callable[[Plan], bool] | None = None,
 ) -> Planned:
@@ -140,8 +135,6 @@ def plan(
         constants: of the cost model; None for the shipped ones.
         top: candidates to simulate whole and list.
         trace: also give the best one's timeline.
-        choice: which layout counts as the fastest: that with the constants as shipped, or, where another one is the
-            fastest within their stated ranges, that of least regret over them.
         within: share of the fastest step that a simpler layout may take longer; 0 recommends the fastest.
         accepts: whether a plan may be recommended, where another engine has to run it. If it accepts none, all count.
 
@@ -151,8 +144,7 @@ def plan(
     """
     start = time.perf_counter()
     found, evaluator = search(model, cluster, workload, options=options, engine=engine, constants=constants)
-    safest = robust(evaluator, found.ranked)
-    fastest = found.best.candidate if choice == "fastest" else safest.candidate
+    fastest = found.best.candidate
     lossless = options is None or options.wires == "lossless"
     every = (each.strategy for each in known_strategies(evaluator.division(fastest.parallel).cluster))
     known = [strategy for strategy in every if not (lossless and strategy.quantised)]
@@ -181,7 +173,6 @@ def plan(
         candidates=candidates,
         front=found.front,
         why=tuple(why),
-        robust=safest,
         found=found,
         limit_bytes=evaluator.limit_bytes,
         seconds=time.perf_counter() - start,

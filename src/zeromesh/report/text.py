@@ -39,22 +39,7 @@ def print_plan(planned: Planned, console: Console | None = None) -> None:
             (reason.name, _COLOURS[reason.outcome]), "  ", (reason.strategy, "cyan"), "  ", reason.text
         )
         console.print(head)
-    for line in robust_lines(planned):
-        console.print(Text(line))
     console.print(Text(search_note(planned), style="dim"))
-
-
-def robust_lines(planned: Planned) -> list[str]:
-    """What the choice depends on, where it does: the constant that decides most, and the layout of least regret."""
-    found = planned.robust
-    if not found.depends:
-        return []
-    one = found.depends[0]
-    chosen, fastest = found.candidate.named, found.fastest.named
-    safest = f"the layout of least regret, {chosen}, is at most {found.regret:.1%} from the fastest there"
-    if chosen != fastest:
-        safest += f"; {fastest}, the fastest as measured elsewhere, {found.of_fastest:.1%} (--no-robust)"
-    return [f"the choice depends on what is not known: {one}", f"  {safest}", f"  what would tell: {one.measure}"]
 
 
 def print_simulation(choices: Sequence[Choice], cluster: Cluster, console: Console | None = None) -> None:
