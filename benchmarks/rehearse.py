@@ -1,15 +1,9 @@
-"""`zeromesh rehearse` against real runs, its own price, and the host's time beside FSDP2's.
+"""The price of `zeromesh rehearse`, and the host's time of the engine beside FSDP2's.
 
-    python benchmarks/rehearse.py --out benchmarks/results/rehearse.json [--only truth|price|sizes|host]
+    python benchmarks/rehearse.py --out benchmarks/results/rehearse.json [--only price|host]
 
-truth   the demo and two other models of transformers, two steps on 4 gloo ranks of this machine (ranks 0 and 3 are
-        looked at), and the same configurations rehearsed as those ranks. Parameters, gradients, optimizer states, bytes
-        and calls of collectives by axis must be equal; of the buffers what is not the workspace of collectives, since
-        gloo's work in memory and with messages of their own.
 price   Llama-70B, 80 layers, on 1,024 ranks (examples/rehearse-llama-70b.toml): seconds, and the resident set.
         Goal: 60 s on two cores, 4 GiB.
-sizes   all blocks of Llama-7B (32), Llama-65B (80) and a mixture of eight experts, by `tests/simdev/test_virtual.py`,
-        as the last of 64, 1,024 and 16,384 ranks: predicted and allocated bytes, which must be equal; and seconds.
 host    processor seconds of the host for a block's forward and backward on the virtual device, where collectives do
         nothing, less those of the same model without sharding: ours and FSDP2's, at 8, 64, 512 and 4,096 ranks. Medians
         of `--rounds`, in turns. Goal: half of FSDP2's, and less than 20 % more at 4,096 than at 8.
@@ -25,89 +19,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO, LARGE = ROOT / "examples" / "demo.toml", ROOT / "examples" / "rehearse-llama-70b.toml"
-MODELS = {
-    "the demo": [],
-    "gpt2": ['model.config={model_type="gpt2", n_embd=64, n_layer=3, n_head=4, n_positions=128}'],
-    "qwen2": [
-        'model.config={model_type="qwen2", hidden_size=64, intermediate_size=160, num_hidden_layers=3, '
-        "num_attention_heads=4, num_key_value_heads=2}",
-        'dtypes.param="bf16"',
-        "model.activation_checkpointing=true",
-        'strategy="node=3,cluster=2"',
-    ],
-}
+LARGE = ROOT / "examples" / "rehearse-llama-70b.toml"
 WORLDS = (8, 64, 512, 4096)
-SIZES = (64, 1024, 16384)
 LAYERS, WIDTH = 24, 1024
-
-
-def truth() -> dict[str, Any]:
-    """By model, what was compared; raises where something differs."""
-    found = {}
-    for name, overrides in MODELS.items():
-        real = on_real_ranks(overrides)
-        for rank in (0, 3):
-            rehearsed = rehearse(DEMO, *flags(overrides), "--rank", str(rank))
-            here = real[rank]
-            kinds = {kind: sizes["allocated_bytes"] for kind, sizes in rehearsed["memory"]["kinds"].items()}
-            there = here["memory"] | {"buffers": here["memory"]["buffers"] - here["workspace"]}
-            assert kinds == there, (name, rank, kinds, there)
-            assert rehearsed["memory"]["predicted_bytes"] == rehearsed["memory"]["allocated_bytes"]
-            assert rehearsed["bytes_by_axis"] == here["sent"], (name, rank, rehearsed["bytes_by_axis"], here["sent"])
-            assert rehearsed["collectives_by_axis"] == here["calls"], (name, rank, rehearsed, here)
-            found[f"{name}, rank {rank}"] = {
-                "allocated_bytes": kinds,
-                "sent_bytes": here["sent"],
-                "collectives": here["calls"],
-                "launches_per_unit": rehearsed["launches_per_unit"],
-            }
-    return found
-
-
-def on_real_ranks(overrides: list[str]) -> list[dict[str, Any]]:
-    """What each of 4 gloo ranks allocates and sends in the second of two steps."""
-    from zeromesh.launch.job import make_job
-    from zeromesh.launch.processes import local_launches, raise_failed, run_ranks
-
-    with make_job("benchmarks.rehearse:real_rank", {"overrides": overrides}) as job:
-        raise_failed(run_ranks(local_launches(job.command, 4, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})))
-        return job.result()
-
-
-def real_rank(store_file: Path | None, *, overrides: list[str]) -> list[dict[str, Any]]:
-    import torch.distributed as dist
-
-    from zeromesh.engine.api import engine_of
-    from zeromesh.launch.ranks import join_ranks
-    from zeromesh.observe.report import memory_report, traffic_report
-    from zeromesh.train.config import load_config
-    from zeromesh.train.corpus import read_corpus
-    from zeromesh.train.loop import _build, make_trainer
-
-    config = load_config(DEMO, overrides)
-    with join_ranks(config.mesh, store_file, device="cpu") as ranks:
-        corpus = read_corpus(config)
-        trainer = make_trainer(config, ranks, corpus, _build(config, ranks, corpus))
-        trainer.step(0)
-        recompute = config.model.activation_checkpointing
-        with traffic_report(trainer.model, micro_batches=config.micro_batches, recompute=recompute) as traffic:
-            trainer.step(0)
-        report = memory_report(trainer.model, trainer.optimizer)
-        own = {
-            "memory": {line.kind: line.allocated_bytes for line in report if line.kind != "total"},
-            "workspace": sum(engine_of(trainer.model).schedule.memory.workspace.values()),
-            "sent": {line.axis: line.sent_bytes for line in traffic.lines()},
-            "calls": dict(Counter(call.axis for call in traffic.calls)),
-        }
-        everyone: list[Any] = [None] * ranks.world
-        dist.all_gather_object(everyone, own)
-        return everyone
 
 
 def price() -> dict[str, Any]:
@@ -124,51 +42,12 @@ def price() -> dict[str, Any]:
     }
 
 
-def sizes() -> dict[str, Any]:
-    """Each world in a process of its own."""
-    found = {}
-    for world in SIZES:
-        command = [sys.executable, __file__, "--only", "sizes", "--world", str(world)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        found[str(world)] = json.loads(done.stdout)
-    return found
-
-
-def sizes_of(world: int) -> dict[str, Any]:
-    from dataclasses import replace
-
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from tests.simdev import test_virtual as models
-    from zeromesh import simdev
-
-    simdev.start(virtual=True)
-    simdev.counting_group(world - 1, world)
-    mesh = init_device_mesh("simdev", (world // 8, 8), mesh_dim_names=("cluster", "node"))
-    found = {}
-    for name, shape in {
-        "Llama-7B": replace(models.LLAMA_7B, blocks=32),
-        "Llama-65B": replace(models.LLAMA_65B, blocks=80),
-        "mixture": replace(models.MIXTURE, blocks=32),
-    }.items():
-        for strategy in ("node=3,cluster=1", "node=3,cluster=3"):
-            began = time.process_time()
-            held = models.rehearsed(shape, mesh, strategy)
-            found[f"{name}, {strategy}"] = held | {"processor_s": round(time.process_time() - began, 1)}
-    return found
-
-
 def rehearse(config: Path, *options: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "zeromesh.cli", "rehearse", str(config), *options, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout)
-
-
-def flags(overrides: list[str]) -> list[str]:
-    return [part for override in overrides for part in ("--set", override)]
 
 
 def host(rounds: int) -> dict[str, Any]:
@@ -238,16 +117,15 @@ def host_of(world: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("truth", "price", "sizes", "host"))
+    parser.add_argument("--only", choices=("price", "host"))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--world", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.world:
-        of_world = sizes_of(options.world) if options.only == "sizes" else host_of(options.world, options.rounds)
-        print(json.dumps(of_world))
+        print(json.dumps(host_of(options.world, options.rounds)))
         return
-    parts = {"truth": truth, "price": price, "sizes": sizes, "host": lambda: host(options.rounds)}
+    parts = {"price": price, "host": lambda: host(options.rounds)}
     found = {name: part() for name, part in parts.items() if options.only in (None, name)}
     if options.out:
         known = json.loads(options.out.read_text()) if options.out.exists() else {}

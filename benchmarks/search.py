@@ -1,4 +1,4 @@
-"""Times the planner: a search on three levels, the whole space proven, the command line, and how each grows.
+"""Times the planner and the simulator: a search on three levels, the whole space proven, one step, the command line.
 
     python benchmarks/search.py --out benchmarks/results/search.json
     python benchmarks/search.py --skip-whole
@@ -25,6 +25,7 @@ from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.measure.setting import read_setting
 from zeromesh.model import ModelSpec, UnitKind, preset
 from zeromesh.planner import Options, Workload, plan, search
+from zeromesh.simulator import FixedWorkload, simulate
 
 SEQ_LEN = 4096
 
@@ -88,6 +89,13 @@ def planned(model: ModelSpec, cluster: Cluster) -> Result:
     workload = Workload(seq_len=SEQ_LEN, global_batch_tokens=SEQ_LEN * cluster.world)
     found = plan(model, cluster, workload).found
     return Result(case="", cpu_s=0.0, wall_s=0.0, searched=found.searched, simulated=found.simulated, gap=found.gap)
+
+
+def stepped(model: ModelSpec, cluster: Cluster) -> Result:
+    """One step, event by event."""
+    workload = FixedWorkload(seq_len=SEQ_LEN, global_batch_tokens=SEQ_LEN * cluster.world)
+    simulate(model, cluster, "node=3,cluster=1", workload, record=True)
+    return Result(case="", cpu_s=0.0, wall_s=0.0, simulated=1)
 
 
 def command(*arguments: str) -> Result:
@@ -162,6 +170,7 @@ def main() -> None:
         *commands(repeats),
         timed("plan llama-13b on 1,024", repeats, lambda: planned(preset("llama-13b"), three_levels(8, 128))),
         timed("search llama-65b on 16,384", repeats, lambda: searched(preset("llama-65b"), large, Options())),
+        timed("step of llama-65b on 1,024", repeats, lambda: stepped(preset("llama-65b"), three_levels(8, 128))),
         *growth(repeats),
     ]
     if not arguments.skip_whole:
