@@ -84,9 +84,8 @@ validate: $(STAMP)
 bench lab: $(STAMP)
 	@$(BIN)/python -m $@ $(ARGS)
 
-# Benchmarks import `bench` and `lab`, which lie beside them.
 bench-%: $(STAMP) FORCE
-	@PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(BIN)/python benchmarks/$*.py $(ARGS)
+	@$(BIN)/python -m benchmarks.$* $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,6 @@
 """Plans for every text architecture of transformers: which are read, and whether what is read is right.
 
-    python benchmarks/architectures.py -o benchmarks/results/architectures.json     # 45 minutes of a processor
+    make bench-architectures ARGS="-o architectures.json"     # 45 minutes of a processor
 
 Of each config class that a causal, masked or encoder-decoder language model is made of, a config.json that names the
 type alone is loaded as `zeromesh plan --model` loads it, and a step of it simulated. Parameters are held against the
@@ -11,7 +11,6 @@ CPU, forward and backward. An architecture that takes more than --limit seconds 
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import resource
@@ -32,10 +31,9 @@ import transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_flop_count
 
+from benchmarks.harness import parser, save
 from zeromesh.cluster import find_cluster
 from zeromesh.errors import ModelError
-from zeromesh.files import write_whole
-from zeromesh.measure.setting import read_setting
 from zeromesh.model import ModelSpec, Recomputation, load_model
 from zeromesh.model.from_module import from_module, token_inputs
 from zeromesh.model.from_transformers import HEADS, trained_as
@@ -272,12 +270,11 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--only", nargs="*", default=[], help="model types; all if none")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--limit", type=int, default=240, help="seconds of a processor for one architecture")
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--only", nargs="*", default=[], help="model types; all if none")
+    options.add_argument("--jobs", type=int, default=2)
+    options.add_argument("--limit", type=int, default=240, help="seconds of a processor for one architecture")
+    given = options.parse_args()
     chosen = given.only or types()
     records = []
     with ThreadPoolExecutor(given.jobs) as pool:
@@ -285,13 +282,8 @@ def main() -> None:
             records.append(record)
             print(json.dumps(record)[:400], flush=True)
     records.sort(key=lambda record: record["model_type"])
-    found = summary(records)
-    print(json.dumps(found, indent=2))
-    if given.output:
-        setting = read_setting() | {"transformers": transformers.__version__, "seq_len": SEQ_LEN}
-        write_whole(
-            given.output, json.dumps({"setting": setting, "summary": found, "records": records}, indent=1) + "\n"
-        )
+    versions = {"transformers": transformers.__version__, "seq_len": SEQ_LEN}
+    save(given.out, **versions, records=records, summary=summary(records))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Times saves and loads against plain DCP of FSDP2: the same model, disk and ranks, in one run, taking turns.
 
-    python benchmarks/checkpoint.py -o benchmarks/results/checkpoint.json
+    make bench-checkpoint ARGS="-o benchmarks/results/checkpoint.json"
 
 Both sides save parameters and AdamW's states in fp32 (zeromesh also the ranks' random states), to one file a rank.
 Reads may come from the page cache, on both sides. When a save ends, everything is on the disk, on both sides: DCP syncs
@@ -11,18 +11,13 @@ synced, before the clock starts.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -33,39 +28,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load_into
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_from
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zeromesh as zm
-from zeromesh.measure.setting import read_setting
+from benchmarks.harness import on_ranks, parser, save
+from zeromesh.launch.ranks import Ranks
 
 WORLD = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """Times of the slowest rank, seconds: medians, and what they are the medians of.
-
-    Args:
-        state_bytes: parameters and moments of all ranks.
-        staging_bytes: host memory of the copy that an asynchronous save makes, on one rank.
-        median_s: by what was timed.
-        all_s: one for each turn.
-        median_cpu_s: of all threads of a rank, of the one that used most; hardly depends on what else the machine does.
-
-    Timed are:
-        save, dcp_save: until everything is on the disk.
-        block: how long an asynchronous save keeps training waiting.
-        copy: of this rank's shards into memory that is there already, for comparison with `block`.
-        load, dcp_load: into a model of the same layout.
-        load_other: into one of another strategy.
-    """
-
-    state_bytes: int
-    staging_bytes: int
-    median_s: dict[str, float]
-    all_s: dict[str, list[float]]
-    median_cpu_s: dict[str, float]
 
 
 def build(layers: int, hidden: int) -> nn.Sequential:
@@ -91,13 +60,18 @@ def timed(work: Callable[[], Any]) -> tuple[float, float]:
     return float(spent[0]), float(spent[1])
 
 
-def rank_main(rank: int, directory: str, layers: int, hidden: int, repeats: int) -> None:
+def measure(ranks: Ranks, *, directory: str, layers: int, hidden: int, repeats: int) -> dict[str, Any]:
+    """A task of all ranks. Times are of the slowest rank: medians, and what they are the medians of.
+
+    save, dcp_save: until everything is on the disk.
+    block: how long an asynchronous save keeps training waiting.
+    copy: of this rank's shards into memory that is there already, for comparison with `block`.
+    load, dcp_load: into a model of the same layout.
+    load_other: into one of another strategy.
+    """
     warnings.simplefilter("ignore")  # torch's, of its own calls
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    root = Path(directory)
-    dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), WORLD), rank=rank, world_size=WORLD)  # type: ignore[attr-defined]
-    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("cluster", "node"))
+    root, rank, mesh = Path(directory), ranks.rank, ranks.mesh
     theirs = build(layers, hidden)
     for layer in theirs:
         fully_shard(layer, mesh=mesh["node"])
@@ -158,36 +132,28 @@ def rank_main(rank: int, directory: str, layers: int, hidden: int, repeats: int)
             cpu.clear()
     staging_bytes = checkpoints.staging_bytes
     checkpoints.close()
-    if rank == 0:
-        result = Result(
-            state_bytes=sum(shard.numel() * shard.itemsize for shard in shards) * WORLD,
-            staging_bytes=staging_bytes,
-            median_s={name: statistics.median(seconds) for name, seconds in times.items()},
-            all_s=dict(times),
-            median_cpu_s={name: statistics.median(seconds) for name, seconds in cpu.items()},
-        )
-        (root / "result.json").write_text(json.dumps(asdict(result)))
-    dist.destroy_process_group()
+    return {
+        "state_bytes": sum(shard.numel() * shard.itemsize for shard in shards) * WORLD,
+        "staging_bytes": staging_bytes,  # of one rank: the copy that an asynchronous save makes
+        "median_s": {name: statistics.median(seconds) for name, seconds in times.items()},
+        "all_s": dict(times),
+        # Of all threads of the rank that used most; hardly depends on what else the machine does.
+        "median_cpu_s": {name: statistics.median(seconds) for name, seconds in cpu.items()},
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the temporary one")
-    parser.add_argument("-o", "--output", type=Path)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        options = (directory, arguments.layers, arguments.hidden, arguments.repeats)
-        ranks = [get_context("spawn").Process(target=rank_main, args=(rank, *options)) for rank in range(WORLD)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            sys.exit("a rank failed")
-        result = {"setting": read_setting(), **json.loads((Path(directory) / "result.json").read_text())}
+    options = parser(__doc__)
+    options.add_argument("--layers", type=int, default=8)
+    options.add_argument("--hidden", type=int, default=2048)
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--directory", type=Path, help="on the disk to measure; default: the temporary one")
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+        sizes = {"layers": given.layers, "hidden": given.hidden, "repeats": given.repeats}
+        mesh = {"cluster": 1, "node": WORLD}
+        result = on_ranks("benchmarks.checkpoint:measure", mesh, directory=directory, **sizes)
+    save(given.out, **result)
     for name, ours, reference, bound in (
         ("save against DCP of FSDP2", "save", "dcp_save", 1.05),
         ("load against DCP of FSDP2", "load", "dcp_load", 1.1),
@@ -197,9 +163,6 @@ def main() -> None:
         median, every = result["median_s"], result["all_s"]
         shown = [f"{median[key]:8.4f} s ({min(every[key]):.4f} to {max(every[key]):.4f})" for key in (ours, reference)]
         print(f"{name:<28} {'  '.join(shown)}  {median[ours] / median[reference]:5.2f} x  (at most {bound} x)")
-    print(json.dumps(result))
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

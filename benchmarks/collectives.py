@@ -2,9 +2,9 @@
 
 On this machine (starts its own ranks), or under torchrun, behind whatever network that spans::
 
-    python benchmarks/collectives.py --world 4
-    torchrun --nproc-per-node 4 benchmarks/collectives.py --sizes 8MiB
-    python -m lab 2@200mbit,2 -- python benchmarks/collectives.py --nodes 2 --sizes 16MiB
+    python -m benchmarks.collectives --world 4
+    torchrun --nproc-per-node 4 -m benchmarks.collectives --sizes 8MiB
+    python -m lab 2@200mbit,2 -- python -m benchmarks.collectives --nodes 2 --sizes 16MiB
 
 Candidates are interleaved, so that a busy moment of the machine does not hit one alone. For each it prints the median
 and the fastest wall time of the slowest rank, the CPU time of all ranks together, and bytes per second and rank at the
@@ -15,24 +15,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import resource
 import statistics
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.harness import on_ranks
 from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather, ho_ring_reduce_scatter
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.comm.quantised import quantised_all_gather, quantised_reduce_scatter
 from zeromesh.comm.transport import Exchange, pieces
+from zeromesh.launch.ranks import Ranks
 from zeromesh.strategy import Layout
 from zeromesh.units import parse_bytes
 from zeromesh.wires import QuantFormat
@@ -247,25 +248,19 @@ def _result(key: tuple[str, str], dtype: str, region_bytes: int, walls: list[flo
     )
 
 
-def run(rank: int, world: int, store: str | None, arguments: argparse.Namespace) -> None:
-    """One rank of the benchmark."""
+def run(ranks: Ranks, **given: Any) -> list[dict[str, Any]]:
+    """A task of all ranks: results as dictionaries."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")
-    if store is None:
-        dist.init_process_group("gloo")
-    else:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        file = dist.FileStore(store, world)  # type: ignore[attr-defined]  # torch does not list it in __all__
-        dist.init_process_group("gloo", store=file, rank=rank, world_size=world)
+    arguments, world = argparse.Namespace(**given), ranks.world
     make = _make_line(world) if arguments.nodes == 1 else _make_levels(world, arguments.nodes)
+    found: list[dict[str, Any]] = []
     for dtype in arguments.dtypes:
         for size in arguments.sizes:
             numel = int(parse_bytes(size)) // DTYPES[dtype].itemsize // world * world
             buffers = make(torch.zeros(numel, dtype=DTYPES[dtype]))
-            for result in measure(buffers, dtype, arguments.repeats, arguments.only):
-                if dist.get_rank() == 0:
-                    print(json.dumps(asdict(result)) if arguments.json else result, flush=True)
-    dist.destroy_process_group()
+            found += map(asdict, measure(buffers, dtype, arguments.repeats, arguments.only))
+    return found
 
 
 def _make_line(world: int) -> Callable[[torch.Tensor], Line | Levels]:
@@ -283,7 +278,7 @@ def _make_levels(world: int, nodes: int) -> Callable[[torch.Tensor], Line | Leve
     return lambda region: Levels(whole=whole, node=groups["node"], cluster=groups["cluster"], region=region)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=2, help="ranks to start here; torchrun's own otherwise")
     parser.add_argument("--nodes", type=int, default=1, help="compare two-level forms over that many nodes")
@@ -292,22 +287,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", default="", help="operations whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parsed = parser.parse_args(arguments)
-    if "RANK" in os.environ:
-        run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, parsed)
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        context = multiprocessing.get_context("spawn")
-        ranks = [
-            context.Process(target=run, args=(rank, parsed.world, f"{directory}/store", parsed), daemon=True)
-            for rank in range(parsed.world)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit(1)
+    parsed = parser.parse_args()
+    world = int(os.environ.get("WORLD_SIZE", parsed.world))
+    for result in on_ranks("benchmarks.collectives:run", {"line": world}, **vars(parsed)) or ():
+        print(json.dumps(result) if parsed.json else Result(**result))
 
 
 if __name__ == "__main__":

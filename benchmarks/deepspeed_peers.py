@@ -32,8 +32,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import Step, make_model
 from torch.nn import functional
+
+from benchmarks.peers import Step, make_model
 
 
 def installed() -> str:

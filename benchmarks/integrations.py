@@ -1,8 +1,8 @@
 """What Trainer, Accelerate and Fabric add to a step of our own loop, beside what they add to plain PyTorch's.
 
-    python benchmarks/integrations.py -o benchmarks/results/integrations.json     # about six minutes
+    make bench-integrations ARGS="-o benchmarks/results/integrations.json"     # about six minutes
 
-Two gloo ranks (torchrun is started by itself), a Llama of 3.7 M parameters in fp32, one batch of 4 x 64 tokens a rank,
+Two gloo ranks, a Llama of 3.7 M parameters in fp32, one batch of 4 x 64 tokens a rank,
 clipping, and torch's AdamW, not its fused one, which the Trainer would take by itself. Eight sides take turns, some
 steps each: a loop and three libraries, once in DistributedDataParallel and once sharded. A side's figure is the median
 of its steps. `adds` is a library's step over its loop's; `beyond` is how much more the sharded one adds than the plain
@@ -11,29 +11,24 @@ one: the ratio of the two, of rounds in pairs, with quartiles.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zeromesh as zm
-from zeromesh.files import write_whole
-from zeromesh.measure.setting import read_setting
+from benchmarks.harness import in_turns, on_ranks, parser, save
+from zeromesh.launch.ranks import Ranks
 
 RANKS = 2
 BATCH, LENGTH = 4, 64
@@ -156,20 +151,21 @@ def fabric(sharding: zm.Sharding | None) -> Side:
     return lambda steps: clocked(made.setup_dataloaders(loader(steps * RANKS)), step)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    sharding = zm.Sharding(strategy=options.strategy, mesh={"node": RANKS})
+def measure(_ranks: Ranks, *, strategy: str, rounds: int, steps: int) -> dict[str, Any]:
+    """A task of all ranks."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    sharding = zm.Sharding(strategy=strategy, mesh={"node": RANKS})
     makers = {"loop": loop, "trainer": trainer, "accelerate": accelerate, "fabric": fabric}
     sides = {(name, kind): make(how) for kind, how in (("plain", None), ("sharded", sharding))
              for name, make in makers.items()}  # fmt: skip
-    medians: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
-    for number in range(options.rounds + 1):
-        order = list(sides) if number % 2 else list(sides)[::-1]
-        for side in order:
-            dist.barrier()
-            seconds = sides[side](options.steps)[2:]
-            if number:  # the first warms up
-                medians[side].append(statistics.median(seconds))
-    found: dict[str, Any] = {"setting": read_setting(), "strategy": options.strategy, "ranks": RANKS}
+
+    def turn(side: Side) -> float:
+        dist.barrier()
+        return statistics.median(side(steps)[2:])
+
+    medians = in_turns({key: partial(turn, side) for key, side in sides.items()}, rounds)
+    found: dict[str, Any] = {"strategy": strategy, "ranks": RANKS}
     found["ms"] = {f"{kind} {name}": 1e3 * statistics.median(medians[name, kind]) for name, kind in sides}
     for name in LIBRARIES:
         adds = {
@@ -187,26 +183,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--out", type=Path)
-    parser.add_argument("--strategy", default="node=3")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=16)
-    options = parser.parse_args()
-    if "RANK" not in os.environ:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", __file__, *sys.argv[1:]]
-        sys.exit(subprocess.call(command, env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}))
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    dist.init_process_group("gloo")
-    init_device_mesh("cpu", (RANKS,))
-    found = measure(options)
-    if dist.get_rank() == 0:
-        print(json.dumps(found, indent=2))
-        if options.out:
-            write_whole(options.out, json.dumps(found, indent=2) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+    options = parser(__doc__)
+    options.add_argument("--strategy", default="node=3")
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--steps", type=int, default=16)
+    given = options.parse_args()
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    asked = {"strategy": given.strategy, "rounds": given.rounds, "steps": given.steps}
+    save(given.out, **on_ranks("benchmarks.integrations:measure", {"node": RANKS}, **asked))
 
 
 if __name__ == "__main__":

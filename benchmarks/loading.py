@@ -1,6 +1,6 @@
 """Loads a pretrained model on several ranks: memory beyond the shard, and time against reading its file.
 
-    python benchmarks/loading.py -o benchmarks/results/loading.json     # about two minutes, and 3 GB of disk
+    make bench-loading ARGS="-o benchmarks/results/loading.json"     # about two minutes, and 3 GB of disk
 
 A Llama in bf16 of a gigabyte (--layers for a smaller one) is written once. In each round every side is loaded once, in
 turn, by fresh buffers of the same ranks:
@@ -16,14 +16,11 @@ most that a rank has resident while it loads, above what it keeps; `kept` is wha
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,14 +29,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
+from benchmarks.harness import on_ranks, parser, save
 from zeromesh.checkpoint.safetensors import Stored
-from zeromesh.files import write_whole
-from zeromesh.measure.setting import read_setting
+from zeromesh.launch.ranks import Ranks
 
-SHAPE = {"node": 2, "cluster": 2}
+SHAPE = {"cluster": 2, "node": 2}
 WIDTH = 2048
 
 
@@ -118,65 +114,45 @@ def timed(load: Callable[[], Any], files: list[Path]) -> tuple[float, int, int]:
     return seconds, *found.tolist()
 
 
-def work(rank: int, store: str, directory: Path, rounds: int, cold: bool, results: Any) -> None:
-    world = SHAPE["node"] * SHAPE["cluster"]
+def work(ranks: Ranks, *, model: str, rounds: int, cold: bool) -> dict[str, list[tuple[float, int, int]]]:
+    """A task of all ranks: by side, what `timed` has found in each round."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (SHAPE["cluster"], SHAPE["node"]), mesh_dim_names=("cluster", "node"))
+    directory, mesh = Path(model), ranks.mesh
     sides: dict[str, Callable[[], Any]] = {
-        "read": lambda: read_quarter(directory, rank, world),
+        "read": lambda: read_quarter(directory, ranks.rank, ranks.world),
         "ours": lambda: ours(directory, mesh),
         "without": lambda: without(directory, mesh),
         "first": lambda: first(directory, mesh),
     }
     files = sorted(directory.glob("*.safetensors")) if cold else []
-    for _ in range(rounds + 1):  # the first warms up
+    found: dict[str, list[tuple[float, int, int]]] = {side: [] for side in sides}
+    for _ in range(rounds + 1):
         for side, load in sides.items():
-            measured = timed(load, files)
-            if rank == 0:
-                results.put((side, *measured))
-    dist.destroy_process_group()
+            found[side].append(timed(load, files))
+    return {side: rows[1:] for side, rows in found.items()}  # the first warms up
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--out", type=Path)
-    parser.add_argument("--layers", type=int, default=9)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cold", action="store_true", help="from the disk and not from the page cache")
-    options = parser.parse_args()
-    context, world = get_context("spawn"), SHAPE["node"] * SHAPE["cluster"]
+    options = parser(__doc__)
+    options.add_argument("--layers", type=int, default=9)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--cold", action="store_true", help="from the disk and not from the page cache")
+    given = options.parse_args()
     with tempfile.TemporaryDirectory() as base:
-        directory = Path(base) / "model"
-        size = write_model(directory, options.layers)
-        queue = context.Queue()
-        common = (f"{base}/store", directory, options.rounds, options.cold, queue)
-        ranks = [context.Process(target=work, args=(rank, *common)) for rank in range(world)]
-        for process in ranks:
-            process.start()
-        rows = [queue.get() for _ in range(4 * (options.rounds + 1))][4:]
-        for process in ranks:
-            process.join()
+        size = write_model(Path(base), given.layers)
+        rows = on_ranks("benchmarks.loading:work", SHAPE, model=base, rounds=given.rounds, cold=given.cold)
     unit = 2 * max(4 * WIDTH * WIDTH + 3 * WIDTH * 5504, 16384 * WIDTH)
-    found: dict[str, Any] = {
-        "setting": read_setting(),
-        "ranks": world,
-        "file_bytes": size,
-        "unit_bytes": unit,
-        "cold": options.cold,
-    }
-    for side in ("read", "ours", "without", "first"):
-        seconds, beyond, kept = zip(*[row[1:] for row in rows if row[0] == side], strict=True)
+    found: dict[str, Any] = {"ranks": 4, "file_bytes": size, "unit_bytes": unit, "cold": given.cold}
+    for side, measured in rows.items():
+        seconds, beyond, kept = zip(*measured, strict=True)
         found[side] = {"seconds": statistics.median(seconds), "all": seconds, "beyond_bytes": max(beyond)}
         found[side]["kept_bytes"] = max(kept)
     values = found["ours"]["seconds"] - found["without"]["seconds"]
     found["all_over_reading"] = found["ours"]["seconds"] / found["read"]["seconds"]
     found["values_over_reading"] = values / found["read"]["seconds"]
-    print(json.dumps(found, indent=2))
-    if options.out:
-        write_whole(options.out, json.dumps(found, indent=2) + "\n")
+    save(given.out, **found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What quantised wires do to a training run: the demo's loss on held-out files, beside that of the run without them.
 
-    python benchmarks/losses.py --out benchmarks/results/losses.json
+    make bench-losses ARGS="--out benchmarks/results/losses.json"
 
 Trains `examples/demo.toml` once for each strategy, on local processes. Losses do not depend on how busy the machine is;
 they do on the standard library's files, which the demo trains on, and a little on the processor.
@@ -8,18 +8,15 @@ they do on the standard library's files, which the demo trains on, and a little 
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from zeromesh.measure.setting import read_setting
+from benchmarks.harness import ROOT, parser, save
 
-CONFIG = Path(__file__).parents[1] / "examples" / "demo.toml"
-LOSSLESS = "node=3,cluster=3"
-QUANTISED = ("node=3,cluster=3@int8/int4", "node=3@int8/int4,cluster=3@int8/int4")
+STRATEGIES = ("node=3,cluster=3", "node=3,cluster=3@int8/int4", "node=3@int8/int4,cluster=3@int8/int4")
 
 
 def train(strategy: str, steps: int) -> dict[str, float]:
@@ -27,27 +24,24 @@ def train(strategy: str, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         values = {"strategy": strategy, "run.steps": steps, "run.directory": directory, "eval.every": steps}
         options = [option for key, value in values.items() for option in ("--set", f"{key}={value}")]
-        subprocess.run([Path(sys.executable).with_name("zeromesh"), "train", CONFIG, *options], check=True)
+        config = ROOT / "examples" / "demo.toml"
+        subprocess.run([sys.executable, "-m", "zeromesh.cli", "train", config, *options], check=True)
         last = json.loads(Path(directory, "metrics.jsonl").read_text().splitlines()[-1])
     return {"loss": last["loss"], "eval_loss": last["eval_loss"]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", nargs="+", default=[LOSSLESS, *QUANTISED], help="the first is the measure")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--out", default="")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--strategies", nargs="+", default=STRATEGIES, help="the first is the measure")
+    options.add_argument("--steps", type=int, default=300)
+    args = options.parse_args()
     losses = {strategy: train(strategy, args.steps) for strategy in args.strategies}
     lossless = losses[args.strategies[0]]["eval_loss"]
     rows = [
         {"strategy": strategy, **row, "over_first": round(row["eval_loss"] / lossless, 4)}
         for strategy, row in losses.items()
     ]
-    record = {"setting": read_setting(), "steps": args.steps, "rows": rows}
-    print(json.dumps(record, indent=1))
-    if args.out:
-        Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+    save(args.out, steps=args.steps, rows=rows)
 
 
 if __name__ == "__main__":

@@ -29,13 +29,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import MODELS, batches, make_model
-from shaped_table import NAMES, shape_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -43,9 +40,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import zeromesh as zm
+from benchmarks.harness import in_turns, parser, save
+from benchmarks.peers import MODELS, batches, make_model
+from benchmarks.shaped_table import NAMES, shape_of
 from lab import Lab, Tree
 from zeromesh.engine.api import engine_of
-from zeromesh.measure.setting import read_setting
 from zeromesh.schedule.step import sent_bytes_per_axis
 
 CELLS = ("7M 2,2 5", "7M 2@200mbit,2 3", "7M 2@1gbit,4 3", "30M 2,2 3", "30M 2@1gbit,2 3")
@@ -84,7 +83,7 @@ class System:
         self.model.zero_grad()
         return part
 
-    def timed(self) -> None:
+    def timed(self) -> float:
         self.step()
         dist.barrier()
         start = time.perf_counter()
@@ -95,6 +94,7 @@ class System:
         if not isinstance(self.model, torch.distributed.fsdp.FSDPModule):
             engine_of(self.model).at_rest()
         dist.barrier()
+        return part
 
     def sent(self) -> dict[str, int]:
         """Bytes a rank on each axis in a step; of FSDP2 none are known."""
@@ -176,9 +176,7 @@ def rank_program(args: argparse.Namespace) -> None:
     }
     for system in systems.values():
         system.step()  # the first brings masters to their owners
-    for index in range(args.rounds):
-        for name in [*systems][:: -1 if index % 2 else 1]:
-            systems[name].timed()
+    in_turns({name: system.timed for name, system in systems.items()}, args.rounds, warm_up=0)
     rows = {
         name: {
             "step_s": round(statistics.median(system.step_s), 4),
@@ -209,13 +207,12 @@ def ratios(systems: dict[str, System]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", nargs="+", default=CELLS, help="model, tree and rounds of each, in one word")
-    parser.add_argument("--out", default="")
-    parser.add_argument("--shape", type=int, nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--model", choices=MODELS, help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--cells", nargs="+", default=CELLS, help="model, tree and rounds of each, in one word")
+    options.add_argument("--shape", type=int, nargs="+", help=argparse.SUPPRESS)
+    options.add_argument("--model", choices=MODELS, help=argparse.SUPPRESS)
+    options.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
+    args = options.parse_args()
     if args.shape:
         rank_program(args)
         return
@@ -223,7 +220,7 @@ def main() -> None:
     for cell in args.cells:
         model, tree, rounds = cell.split()
         collect = partial(_collect, cells, model, tree, int(rounds))
-        command = [__file__, "--model", model, "--rounds", rounds, "--shape"]
+        command = ["-m", "benchmarks.owners", "--model", model, "--rounds", rounds, "--shape"]
         if "@" in tree:
             command += map(str, shape_of(tree))
             with Lab(Tree.parse(tree)) as lab:
@@ -231,14 +228,11 @@ def main() -> None:
         else:
             sizes = tree.split(",")
             start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            start += [f"--nproc-per-node={math.prod(map(int, sizes))}"]
-            found = subprocess.run(
-                [*start, *command, *sizes], check=True, timeout=600, stdout=subprocess.PIPE, text=True
-            )
+            start += [f"--nproc-per-node={math.prod(map(int, sizes))}", *command, *sizes]
+            found = subprocess.run(start, check=True, timeout=600, stdout=subprocess.PIPE, text=True)
             for line in found.stdout.splitlines():
                 collect(0, "stdout", line)
-        if args.out:
-            Path(args.out).write_text(json.dumps({"setting": read_setting(), "cells": cells}, indent=1) + "\n")
+        save(args.out, cells=cells)
 
 
 def _collect(

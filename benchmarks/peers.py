@@ -1,6 +1,6 @@
 """Step time of zeromesh against plain PyTorch, DDP and FSDP2 in the same layout, on gloo ranks of one machine.
 
-    python benchmarks/peers.py --pairs 30 --out benchmarks/results/peers.json
+    make bench-peers ARGS="--pairs 30 --out benchmarks/results/peers.json"
 
 Both sides of a pair live in the same processes and take turns, two steps each of which the second is timed, in
 alternating order; the figure is the ratio of the medians, with the quartiles of the ratios of single pairs. Wire
@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -35,7 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeromesh as zm
+from benchmarks.harness import in_turns, on_ranks, parser, ratio
 from zeromesh.comm import make_groups, reduce_scatter, workspace_bytes
+from zeromesh.files import write_whole
+from zeromesh.launch.ranks import Ranks
 from zeromesh.measure.setting import read_setting
 from zeromesh.strategy import Layout
 
@@ -225,34 +224,24 @@ def timed(step: Step) -> float:
 
 
 def compare(ours: Step, peer: Step, count: int) -> dict[str, Any]:
-    """Ratio of medians over `count` interleaved pairs, and its spread: the quartiles of single pairs' ratios."""
-    for step in (ours, peer, ours, peer):
-        step()
-    times: tuple[list[float], list[float]] = ([], [])
-    for index in range(count):
-        for side in (0, 1) if index % 2 else (1, 0):
-            # What a step leaves under way, as our refreshes under the next forward, must not fall to the other side.
-            (ours, peer)[side]()
-            times[side].append(timed((ours, peer)[side]))
-    ratios = [a / b for a, b in zip(*times, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4)
-    medians = [statistics.median(side) for side in times]
-    return {
-        "ratio": round(medians[0] / medians[1], 4),
-        "ratio_quartiles": [round(q, 4) for q in quartiles],
-        "standard_error": round((quartiles[2] - quartiles[0]) / 1.35 * 1.25 / count**0.5, 4),
-        "ours_s": round(medians[0], 5),
-        "peer_s": round(medians[1], 5),
-        "pairs": count,
-    }
+    """Over `count` pairs that take turns."""
+
+    def second(step: Step) -> float:
+        step()  # what a step leaves under way, as our refreshes under the next forward, must not fall to the other side
+        return timed(step)
+
+    times = in_turns({"ours": lambda: second(ours), "peer": lambda: second(peer)}, count)
+    found = ratio(times["ours"], times["peer"])
+    low, _, high = found["ratio_quartiles"]
+    return found | {"standard_error": round((high - low) / 1.35 * 1.25 / count**0.5, 4)}
 
 
-def run(rank: int, world: int, store: str, args: argparse.Namespace) -> None:
+def run(ranks: Ranks, **given: Any) -> list[dict[str, Any]]:
+    """A task of all ranks; the file is written after each row."""
     torch.set_num_threads(1)
-    if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    args = argparse.Namespace(**given)
     results: list[dict[str, Any]] = []
-    for name, (ours, peer) in pairs(world).items():
+    for name, (ours, peer) in pairs(ranks.world).items():
         if args.only and args.only not in name:
             continue
         for dtype in [getattr(torch, each) for each in args.dtypes]:
@@ -261,10 +250,9 @@ def run(rank: int, world: int, store: str, args: argparse.Namespace) -> None:
                 row = compare(ours(args.model, dtype, data), peer(args.model, dtype, data), args.pairs)
                 row = {"pair": name, "dtype": str(dtype)[6:], "micro_batches": micro_batches, **row}
                 results.append(row)
-                if rank == 0:
-                    print(json.dumps(row), flush=True)
-                    write(results, world, args)
-    os._exit(0)  # gloo's threads outlive the groups
+                if ranks.rank == 0:
+                    write(results, ranks.world, args)
+    return results
 
 
 def write(results: list[dict[str, Any]], world: int, args: argparse.Namespace) -> None:
@@ -277,7 +265,7 @@ def write(results: list[dict[str, Any]], world: int, args: argparse.Namespace) -
     here = read_setting()
     taken = {name: here.pop(name) for name in ("at", "load_average")}  # rows may be added later
     rows = {_setting_of(row): row for row in [*held, *({**case, **row, **taken} for row in results)]}
-    path.write_text(json.dumps({"setting": here, "results": list(rows.values())}, indent=1) + "\n")
+    write_whole(path, json.dumps({"setting": here, "results": list(rows.values())}, indent=1) + "\n")
 
 
 def _setting_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -285,23 +273,21 @@ def _setting_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="7M")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--sequences", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--only", default="", help="pairs whose name contains this")
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
-    parser.add_argument("--out", default="", help="file to which rows are added")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--model", choices=MODELS, default="7M")
+    options.add_argument("--ranks", type=int, default=4)
+    options.add_argument("--pairs", type=int, default=30)
+    options.add_argument("--sequences", type=int, default=2)
+    options.add_argument("--tokens", type=int, default=64)
+    options.add_argument("--only", default="", help="pairs whose name contains this")
+    options.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
+    args = options.parse_args()
     if args.ranks == 1 and args.dtypes != ["float32"]:
-        parser.error("plain PyTorch has no fp32 masters: one process is compared in float32 only")
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (args.ranks, str(Path(folder) / "store"), args)
-        if args.ranks == 1:
-            run(0, *arguments)
-        mp.spawn(run, arguments, nprocs=args.ranks)
+        options.error("plain PyTorch has no fp32 masters: one process is compared in float32 only")
+    given = vars(args) | {"out": args.out and str(args.out.absolute())}
+    mesh = {"node": given.pop("ranks")}
+    for row in on_ranks("benchmarks.peers:run", mesh, **given):
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The price of `zeromesh rehearse`, and the host's time of the engine beside FSDP2's.
 
-    python benchmarks/rehearse.py --out benchmarks/results/rehearse.json [--only price|host]
+    make bench-rehearse ARGS="--out benchmarks/results/rehearse.json"     # --only price|host
 
 price   Llama-70B, 80 layers, on 1,024 ranks (examples/rehearse-llama-70b.toml): seconds, and the resident set.
         Goal: 60 s on two cores, 4 GiB.
@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.harness import ROOT, itself, parser, save
+
 LARGE = ROOT / "examples" / "rehearse-llama-70b.toml"
 WORLDS = (8, 64, 512, 4096)
 LAYERS, WIDTH = 24, 1024
@@ -54,9 +55,7 @@ def host(rounds: int) -> dict[str, Any]:
     """Each world in a process of its own."""
     found = {}
     for world in WORLDS:
-        command = [sys.executable, __file__, "--only", "host", "--world", str(world), "--rounds", str(rounds)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found[str(world)] = json.loads(done.stdout)
+        found[str(world)] = itself("rehearse", "--only", "host", "--world", world, "--rounds", rounds)
     return found
 
 
@@ -116,21 +115,18 @@ def host_of(world: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("price", "host"))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--world", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--only", choices=("price", "host"))
+    made.add_argument("--rounds", type=int, default=15)
+    made.add_argument("--world", type=int, default=0, help=argparse.SUPPRESS)
+    options = made.parse_args()
     if options.world:
         print(json.dumps(host_of(options.world, options.rounds)))
         return
     parts = {"price": price, "host": lambda: host(options.rounds)}
     found = {name: part() for name, part in parts.items() if options.only in (None, name)}
-    if options.out:
-        known = json.loads(options.out.read_text()) if options.out.exists() else {}
-        options.out.write_text(json.dumps(known | found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    known = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    save(options.out, **{key: value for key, value in known.items() if key != "setting"} | found)
 
 
 if __name__ == "__main__":

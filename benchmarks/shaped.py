@@ -33,17 +33,17 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed_peers import deepspeed_bytes, deepspeed_peers, installed
-from peers import MODELS, Step, batches, ddp_step, fsdp_step, make_model, timed
-from shaped_table import NAMES, NO_MASTERS, OURS_REDUCES, fastest_pair, is_lossless, shape_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
+from benchmarks.deepspeed_peers import deepspeed_bytes, deepspeed_peers, installed
+from benchmarks.harness import in_turns, parser
+from benchmarks.peers import MODELS, Step, batches, ddp_step, fsdp_step, make_model, timed
+from benchmarks.shaped_table import NAMES, NO_MASTERS, OURS_REDUCES, fastest_pair, is_lossless, shape_of
 from lab import Lab, Tree
 from zeromesh.engine.api import engine_of
 from zeromesh.measure.setting import read_setting
@@ -180,7 +180,8 @@ def rank_program(args: argparse.Namespace) -> None:
                 *_our_rows(args, dtype, data, mesh),
                 *_peer_rows(args, dtype, data, known, sizes),
             ]
-            times = _rounds({row["system"]: row.pop("make") for row in rows}, args.rounds)
+            makers = {row["system"]: row.pop("make") for row in rows}
+            times = in_turns({name: partial(_second, make) for name, make in makers.items()}, args.rounds, warm_up=0)
             for row in rows:
                 found = times[row["system"]]
                 row |= {"step_s": round(statistics.median(found), 4), "all_s": [round(value, 4) for value in found]}
@@ -223,19 +224,15 @@ def _peer_rows(
     return rows
 
 
-def _rounds(makers: dict[str, Callable[[], Step]], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in makers}
-    for index in range(rounds):
-        names = list(makers)[:: -1 if index % 2 else 1]
-        for name in names:
-            step = makers[name]()
-            step()
-            times[name].append(timed(step))
-            if isinstance(step, Ours):
-                step.settle()
-            dist.barrier()
-            del step
-    return times
+def _second(make: Callable[[], Step]) -> float:
+    """Seconds of the second of two steps, which pays for what the first has left under way."""
+    step = make()
+    step()
+    seconds = timed(step)
+    if isinstance(step, Ours):
+        step.settle()
+    dist.barrier()
+    return seconds
 
 
 def compare(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
@@ -265,18 +262,17 @@ def compare(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", default="2@200mbit,2", help="two or three levels, as for `make lab`")
-    parser.add_argument("--model", choices=MODELS, default="7M")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", default="", help="added to what is there")
-    parser.add_argument("--skip", default="", help="peers whose name this regular expression finds")
-    parser.add_argument("--only", default="", help="systems, ours too, whose name this regular expression finds")
-    parser.add_argument("--ours", action="store_true", help="without the peers")
-    parser.add_argument("--shape", type=int, nargs="+", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--tree", default="2@200mbit,2", help="two or three levels, as for `make lab`")
+    options.add_argument("--model", choices=MODELS, default="7M")
+    options.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
+    options.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--skip", default="", help="peers whose name this regular expression finds")
+    options.add_argument("--only", default="", help="systems, ours too, whose name this regular expression finds")
+    options.add_argument("--ours", action="store_true", help="without the peers")
+    options.add_argument("--shape", type=int, nargs="+", help=argparse.SUPPRESS)
+    args = options.parse_args()
     if args.shape:
         rank_program(args)
         return
@@ -284,7 +280,7 @@ def main() -> None:
         f"DeepSpeed {installed()} takes part" if installed() else "DeepSpeed is not installed: without it", flush=True
     )
     tree = Tree.parse(args.tree)
-    command = [sys.executable, __file__, *sys.argv[1:], "--shape", *map(str, shape_of(args.tree))]
+    command = [sys.executable, "-m", "benchmarks.shaped", *sys.argv[1:], "--shape", *map(str, shape_of(args.tree))]
     with Lab(tree) as lab:
         lab.run(command, check=True, timeout_s=7200, on_line=partial(_collect, args))
 
@@ -299,8 +295,7 @@ def _collect(args: argparse.Namespace, rank: int, stream: str, line: str) -> Non
     for entry in cell["under_caps"]:
         print(entry, flush=True)
     if args.out:
-        out = Path(args.out)
-        held = json.loads(out.read_text()) if out.exists() else {"cells": []}
+        held = json.loads(args.out.read_text()) if args.out.exists() else {"cells": []}
         here = read_setting()
         cell |= {"model": args.model, "rounds": args.rounds} | {name: here.pop(name) for name in ("at", "load_average")}
         for one in held["cells"]:
@@ -308,7 +303,7 @@ def _collect(args: argparse.Namespace, rank: int, stream: str, line: str) -> Non
         held["setting"] = here
         same = ("tree", "dtype", "micro_batches", "model")
         held["cells"] = [one for one in held["cells"] if any(one.get(key) != cell[key] for key in same)] + [cell]
-        out.write_text(json.dumps(held, indent=1) + "\n")
+        args.out.write_text(json.dumps(held, indent=1) + "\n")
 
 
 if __name__ == "__main__":

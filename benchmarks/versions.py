@@ -1,6 +1,6 @@
 """Step time of this checkout against another one of zeromesh, in the same layouts, on gloo ranks of one machine.
 
-    python benchmarks/versions.py ../before --pairs 15 --out benchmarks/results/versions.json
+    make bench-versions ARGS="../before --pairs 15 --out benchmarks/results/versions.json"
 
 The ranks of both run at once and take turns, two steps each of which the second is timed, in alternating order; the
 figure is the ratio of the medians, with the quartiles of the ratios of single pairs. One thread per rank.
@@ -8,18 +8,17 @@ figure is the ratio of the medians, with the quartiles of the ratios of single p
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+
 LAYOUTS = {
     "one process": "",
     "all 0": "node=0,cluster=0",
@@ -32,7 +31,6 @@ LAYOUTS = {
 
 def work(layout: str, micro_batches: int, rank: int, world: int, store: str) -> None:
     """One rank: a line on its input is a turn, and its answer the seconds of the second step."""
-    del sys.path[0]  # else transformers takes the `kernels` beside this file for a package that it knows
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -81,8 +79,19 @@ class Version:
         store = tempfile.mktemp()
         self._ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, "--work", layout, str(micro_batches), str(rank), str(world), store],
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.versions",
+                    "--work",
+                    layout,
+                    str(micro_batches),
+                    str(rank),
+                    str(world),
+                    store,
+                ],
                 env={**os.environ, "PYTHONPATH": str(root / "src")},
+                cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -106,45 +115,25 @@ class Version:
 def compare(other: Path, layout: str, micro_batches: int, pairs: int) -> dict[str, Any]:
     """One row."""
     world = 1 if layout in ("one process", "host") else 4
-    versions = [Version(root, layout, micro_batches, world) for root in (HERE, other)]
-    for version in versions * 2:
-        version.turn()
-    times: list[list[float]] = [[], []]
-    for pair in range(pairs):
-        for which in (0, 1) if pair % 2 else (1, 0):
-            times[which].append(versions[which].turn())
+    ours, before = versions = [Version(root, layout, micro_batches, world) for root in (ROOT, other)]
+    times = in_turns({"ours": ours.turn, "before": before.turn}, pairs)
     for version in versions:
         version.close()
-    ratios = sorted(ours / theirs for ours, theirs in zip(*times, strict=True))
-    ours, theirs = map(statistics.median, times)
-    low, _, high = statistics.quantiles(ratios, n=4)
-    row = {"layout": layout, "micro_batches": micro_batches, "seconds": ours, "before": theirs}
-    return row | {"ratio": ours / theirs, "quartiles": [low, high]}
+    return {"layout": layout, "micro_batches": micro_batches} | ratio(times["ours"], times["before"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("other", type=Path, help="a checkout of the commit to compare with")
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
-    parser.add_argument("--micro-batches", type=int, nargs="*", default=[1, 4])
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    from zeromesh.measure.setting import read_setting
-
+    options = parser(__doc__)
+    options.add_argument("other", type=Path, help="a checkout of the commit to compare with")
+    options.add_argument("--pairs", type=int, default=15)
+    options.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
+    options.add_argument("--micro-batches", type=int, nargs="*", default=[1, 4])
+    given = options.parse_args()
     rows = []
-    for layout in options.layouts:
-        for micro_batches in options.micro_batches:
-            row = compare(options.other.resolve(), layout, micro_batches, options.pairs)
-            rows.append(row)
-            low, high = row["quartiles"]
-            print(
-                f"{layout:12} {micro_batches} micro-batches  {row['seconds'] * 1e3:8.2f} ms  before "
-                f"{row['before'] * 1e3:8.2f} ms  ratio {row['ratio']:.3f} ({low:.3f} to {high:.3f})",
-                flush=True,
-            )
-    if options.out:
-        options.out.write_text(json.dumps({"setting": read_setting(), "rows": rows}, indent=1, default=str) + "\n")
+    for layout, micro_batches in product(given.layouts, given.micro_batches):
+        rows.append(compare(given.other.resolve(), layout, micro_batches, given.pairs))
+        print(rows[-1], flush=True)
+    save(given.out, rows=rows)
 
 
 if __name__ == "__main__":
@@ -152,4 +141,7 @@ if __name__ == "__main__":
         layout, micro_batches, rank, world, store = sys.argv[2:]
         work(layout, int(micro_batches), int(rank), int(world), store)
     else:
+        # Not above: ranks import the other checkout's zeromesh.
+        from benchmarks.harness import in_turns, parser, ratio, save
+
         main()

@@ -1,0 +1,84 @@
+"""What the benchmarks share: ranks on this machine, systems that take turns, result files.
+
+They run from the checkout: `make bench-NAME`, or `python -m benchmarks.NAME`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zeromesh.files import write_whole
+from zeromesh.measure.launch import on_all_ranks
+from zeromesh.measure.setting import read_setting
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """With the option that all have."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("-o", "--out", type=Path, help="the result file")
+    return made
+
+
+def save(out: Path | None, **found: Any) -> None:
+    """Prints what was found, and writes it with the setting where a file is asked for."""
+    text = json.dumps({"setting": read_setting()} | found, indent=1, default=str)
+    print(text, flush=True)
+    if out:
+        write_whole(out, text + "\n")
+
+
+def on_ranks(task: str, mesh: Mapping[str, int], **options: Any) -> Any:
+    """Runs a task on gloo ranks of this machine, one thread each.
+
+    Args:
+        task: "benchmarks.NAME:function", which gets `zeromesh.launch.ranks.Ranks` and the options.
+        mesh: sizes by axis, outermost first.
+        options: that JSON can hold.
+
+    Returns:
+        What it returns on the first rank.
+    """
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return on_all_ranks(task, options, mesh)
+
+
+def itself(module: str, *arguments: object) -> Any:
+    """What another process of a benchmark prints last, as JSON."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def in_turns(systems: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """Seconds of each system, round by round; every other round takes them in reverse order."""
+    found: dict[str, list[float]] = {name: [] for name in systems}
+    for index in range(rounds + warm_up):
+        for name in [*systems][:: -1 if index % 2 else 1]:
+            seconds = systems[name]()
+            if index >= warm_up:
+                found[name].append(seconds)
+    return found
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Ours over theirs: the ratio of the medians, and the quartiles of the ratios of single rounds."""
+    quartiles = statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
+    own, other = statistics.median(ours), statistics.median(theirs)
+    return {
+        "ratio": round(own / other, 4),
+        "ratio_quartiles": [round(quartile, 4) for quartile in quartiles],
+        "ours_s": round(own, 6),
+        "peer_s": round(other, 6),
+        "pairs": len(ours),
+    }
