@@ -25,7 +25,6 @@ from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
 from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.planner.bounds import Bounds
-from zeromesh.planner.memory import model_state
 from zeromesh.planner.space import divisors
 from zeromesh.planner.workload import Workload
 from zeromesh.strategy import Axis, Layout
@@ -151,9 +150,10 @@ def answer(
 
 def _ranked(setup: _Setup, name: str, strategy: str, objective: Callable[[Layout], float]) -> Ranked:
     layout = Layout.of(strategy, setup.cluster.axes)
-    state = model_state(layout, setup.model.num_params, setup.model.num_trainable, grad_dtype="bf16")
-    temporary = setup.assumptions.temporary_bytes * setup.model.num_trainable / layout.degree(layout.param_axes)
-    memory = state.total + temporary + setup.activation_bytes()
+    trainable, by_param = setup.model.num_trainable, layout.degree(layout.param_axes)
+    state = 2 * setup.model.num_params / by_param + 2 * trainable / layout.degree(layout.grad_axes)
+    state += 12 * trainable / layout.degree(layout.significant)
+    memory = state + setup.assumptions.temporary_bytes * trainable / by_param + setup.activation_bytes()
     return Ranked(
         name=name,
         strategy=str(layout.strategy),

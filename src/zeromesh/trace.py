@@ -15,6 +15,28 @@ Kind = Literal["compute", "communicate", "wait"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLine:
+    """One kind of model state on one rank, in bytes."""
+
+    kind: str
+    predicted_bytes: int
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficLine:
+    """One axis of a layout: bytes that one rank sends on it in a step, and in how many collectives. An axis that
+    tensors are divided over before they are sharded has a line if owners need them whole; its stage is `divided`."""
+
+    axis: str
+    size: int
+    stage: str
+    predicted_bytes: int
+    sent_bytes: int
+    collectives: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One interval on one resource.
 

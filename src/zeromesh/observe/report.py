@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,20 +22,12 @@ from zeromesh.owners.optimizer import OwnerOptimizer
 from zeromesh.owners.trial import kept_tensors
 from zeromesh.pieces.region import Region
 from zeromesh.schedule.step import sent_bytes_per_axis
+from zeromesh.trace import MemoryLine, TrafficLine
 
 T = TypeVar("T")
 
 _TRIAL_NUMEL = 16
 """Elements of what `_state_bytes` steps on: one vector of any machine's fused implementation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLine:
-    """One kind of model state on this rank, in bytes."""
-
-    kind: str
-    predicted_bytes: int
-    allocated_bytes: int
 
 
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[MemoryLine]:
@@ -170,18 +161,6 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: int, like: ShardedPara
     return sum(state.nbytes for state in _element_states(stepping, trial)) // _TRIAL_NUMEL
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficLine:
-    """One axis of a layout: bytes that this rank sends on it in a step. An axis that tensors are divided over before
-    they are sharded has a line if owners need them whole; its stage is `divided`."""
-
-    axis: str
-    size: int
-    stage: str
-    predicted_bytes: int
-    sent_bytes: int
-
-
 class traffic_report:  # used as a function that is also a context
     """Counts what this rank sends while the context is open, beside what the schedule says of a step.
 
@@ -241,6 +220,7 @@ class traffic_report:  # used as a function that is also a context
                 stage="divided" if axis in self._engine.schedule.beyond else f"{axis.stage.value}{axis.wire}",
                 predicted_bytes=predicted[axis.name],
                 sent_bytes=sent[axis.name] // steps,
+                collectives=sum(call.axis == axis.name for call in self.calls) // steps,
             )
             for axis in self._engine.schedule.axes
         ]

@@ -4,7 +4,6 @@ from zeromesh.planner.evaluate import Candidate, Choice, Estimate
 from zeromesh.planner.explain import Reason
 from zeromesh.planner.fixed import simulate_choices, simulate_strategy
 from zeromesh.planner.like import Calibration, calibrate, read_run
-from zeromesh.planner.memory import ModelState, model_state
 from zeromesh.planner.plan import Planned, as_plan, plan
 from zeromesh.planner.search import NothingFitsError, Options, collective_choices, search
 from zeromesh.planner.workload import Workload
@@ -14,7 +13,6 @@ __all__ = [
     "Candidate",
     "Choice",
     "Estimate",
-    "ModelState",
     "NothingFitsError",
     "Options",
     "Planned",
@@ -23,7 +21,6 @@ __all__ = [
     "as_plan",
     "calibrate",
     "collective_choices",
-    "model_state",
     "plan",
     "read_run",
     "search",

@@ -1,4 +1,13 @@
-"""Bounds from below of what layouts need of a device's memory, for many at once; padding is left out: it adds."""
+"""Bounds from below of what layouts need of a device's memory, for many at once; padding is left out: it adds.
+
+With Psi parameters, Psi' of them trainable, w the dtypes' bytes and N3, N3d, N2, N1 the products of the axis sizes at
+each stage:
+
+    parameters  w_p * Psi / (N3 * N3d)
+    gradients   w_g * Psi' / (N3 * N2)
+    states      (w_m + moments) * Psi' / (N3 * N3d * N2 * N1)       w_m = 0 where masters are parts of compute copies
+    kept        w * Psi / (product of the parameter axes that are not kept)
+"""
 
 from __future__ import annotations
 
@@ -11,14 +20,16 @@ from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.elements import Elements, state_degree
-from zeromesh.planner.memory import bytes_each, moment_bytes
 from zeromesh.planner.space import Block
 from zeromesh.planner.time_bound import Floats
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule.memory import REDUCE_SLOTS
+from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.simulator.computation import held_bytes
 from zeromesh.simulator.division import Division
+from zeromesh.simulator.memory import MOMENTS
 from zeromesh.strategy import Stage, Wire
+from zeromesh.wires import coded
 
 PREFETCH = 1
 """Units gathered ahead, the notation's default; the planner searches no other."""
@@ -26,6 +37,13 @@ PREFETCH = 1
 _PARAM_STAGES = [stage for stage in Stage if stage.shards_params]
 _DROPPED_STAGES = [stage for stage in _PARAM_STAGES if not stage.kept]
 _GRAD_STAGES = [stage for stage in Stage if stage.shards_grads]
+
+
+def bytes_each(wire: str) -> float:
+    """Bytes of one element on a wire, the scales of quantised blocks included."""
+    form = coded(wire)
+    numel = form.granule if form else 1
+    return wire_bytes(numel, wire) / numel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +110,14 @@ class MemoryBound:
         """Bytes of the optimizer's states for each element."""
         work = self.workload
         master = 0.0 if work.param_dtype == work.master_dtype else DTYPE_BYTES[work.master_dtype]
-        return master + moment_bytes(work.master_dtype)
+        return master + MOMENTS * DTYPE_BYTES[work.master_dtype]
 
     @property
     def _fewer_moments(self) -> float:
         """Bytes by which Muon's one momentum is below AdamW's two; what owners keep beside it the bound leaves out."""
         if self.workload.optimizer != "muon":
             return 0.0
-        less = moment_bytes(self.workload.master_dtype) - DTYPE_BYTES[self.workload.grad_dtype]
+        less = MOMENTS * DTYPE_BYTES[self.workload.master_dtype] - DTYPE_BYTES[self.workload.grad_dtype]
         return less * sum(tensor.num_elements for tensor in self.elements.matrices)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zeromesh.trace import Trace
+from zeromesh.trace import MemoryLine, Trace, TrafficLine
 
 Phase = Literal["build", "shard", "forward", "recompute", "backward", "optimizer", "other"]
 
@@ -42,15 +42,6 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KindBytes:
-    """Model state of one kind on the rehearsed rank, as `zm.memory_report` says it."""
-
-    kind: str
-    predicted_bytes: int
-    allocated_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
     """The most that is in use, and that the allocator has reserved, while one place lasts."""
 
@@ -72,7 +63,7 @@ class Memory:
         limit_bytes: of the device, its margin off; None without a cluster.
     """
 
-    kinds: tuple[KindBytes, ...]
+    kinds: tuple[MemoryLine, ...]
     rest_bytes: int
     peaks: tuple[Peak, ...]
     growth: tuple[Peak, ...] = ()
@@ -122,18 +113,6 @@ class Launches:
     unit: str
     lane: str
     count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AxisBytes:
-    """What the rank sends on one axis in a step, and in how many of the engine's collectives."""
-
-    axis: str
-    size: int
-    stage: str
-    predicted_bytes: int
-    sent_bytes: int
-    collectives: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +168,7 @@ class Rehearsal:
     micro_batches: int
     cluster: str
     memory: Memory
-    axes: tuple[AxisBytes, ...] = ()
+    axes: tuple[TrafficLine, ...] = ()
     launches: tuple[Launches, ...] = ()
     blocks: tuple[str, ...] = ()
     races: tuple[str, ...] = ()

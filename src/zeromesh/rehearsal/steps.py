@@ -28,10 +28,11 @@ from zeromesh.engine.engine import Engine
 from zeromesh.observe.report import memory_report, persistent, traffic_report
 from zeromesh.rehearsal.hardware import Hardware
 from zeromesh.rehearsal.places import Places
-from zeromesh.rehearsal.result import AxisBytes, HostRead, KindBytes, Launches, Memory, Peak, Place, Rehearsal
+from zeromesh.rehearsal.result import HostRead, Launches, Memory, Peak, Place, Rehearsal
 from zeromesh.rehearsal.timeline import TimedStep, replay
 from zeromesh.rehearsal.watch import Watch
 from zeromesh.schedule import Role
+from zeromesh.trace import TrafficLine
 
 _SOURCES = Path(zeromesh.__file__).parent.parent
 
@@ -47,7 +48,7 @@ class _Found:
     """What the steps have shown so far."""
 
     host_s: float = 0.0
-    axes: tuple[AxisBytes, ...] = ()
+    axes: tuple[TrafficLine, ...] = ()
     races: tuple[str, ...] = ()
     early_frees: tuple[str, ...] = ()
     host_reads: tuple[HostRead, ...] = ()
@@ -130,18 +131,7 @@ class Stage:
         with traffic_report(model, micro_batches=seen.micro_batches, recompute=seen.recomputes) as traffic:
             step()
         found.host_s = time.process_time() - began
-        calls = Counter(call.axis for call in traffic.calls)
-        found.axes = tuple(
-            AxisBytes(
-                axis=line.axis,
-                size=line.size,
-                stage=line.stage,
-                predicted_bytes=line.predicted_bytes,
-                sent_bytes=line.sent_bytes,
-                collectives=calls[line.axis],
-            )
-            for line in traffic.lines()
-        )
+        found.axes = tuple(traffic.lines())
         with simdev.Checker() as checker:
             step()
         found.races = tuple(dict.fromkeys(str(race) for race in checker.races))
@@ -179,7 +169,6 @@ class Stage:
         found: _Found,
         rank: int,
     ) -> Rehearsal:
-        *kinds, _total = memory_report(model, optimizer)
         hardware, layout = self.hardware, engine.schedule.layout
         groups = engine.backend.groups.values()
         communicators = _COMMUNICATORS * sum(group.lender is None for group in groups)
@@ -194,12 +183,7 @@ class Stage:
             micro_batches=self.places.micro_batches,
             cluster="" if hardware is None else hardware.cluster.name,
             memory=Memory(
-                kinds=tuple(
-                    KindBytes(
-                        kind=line.kind, predicted_bytes=line.predicted_bytes, allocated_bytes=line.allocated_bytes
-                    )
-                    for line in kinds
-                ),
+                kinds=tuple(line for line in memory_report(model, optimizer) if line.kind not in ("total", "step")),
                 rest_bytes=simdev.memory_stats().allocated_bytes,
                 peaks=self.peaks.all(),
                 growth=self.peaks.growth(),

@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from zeromesh.files import write_whole
 from zeromesh.report.curves import Series, curve_chart
 from zeromesh.report.page import Bar, CurveChart, Fact, MemoryChart, Page
+from zeromesh.trace import MemoryLine, TrafficLine
 
 EVERY_S = 60.0
 """Between two writings of the page: what ends without notice leaves a page that is this old at most."""
@@ -66,32 +67,6 @@ class StepMetrics:
     rollbacks: int | None = None
 
 
-class Memory(Protocol):
-    """A line of `zm.memory_report`."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def predicted_bytes(self) -> int: ...
-    @property
-    def allocated_bytes(self) -> int: ...
-
-
-class Traffic(Protocol):
-    """A line of `zm.traffic_report`."""
-
-    @property
-    def axis(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def stage(self) -> str: ...
-    @property
-    def predicted_bytes(self) -> int: ...
-    @property
-    def sent_bytes(self) -> int: ...
-
-
 class RunReport:
     """Takes the steps of a run as they end. Training goes on if a disk is full: one warning for each file says so.
 
@@ -114,7 +89,7 @@ class RunReport:
         lines: Sequence[str],
         strategy: str,
         page: bool = True,
-        memory: Callable[[], Sequence[Sequence[Memory]]] = lambda: (),
+        memory: Callable[[], Sequence[Sequence[MemoryLine]]] = lambda: (),
     ) -> None:
         self._directory, self._metrics = directory, directory / "metrics.jsonl"
         self._samples = directory / "samples.jsonl"
@@ -296,7 +271,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def comparison(memory: Sequence[Sequence[Memory]], traffic: Sequence[Sequence[Traffic]]) -> str:
+def comparison(memory: Sequence[Sequence[MemoryLine]], traffic: Sequence[Sequence[TrafficLine]]) -> str:
     """Predicted beside measured memory and traffic, in bytes; the largest if devices differ.
 
     Args:
@@ -335,7 +310,7 @@ def _table(title: str, measured: str, rows: Mapping[str, Sequence[tuple[int, int
     return lines
 
 
-def _memory_chart(memory: Sequence[Sequence[Memory]]) -> MemoryChart:
+def _memory_chart(memory: Sequence[Sequence[MemoryLine]]) -> MemoryChart:
     """The device that holds most: predicted above allocated."""
     ranks = list(zip(*memory, strict=True))
     totals = [max(line.allocated_bytes for line in lines if line.kind == "total") for lines in ranks]

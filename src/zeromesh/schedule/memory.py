@@ -1,7 +1,7 @@
 """Every buffer that the engine allocates, in bytes, decided before anything is allocated.
 
 The engine allocates exactly these, once; the planner adds them up. Lengths are padded as in
-[Note: Significance]; without padding the sums are those of `zeromesh.planner.memory`.
+[Note: Significance]; without padding the sums are those of `zeromesh.planner.memory_bound`.
 Each lane also has a workspace for its collectives, which do one job at a time.
 """
 

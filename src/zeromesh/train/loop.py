@@ -26,11 +26,12 @@ from zeromesh.launch.device import device_name
 from zeromesh.launch.ranks import Ranks, collective, from_first, on_every
 from zeromesh.model import Recomputation
 from zeromesh.observe.replicas import check_replicas
-from zeromesh.observe.report import MemoryLine, gathered, memory_report, traffic_report
+from zeromesh.observe.report import gathered, memory_report, traffic_report
 from zeromesh.planner import Workload
 from zeromesh.report.run import RunReport, StepMetrics, comparison
 from zeromesh.sharding import shard
 from zeromesh.strategy import Plan
+from zeromesh.trace import MemoryLine
 from zeromesh.train.config import AUTO, ModelConfig, OptimizerConfig, TrainConfig
 from zeromesh.train.corpus import TOKENIZER, Corpus, Rows, load_corpus
 from zeromesh.train.sampler import Sampler

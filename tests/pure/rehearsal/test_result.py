@@ -8,8 +8,9 @@ from dataclasses import replace
 from rich.console import Console
 
 from zeromesh.rehearsal.compare import failures_of
-from zeromesh.rehearsal.result import AxisBytes, Call, HostRead, KindBytes, Launches, Memory, Peak, Place, Rehearsal
+from zeromesh.rehearsal.result import Call, HostRead, Launches, Memory, Peak, Place, Rehearsal
 from zeromesh.rehearsal.show import print_rehearsal, rehearsal_page
+from zeromesh.trace import MemoryLine, TrafficLine
 
 
 def peak(phase, unit, allocated, reserved):
@@ -26,14 +27,14 @@ FOUND = Rehearsal(
     micro_batches=2,
     cluster="here",
     memory=Memory(
-        kinds=(KindBytes(kind="params", predicted_bytes=30, allocated_bytes=30),),
+        kinds=(MemoryLine(kind="params", predicted_bytes=30, allocated_bytes=30),),
         rest_bytes=35,
         peaks=(SHARD, FORWARD, BACKWARD),
         growth=(SHARD, FORWARD, BACKWARD),
         overhead_bytes=5,
         limit_bytes=200,
     ),
-    axes=(AxisBytes(axis="node", size=8, stage="3", predicted_bytes=9, sent_bytes=9, collectives=3),),
+    axes=(TrafficLine(axis="node", size=8, stage="3", predicted_bytes=9, sent_bytes=9, collectives=3),),
     launches=(
         Launches(unit="h.0", lane="reduce", count=2),
         Launches(unit="h.1", lane="reduce", count=3),

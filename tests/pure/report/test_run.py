@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,16 @@ import pytest
 from tests.disk import file_size_limit
 from zeromesh.report import run as module
 from zeromesh.report.run import RunReport, StepMetrics, comparison
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """Memory or traffic of a rank."""
-
-    kind: str = ""
-    axis: str = "node"
-    size: int = 2
-    stage: str = "3"
-    predicted_bytes: int
-    allocated_bytes: int = 0
-    sent_bytes: int = 0
-
+from zeromesh.trace import MemoryLine, TrafficLine
 
 MEMORY = [
     [
-        Line(kind="params", predicted_bytes=60, allocated_bytes=60),
-        Line(kind="params", predicted_bytes=60, allocated_bytes=70),
+        MemoryLine(kind="params", predicted_bytes=60, allocated_bytes=60),
+        MemoryLine(kind="params", predicted_bytes=60, allocated_bytes=70),
     ],
     [
-        Line(kind="total", predicted_bytes=60, allocated_bytes=60),
-        Line(kind="total", predicted_bytes=60, allocated_bytes=70),
+        MemoryLine(kind="total", predicted_bytes=60, allocated_bytes=60),
+        MemoryLine(kind="total", predicted_bytes=60, allocated_bytes=70),
     ],
 ]
 
@@ -47,7 +33,7 @@ def metrics(step: int, **changes: Any) -> StepMetrics:
     return StepMetrics(step=step, **(fields | {"step_s": 0.1} | changes))
 
 
-def report(directory: Path, done: int = 0, steps: int = 9, memory: Sequence[Sequence[Line]] = ()) -> RunReport:
+def report(directory: Path, done: int = 0, steps: int = 9, memory: Sequence[Sequence[MemoryLine]] = ()) -> RunReport:
     lines = ["a model & more", "data"]
     return RunReport(directory, steps=steps, done=done, lines=lines, strategy="node=3", memory=lambda: memory)
 
@@ -167,7 +153,8 @@ def test_a_run_that_goes_on_has_a_page_and_a_start_without_steps_leaves_it(
 
 
 def test_the_table_shows_the_largest_device() -> None:
-    traffic = [[Line(predicted_bytes=5, sent_bytes=5), Line(predicted_bytes=5, sent_bytes=5)]]
+    line = TrafficLine(axis="node", size=2, stage="3", predicted_bytes=5, sent_bytes=5, collectives=1)
+    traffic = [[line, line]]
     table = comparison(MEMORY, traffic).splitlines()
     assert table[2].split() == ["parameters", "60", "70"]
     assert table[-3] == f"{'node: 2 ranks, stage 3':<40} {5:>14} {5:>14}"

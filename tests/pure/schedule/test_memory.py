@@ -65,7 +65,7 @@ def test_the_dtype_in_which_sums_wait_for_the_next_axis(strategy, reduce_dtype, 
 
 @pytest.mark.parametrize("mix", mixes(3, kept=True)[::3])
 def test_the_formula_of_every_term(mix):
-    """The formulas of `zeromesh.planner.memory`, Psi divisible by all: bf16 compute, fp32 gradients and master."""
+    """The formulas of `memory_bound`, Psi divisible by all: bf16 compute, fp32 gradients and master."""
     sizes = [size for _, size in MESH]
 
     def degree(*stages: str) -> int:
