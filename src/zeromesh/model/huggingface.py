@@ -60,150 +60,106 @@ def shape_from_config(config: Config, *, name: str, where: str = "config") -> Tr
     """The shape that a config describes."""
     model_type = config.get("model_type")
     if model_type is None:
-        raise ModelError(f"{where}: key model_type is required; known: {', '.join(_READERS)}")
-    if not isinstance(model_type, str) or model_type not in _READERS:
+        raise ModelError(f"{where}: key model_type is required; known: {', '.join(_FIELDS)}")
+    if not isinstance(model_type, str) or model_type not in _FIELDS:
         raise ModelError(
-            f"{where}: model_type {model_type!r} has no reader: {nearest(str(model_type), _READERS)} "
+            f"{where}: model_type {model_type!r} has no reader: {nearest(str(model_type), _FIELDS)} "
             "Pass package.module:function returning the nn.Module instead."
         )
-    fields = _READERS[model_type](_Keys(config, where))
-    return TransformerShape(name=name, source=where, **fields)
+    keys = _checked(config, model_type, where)
+    fields = {field: keys[key] for field, key in _FIELDS[model_type].items() if keys[key] is not None}
+    more = _MORE[model_type](keys) if model_type in _MORE else {}
+    return TransformerShape(name=name, source=where, **({"family": "llama"} | more | fields))
 
 
 def _is_read_here(config: Config) -> bool:
     """Not where windows are some layers' alone, which a `TransformerShape` cannot say."""
-    return config["model_type"] in _READERS and not config.get("use_sliding_window")
+    return config["model_type"] in _FIELDS and not config.get("use_sliding_window")
 
 
-class _Keys:
-    """A config's keys, checked as they are read."""
-
-    def __init__(self, config: Config, where: str) -> None:
-        aliases = _ALIASES.get(config["model_type"], {})
-        given = {aliases.get(key, key): value for key, value in config.items()}
-        self._config = _DEFAULTS[config["model_type"]] | given
-        self._where = where
-
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """`default`: of null, where the class takes that."""
-        value = self._config.get(key)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ModelError(f"{self._where}: {key} must be a whole number of at least {minimum}, got {value!r}")
-        return value
-
-    def flag(self, key: str) -> bool:
-        value = self._config[key]
-        if not isinstance(value, bool):
-            raise ModelError(f"{self._where}: {key} must be true or false, got {value!r}")
-        return value
-
-    def number(self, key: str) -> float:
-        value = self._config[key]
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ModelError(f"{self._where}: {key} must be a number, got {value!r}")
-        return float(value)
-
-    def text(self, key: str) -> str:
-        return str(self._config[key])
-
-    def optional(self, key: str) -> int | None:
-        return None if self._config[key] is None else self.integer(key)
+def _checked(config: Config, model_type: str, where: str) -> dict[str, Any]:
+    """The keys of a type, each of the kind of its default; null where the class takes that."""
+    aliases = _ALIASES.get(model_type, {})
+    given = {aliases.get(key, key): value for key, value in config.items()}
+    found = {}
+    for key, default in _DEFAULTS[model_type].items():
+        found[key] = value = given.get(key, default)
+        match default:
+            case bool():
+                good, wanted = isinstance(value, bool), "true or false"
+            case str():
+                good, wanted = True, ""
+            case float():
+                good, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+            case _:
+                whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+                good = whole or (value is None and (default is None or key in _NULLABLE))
+                wanted = "a whole number of at least 1"
+        if not good:
+            raise ModelError(f"{where}: {key} must be {wanted}, got {value!r}")
+    return found
 
 
-def _llama(keys: _Keys) -> dict[str, Any]:
-    heads = keys.integer("num_attention_heads")
-    bias = keys.flag("attention_bias")
-    return {
-        "family": "llama",
-        "hidden": keys.integer("hidden_size"),
-        "layers": keys.integer("num_hidden_layers"),
-        "heads": heads,
-        "kv_heads": keys.optional("num_key_value_heads") or heads,
-        "head_dim": keys.integer("head_dim", 0),
-        "ffn": keys.integer("intermediate_size"),
-        "vocab": keys.integer("vocab_size"),
-        "tied": keys.flag("tie_word_embeddings"),
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "mlp_bias": keys.flag("mlp_bias"),
-    }
-
-
-_UNBIASED = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
-
-
-def _mistral(keys: _Keys) -> dict[str, Any]:
-    return _llama(keys) | _UNBIASED | {"window": keys.optional("sliding_window")}
-
-
-def _qwen2(keys: _Keys) -> dict[str, Any]:
-    return _llama(keys) | _UNBIASED | {"qkv_bias": True}
-
-
-def _mixtral(keys: _Keys) -> dict[str, Any]:
-    return _mistral(keys) | {
-        "experts": keys.integer("num_local_experts"),
-        "experts_per_token": keys.integer("num_experts_per_tok"),
-    }
-
-
-_UNGATED = {"gated": False, "rms_norm": False}
-
-
-def _gpt2(keys: _Keys) -> dict[str, Any]:
-    hidden = keys.integer("n_embd")
-    dropouts = 2 if keys.number("resid_pdrop") > 0 else 0
-    return {
-        **_UNGATED,
-        "family": "gpt2",
-        "hidden": hidden,
-        "layers": keys.integer("n_layer"),
-        "heads": keys.integer("n_head"),
-        "ffn": keys.integer("n_inner", 4 * hidden),
-        "vocab": keys.integer("vocab_size"),
-        "max_positions": keys.integer("n_positions"),
-        "tied": keys.flag("tie_word_embeddings"),
-        "norm_bias": True,
-        "qkv_bias": True,
-        "output_bias": True,
-        "mlp_bias": True,
-        # the tanh approximation is written out, operation by operation; every other activation is one kernel
-        "activation_saves": 4.0 if keys.text("activation_function") == "gelu_new" else 1.0,
-        "dropouts_per_block": dropouts,
-    }
-
-
-def _mpt(keys: _Keys) -> dict[str, Any]:
-    hidden = keys.integer("d_model")
-    bias = not keys.flag("no_bias")
-    ratio = keys.integer("expansion_ratio")
-    return {
-        **_UNGATED,
-        "family": "mpt",
-        "hidden": hidden,
-        "layers": keys.integer("n_layers"),
-        "heads": keys.integer("n_heads"),
-        "ffn": ratio * hidden,
-        "vocab": keys.integer("vocab_size"),
-        "tied": keys.flag("tie_word_embeddings"),
-        "fused_attention": False,  # transformers' MPT writes the scores out
-        "norm_bias": bias,
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "mlp_bias": bias,
-    }
-
-
-_READERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
-    "mixtral": _mixtral,
-    "gpt2": _gpt2,
-    "mpt": _mpt,
+_DECODER = {
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "tied": "tie_word_embeddings",
 }
+_WINDOWED = _DECODER | {"window": "sliding_window"}
+_FIELDS: dict[str, dict[str, str]] = {
+    "llama": _DECODER | {"qkv_bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+    "mistral": _WINDOWED,
+    "qwen2": _DECODER,
+    "mixtral": _WINDOWED | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    "gpt2": {
+        "hidden": "n_embd",
+        "layers": "n_layer",
+        "heads": "n_head",
+        "ffn": "n_inner",
+        "vocab": "vocab_size",
+        "max_positions": "n_positions",
+        "tied": "tie_word_embeddings",
+    },
+    "mpt": {
+        "hidden": "d_model",
+        "layers": "n_layers",
+        "heads": "n_heads",
+        "vocab": "vocab_size",
+        "tied": "tie_word_embeddings",
+    },
+}
+"""Fields of `TransformerShape` by type, and the keys that say them."""
+
+
+def _ungated(family: str, bias: bool) -> dict[str, Any]:
+    biases = dict.fromkeys(("norm_bias", "qkv_bias", "output_bias", "mlp_bias"), bias)
+    return {"family": family, "gated": False, "rms_norm": False} | biases
+
+
+_MORE: dict[str, Callable[[Config], dict[str, Any]]] = {
+    "qwen2": lambda keys: {"qkv_bias": True},
+    "gpt2": lambda keys: {
+        **_ungated("gpt2", True),
+        "ffn": 4 * keys["n_embd"],
+        # the tanh approximation is written out, operation by operation; every other activation is one kernel
+        "activation_saves": 4.0 if keys["activation_function"] == "gelu_new" else 1.0,
+        "dropouts_per_block": 2 if keys["resid_pdrop"] > 0 else 0,
+    },
+    "mpt": lambda keys: {
+        **_ungated("mpt", not keys["no_bias"]),
+        "ffn": keys["expansion_ratio"] * keys["d_model"],
+        "fused_attention": False,  # transformers' MPT writes the scores out
+    },
+}
+"""What no single key says; a field that one says counts more."""
+
+_NULLABLE = ("num_key_value_heads", "sliding_window")
+"""Keys that may be null, beside those that are by default."""
 
 _LLAMA = {
     "hidden_size": 4096,

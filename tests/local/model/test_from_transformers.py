@@ -104,7 +104,7 @@ def test_defaults_are_those_of_the_classes() -> None:
             key: value for key, value in defaults.items() if key not in absent
         }
         assert huggingface._ALIASES.get(model_type, {}) == known.attribute_map
-    assert set(huggingface._DEFAULTS) == set(huggingface._READERS)
+    assert set(huggingface._DEFAULTS) == set(huggingface._FIELDS)
 
 
 def test_what_cannot_be_built_or_run_is_one_message(tmp_path: Path) -> None:
