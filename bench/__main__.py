@@ -46,8 +46,8 @@ def bench(
 ) -> None:
     """Measure training steps on each topology and print what the simulator predicts of them from a probe.
 
-    The probe measures links, and what the model's units compute while nothing is sent; never a step of the matrix. The
-    result file is written whenever a topology is done.
+    The probe measures links and the devices at the model's shapes; never a step of the matrix. The result file is
+    written whenever a topology is done.
     """
     from bench.matrix import make_cells
     from bench.rows import make_rows, noise_of
@@ -142,9 +142,8 @@ def _print(rows: Sequence[Row], result: dict[str, Any]) -> None:
         print(line)
     summary = result["summary"]
     print(
-        f"median error of {summary['cells']} step times: {summary['median_error']:.1%} (from the probe alone "
-        f"{summary['planned_median_error']:.1%}); the best predicted strategy is the best measured one, or within 3 % "
-        f"of it, in {summary['right']} of {summary['choices']} settings"
+        f"median error of {summary['cells']} step times: {summary['median_error']:.1%}; the best predicted strategy is "
+        f"the best measured one, or within 3 % of it, in {summary['right']} of {summary['choices']} settings"
     )
 
 

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 MARK = "bench-mark"
 _MARK_TIMEOUT_S = 60.0
 
-COMPUTE_ROUNDS = 3
-"""Rounds in which units are timed; the median is taken, as nothing is told apart by them."""
-
 VISIT_S = 5.0
 """For the timed steps of a layout in a round: slow ones get fewer of them, but at least one."""
 
@@ -57,7 +54,7 @@ def run_cells(
         marks: the folder in which the lab's counters are read; empty: there are none.
 
     Returns:
-        The probe, and of each setting its cells, their rounds, and the seconds of its units.
+        The probe, and of each setting its cells and their rounds.
     """
     from zeromesh.measure.probe import measure
 
@@ -85,13 +82,8 @@ class _Setting:
 
     def run(self) -> Found:
         """All rounds, round by round: a slow minute of the machine is a slow round of all cells."""
-        from zeromesh.measure.steps import measure_compute
-
-        compute: list[Found] = []
         cells = self._cells
         for number in range(self._rounds):
-            if number < COMPUTE_ROUNDS:
-                compute.append(measure_compute(self._ranks, self._cells[0].batch, steps=self._steps))
             for cell in cells:
                 self._found[cell].append(self._visit(cell) | {"round": number})
             if number == 0:  # means of all ranks, so all ranks choose alike
@@ -99,8 +91,7 @@ class _Setting:
                 cells = [cell for cell in cells if first[cell] <= FAR * min(first.values())]
                 self._models = {cell: self._models[cell] for cell in cells}
         self._models = {}
-        found = [{"cell": cell.to_json(), "rounds": rounds} for cell, rounds in self._found.items()]
-        return {"compute": compute, "cells": found}
+        return {"cells": [{"cell": cell.to_json(), "rounds": rounds} for cell, rounds in self._found.items()]}
 
     def _visit(self, cell: Cell) -> Found:
         from zeromesh.measure.steps import Training, measure_round

@@ -1,6 +1,6 @@
 """Measured steps beside predicted ones, and which layout of a setting is fastest. Torch-free.
 
-Predictions are made from the probe and the units' seconds, and never from the cells. A cell's `link_bytes` are the
+Predictions are made from the probe, and never from the cells. A cell's `link_bytes` are the
 kernel's counts of bytes that crossed each link of an emulated cluster, less headers of frames.
 """
 
@@ -17,8 +17,7 @@ from bench.cells import Found, by_round
 from bench.matrix import Cell, Topology, by_setting
 from zeromesh.cluster import Cluster
 from zeromesh.measure.probe import from_raw
-from zeromesh.measure.steps import Batch, predict
-from zeromesh.simulator import FixedWorkload, simulate
+from zeromesh.measure.steps import planned
 from zeromesh.strategy import Layout
 from zeromesh.units import format_bytes, format_seconds
 
@@ -38,7 +37,6 @@ class Row:
         rounds: the median step of each round, by the number that all cells of a setting share.
         step_s, exposed_s, sent_bytes: medians of the measured steps; bytes by axis.
         predicted_s, predicted_exposed_s, predicted_bytes: the simulator's.
-        planned_s: the simulator's, fed by the probe alone: `planned_s`.
         link_bytes: counted by the kernel out of the average link of each level of an emulated cluster, outermost
             first, less the frames' headers; empty on loopback.
         predicted_link_bytes: the same from the simulator's bytes.
@@ -52,7 +50,6 @@ class Row:
     predicted_s: float
     predicted_exposed_s: float
     predicted_bytes: Mapping[str, float]
-    planned_s: float
     link_bytes: tuple[float, ...]
     predicted_link_bytes: tuple[float, ...]
 
@@ -125,16 +122,17 @@ def make_rows(topology: str, found: Found) -> list[Row]:
     """The cells of a topology as `cells.run_cells` has found them, with predictions."""
     cluster = from_raw(found["probe"], Topology(text=topology).mesh, topology).cluster
     return [
-        _row(Cell.from_json(one["cell"]), one["rounds"], cluster, median_compute(setting["compute"]))
+        _row(Cell.from_json(one["cell"]), one["rounds"], cluster)
         for setting in found["settings"]
         for one in setting["cells"]
     ]
 
 
-def _row(cell: Cell, rounds: Sequence[Found], cluster: Cluster, compute: Mapping[str, Any]) -> Row:
+def _row(cell: Cell, rounds: Sequence[Found], cluster: Cluster) -> Row:
     topology, last = Topology(text=cell.topology), rounds[-1]
     layout = Layout.of(cell.strategy, topology.axes)
-    simulated = predict(last["schedule"], cluster, cell.batch, compute)
+    simulated = planned(cell.strategy, cluster, cell.batch)
+    sent = {axis.axis: axis.bytes_sent_per_device for axis in simulated.axes}
     counted = zip(*(one.get("link_bytes", ()) for one in rounds), strict=True)
     return Row(
         cell=cell,
@@ -143,33 +141,11 @@ def _row(cell: Cell, rounds: Sequence[Found], cluster: Cluster, compute: Mapping
         exposed_s=statistics.median(seconds for one in rounds for seconds in one["exposed_s"]),
         sent_bytes=last["sent_bytes"],
         predicted_s=simulated.step_s,
-        predicted_exposed_s=simulated.exposed_s,
-        predicted_bytes=simulated.sent_bytes,
-        planned_s=planned_s(cell.strategy, cluster, cell.batch),
+        predicted_exposed_s=simulated.exposed_comm_s,
+        predicted_bytes=sent,
         link_bytes=tuple(map(statistics.median, counted)),
-        predicted_link_bytes=_over_links(topology, layout, simulated.sent_bytes) if topology.tree else (),
+        predicted_link_bytes=_over_links(topology, layout, sent) if topology.tree else (),
     )
-
-
-def planned_s(strategy: str, cluster: Cluster, batch: Batch) -> float:
-    """Seconds of a step as the planner predicts them: from the probed cluster alone."""
-    workload = FixedWorkload(
-        seq_len=batch.tokens,
-        global_batch_tokens=batch.sequences * batch.tokens * batch.micro_batches * cluster.world,
-        micro_batch=batch.sequences,
-        param_dtype=batch.dtype,
-    )
-    return simulate(batch.spec, cluster, strategy, workload).step_s
-
-
-def median_compute(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The median of each figure of `measure_compute` over several rounds."""
-    return {
-        name: {unit: statistics.median(one[name][unit] for one in rounds) for unit in value}
-        if isinstance(value, Mapping)
-        else statistics.median(one[name] for one in rounds)
-        for name, value in rounds[0].items()
-    }
 
 
 def noise_of(topology: str, found: Found) -> list[str]:
@@ -195,7 +171,6 @@ def summarise(rows: Sequence[Row], choices: Sequence[Choice]) -> dict[str, float
     return {
         "cells": len(rows),
         "median_error": statistics.median(abs(row.error) for row in rows),
-        "planned_median_error": statistics.median(abs(row.planned_s / row.step_s - 1) for row in rows),
         "choices": len(choices),
         "right": sum(choice.right for choice in choices),
     }

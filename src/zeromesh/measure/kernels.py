@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import zeromesh as zm
@@ -30,7 +31,6 @@ from zeromesh.cost.compute import causal_share
 from zeromesh.launch.ranks import Ranks
 from zeromesh.measure.llama import Blocks
 from zeromesh.measure.machine import DTYPES, rates
-from zeromesh.measure.steps import alone
 from zeromesh.measure.work import Work
 from zeromesh.model.spec import AttentionSpec, Recomputation
 from zeromesh.model.transformer import build
@@ -144,7 +144,9 @@ def _elementwise(ranks: Ranks, work: Work, dtype: str, others: tuple[Kernel, ...
     count = _blocks(ranks, work, dtype)
     blocks = Blocks(work.llama, count).to(ranks.device)
     param_dtype = None if dtype == "fp32" else DTYPES[dtype]
-    model = zm.shard(blocks, alone(ranks), "node=0", param_dtype=param_dtype, bucket_bytes=0)
+    # A mesh of this rank alone: it trains for itself, on its share of what all have.
+    mesh = DeviceMesh(ranks.device.type, torch.tensor([ranks.rank]), mesh_dim_names=("node",), _init_backend=False)
+    model = zm.shard(blocks, mesh, "node=0", param_dtype=param_dtype, bucket_bytes=0)
     shape = (work.sequences, work.tokens, work.llama.hidden)
     x, gradient = _random(ranks, dtype, shape).requires_grad_(), _random(ranks, dtype, shape)
 

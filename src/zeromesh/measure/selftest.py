@@ -32,7 +32,7 @@ from zeromesh.measure.cluster_file import cluster_toml
 from zeromesh.measure.launch import Mesh, is_first, mesh_text, on_all_ranks
 from zeromesh.measure.probe import Probe, from_raw
 from zeromesh.measure.setting import read_setting
-from zeromesh.measure.steps import Batch, from_json, median_step, predict
+from zeromesh.measure.steps import Batch, from_json, median_step, planned
 from zeromesh.units import format_bytes_per_s
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _result(raw: Mapping[str, Any], checks: Sequence[Check], seconds: float, clu
         checks=tuple(checks),
         seconds=seconds,
         cluster=cluster,
-        raw={key: raw[key] for key in ("probe", "compute", "steps")},
+        raw={key: raw[key] for key in ("probe", "steps")},
     )
 
 
@@ -182,7 +182,7 @@ def _write(output: Path, result: Result) -> None:
 
 
 def _nothing(mesh: Mesh) -> dict[str, Any]:
-    return {"environment": _here(mesh), "checks": [], "probe": None, "compute": None, "steps": {}}
+    return {"environment": _here(mesh), "checks": [], "probe": None, "steps": {}}
 
 
 def _failed(name: str, detail: str) -> dict[str, str]:
@@ -226,18 +226,17 @@ def _work(ranks: Ranks, mesh: Mesh, steps: int, found: dict[str, Any]) -> Iterat
 
     from zeromesh.launch.device import SHARE
     from zeromesh.measure.probe import measure
-    from zeromesh.measure.steps import measure_compute
 
-    layouts, batch = strategies(mesh), _timed_batch()
+    layouts = strategies(mesh)
     yield "environment", lambda: found.update(environment=environment(ranks, mesh))
     for title, strategy in layouts.items():
         for name, look in _exact(ranks, title, strategy):
             yield name, partial(_judge, name, look, found["checks"])
     timed = SHARE not in os.environ  # ranks that share a device wait for each other
     if timed and ranks.world > 1:
-        yield "links", lambda: found.update(probe=measure(ranks, rounds=8, seconds=6.0, patience=math.inf))
-    if timed:
-        yield "compute", lambda: found.update(compute=measure_compute(ranks, batch, steps=steps))
+        works = [_timed_batch().work.to_json()]
+        patient = partial(measure, ranks, rounds=8, seconds=6.0, patience=math.inf, works=works)
+        yield "links", lambda: found.update(probe=patient())
     for text in list(layouts.values())[-3:] if timed and ranks.world > 1 else []:
         yield f"time, {text}", partial(_time, ranks, text, steps, found["steps"])
     yield "the end of all ranks", dist.barrier  # so that the first hears of one that failed in its last check
@@ -391,13 +390,12 @@ def _devices(machine: Mapping[str, Any]) -> Check:
 def _predicted(found: Probe | None, raw: Mapping[str, Any]) -> Iterator[Check]:
     if found is None:
         return
-    batch = _timed_batch()
     for strategy, measured in raw["steps"].items():
         step = median_step([from_json(trace) for trace in measured["traces"]])
-        predicted = predict(measured["schedule"], found.cluster, batch, raw["compute"])
+        predicted = planned(strategy, found.cluster, _timed_batch())
         error = predicted.step_s / step.step_s - 1
         detail = (
             f"step {step.step_s * 1e3:.4g} ms, predicted {predicted.step_s * 1e3:.4g} ({error:+.0%}); waiting "
-            f"{step.seconds(kind='wait') * 1e3:.4g} ms, predicted {predicted.exposed_s * 1e3:.4g}"
+            f"{step.seconds(kind='wait') * 1e3:.4g} ms, predicted {predicted.exposed_comm_s * 1e3:.4g}"
         )
         yield Check(name=f"time, {strategy}", status="ok" if abs(error) <= LIKELY else "look", detail=detail)

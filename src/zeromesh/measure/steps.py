@@ -1,36 +1,23 @@
 """Training steps of a small Llama: measured by the engine's recorder, and predicted from a probe.
 
-What the prediction is fed: the schedule that the engine has made, the probed cluster, and seconds of each unit, which
-every rank measures by training the same model for itself at the same time as all others (no link is used, all cores are
-shared as in training). Never a time that the predicted steps have taken.
-
+The prediction is the planner's: the model and the probed cluster, and never a time that the predicted steps have taken.
 Recording costs a CPU step up to a tenth. So steps are timed without the recorder; it only says how a step divides.
-
-[Note: Slowest] Ranks that share cores do not get equal parts of them, and whoever has ended leaves the rest to the
-others. Training waits for the slowest. So all ranks start each timed step together, and units are given the seconds
-that add up to the slowest rank's step. The mean rank's, or a unit's median, is a fifth less: four ranks on two cores.
-In steps of several micro-batches ranks drift further apart: four to a step cost the slowest a tenth more each than one
-does (fp32; bf16 a quarter), as they do in training where nothing is sent between them. The difference of steps of one
-and of three hides that, and predicted worse: a median error of 12.5 % where this has 6 % (fp32) and 6 to 10 % (bf16).
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.cluster import Cluster
 from zeromesh.errors import InputError, nearest, one_of
-from zeromesh.measure.replay import Compute, Replayed, read_schedule, replay, schedule_json
 from zeromesh.measure.shapes import SHAPES
 from zeromesh.measure.work import Work
 from zeromesh.model import ModelSpec
 from zeromesh.model.transformer import build
-from zeromesh.schedule import BUCKET_BYTES
+from zeromesh.simulator import FixedWorkload, Simulation, simulate
 from zeromesh.trace import Event, Trace
 
 if TYPE_CHECKING:
@@ -85,22 +72,19 @@ class Training:
     Args:
         ranks: all of them.
         batch: what is trained.
-        strategy: how it is sharded; None: not at all, each rank for itself.
+        strategy: how it is sharded.
     """
 
-    def __init__(self, ranks: Ranks, batch: Batch, strategy: str | None) -> None:
+    def __init__(self, ranks: Ranks, batch: Batch, strategy: str) -> None:
         import torch
 
         import zeromesh as zm
         from zeromesh.measure.llama import make_llama
 
         self._ranks = ranks
-        mesh = ranks.mesh if strategy is not None else alone(ranks)
         dtype = {"fp32": None, "bf16": torch.bfloat16}[batch.dtype]
         model = make_llama(batch.model).to(ranks.device)
-        # Alone it is cut as finely as it can be, so that seconds are known of every part that is joined elsewhere.
-        bucket_bytes = 0 if strategy is None else BUCKET_BYTES
-        self.model = zm.shard(model, mesh, strategy or "node=0", param_dtype=dtype, bucket_bytes=bucket_bytes)
+        self.model = zm.shard(model, ranks.mesh, strategy, param_dtype=dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         generator = torch.Generator().manual_seed(ranks.rank)
         shape = (batch.sequences, batch.tokens)
@@ -141,15 +125,6 @@ class Training:
         return recording.steps[1:]
 
 
-def alone(ranks: Ranks) -> Any:
-    """A mesh of this rank: it trains for itself, on its share of what all have."""
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
-    own = torch.tensor([ranks.rank])
-    return DeviceMesh(ranks.device.type, own, mesh_dim_names=("node",), _init_backend=False)
-
-
 def measure_round(
     training: Training, *, steps: int, recorded: int, mark: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
@@ -163,7 +138,7 @@ def measure_round(
     Returns:
         Seconds of each timed step, waits of each recorded one and bytes that a rank sends by axis (all means over the
         ranks, which wait for each other and so take the same time in the long run), model state in bytes, this rank's
-        events by recorded step, the schedule, and how many steps lie between the marks.
+        events by recorded step, and how many steps lie between the marks.
     """
     import torch.distributed as dist
 
@@ -185,7 +160,6 @@ def measure_round(
         "sent_bytes": dict(zip([x.axis for x in lines], _means(x.sent_bytes for x in lines), strict=True)),
         "memory_bytes": {line.kind: (line.predicted_bytes, line.allocated_bytes) for line in memory},
         "traces": [to_json(trace) for trace in traces],
-        "schedule": schedule_json(engine_of(training.model).schedule),
         "steps": steps + 1 + (recorded + 1 if recorded else 0),
     }
 
@@ -201,72 +175,6 @@ def _means(values: Iterable[float]) -> list[float]:
     return means
 
 
-def measure_compute(ranks: Ranks, batch: Batch, *, steps: int) -> dict[str, Any]:
-    """Seconds of each unit, each rank training for itself while all others do: [Note: Slowest].
-
-    Returns:
-        Seconds of one micro-batch by phase and unit, of the optimizer's step, the elements it covers, and the seconds
-        in which all ranks agree on a few words.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from zeromesh.engine.api import engine_of
-
-    training = Training(ranks, batch, None)
-    units = [unit.name for unit in engine_of(training.model).schedule.units]
-    for _ in range(2):
-        training.step()
-    slowest = torch.tensor(training.timed(steps, dist.barrier), dtype=torch.float64)
-    sums = [_by_unit(trace, batch.micro_batches) for trace in training.recorded(steps, dist.barrier)]
-    keys = [(phase, unit) for phase in ("forward", "backward") for unit in units]
-    keys += [("optimizer", ""), ("wait", "")]
-    found = torch.tensor([[one.get(key, 0.0) for key in keys] for one in sums], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dist.all_reduce(found)
-    shares = found.mean(dim=0)
-    times = torch.tensor([1.0 if name in ("optimizer", "wait") else batch.micro_batches for name, _ in keys])
-    step_s = statistics.median(slowest.tolist())
-    seconds = dict(zip(keys, (shares * step_s / (shares * times).sum()).tolist(), strict=True))
-    return {
-        "forward": {unit: seconds["forward", unit] for unit in units},
-        "backward": {unit: seconds["backward", unit] for unit in units},
-        # Casts of updated parameters, which nobody else waits for, are part of what a step costs a rank.
-        "optimizer_s": seconds["optimizer", ""] + seconds["wait", ""],
-        "elements": sum(p.numel() for p in training.model.parameters()),
-        "agreement_s": _agreement_s(ranks, sum(1 for _ in training.model.parameters())),
-    }
-
-
-def _agreement_s(ranks: Ranks, words: int) -> float:
-    """Seconds in which all ranks agree on a few words, as the engine does at the end of each last backward."""
-    import torch
-    import torch.distributed as dist
-
-    seconds = []
-    for _ in range(12):
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(torch.zeros(words + 4, dtype=torch.int32, device=ranks.device), dist.ReduceOp.MAX)
-        ranks.settle()
-        seconds.append(time.perf_counter() - start)
-    found = torch.tensor([statistics.median(seconds)], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
-def _by_unit(trace: Trace, micro_batches: int) -> dict[tuple[str, str], float]:
-    """Seconds by (phase, unit): of one micro-batch, but for the optimizer and the waits, which are a step's."""
-    found: dict[tuple[str, str], float] = defaultdict(float)
-    for event in trace.events:
-        if event.kind == "wait":
-            found["wait", ""] += event.seconds
-        elif event.kind == "compute":
-            share = 1 if event.name == "optimizer" else micro_batches
-            found[event.name, event.unit or ""] += event.seconds / share
-    return found
-
-
 def to_json(trace: Trace) -> dict[str, Any]:
     """A trace for a result file; `from_json` is its inverse."""
     return {"label": trace.label, "events": [asdict(event) for event in trace.events]}
@@ -279,20 +187,15 @@ def from_json(data: Mapping[str, Any]) -> Trace:
 # Predicting -----------------------------------------------------------------------------------------------------------
 
 
-def compute_of(found: Mapping[str, Any]) -> Compute:
-    """What `measure_compute` has found, for the simulator."""
-    return Compute(
-        forward=found["forward"],
-        backward=found["backward"],
-        optimizer_s=found["optimizer_s"],
-        elements=found["elements"],
-        agreement_s=found["agreement_s"],
+def planned(strategy: str, cluster: Cluster, batch: Batch, *, record: bool = False) -> Simulation:
+    """The step that `measure_round` measures, as the planner predicts it on the probed cluster."""
+    workload = FixedWorkload(
+        seq_len=batch.tokens,
+        global_batch_tokens=batch.sequences * batch.tokens * batch.micro_batches * cluster.world,
+        micro_batch=batch.sequences,
+        param_dtype=batch.dtype,
     )
-
-
-def predict(schedule: Mapping[str, Any], cluster: Cluster, batch: Batch, compute: Mapping[str, Any]) -> Replayed:
-    """The step that `measure_round` measures: its schedule on the probed cluster, with what `measure_compute` found."""
-    return replay(read_schedule(schedule), cluster, compute_of(compute), micro_batches=batch.micro_batches)
+    return simulate(batch.spec, cluster, strategy, workload, record=record)
 
 
 def median_step(traces: Sequence[Trace]) -> Trace:

@@ -131,7 +131,7 @@ def test_a_check_that_raises_is_the_last_one():
     assert [check["status"] for check in found["checks"]] == ["ok", "failed"]
     assert found["checks"][1]["name"] == "bytes and memory, all 3 (node=3)"
     assert f"rank {ranks.rank}: RuntimeError: out of bytes" in found["checks"][1]["detail"]
-    assert found["probe"] is None and found["compute"] is None and found["environment"]["backend"] == "gloo"
+    assert found["probe"] is None and found["environment"]["backend"] == "gloo"
 
 
 def test_figures_that_make_no_sense_are_a_failed_check(monkeypatch, tmp_path):

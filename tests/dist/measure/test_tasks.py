@@ -12,7 +12,6 @@ import torch.distributed as dist
 import zeromesh as zm
 from bench.cells import run_cells
 from bench.matrix import Cell, make_cells
-from bench.rows import planned_s
 from tests.dist.engine.reference import TIMEOUT_S, mesh_of
 from tests.dist.pool import on_ranks
 from tests.pure.measure.probed import raw
@@ -22,9 +21,7 @@ from zeromesh.launch.ranks import Ranks
 from zeromesh.measure import levels, parity, selftest
 from zeromesh.measure.links import measure_links
 from zeromesh.measure.probe import from_raw, measure
-from zeromesh.measure.replay import schedule_json
-from zeromesh.measure.shapes import SHAPES
-from zeromesh.measure.steps import Batch, Training, from_json, measure_compute, measure_round, predict
+from zeromesh.measure.steps import Batch, Training, from_json, measure_round, planned
 from zeromesh.trace import compare
 
 BATCH = Batch(model="tiny", sequences=1, tokens=16, micro_batches=2)
@@ -94,21 +91,7 @@ def test_a_probe_is_a_cluster_that_predicts():
         "gradients": 1,
         "optimizer": 1,
     }
-    assert 0 < planned_s("node=1", cluster, BATCH) < 5
-    found = measure_compute(ranks, BATCH, steps=2)
-    written = schedule_json(engine_of(Training(ranks, BATCH, "node=3").model).schedule)
-    simulated = predict(written, cluster, BATCH, found)
-    assert simulated.step_s > sum(found["forward"].values()) * BATCH.micro_batches
-
-
-@on_ranks(2, timeout_s=TIMEOUT_S)
-def test_compute_is_measured_for_every_unit():
-    found = measure_compute(ranks_of(2), BATCH, steps=2)
-    units = {"", "embed_tokens", "layers.0", "layers.1", "layers.2", "lm_head"}
-    assert set(found["forward"]) == units and set(found["backward"]) == units
-    assert all(seconds > 0 for phase in ("forward", "backward") for seconds in found[phase].values())
-    assert found["optimizer_s"] > 0
-    assert found["elements"] == SHAPES["tiny"].num_params
+    assert 0 < planned("node=1", cluster, BATCH).step_s < 5
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=0", "node=3,cluster=3;overlap=none"])
@@ -120,8 +103,8 @@ def test_measured_steps_send_what_the_simulator_says(strategy):
     found = json.loads(json.dumps(measure_round(training, steps=2, recorded=2)))
     assert len(found["step_s"]) == len(found["exposed_s"]) == len(found["traces"]) == 2
     cluster = from_raw(raw(), {"cluster": 2, "node": 2}, "made up").cluster  # what is sent depends on no rate
-    simulated = predict(found["schedule"], cluster, BATCH, measure_compute(ranks, BATCH, steps=2))
-    assert found["sent_bytes"] == simulated.sent_bytes
+    simulated = planned(strategy, cluster, BATCH, record=True)
+    assert found["sent_bytes"] == {axis.axis: axis.bytes_sent_per_device for axis in simulated.axes}
     for line in compare(simulated.trace, from_json(found["traces"][0])):
         if line.kind == "communicate":
             assert (line.predicted_count, line.predicted_bytes) == (line.measured_count, line.measured_bytes), line
@@ -137,7 +120,6 @@ def test_a_bench_takes_cells_in_turn():
         patch.setattr("bench.cells.FAR", 1e3)  # all, however busy the machine is
         (setting,) = run_cells(ranks_of(2), rounds=2, **options)["settings"]
     assert [Cell.from_json(one["cell"]) for one in setting["cells"]] == cells
-    assert len(setting["compute"]) == 2
     assert [[found["round"] for found in one["rounds"]] for one in setting["cells"]] == [[0, 1], [0, 1]]
     probed = run_cells(ranks_of(2), rounds=1, **options | {"cells": [], "probe": {"seconds": 0.3, "rounds": 4}})
     assert from_raw(probed["probe"], {"node": 2}, "here").cluster.axes == (("node", 2),)

@@ -1,14 +1,11 @@
-"""A probe, units' seconds and a schedule that are made up."""
+"""A probe that is made up."""
 
 from typing import Any
 
 from zeromesh.measure.steps import Batch
-from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
-from zeromesh.strategy import Layout
 
 BATCH = Batch(model="tiny", sequences=1, tokens=16, micro_batches=2)
 MESH = {"cluster": 2, "node": 2}
-UNITS = ["", *(f"layers.{index}" for index in range(3))]
 
 
 def raw(latency: float = 1e-4, *, loaded: float = 1.0, spread: float = 1.0) -> dict[str, Any]:
@@ -44,19 +41,3 @@ def raw(latency: float = 1e-4, *, loaded: float = 1.0, spread: float = 1.0) -> d
         "ranks_per_machine": 4,
     }
     return {"machine": machine, "levels": levels}
-
-
-def compute() -> dict[str, Any]:
-    return {
-        "forward": dict.fromkeys(UNITS, 1e-3),
-        "backward": dict.fromkeys(UNITS, 2e-3),
-        "optimizer_s": 4e-3,
-        "elements": 1000,
-        "agreement_s": 5e-3,
-    }
-
-
-def schedule(strategy: str, names: list[str] = UNITS) -> Schedule:
-    buffers = (FlatBuffer(numel=10_000, param_dtype="fp32", master_dtype="fp32"),)
-    units = [Unit(name=name, role=Role.BLOCK if name else Role.RESIDENT, buffers=buffers) for name in names]
-    return Schedule.of(Layout.of(strategy, tuple(MESH.items())[::-1]), units)

@@ -1,15 +1,14 @@
 """A probe's timings as a cluster, and what a step takes there; all figures are made up."""
 
-import json
+from dataclasses import replace
 
 import pytest
 
-from tests.pure.measure.probed import BATCH, MESH, UNITS, compute, raw, schedule
-from zeromesh.errors import InputError, MeasurementError
+from tests.pure.measure.probed import BATCH, MESH, raw
+from zeromesh.errors import MeasurementError
 from zeromesh.measure.probe import from_raw
-from zeromesh.measure.replay import read_schedule, schedule_json
 from zeromesh.measure.selftest import _devices
-from zeromesh.measure.steps import compute_of, predict
+from zeromesh.measure.steps import planned
 
 
 def test_a_probe_becomes_a_cluster():
@@ -28,43 +27,10 @@ def test_a_probe_becomes_a_cluster():
         from_raw(raw(loaded=3.0), MESH, "here").require_trust()
 
 
-def test_a_step_takes_what_its_units_and_the_agreement_take():
-    cluster, written = from_raw(raw(), MESH, "here").cluster, schedule_json(schedule("node=3,cluster=1"))
-    expected = predict(written, cluster, BATCH, compute())
-    agreeing = predict(written, cluster, BATCH, {**compute(), "agreement_s": 0.0})
-    assert expected.step_s - agreeing.step_s == pytest.approx(5e-3)
-    slower = {**compute(), "forward": dict.fromkeys(UNITS, 1e-2)}
-    later = predict(written, cluster, BATCH, slower)
-    assert later.compute_s - expected.compute_s == pytest.approx(2 * len(UNITS) * 9e-3, rel=0.2)
-
-
-def test_a_schedule_survives_its_file():
-    made = schedule("node=3,cluster=1;prefetch=2").reordered([0, 2, 1, 3])
-    again = read_schedule(json.loads(json.dumps(schedule_json(made))))
-    assert again.program == made.program
-    assert again.units == made.units and again.layout == made.layout and again.memory == made.memory
-
-
-def test_joined_units_take_what_their_members_take():
-    """Also where the engine has joined them with the root, whose name they then have."""
-    found = compute_of(compute())
-    for names, units in [
-        (UNITS, [0, 1, 2, 3]),
-        (["", "layers.0 to layers.1", "layers.2"], [0, 1, 1, 2]),
-        (["", "layers.1 to layers.2"], [0, 0, 1, 1]),
-        ([""], [0, 0, 0, 0]),
-    ]:
-        made = schedule("node=0,cluster=0", names)
-        assert found.parts(made) == dict(zip(UNITS, units, strict=True))
-        whole = predict(schedule_json(made), from_raw(raw(), MESH, "here").cluster, BATCH, compute())
-        assert whole.compute_s >= 2 * len(UNITS) * 3e-3 + 4e-3  # two micro-batches and the optimizer, slowed or not
-    turned = schedule("node=3,cluster=3").reordered([0, 2, 1, 3])
-    assert list(found.parts(turned).items()) == [("", 0), ("layers.1", 2), ("layers.0", 1), ("layers.2", 3)]
-    for unknown in ("layers.7", "layers.0 to layers.7"):
-        with pytest.raises(InputError, match=r"has not been measured; known: root, layers\.0"):
-            found.parts(schedule("node=0,cluster=0", ["", unknown]))
-    with pytest.raises(InputError, match="activation checkpointing"):
-        found.seconds("recompute", "layers.0")
+def test_a_step_is_predicted_as_the_planner_does():
+    cluster = from_raw(raw(), MESH, "here").cluster
+    whole, one = (planned("node=3,cluster=1", cluster, replace(BATCH, micro_batches=count)) for count in (2, 1))
+    assert one.step_s < whole.step_s and one.compute_s < whole.compute_s
 
 
 @pytest.mark.parametrize(("cores", "slowest", "status"), [(None, 0.8, "look"), (None, 0.95, "ok"), (0.5, 0.5, "ok")])
