@@ -1,0 +1,119 @@
+"""AdamW's step on slices: against plain tensors, and against another checkout of zeromesh.
+
+    git worktree add ../other COMMIT
+    python benchmarks/slices.py --against ../other
+
+One process, one thread, stage 0, 128 parameters of 64 x 64 and of 512 x 512, fp32. Each system lives in a process of
+its own; two of them take turns, in an order that changes from pair to pair. A ratio is the median of those of single
+pairs, with the quartiles; milliseconds are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_PARAMETERS = 128
+SIZES = {64: 20, 512: 2}
+"""Steps that are timed together, by size."""
+KINDS: dict[str, dict[str, bool]] = {
+    "plain": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+class Squares(nn.Module):
+    """A model of nothing but parameters."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        for at in range(NUM_PARAMETERS):
+            self.register_parameter(f"weight{at}", nn.Parameter(torch.randn(size, size)))
+
+    def forward(self) -> Tensor:
+        return torch.stack([weight.square().sum() for weight in self.parameters()]).sum()
+
+
+class System:
+    """Optimizers on slices, or on plain tensors, in a process of their own."""
+
+    def __init__(self, source: Path, sharded: bool) -> None:
+        environment = os.environ | {"PYTHONPATH": str(source / "src"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, "--serve", "slices" if sharded else "plain"]
+        pipes: dict[str, Any] = {"text": True, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, env=environment, **pipes)
+
+    def step_s(self, size: int, kind: str) -> float:
+        assert self._process.stdin and self._process.stdout
+        print(size, kind, file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+
+def serve(sharded: bool) -> None:
+    """Until the process that asks ends."""
+    steps: dict[str, Callable[[], Any]] = {}
+    for line in sys.stdin:
+        size, kind = line.split()
+        if line not in steps:
+            steps[line] = make_step(int(size), kind, sharded)
+        began = time.perf_counter()
+        for _ in range(SIZES[int(size)]):
+            steps[line]()
+        print((time.perf_counter() - began) / SIZES[int(size)], flush=True)
+
+
+def make_step(size: int, kind: str, sharded: bool) -> Callable[[], Any]:
+    model: nn.Module = Squares(size)
+    if sharded:
+        import zeromesh as zm
+
+        model = zm.shard(model, None, "node=0")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, **KINDS[kind])
+    model().backward()
+    for _ in range(3):
+        optimizer.step()
+    return optimizer.step
+
+
+def compare(one: System, other: System, size: int, kind: str, pairs: int) -> str:
+    found: dict[System, list[float]] = {one: [], other: []}
+    for at in range(pairs + 1):
+        for system in (one, other) if at % 2 else (other, one):
+            found[system].append(system.step_s(size, kind))
+    own, theirs = found[one][1:], found[other][1:]  # the first pair warms up
+    low, ratio, high = statistics.quantiles([a / b for a, b in zip(own, theirs, strict=True)], n=4)
+    times = f"{statistics.median(own) * 1e3:8.3f} ms / {statistics.median(theirs) * 1e3:8.3f} ms"
+    return f"{times} = {ratio:.3f}x ({low:.3f} to {high:.3f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="another checkout")
+    parser.add_argument("--pairs", type=int, default=41)
+    parser.add_argument("--serve", choices=("slices", "plain"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve == "slices")
+        return
+    ours, others = System(ROOT, True), {"plain tensors": System(ROOT, False)}
+    if arguments.against:
+        others[str(arguments.against)] = System(arguments.against, True)
+    for size, kind, (name, other) in itertools.product(SIZES, KINDS, others.items()):
+        print(f"{size:3} {kind:8} slices / {name}:", compare(ours, other, size, kind, arguments.pairs), flush=True)
+
+
+if __name__ == "__main__":
+    main()
