@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
 from zeromesh.engine.control import reduce_over
-from zeromesh.engine.hooks import OutputHook, as_python, put_first, require_traced, tensors_of
+from zeromesh.engine.hooks import OutputHook, as_python, put_first, tensors_of
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.lifecycle import Agreement, Backward, Changes, Half, Step, Weight
 from zeromesh.engine.param import ShardedParameter
@@ -78,6 +78,7 @@ class Engine:
         self._agreement = Agreement(self.interpreter, backend, self.control)
         self._on_leaves: dict[tuple[int, int], RemovableHandle] = {}
         self._watched: set[int] = set()
+        self._outside: set[ShardedParameter] = set()  # last read outside of any autograd.Function
 
     @property
     def schedule(self) -> Schedule:
@@ -118,14 +119,12 @@ class Engine:
 
     # ---- points, from the hooks
 
-    def pre_forward(self, unit: int, *, outermost: bool = False, read: bool = False) -> None:
-        """Before a unit's forward; `outermost`: that of the whole model; `read`: see there."""
+    def pre_forward(self, unit: int, *, read: bool = False) -> None:
+        """Before a unit's forward; `read`: see there."""
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
         else:
             self.recover()
-            if outermost:
-                self._end_interrupted(own=1)
             self.changes.apply()
         self.interpreter.pre_forward(unit, read=read)
 
@@ -156,13 +155,12 @@ class Engine:
         elif traced and unit not in self._watched:
             self._watch_leaves(unit)
 
-    def runs(self, *, own: int = 0) -> bool:
-        """Whether a forward of the model or of a unit runs, or one is repeated in the backward: on all ranks alike.
-        `own`: of the caller, that are on the stack and do not count."""
+    def runs(self) -> bool:
+        """Whether a forward of the model or of a unit runs, or one is repeated in the backward: on all ranks alike."""
         if self._backward is not None and torch._C._current_graph_task_id() != -1:
             return True
         if self.interpreter.forward is not None:
-            self._end_interrupted(own=own)
+            self.recover()  # of a repetition in a backward that raised
         return self.interpreter.forward is not None
 
     def runs_a_method(self) -> bool:
@@ -183,7 +181,10 @@ class Engine:
     def read(self, param: ShardedParameter) -> Tensor:
         """A parameter as a forward finds it in a module of a unit that is not open: [Note: Reads] of
         `zeromesh.engine.hooks`."""
-        if self.interpreter.forward is None or self.schedule.shares_slot(param.unit) or not self.runs():
+        if self.schedule.shares_slot(param.unit):
+            (self._outside.discard if _in_function() else self._outside.add)(param)
+            return param
+        if self.interpreter.forward is None or not self.runs():
             return param
         self.pre_forward(param.unit, read=True)
         return self.backend.units[param.unit].leaf_of[param]
@@ -196,8 +197,7 @@ class Engine:
             if param.engine() is not self:
                 return param
             if param.unit not in units:
-                if self.schedule.shares_slot(param.unit):
-                    require_traced(param)
+                self._require_traced(param)
                 units[param.unit] = None
                 self.pre_forward(param.unit)
             found: Tensor = self.backend.units[param.unit].leaf_of[param]
@@ -216,6 +216,16 @@ class Engine:
             for unit in reversed(units):
                 self.post_forward(unit, outputs)
         return result
+
+    def _require_traced(self, param: ShardedParameter) -> None:
+        """Raises ModelError where an autograd.Function computes with a slice that was read before it: autograd would
+        send the gradient to the slice."""
+        if param.requires_grad and param in self._outside and _in_function():
+            raise ModelError(
+                f"an autograd.Function is given {param.full_name}, whose unit shares its gather slot with others and "
+                f"is not open here: give that unit a slot of its own, zm.shard(resident=[...]), or name in "
+                f"zm.shard(units=[...]) a class around both the parameter and the forward that uses it"
+            )
 
     def _watch_outputs(self, call: Call, tensors: Iterable[Tensor]) -> None:
         hook = OutputHook(weakref.ref(self), call)
@@ -390,19 +400,10 @@ class Engine:
         if self._backward is not None and torch._C._current_graph_task_id() == -1:
             self.give_up()
 
-    def _end_interrupted(self, *, own: int = 0) -> None:
-        """Also where a forward was interrupted (Ctrl-C), which calls no hooks, not even those for exceptions: no more
-        forwards of the model or of its units are on the stack than the caller's `own`."""
-        self.recover()
-        if self.interpreter.forward is not None and self._forwards_on_the_stack() <= own:
-            self.give_up()
-
-    def _forwards_on_the_stack(self) -> int:
-        count, frame = 0, sys._getframe()
-        while frame.f_back is not None:
-            frame = frame.f_back
-            count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in self.called
-        return count
+    def fail(self) -> None:
+        """The outermost forward has ended with an exception; its hooks have not been told of some."""
+        if self.interpreter.forward is not None and torch._C._current_graph_task_id() == -1:
+            self.give_up()  # else the backward around it raises too
 
     # ---- accumulation
 
@@ -478,7 +479,7 @@ class Engine:
     def changing(self, param: ShardedParameter) -> None:
         """A function is about to write to `param`, in an optimizer's step or without one."""
         if not self.changes.by_hand:  # else nothing has begun to read masters since
-            self._end_interrupted()
+            self.recover()
             if self.interpreter.forward is not None or self._backward is not None:
                 raise ModelError(
                     f"{param.full_name} is written to inside a forward or backward of its model, which computes with a "
@@ -493,7 +494,7 @@ class Engine:
         Args:
             follow: bring copies up to date with their masters first; all ranks call this together.
         """
-        self._end_interrupted()
+        self.recover()
         if follow:
             self.changes.apply()
         self.interpreter.quiesce()
@@ -502,3 +503,9 @@ class Engine:
         """Masters were changed by hand or by a load; all ranks call this together."""
         self.at_rest()
         self.changes.loaded(list(self.optimizer_params()))
+
+
+def _in_function() -> bool:
+    """Whether the forward of an autograd.Function runs: torch then does without forward mode too, also where that
+    computes under `enable_grad`."""
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()

@@ -16,13 +16,11 @@ from block to block to be filled.
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -64,9 +62,9 @@ def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch
         cast: dtype that floating-point inputs are cast to; None leaves them.
     """
     reference = weakref.ref(engine)
-    for index, module in enumerate(modules):
+    for module in modules:
         engine.called.add(module)
-        _on_module(reference, unit, module, cast, outermost=unit == index == 0)
+        _on_module(reference, unit, module, cast)
 
 
 def install_on_parts(engine: Engine, parts: Iterable[nn.Module], cast: torch.dtype | None) -> None:
@@ -75,7 +73,7 @@ def install_on_parts(engine: Engine, parts: Iterable[nn.Module], cast: torch.dty
     reference = weakref.ref(engine)
     for part in parts:
         engine.called.add(part)
-        _on_module(reference, 0, part, cast, outermost=True, alone=True)
+        _on_module(reference, 0, part, cast, alone=True)
 
 
 def _on_module(
@@ -84,7 +82,6 @@ def _on_module(
     module: nn.Module,
     cast: torch.dtype | None,
     *,
-    outermost: bool,
     alone: bool = False,
 ) -> None:
     """`alone`: only calls count that are in no other forward of the model, nor in a backward."""
@@ -95,10 +92,10 @@ def _on_module(
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         engine = _alive(reference)
         if alone:
-            counts.append(torch._C._current_graph_task_id() == -1 and not engine.runs(own=1))
+            counts.append(torch._C._current_graph_task_id() == -1 and not engine.runs())
             if not counts[-1]:
                 return None
-        engine.pre_forward(unit, outermost=outermost)
+        engine.pre_forward(unit)
         return calls.begin(args, kwargs) if calls else None
 
     @as_python
@@ -116,6 +113,26 @@ def _on_module(
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     # always_call: after a forward that raised, nothing may count as in use.
     module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
+    _watch_ends(reference, module)
+
+
+def _watch_ends(reference: weakref.ref[Engine], module: nn.Module) -> None:
+    """Tells the engine of calls that end with an exception. Torch calls no hooks for those that are no `Exception`
+    (Ctrl-C), nor in compiled code. It calls `_compiled_call_impl` around all hooks, and leaves it out of copies."""
+    compiled, own = module._compiled_call_impl, weakref.ref(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        engine, module = reference(), own()
+        assert module is not None  # it is being called
+        outermost = engine is not None and engine.interpreter.forward is None
+        try:
+            return (compiled or module._call_impl)(*args, **kwargs)
+        except BaseException:
+            if engine is not None and outermost:
+                engine.fail()
+            raise
+
+    module._compiled_call_impl = call
 
 
 class Parameters(dict[str, "nn.Parameter | None"]):
@@ -145,23 +162,6 @@ def watch_reads(units: Iterable[ModuleUnit], modules: Iterable[nn.Module]) -> No
         infos[:] = [
             replace(info, sites=tuple((made[id(params)][1], key) for params, key in info.sites)) for info in infos
         ]
-
-
-def require_traced(param: ShardedParameter) -> None:
-    """Raises ModelError where an autograd.Function is computing with a parameter as it was read: autograd would send
-    the gradient to the slice."""
-    frame: FrameType | None = sys._getframe()
-    while param.requires_grad and frame is not None:
-        if frame.f_code is _APPLY and any(arg is param for arg in frame.f_locals["args"]):
-            raise ModelError(
-                f"an autograd.Function is given {param.full_name}, whose unit shares its gather slot with others and "
-                f"is not open here: give that unit a slot of its own, zm.shard(resident=[...]), or name in "
-                f"zm.shard(units=[...]) a class around both the parameter and the forward that uses it"
-            )
-        frame = frame.f_back
-
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a classmethod
 
 
 def _alive(reference: weakref.ref[Engine]) -> Engine:

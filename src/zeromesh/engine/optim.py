@@ -354,8 +354,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         if isinstance(param, Leaf):
             raise OptimizerError(
                 f"{type(optimizer).__name__} holds the gathered copy of {param.full_name!r}, so the sharded model "
-                f"would never be updated: it was made inside a forward, or after one that was interrupted. Call "
-                f"zm.refresh(model), which ends that forward, then make the optimizer again from model.parameters()"
+                f"would never be updated: it was made inside a forward. Make it again from model.parameters() outside"
             )
     _require_reduced(optimizer, (param for param in params if type(param) is not ShardedParameter))
     if any(type(param) is ShardedParameter for param in params):
