@@ -81,11 +81,11 @@ class Peers:
                 f"raised an error of its own, which then says why. [{str(error).splitlines()[0]}]"
             )
             if progress is not None:
-                progress.failure = failure
+                progress.fail(failure)
             raise CommunicationError(failure) from error
         except BaseException as error:
             if progress is not None:
-                progress.failure = f"{what} was interrupted ({type(error).__name__})"
+                progress.fail(f"{what} was interrupted ({type(error).__name__})")
             raise
 
 
@@ -111,7 +111,7 @@ def make_peers(control: Control) -> Peers:
     peers = Peers(group=group, progress=progress)
 
     def end() -> None:
-        channel.started, channel.failed = progress.count, bool(progress.failure)
+        channel.used(progress.count, failed=bool(progress.failure))
         give_back()
 
     # A save on its way holds its peers too, so they are not gone before it has ended.

@@ -79,6 +79,10 @@ class Channel:
     started: int = 0
     failed: bool = False
 
+    def used(self, started: int, *, failed: bool = False) -> None:
+        """So many of its collectives have begun by now, and one may have failed."""
+        self.started, self.failed = started, self.failed or failed
+
 
 def _unobserved(sent: Sent) -> None:
     pass
@@ -114,6 +118,11 @@ class AxisGroup:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def recorded(self, record: Callable[[Sent], None]) -> Callable[[Sent], None]:
+        """Tells `record` of collectives from now on; returns who was told."""
+        before, self.record = self.record, record
+        return before
 
     def lent(self, name: str) -> AxisGroup:
         """For another axis along the same ranks, with the same communicators, which this one keeps meanwhile."""

@@ -59,7 +59,7 @@ class Exchange:
         self.process_group = channel.process_group
         self._channel = channel
         self._tag = zlib.crc32(repr((channel.started, operation, shape)).encode()) & 0x7FFFFFFF
-        channel.started += 1
+        channel.used(channel.started + 1)
         self._sends: list[Wait] = []
         self._sent_bytes = self._messages = 0
 
@@ -121,7 +121,7 @@ class Exchange:
         try:
             return call()
         except BaseException as error:
-            self._channel.failed = True
+            self._channel.used(self._channel.started, failed=True)
             if not isinstance(error, RuntimeError):
                 raise
             raise CommunicationError(self._message(error, peer)) from error

@@ -195,6 +195,10 @@ class UnitShards:
                 # Of a unit that no rank has used nothing is thrown away, so what is still owed stays.
                 self.accepted = self.accepted and not used
 
+    def accept(self) -> None:
+        """An optimizer has stepped."""
+        self.accepted = True
+
     def forget_owed(self) -> None:
         """What error feedback owes belongs to gradients at other parameters than those that are there now."""
         for buffer in self.buffers:
@@ -224,8 +228,6 @@ class DeviceBackend:
 
     Attributes:
         chains: of each unit; `record` puts observed ones in their place while it records.
-        scale: of this rank's own gradients in the running backward; None is 1: [Note: Weights].
-        stale: units whose running backward began with parameters of an older generation, and that.
         owned: buckets of whole tensors, as the schedule counts them.
     """
 
@@ -243,10 +245,8 @@ class DeviceBackend:
         self.groups = dict(groups)
         self.lanes = lanes
         self.scratch = scratch
-        self.scale: float | None = None
-        self.stale: Mapping[int, int] = {}
         self.owned: list[WholeTensors] = []
-        self.chains = [self._bind(unit) for unit in units]
+        self.chains: Sequence[UnitChains] = [self._bind(unit) for unit in units]
 
     def _bind(self, unit: UnitShards) -> UnitChains:
         groups, scratch = self.groups, self.scratch
@@ -262,6 +262,14 @@ class DeviceBackend:
             refresh=tuple(chain.from_iterable(refresh_chain(b, groups, scratch["refresh"]) for b in unit.buffers)),
             reduce={i: reduce_chains(b, groups, scratch) for i, b in enumerate(unit.buffers) if b.grads is not None},
         )
+
+    def through(
+        self, lanes: Mapping[LaneKind, Lane], chains: Sequence[UnitChains]
+    ) -> tuple[Mapping[LaneKind, Lane], Sequence[UnitChains]]:
+        """Takes observed lanes and chains from now on; returns those before."""
+        before = self.lanes, self.chains
+        self.lanes, self.chains = lanes, chains
+        return before
 
     # ---- schedule.Backend
 
@@ -281,8 +289,10 @@ class DeviceBackend:
             # No lane is at work on the unit now.
             before = buffer.reduced.clone() if reduction.add else None
             if reduction.micro:
-                homes, adds = own.alone if reduction.alone else buffer.homes, reduction.accumulate and not own.micro
-                self._collect(unit, index, own.first, homes, accumulate=adds)
+                homes = own.alone if reduction.alone else buffer.homes
+                self._collect(
+                    unit, index, own.first, homes, reduction, accumulate=reduction.accumulate and not own.micro
+                )
                 early.append(partial(_run_chain, own.micro, accumulate=reduction.accumulate))
             if reduction.boundary:
                 late.append(partial(_finish, own.boundary_alone if reduction.alone else own.boundary, buffer, before))
@@ -405,8 +415,6 @@ class DeviceBackend:
 
     def add_in_place(self, unit: int) -> None:
         """Before the backward of a unit whose accumulator holds micro-batches: `FlatShards.add_in_place`."""
-        if self.scale is not None or unit in self.stale or torch.is_grad_enabled():  # that makes sums anew
-            return
         for index, chains in self.chains[unit].reduce.items():
             if chains.first == 1:
                 self.units[unit].buffers[index].add_in_place()
@@ -418,12 +426,13 @@ class DeviceBackend:
                 if buffer.adds:
                     buffer.take_grads()
 
-    def _collect(self, unit: int, index: int, factor: float, to: Homes, *, accumulate: bool) -> None:
+    def _collect(
+        self, unit: int, index: int, factor: float, to: Homes, reduction: Reduction, *, accumulate: bool
+    ) -> None:
         """Moves the gradients that autograd has left on a buffer's leaves to where they are reduced."""
         shards, buffer = self.units[unit], self.units[unit].buffers[index]
         adds = buffer.adds
         found, used = buffer.take_grads(), shards.used[index]
-        stale = self.stale.get(unit)
         homes, missing, grads = list[Tensor](), list[Tensor](), list[Tensor]()
         for position, (grad, home) in enumerate(zip(found, to.parts, strict=True)):
             if grad is None:
@@ -431,18 +440,18 @@ class DeviceBackend:
                 continue
             spread = buffer.places[position].info.spread
             grad = grad if spread is None else spread.local_grad(grad)
-            if stale is not None:
-                _require_unchanged(buffer.optimizer_params[position], stale)
+            if reduction.stale is not None:
+                _require_unchanged(buffer.optimizer_params[position], reduction.stale)
             used[position] = True
             grad = grad.to_dense() if grad.is_sparse else grad  # which has no address
             if adds and grad.data_ptr() == home.data_ptr():
                 continue
             homes.append(home)
             grads.append(grad.detach() if grad.requires_grad else grad)  # backward(create_graph=True)
-        own = buffer.placed.layout.share == 1
-        if own and self.scale == 0:  # not 0 * grad: a mean over no tokens is NaN
+        scale = reduction.scale if buffer.placed.layout.share == 1 else None  # [Note: Weights]
+        if scale == 0:  # not 0 * grad: a mean over no tokens is NaN
             homes, missing, grads = [], [*missing, *homes], []
-        factor *= self.scale if own and self.scale is not None else 1.0
+        factor *= 1.0 if scale is None else scale
         if accumulate:
             if grads:
                 torch._foreach_add_(homes, grads, alpha=factor)

@@ -395,6 +395,10 @@ class Progress:
         self.count += 1
         self._write(what)
 
+    def fail(self, reason: str) -> None:
+        """An exchange has failed, so none can succeed any more."""
+        self.failure = reason
+
     def missing(self) -> list[str]:
         """The ranks that do not come to this exchange, with the last that they came to."""
         answers: queue.SimpleQueue[list[str]] = queue.SimpleQueue()

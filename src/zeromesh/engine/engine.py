@@ -23,13 +23,13 @@ from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
 from zeromesh.engine.control import reduce_over
 from zeromesh.engine.hooks import OutputHook, as_python, put_first, tensors_of
 from zeromesh.engine.leaf import Leaf
-from zeromesh.engine.lifecycle import Agreement, Backward, Changes, Half, Step, Weight
+from zeromesh.engine.lifecycle import Agreement, Changes, Step, Weight
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.parts import Home, require_one_of_a_name, require_own_tokens
 from zeromesh.engine.pipeline import Pipeline
 from zeromesh.engine.units import Precision
 from zeromesh.errors import ModelError, OptimizerError
-from zeromesh.schedule import Bucket, Call, GradState, Interpreter, Schedule
+from zeromesh.schedule import Backward, Bucket, Call, Forward, GradState, Interpreter, Schedule
 from zeromesh.strategy import Axis
 
 T = TypeVar("T")
@@ -63,15 +63,18 @@ class Engine:
         self.homes = homes
         self.control = homes[""].control
         self.precision = precision
-        self.interpreter: Interpreter[Ticket] = Interpreter(schedule=schedule, backend=backend)
         if debug:
             from zeromesh.engine.guard import SlotGuard  # slow, and asked for by name
 
-            self.interpreter.backend = SlotGuard(backend, self.interpreter)
+            guard = SlotGuard(backend)
+            self.interpreter: Interpreter[Ticket] = Interpreter(schedule=schedule, backend=guard)
+            guard.follow(self.interpreter)
+        else:
+            self.interpreter = Interpreter(schedule=schedule, backend=backend)
+        self.last = True
         self.weight = Weight(None)
         self._step = Step(shown=True)
-        self._backward: Backward | None = None
-        self._half: Half | None = None
+        self._halves: list[Backward] | None = None
         self.pipeline: Pipeline | None = None
         self.changes = Changes(self.interpreter, backend.units)
         # Last of those that hold the lanes: they end before the words go that they may still be at work on.
@@ -157,7 +160,7 @@ class Engine:
 
     def runs(self) -> bool:
         """Whether a forward of the model or of a unit runs, or one is repeated in the backward: on all ranks alike."""
-        if self._backward is not None and torch._C._current_graph_task_id() != -1:
+        if self.interpreter.backward is not None and torch._C._current_graph_task_id() != -1:
             return True
         if self.interpreter.forward is not None:
             self.recover()  # of a repetition in a backward that raised
@@ -257,7 +260,8 @@ class Engine:
     def pre_backward(self, call: Call) -> None:
         """The gradient has arrived of an output of `call`."""
         unit = call.unit
-        if self._backward is not None and self._backward.task == -1:
+        running = self.interpreter.backward
+        if running is not None and running.task == -1:
             return  # `run_weights` knows where it is
         # Gradient mode is on in a backward under create_graph=True alone.
         if torch.is_grad_enabled() and self.schedule.memory.gather.slot_of[unit] is not None:
@@ -265,18 +269,23 @@ class Engine:
                 f"a backward with create_graph=True through unit {self.backend.units[unit].name or '(root)'!r}: second "
                 f"derivatives need parameters that stay gathered: use stages 0, 1 and 2 only"
             )
-        backward = self._enter_backward()
-        if call.generation != self.interpreter.states[unit].generation:
-            backward.stale[unit] = min(call.generation, backward.stale.get(unit, call.generation))
+        self._enter_backward()
         self.interpreter.pre_backward(call)
-        if self._half is None and self.interpreter.states[unit].grad is GradState.PARTIAL:
+        if self._halves is None:
+            self._add_in_place(unit)
+
+    def _add_in_place(self, unit: int) -> None:
+        running = self.interpreter.backward
+        assert running is not None
+        plain = running.scale is None and unit not in running.stale and not torch.is_grad_enabled()  # else sums are new
+        if plain and self.interpreter.states[unit].grad is GradState.PARTIAL:
             self.backend.add_in_place(unit)
 
-    def _enter_backward(self) -> Backward:
-        """The backward that runs; once in each, autograd is asked to tell when it has ended."""
-        backward, task = self._backward, torch._C._current_graph_task_id()
+    def _enter_backward(self) -> None:
+        """In the backward that runs; once in each, autograd is asked to tell when it has ended."""
+        backward, task = self.interpreter.backward, torch._C._current_graph_task_id()
         if backward is not None and (backward.task == task or backward.ended() is not None):
-            return backward  # in the second case this one runs inside it
+            return  # in the second case this one runs inside it
         if backward is not None:
             self.give_up()
         engine = weakref.ref(self)
@@ -287,15 +296,16 @@ class Engine:
             if self is not None:
                 self._end_backward()
 
-        backward = self._begin_backward(Backward(task, weakref.ref(ended)))
-        self.interpreter.begin_backward(inputs_only=self._half is not None)
+        self._begin_backward(self._backward(task, weakref.ref(ended)))
         torch.autograd.Variable._execution_engine.queue_callback(ended)
-        return backward
 
-    def _begin_backward(self, backward: Backward) -> Backward:
+    def _backward(self, task: int, ended: Callable[[], object], **half: Any) -> Backward:
+        return Backward(task, ended, self.last, self.weight.of_grads, inputs_only=self._halves is not None, **half)
+
+    def _begin_backward(self, running: Backward) -> None:
         self.changes.apply()
         self._require_whole()
-        if self._half is None:  # else nothing comes to the step yet
+        if not running.inputs_only:  # else nothing comes to the step yet
             weighted = self.weight.scale is not None
             if weighted and not self.weight.in_loss:
                 require_own_tokens(self.homes)
@@ -307,21 +317,17 @@ class Engine:
                     "zm.accumulate(model, weight=...); this step has some with and some without"
                 )
             self._step.weighted = weighted
-        self.backend.scale = self.weight.of_grads
-        self._backward, self.backend.stale = backward, backward.stale
-        return backward
+        self.interpreter.begin_backward(running)
 
     def _end_backward(self) -> None:
-        half, running, backward = self._half, self.interpreter.backward, self._backward
+        backward = self.interpreter.begin_backward()
         self.interpreter.end_backward()
         self.backend.end_backward()
-        self._backward = None
-        if half is not None:
-            assert running is not None and backward is not None
-            half.forwards, half.stale = list(running.reached), backward.stale
+        if self._halves is not None:
+            self._halves.append(backward)
             return
         self._step.backwards += 1
-        if self.interpreter.last:
+        if backward.last:
             self._show_grads()
             self._step.shown = True
 
@@ -333,20 +339,24 @@ class Engine:
         if self.pipeline is not None:
             reduce_over(self.pipeline.group, values, dist.ReduceOp.MAX)
 
-    @contextmanager
-    def inputs_only(self) -> Iterator[Half]:
-        """The backward inside asks for the gradients of inputs alone; what it yields is for `run_weights`."""
-        self._half = half = Half()
-        try:
-            yield half
-        finally:
-            self._half = None
+    def join(self, pipeline: Pipeline) -> None:
+        """The model is a stage of one."""
+        self.pipeline = pipeline
 
-    def run_weights(self, half: Half, bring: Callable[[int], None]) -> None:
-        """The backward for the gradients of parameters that `half` has left out.
+    @contextmanager
+    def inputs_only(self) -> Iterator[list[Backward]]:
+        """The backward inside asks for the gradients of inputs alone; what it yields is for `run_weights`."""
+        self._halves = halves = list[Backward]()
+        try:
+            yield halves
+        finally:
+            self._halves = None
+
+    def run_weights(self, halves: Sequence[Backward], bring: Callable[[int], None]) -> None:
+        """The backward for the gradients of parameters that those for inputs have left out.
 
         Args:
-            half: what the backward for those of inputs has left.
+            halves: those for inputs.
             bring: leaves the gradients of a unit, whose parameters are there, on its leaves; of -1, all others.
         """
         self.recover()
@@ -355,13 +365,16 @@ class Engine:
             """What autograd runs for `bring` runs inside this backward."""
 
         def bring_of(unit: int) -> None:
-            if self.interpreter.states[unit].grad is GradState.PARTIAL:
-                self.backend.add_in_place(unit)
+            self._add_in_place(unit)
             bring(unit)
 
-        self._begin_backward(Backward(-1, weakref.ref(ended), half.stale))
+        forwards, stale = list[Forward](), dict[int, int]()
+        for half in halves:
+            forwards += half.reached
+            stale.update(half.stale)
+        self._begin_backward(self._backward(-1, weakref.ref(ended), stale=stale, bring=bring_of))
         try:
-            self.interpreter.run_weights(half.forwards, bring_of)
+            self.interpreter.back_through(forwards)
             bring(-1)
         except BaseException:
             self.give_up()
@@ -385,7 +398,7 @@ class Engine:
 
     def give_up(self) -> None:
         """What runs, a forward or a backward, has not ended and will not."""
-        backward, self._backward = self._backward, None
+        backward = self.interpreter.backward
         self.interpreter.abort()
         self.backend.drop_leaf_grads()
         if backward is None or self._step.shown:
@@ -397,7 +410,7 @@ class Engine:
 
     def recover(self) -> None:
         """After a backward that raised, and whose callback therefore never came."""
-        if self._backward is not None and torch._C._current_graph_task_id() == -1:
+        if self.interpreter.backward is not None and torch._C._current_graph_task_id() == -1:
             self.give_up()
 
     def fail(self) -> None:
@@ -412,12 +425,12 @@ class Engine:
         """The micro-batch inside is (not) the last before the step, and counts by `weight`."""
         self.recover()
         self._require_whole()
-        before = self.interpreter.last, self.weight
-        self.interpreter.last, self.weight = last, weight
+        before = self.last, self.weight
+        self.last, self.weight = last, weight
         try:
             yield weight
         finally:
-            self.interpreter.last, self.weight = before
+            self.last, self.weight = before
 
     # ---- gradients
 
@@ -445,8 +458,8 @@ class Engine:
     def own(self, tensors: Sequence[WholeTensors], buckets: Sequence[Bucket], beyond: Sequence[Axis] = ()) -> int:
         """Takes an optimizer's buckets of whole tensors into the schedule, under the number that is returned; weakly,
         since their states go with the optimizer. `beyond` are axes beyond the layouts, which they cross too."""
-        self.backend.owned += [weakref.proxy(each) for each in tensors]
-        self.interpreter.schedule = self.schedule.with_owned(buckets, beyond)
+        self.backend.owned.extend(weakref.proxy(each) for each in tensors)
+        self.interpreter.adopt(self.schedule.with_owned(buckets, beyond))
         return len(self.schedule.buckets) - 1
 
     def before_step(self, params: Sequence[ShardedParameter]) -> None:
@@ -480,7 +493,7 @@ class Engine:
         """A function is about to write to `param`, in an optimizer's step or without one."""
         if not self.changes.by_hand:  # else nothing has begun to read masters since
             self.recover()
-            if self.interpreter.forward is not None or self._backward is not None:
+            if self.interpreter.forward is not None or self.interpreter.backward is not None:
                 raise ModelError(
                     f"{param.full_name} is written to inside a forward or backward of its model, which computes with a "
                     f"copy of it: change parameters between steps"

@@ -29,17 +29,21 @@ class SlotGuard:
 
     Args:
         backend: does the work.
-        interpreter: knows the generations and the slots.
     """
 
-    def __init__(self, backend: DeviceBackend, interpreter: Interpreter[Ticket]) -> None:
+    _interpreter: Interpreter[Ticket]
+
+    def __init__(self, backend: DeviceBackend) -> None:
         self._backend = backend
-        self._interpreter = interpreter
         self.refresh, self.reduce = backend.refresh, backend.reduce
         self.wait, self.has_grads = backend.wait, backend.has_grads
         self.collect, self.update = backend.collect, backend.update
         self._stamps: dict[int, Stamp] = {}
         self._seen: dict[int, tuple[int, int]] = {}
+
+    def follow(self, interpreter: Interpreter[Ticket]) -> None:
+        """It knows the generations and the slots, and drives this."""
+        self._interpreter = interpreter
 
     def unshard(self, unit: int, *, from_kept: bool, after: Ticket | None) -> Ticket | None:
         slot = self._slot(unit)

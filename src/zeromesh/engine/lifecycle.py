@@ -3,9 +3,9 @@
 [Note: Lifetimes] Each phase is an object, and ends when that object is dropped:
 
     Step            from the first backward after a step's gradients were shown to the end of its last backward
-    Backward        one run of autograd; inside, one may run that autograd starts (reentrant checkpointing)
+    Backward        the interpreter's: one run of autograd, or of what autograd starts inside (reentrant checkpointing);
+                    one for the gradients of inputs alone, until that for those of parameters
     Forward         the interpreter's; as long as a graph may come back to it
-    Half            from a backward for the gradients of inputs alone to that for those of parameters
 
 A forward or backward that does not end (an exception, Ctrl-C) calls nothing. Whoever comes next finds its object,
 drops it with all that it knew (`give_up`), and begins anew, unless sums of earlier micro-batches are torn by it: then
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from zeromesh.engine.control import Control
 from zeromesh.engine.hooks import as_python
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import MismatchError
-from zeromesh.schedule import Forward, Interpreter
+from zeromesh.schedule import Interpreter
 
 
 @dataclass(slots=True, eq=False)
@@ -56,34 +56,6 @@ class Step:
     weighted: bool | None = None
     torn: bool = False
     shown: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Backward:
-    """One run of autograd: [Note: Lifetimes].
-
-    Args:
-        task: autograd's number of it.
-        ended: what autograd calls at its end; gone once it has been called, or never will be.
-        stale: units that were computed with parameters of an older generation than now, and the oldest of those.
-    """
-
-    task: int
-    ended: Callable[[], object]
-    stale: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class Half:
-    """Handed from a backward for the gradients of inputs to the later one for those of parameters.
-
-    Args:
-        forwards: that it has reached.
-        stale: as of a `Backward`.
-    """
-
-    forwards: list[Forward] = field(default_factory=list)
-    stale: dict[int, int] = field(default_factory=dict)
 
 
 class Changes:
@@ -119,9 +91,9 @@ class Changes:
         ready = self.waiting if by is None else {unit for unit in self.waiting if not self._awaits(unit)}
         self._refresh(ready, changed=units)
         for unit in units:
-            self.units[unit].accepted = True
+            self.units[unit].accept()
         for param in params:
-            param.changed, param.changed_by = self.interpreter.states[param.unit].generation, by
+            param.change(self.interpreter.states[param.unit].generation, by)
 
     def dropped(self, param: ShardedParameter) -> None:
         """Nobody will step on the gradient that `param` has shown."""
@@ -195,7 +167,6 @@ class Agreement:
     def _beside(self, used: list[bool]) -> list[bool]:
         """A rank that has used all knows, and does not wait for what the others say, where nothing else is to be
         compared: no gathers, and an order that all have learnt."""
-        self._interpreter.digest = 0
         if self._control.group is None:
             return used
         if self._said is not None:
@@ -218,8 +189,7 @@ class Agreement:
             )
         if not self._ordered and same_order:
             self._ordered = True
-            self._interpreter.adopt([*seen, *(unit for unit in schedule.order if unit not in seen)])
-        self._interpreter.digest = 0
+            self._interpreter.adopt(schedule.reordered([*seen, *(u for u in schedule.order if u not in seen)]))
 
 
 class Weight:

@@ -180,6 +180,10 @@ class ShardedParameter(Slice, nn.Parameter):
     changed_by: Callable[[], object] | None = None
     _shown: Tensor | None = None
 
+    def change(self, generation: int, by: Callable[[], object] | None) -> None:
+        """Its values are others from the unit's `generation` on; `changed_by` says what `by` is."""
+        self.changed, self.changed_by = generation, by
+
     @property
     def region(self) -> Region:
         """The part of the original parameter that this rank's data-parallel ranks have: all of a plain one."""

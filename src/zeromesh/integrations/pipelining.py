@@ -29,10 +29,10 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.leaf import Leaf
-from zeromesh.engine.lifecycle import Half
 from zeromesh.engine.pipeline import Pipeline
 from zeromesh.errors import InputError
 from zeromesh.modules import clean_name
+from zeromesh.schedule import Backward
 
 StageT = TypeVar("StageT", bound=_PipelineStageBase)
 
@@ -81,7 +81,7 @@ def pipeline(stages: Sequence[StageT], *, untied: bool = False) -> list[StageT]:
     held = {stage.stage_index: weakref.ref(engine) for stage, engine in zip(stages, engines, strict=True)}
     shared = Pipeline(group=group, stages=held)
     for stage, engine in zip(stages, engines, strict=True):
-        engine.pipeline = shared
+        engine.join(shared)
         stage.backward_maybe_with_nosync = _Backwards(engine, stage.backward_maybe_with_nosync)  # type: ignore[method-assign]  # of this object alone
     return list(stages)
 
@@ -194,7 +194,7 @@ class _Backwards:
     def __call__(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> tuple[Any, Any]:
         engine = self._engine()
         assert engine is not None  # the stage holds the module
-        last = last_backward and engine.interpreter.last
+        last = last_backward and engine.last
         with engine.accumulate(last, engine.weight):
             if backward_type == "input":
                 return _inputs(engine, **bwd_kwargs)
@@ -238,17 +238,17 @@ class _Weights:
     """The second half of a backward: [Note: Halves].
 
     Args:
-        half: what the engine knows of the first.
+        halves: the first.
         groups: torch's.
         weights: by the node where their gradient arrives.
     """
 
-    half: Half
+    halves: list[Backward]
     groups: ParamGroups
     weights: dict[Any, _Weight]
 
     def run(self, engine: Engine) -> None:
-        engine.run_weights(self.half, self._bring)
+        engine.run_weights(self.halves, self._bring)
 
     def _bring(self, unit: int) -> None:
         mine = [group for group in self.groups if unit < 0 or any(w.unit == unit for w in self._of(group))]
@@ -265,9 +265,9 @@ def _inputs(
 ) -> tuple[tuple[Tensor | None, ...], _Weights]:
     weights = {weight.grad_fn: weight for weight in _trained(engine)}
     shown: Any = iter(weights.values())
-    with engine.inputs_only() as half:
+    with engine.inputs_only() as halves:
         grads, groups = stage_backward_input(stage_output, output_grads, input_values, shown)
-    return grads, _Weights(half=half, groups=groups, weights=weights)
+    return grads, _Weights(halves=halves, groups=groups, weights=weights)
 
 
 def _trained(engine: Engine) -> Iterator[_Weight]:

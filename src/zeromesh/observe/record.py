@@ -227,15 +227,12 @@ class _Recorder:
 
     def install(self) -> None:
         backend, interpreter = self.engine.backend, self.engine.interpreter
-        self._before = (backend.lanes, backend.chains, interpreter.watch)
-        self._records = {name: group.record for name, group in backend.groups.items()}
         inline = self.engine.schedule.layout.strategy.overlap == "none"
         lanes = {kind: _WatchedLane(lane, self, inline) for kind, lane in backend.lanes.items()}
-        backend.lanes = lanes  # type: ignore[assignment]  # all that the backend does is submit
-        backend.chains = [self._unit(c, u.name) for c, u in zip(backend.chains, backend.units, strict=True)]
-        interpreter.watch = self.point
-        for name, group in backend.groups.items():
-            group.record = self._counting(self._records[name])
+        chains = [self._unit(c, u.name) for c, u in zip(backend.chains, backend.units, strict=True)]
+        self._before = backend.through(lanes, chains)  # type: ignore[arg-type]  # all that the backend does is submit
+        self._watch = interpreter.watched(self.point)
+        self._records = {name: group.recorded(self._counting(group.record)) for name, group in backend.groups.items()}
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             # A step that updates nothing of ours reaches no point; its slice ends here.
@@ -244,9 +241,10 @@ class _Recorder:
 
     def remove(self) -> None:
         backend, interpreter = self.engine.backend, self.engine.interpreter
-        backend.lanes, backend.chains, interpreter.watch = self._before
+        backend.through(*self._before)
+        interpreter.watched(self._watch)
         for name, record in self._records.items():
-            backend.groups[name].record = record
+            backend.groups[name].recorded(record)
         for hook in self._hooks:
             hook.remove()
         self.clock.finish()
@@ -334,7 +332,8 @@ class _Recorder:
                 self._close()
             case PointKind.END_BACKWARD:
                 self._close()
-                self._between, self._complete = True, self.engine.interpreter.last
+                running = self.engine.interpreter.backward
+                self._between, self._complete = True, running is not None and running.last
                 self._calls.clear()
             case PointKind.STEPPED:
                 self._close()

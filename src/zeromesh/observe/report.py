@@ -186,15 +186,14 @@ class traffic_report:  # used as a function that is also a context
 
     def __enter__(self) -> traffic_report:
         self._engine.at_rest(follow=True)  # a refresh of the step before must not be counted in this one
-        self._before = {name: group.record for name, group in self._engine.backend.groups.items()}
-        for group in self._engine.backend.groups.values():
-            group.record = self.calls.append
+        groups = self._engine.backend.groups
+        self._before = {name: group.recorded(self.calls.append) for name, group in groups.items()}
         return self
 
     def __exit__(self, *_: object) -> None:
         self._engine.at_rest()
         for name, record in self._before.items():
-            self._engine.backend.groups[name].record = record
+            self._engine.backend.groups[name].recorded(record)
 
     def lines(self, steps: int = 1) -> list[TrafficLine]:
         """Bytes per step and axis, innermost first.

@@ -370,7 +370,7 @@ class OwnerOptimizer(Optimizer):
 def _disown(reference: weakref.ref[Engine], number: int) -> None:
     engine = reference()
     if engine is not None:
-        engine.interpreter.schedule = engine.schedule.without_owned(number)
+        engine.interpreter.adopt(engine.schedule.without_owned(number))
 
 
 def _places(engine: Engine) -> dict[ShardedParameter, tuple[Place, int, tuple[str, str]]]:

@@ -64,7 +64,6 @@ class Places:
     def follow(self, engine: Engine) -> Iterator[None]:
         """The points and lanes of `engine`, beside whoever follows them already."""
         interpreter, backend = engine.interpreter, engine.backend
-        watch, lanes = interpreter.watch, backend.lanes
         names = [unit.name for unit in engine.schedule.units]
 
         def point(kind: PointKind, unit: int) -> None:
@@ -75,8 +74,9 @@ class Places:
             if updates(optimizer, engine):
                 self.go("optimizer")
 
-        interpreter.watch = point
-        backend.lanes = {kind: _FollowedLane(lane, self) for kind, lane in lanes.items()}  # type: ignore[misc]
+        lanes = {kind: _FollowedLane(lane, self) for kind, lane in backend.lanes.items()}
+        watch = interpreter.watched(point)
+        before = backend.through(lanes, backend.chains)  # type: ignore[arg-type]  # it submits, and no more
         hook = register_optimizer_step_pre_hook(stepping)
         self.go("other")
         try:
@@ -84,7 +84,8 @@ class Places:
         finally:
             self.go("other")
             hook.remove()
-            interpreter.watch, backend.lanes = watch, lanes
+            interpreter.watched(watch)
+            backend.through(*before)
 
     def _point(self, kind: PointKind, unit: str) -> None:
         match kind:

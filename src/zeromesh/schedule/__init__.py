@@ -9,7 +9,7 @@ from zeromesh.schedule.bucket import Bucket, Shipment, most_room
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.placed import Placed, Route, place
 from zeromesh.schedule.program import Op, PointKind, Schedule
-from zeromesh.schedule.state import Call, Forward, GradState, Reducing, Reduction
+from zeromesh.schedule.state import Backward, Call, Forward, GradState, Reducing, Reduction
 from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes, lent_axes
 from zeromesh.schedule.unit import (
     BUCKET_BYTES,
@@ -28,6 +28,7 @@ __all__ = [
     "FROZEN_BYTES",
     "ITEM_BYTES",
     "LANES",
+    "Backward",
     "Bucket",
     "Call",
     "FlatBuffer",

@@ -28,15 +28,44 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from zeromesh.errors import InternalError, ModelError
 from zeromesh.schedule.program import Action, Op, PointKind, Schedule
-from zeromesh.schedule.state import Backend, Backward, Call, Forward, GradState, Reduction, UnitState
+from zeromesh.schedule.state import Backend, Backward, Call, Forward, GradState, Reduction
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class UnitState(Generic[T]):
+    """What is known of one unit; generations count from 1, so 0 is never valid.
+
+    Args:
+        generation: of its masters; a step or a load raises it.
+        refreshed: the generation that its compute copy was made of.
+        full: the generation in its gather slot.
+        kept: the generation of its secondary copy.
+        in_use: the model is pointed at what was gathered.
+        ticket: of a gather under way.
+        refreshing: of a refresh under way.
+        taking: of what still reads the reduce slot.
+        reducing: of a reduction under way.
+        grad: what its accumulator holds of this step.
+    """
+
+    generation: int = 1
+    refreshed: int = 1
+    full: int = 0
+    kept: int = 0
+    in_use: bool = False
+    ticket: T | None = None
+    refreshing: T | None = None
+    taking: T | None = None
+    reducing: T | None = None
+    grad: GradState = GradState.EMPTY
 
 
 def _unwatched(point: PointKind, unit: int) -> None:
@@ -50,7 +79,6 @@ class Interpreter(Generic[T]):
     Args:
         schedule: what to do where.
         backend: who does it.
-        last: whether the running micro-batch is the last before the optimizer's step; set by the driver.
         watch: is told of every point as it is reached, before its ops; an observer for traces.
         states: by unit.
         gather_slots, reduce_slots: which unit has each; None is free.
@@ -60,12 +88,11 @@ class Interpreter(Generic[T]):
         awaited: units whose forward no backward has followed.
         seen: units in the order of their first forward.
         returned: units of which there was a forward that a backward comes back to.
-        digest: of the gathers since the last step, to be compared between ranks.
+        digest: of all gathers so far, to be compared between ranks.
     """
 
     schedule: Schedule
     backend: Backend[T]
-    last: bool = True
     watch: Callable[[PointKind, int], None] = _unwatched
     states: list[UnitState[T]] = field(init=False)
     gather_slots: list[int | None] = field(init=False)
@@ -134,20 +161,17 @@ class Interpreter(Generic[T]):
         self._graphs.add(forward)
         return Call(forward, unit, end, self.states[unit].generation)
 
-    def begin_backward(self, *, inputs_only: bool = False) -> None:
-        """When the first gradient of a backward has arrived; once is enough.
-
-        Args:
-            inputs_only: it asks for gradients of inputs alone, and `run_weights` will follow.
-        """
-        if self.backward is None:
-            self.backward = Backward(inputs_only=inputs_only)
+    def begin_backward(self, backward: Backward | None = None) -> Backward:
+        """When the first gradient of a backward has arrived; returns that which runs already, if one does."""
+        self.backward = self.backward or backward or Backward()
+        return self.backward
 
     def pre_backward(self, call: Call) -> None:
         """When the gradient of a call's output has arrived."""
-        self.begin_backward()
-        assert self.backward is not None
-        for later in sorted(self.backward.reached, key=lambda forward: -forward.number):
+        backward, generation = self.begin_backward(), self.states[call.unit].generation
+        if call.generation != generation:
+            backward.stale[call.unit] = min(call.generation, backward.stale.get(call.unit, call.generation))
+        for later in sorted(backward.reached, key=lambda forward: -forward.number):
             if later.number > call.forward.number:
                 self._go_back(later, 0)
         self._go_back(call.forward, call.end)
@@ -156,24 +180,16 @@ class Interpreter(Generic[T]):
 
     def end_backward(self) -> None:
         """When autograd has ended. After a last micro-batch every reduced gradient is there on return."""
-        self.begin_backward()
-        assert self.backward is not None
-        for forward in sorted(self.backward.reached, key=lambda forward: -forward.number):
-            self._go_back(forward, 0)
+        backward = self.begin_backward()
+        self.back_through(backward.reached)
         self._run(PointKind.END_BACKWARD)
-        if not self.backward.inputs_only:
+        if not backward.inputs_only:
             self.awaited.clear()
         self.backward = None
 
-    def run_weights(self, forwards: Iterable[Forward], bring: Callable[[int], None]) -> None:
-        """Before `end_backward`, of a backward for parameters alone: goes through the units again that one for inputs
-        alone has gone through.
-
-        Args:
-            forwards: that it has reached.
-            bring: computes the gradients of a unit's parameters, while those are there.
-        """
-        self.backward = Backward(bring=bring)
+    def back_through(self, forwards: Iterable[Forward]) -> None:
+        """To the beginnings of forwards, the latest first: all of what remains of a backward, or of one for parameters
+        alone those that one for inputs alone has reached."""
         for forward in sorted(forwards, key=lambda forward: -forward.number):
             self._go_back(forward, 0)
 
@@ -229,21 +245,25 @@ class Interpreter(Generic[T]):
         for bucket in list(self.owned):  # of a step that raised
             self._settle_owned(Op(Action.SETTLE, bucket))
 
-    def adopt(self, order: Sequence[int]) -> None:
-        """Continues with units in `order`, as the first step has shown it; between steps only."""
-        self.schedule = self.schedule.reordered(order)
+    def adopt(self, schedule: Schedule) -> None:
+        """Continues with the same units, in another order or with other buckets; between steps only."""
+        self.schedule = schedule
+
+    def watched(self, watch: Callable[[PointKind, int], None]) -> Callable[[PointKind, int], None]:
+        """Tells `watch` of points from now on; returns who was told."""
+        before, self.watch = self.watch, watch
+        return before
 
     # ---- back through the calls of a forward
 
     def _go_back(self, forward: Forward, to: int) -> None:
         """Passes the marks of `forward` from `to` on: [Note: Reverse]."""
-        backward = self.backward
-        assert backward is not None
+        backward = self._running
         if forward not in backward.reached:
-            forward.visited = not backward.inputs_only
+            backward.reach(forward)
             for unit in forward.hidden:
                 self._require_seen(unit)
-        position = backward.reached.get(forward, len(forward.marks))
+        position = backward.reached[forward]
         while position > to:
             position -= 1
             backward.reached[forward] = position
@@ -260,6 +280,11 @@ class Interpreter(Generic[T]):
                 self._run(PointKind.POST_BACKWARD, unit)
 
     # ---- ops
+
+    @property
+    def _running(self) -> Backward:
+        assert self.backward is not None
+        return self.backward
 
     def _run(self, point: PointKind, unit: int = -1) -> None:
         self.watch(point, unit)
@@ -286,7 +311,7 @@ class Interpreter(Generic[T]):
                 self._take_turns()
             case Action.SYNC if op.unit < 0:
                 self.quiesce()
-            case Action.SYNC if self.last or self.schedule.layout.strategy.overlap == "none":
+            case Action.SYNC if self._running.last or self.schedule.layout.strategy.overlap == "none":
                 self._settle_reduction(self.states[op.unit], op)
             case Action.FLUSH:
                 self._flush(op)
@@ -364,15 +389,13 @@ class Interpreter(Generic[T]):
     # ---- reductions: [Note: Turns]
 
     def _take_turns(self) -> None:
-        order, backward = self.schedule.order, self.backward
-        assert backward is not None
+        order, backward = self.schedule.order, self._running
         while backward.turn < len(order) and not self._is_awaited(order[-1 - backward.turn]):
             self._reduce_in_turn(order[-1 - backward.turn])
 
     def _is_awaited(self, unit: int) -> bool:
         """Whether this rank may come back to a call of the unit, in this backward."""
-        backward = self.backward
-        assert backward is not None
+        backward = self._running
         for forward in self._graphs:
             over = forward.visited and forward not in backward.reached  # in another backward
             if unit in forward.hidden or not (over or backward.has_left(forward, unit)):
@@ -380,33 +403,34 @@ class Interpreter(Generic[T]):
         return False
 
     def _reduce_in_turn(self, unit: int) -> None:
-        assert self.backward is not None
-        self.backward.turn += 1
-        due = self.last or self.schedule.reduces_each(unit)
+        self._running.take_turn()
+        due = self._running.last or self.schedule.reduces_each(unit)
         if self.schedule.units[unit].trainable and (due or self.backend.has_grads(unit)):
             self._reduce(unit)
 
     def _reduce(self, unit: int, *, micro: bool = True) -> None:
-        state, slot = self.states[unit], self.schedule.memory.reduce.slot_of[unit]
-        assert self.backward is not None
-        self.backward.reduced.add(unit)
+        state, slot, backward = self.states[unit], self.schedule.memory.reduce.slot_of[unit], self._running
+        backward.reduced.add(unit)
         if slot is not None and micro:
             owner = self.reduce_slots[slot]
             if owner is not None:
                 self._settle(self.states[owner], "taking", Op(Action.REDUCE, unit))
             self.reduce_slots[slot] = unit
         self._settle_reduction(state, Op(Action.REDUCE, unit))
-        add = state.grad is GradState.REDUCED
-        issued = self.backend.reduce(
-            unit,
-            Reduction(micro=micro, accumulate=state.grad is GradState.PARTIAL, boundary=self.last, add=add),
+        reduction = Reduction(
+            micro=micro,
+            accumulate=state.grad is GradState.PARTIAL,
+            boundary=backward.last,
+            add=state.grad is GradState.REDUCED,
+            scale=backward.scale,
+            stale=backward.stale.get(unit),
         )
+        issued = self.backend.reduce(unit, reduction)
         state.taking, state.reducing = issued.taken, issued.done
-        state.grad = GradState.REDUCED if self.last else GradState.PARTIAL
+        state.grad = GradState.REDUCED if backward.last else GradState.PARTIAL
 
     def _flush(self, op: Op) -> None:
-        backward = self.backward
-        assert backward is not None
+        backward = self._running
         for position, unit in enumerate(reversed(self.schedule.order)):
             if position == backward.turn and not self.schedule.shards_params:
                 self._reduce_in_turn(unit)
@@ -415,16 +439,15 @@ class Interpreter(Generic[T]):
             if self.backend.has_grads(unit):
                 self._require_seen(unit)
                 self._reduce(unit)
-            elif self.last and self.states[unit].grad is GradState.PARTIAL:
+            elif backward.last and self.states[unit].grad is GradState.PARTIAL:
                 self._reduce(unit, micro=False)
         for state in self.states:
-            if self.last or self.schedule.layout.strategy.overlap == "none":  # shown as `.grad` from here on
+            if backward.last or self.schedule.layout.strategy.overlap == "none":  # shown as `.grad` from here on
                 self._settle_reduction(state, op)
 
     def _require_seen(self, unit: int) -> None:
         """Raises ModelError for gradients computed with what happened to be in a slot that others share."""
-        assert self.backward is not None
-        if self.schedule.shares_slot(unit) and unit not in self.backward.reduced:
+        if self.schedule.shares_slot(unit) and unit not in self._running.reduced:
             raise ModelError(
                 f"the backward of unit {self.schedule.units[unit].name!r} began unseen, and so may have used another "
                 f"unit's parameters: its forward must return tensors, or tuples, lists, mappings or dataclasses of them"

@@ -40,12 +40,16 @@ class Reduction:
         accumulate: add to what the accumulator holds (else overwrite it).
         boundary: go on to the state shard: the gradient the optimizer sees.
         add: the state shard already holds a reduced gradient of this step; add to it.
+        scale: of this rank's own gradients; None is 1.
+        stale: the oldest generation of parameters that the unit was computed with; None is that of now.
     """
 
     micro: bool = True
     accumulate: bool
     boundary: bool
     add: bool
+    scale: float | None = None
+    stale: int | None = None
 
     @property
     def alone(self) -> bool:
@@ -96,35 +100,6 @@ class Backend(Protocol[T]):
 
     def update(self, bucket: int) -> T | None:
         """Step on those of its tensors that this rank owns, and bring their values back to the state shards."""
-
-
-@dataclass(slots=True)
-class UnitState(Generic[T]):
-    """What is known of one unit; generations count from 1, so 0 is never valid.
-
-    Args:
-        generation: of its masters; a step or a load raises it.
-        refreshed: the generation that its compute copy was made of.
-        full: the generation in its gather slot.
-        kept: the generation of its secondary copy.
-        in_use: the model is pointed at what was gathered.
-        ticket: of a gather under way.
-        refreshing: of a refresh under way.
-        taking: of what still reads the reduce slot.
-        reducing: of a reduction under way.
-        grad: what its accumulator holds of this step.
-    """
-
-    generation: int = 1
-    refreshed: int = 1
-    full: int = 0
-    kept: int = 0
-    in_use: bool = False
-    ticket: T | None = None
-    refreshing: T | None = None
-    taking: T | None = None
-    reducing: T | None = None
-    grad: GradState = GradState.EMPTY
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -202,12 +177,21 @@ def _brought(unit: int) -> None:
     pass
 
 
+def _unended() -> None:
+    pass
+
+
 @dataclass(slots=True, eq=False)
 class Backward:
     """One run of autograd: [Note: Reverse]. Or the second half of one whose first half, for the gradients of inputs
     alone, has been run: pipelines fill their bubbles with such, and nothing of autograd's then tells where it is.
 
     Args:
+        task: autograd's number of it.
+        ended: what autograd calls at its end; gone once it has been called, or never will be.
+        last: whether its micro-batch is the last before the optimizer's step.
+        scale: of this rank's own gradients; None is 1.
+        stale: units that were computed with parameters of an older generation than now, and the oldest of those.
         inputs_only: the gradients of parameters come in another one, so nothing is reduced.
         bring: is called with a unit that is in use, before it is left for good; of a second half, to compute the
             gradients of its parameters.
@@ -217,12 +201,26 @@ class Backward:
         turn: units in the reverse of the shared order whose reductions are issued or need not be.
     """
 
+    task: int = 0
+    ended: Callable[[], object] = _unended
+    last: bool = True
+    scale: float | None = None
+    stale: dict[int, int] = field(default_factory=dict)
     inputs_only: bool = False
     bring: Callable[[int], None] = _brought
     reached: dict[Forward, int] = field(default_factory=dict)
     left: Counter[tuple[Forward, int]] = field(default_factory=Counter)
     reduced: set[int] = field(default_factory=set)
     turn: int = 0
+
+    def reach(self, forward: Forward) -> None:
+        """It comes back to a forward."""
+        self.reached[forward] = len(forward.marks)
+        forward.visited = not self.inputs_only
+
+    def take_turn(self) -> None:
+        """The next unit's reductions are issued or need not be."""
+        self.turn += 1
 
     def has_left(self, forward: Forward, unit: int) -> bool:
         """Whether all of the unit's calls in `forward` are over."""

@@ -11,7 +11,7 @@ from zeromesh.schedule.bucket import Shipment
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.placed import Route
 from zeromesh.schedule.program import Op, Schedule
-from zeromesh.schedule.state import Call, Reducing, Reduction
+from zeromesh.schedule.state import Backward, Call, Reducing, Reduction
 from zeromesh.schedule.transfer import Transfer
 
 T = TypeVar("T")
@@ -53,8 +53,8 @@ def run_micro_batch(
     parts: Sequence[int] | None = None,
 ) -> None:
     """One forward and backward of `run_step`, for whoever need not run all of them."""
-    interpreter.last = last
     calls = run_forward(interpreter, compute=compute, returned=returned, parts=parts)
+    interpreter.begin_backward(Backward(last=last))
     for part, call in reversed(calls):
         interpreter.pre_backward(call)
         if recompute(part):

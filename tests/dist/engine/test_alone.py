@@ -137,9 +137,9 @@ def collected(strategy: str, case: Case) -> list[set[torch.dtype]]:
     found: list[set[torch.dtype]] = []
     collect, enter = DeviceBackend._collect, Engine._begin_backward
 
-    def noted(self, unit, index, factor, to, *, accumulate):
+    def noted(self, unit, index, factor, to, reduction, *, accumulate):
         found[-1].update(part.dtype for part in to.parts)
-        collect(self, unit, index, factor, to, accumulate=accumulate)
+        collect(self, unit, index, factor, to, reduction, accumulate=accumulate)
 
     def begun(self, running):
         found.append(set())

@@ -150,8 +150,8 @@ def garbage_in_padding() -> Patch:
     """What lies behind a unit's gradients in a slot that served others before is sent along."""
     collect = DeviceBackend._collect
 
-    def with_garbage(self, unit, index, factor, to, *, accumulate):
-        collect(self, unit, index, factor, to, accumulate=accumulate)
+    def with_garbage(self, unit, index, factor, to, reduction, *, accumulate):
+        collect(self, unit, index, factor, to, reduction, accumulate=accumulate)
         for gap in to.gaps:
             gap.fill_(7.0)
 

@@ -100,7 +100,7 @@ def test_units_with_frozen_parameters_are_reduced_as_the_backward_passes_them(st
     for _ in range(2):
         next_token_loss(model, tokens(0, 0, dist.get_rank())).backward()
         zm.zero_grad(model)
-        engine.interpreter.watch = lambda point, unit: ended.append(unit) if point is PointKind.POST_BACKWARD else None
+        engine.interpreter.watched(lambda point, unit: ended.append(unit) if point is PointKind.POST_BACKWARD else None)
     trainable = [index for index, unit in enumerate(engine.schedule.units) if unit.trainable]
     assert len(trainable) > 2 and sorted(unit for unit in ended if unit in trainable) == trainable
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from zeromesh.schedule import LANES, Call, Interpreter, LaneKind, Op, Reducing, Reduction, Role, Schedule
+from zeromesh.schedule import LANES, Backward, Call, Interpreter, LaneKind, Op, Reducing, Reduction, Role, Schedule
 
 ROOT = 0
 
@@ -183,10 +183,9 @@ class Script:
         self.expected = [Counter() for _ in self.backend.schedule.units]
 
     def run(self, one: Pass, *, last: bool) -> None:
-        self.interpreter.last = last
         calls = self.forward(one)
         if one.backward:
-            self.backward(one, calls)
+            self.backward(one, calls, last=last)
             if last:
                 for unit, shape in enumerate(self.backend.schedule.units):
                     if shape.trainable:
@@ -214,8 +213,9 @@ class Script:
         calls.append(interpreter.post_forward(ROOT, backward=one.backward))
         return [call for call in calls if call is not None]
 
-    def backward(self, one: Pass, calls: list[Call]) -> None:
+    def backward(self, one: Pass, calls: list[Call], *, last: bool) -> None:
         interpreter, backend = self.interpreter, self.backend
+        interpreter.begin_backward(Backward(last=last))
         for call in reversed(calls):
             if call.unit in one.unreached:
                 continue

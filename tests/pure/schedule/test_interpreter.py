@@ -136,7 +136,6 @@ def test_units_are_reduced_as_the_backward_leaves_them(strategy):
     """Each when the one before it is entered, also where the output of a unit after it is not used."""
     schedule = Schedule.of(Layout.of(f"{strategy};overlap=none", MESH), units(4, frozenset()))
     run = script(schedule, itertools.repeat(True))
-    run.interpreter.last = True
     calls = {call.unit: call for call in run.forward(Pass(calls=(1, 2, 3, 4, 5)))}
     reduced = []
     for unit in (0, 4, 3, 2, 1):
@@ -153,15 +152,14 @@ def test_two_forwards_may_have_one_backward_or_two(strategy):
     for first_last in (False, True):
         for together in (False, True):
             run = script(schedule, itertools.repeat(True))
-            everything, run.interpreter.last = Pass(calls=(1, 2, 3, 4)), together
+            everything = Pass(calls=(1, 2, 3, 4))
             graphs = [run.forward(everything), run.forward(everything)]
             graphs = graphs if first_last else graphs[::-1]
             if together:
-                run.backward(everything, [*graphs[0], *graphs[1]])
+                run.backward(everything, [*graphs[0], *graphs[1]], last=True)
             else:
-                run.backward(everything, graphs[0])
-                run.interpreter.last = True
-                run.backward(everything, graphs[1])
+                run.backward(everything, graphs[0], last=False)
+                run.backward(everything, graphs[1], last=True)
             assert run.backend.reduced == run.expected
 
 
@@ -219,7 +217,7 @@ def test_the_order_is_learned_between_steps():
     run = script(schedule, itertools.repeat(False))
     order = (5, 2, 4, 3, 1)
     run.run(Pass(calls=order), last=True)
-    run.interpreter.adopt([0, *order])
+    run.interpreter.adopt(schedule.reordered([0, *order]))
     run.optimize(set(range(6)))
     run.run(Pass(calls=order), last=True)
     assert run.interpreter.schedule.order == (0, *order)
@@ -247,7 +245,6 @@ def test_sums_of_an_interrupted_backward_end_before_new_gradients_are_added(stra
     schedule = Schedule.of(Layout.of(strategy, MESH), units(3, frozenset()))
     run = script(schedule, itertools.repeat(False))
     everything = Pass(calls=(1, 2, 3, 4))
-    run.interpreter.last = True
     for call in run.forward(everything)[:1:-1]:
         run.interpreter.pre_backward(call)
         run.grads(call.unit)
