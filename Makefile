@@ -7,7 +7,7 @@ STAMP := $(VENV)/.up-to-date
 # what it imports of src and tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test test-gpu smoke matrix gpu check check-format check-lint check-types check-layers check-docs format clean docs validate bench lab FORCE
+.PHONY: help venv demo test test-gpu smoke matrix gpu check check-format check-lint check-types check-layers check-attributes check-docs format clean docs validate bench lab FORCE
 
 help:
 	@echo "make venv    .venv with everything in it (PYTHON=... names the interpreter, >= 3.11)"
@@ -17,7 +17,7 @@ help:
 	@echo "make gpu     all that this machine's devices can show, in one result file and one page (docs/first-day.md)"
 	@echo "make smoke   the short set of tests (tests/smoke.txt), of this environment's versions"
 	@echo "make matrix  the short set under other versions, written into docs/support.md (SETS=\"oldest newest\")"
-	@echo "make check   format, lint, types, import layers, documentation examples"
+	@echo "make check   format, lint, types, import layers, owners of attributes, documentation examples"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make validate  predictions beside published measurements, into docs/validation.md (ARGS=internevo for one source)"
 	@echo "make bench   measured steps beside predicted ones (bench/README.md; ARGS=... for its options, as of the next)"
@@ -61,7 +61,7 @@ docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "build/site/index.html"
 
-check: check-format check-lint check-types check-layers check-docs
+check: check-format check-lint check-types check-layers check-attributes check-docs
 
 check-format: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -74,6 +74,9 @@ check-types: $(STAMP)
 
 check-layers: $(STAMP)
 	$(BIN)/lint-imports
+
+check-attributes: $(STAMP)
+	$(BIN)/python tools/check_attributes.py
 
 check-docs: $(STAMP)
 	$(BIN)/python tools/check_docs.py

@@ -84,10 +84,6 @@ class Channel:
         self.started, self.failed = started, self.failed or failed
 
 
-def _unobserved(sent: Sent) -> None:
-    pass
-
-
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class AxisGroup:
     """The ranks along one axis that this rank exchanges with.
@@ -112,7 +108,7 @@ class AxisGroup:
     gather: Channel
     reduce: Channel
     timeout_s: float
-    record: Callable[[Sent], None] = _unobserved
+    record: Callable[[Sent], None] = lambda sent: None
     lender: AxisGroup | None = None
 
     @property

@@ -402,15 +402,11 @@ class DeviceBackend:
 
     # ---- gradients
 
-    def begin_step(self) -> None:
-        """Nothing is accumulated; lanes are not at work on gradients."""
-        for unit in self.units:
-            unit.begin_step()
-
-    def drop_leaf_grads(self) -> None:
-        """What a backward that did not end has left."""
-        for unit in self.units:
-            for buffer in unit.trained:
+    def drop_leaf_grads(self, *, added: bool = False) -> None:
+        """What a backward that did not end has left on the leaves; of one that has, what autograd has `added` to, so
+        that it adds to no accumulator any more."""
+        for buffer in (buffer for unit in self.units for buffer in unit.trained):
+            if buffer.adds or not added:
                 buffer.take_grads()
 
     def add_in_place(self, unit: int) -> None:
@@ -418,13 +414,6 @@ class DeviceBackend:
         for index, chains in self.chains[unit].reduce.items():
             if chains.first == 1:
                 self.units[unit].buffers[index].add_in_place()
-
-    def end_backward(self) -> None:
-        """Autograd adds to no accumulator any more, whether it has or not."""
-        for unit in self.units:
-            for buffer in unit.trained:
-                if buffer.adds:
-                    buffer.take_grads()
 
     def _collect(
         self, unit: int, index: int, factor: float, to: Homes, reduction: Reduction, *, accumulate: bool

@@ -73,7 +73,8 @@ class Engine:
             self.interpreter = Interpreter(schedule=schedule, backend=backend)
         self.last = True
         self.weight = Weight(None)
-        self._step = Step(shown=True)
+        self._step = Step.SHOWN
+        self._weighted: bool | None = None  # whether this step's micro-batches have weights; None before the first
         self._halves: list[Backward] | None = None
         self.pipeline: Pipeline | None = None
         self.changes = Changes(self.interpreter, backend.units)
@@ -127,7 +128,7 @@ class Engine:
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
         else:
-            self.recover()
+            self._recover()
             self.changes.apply()
         self.interpreter.pre_forward(unit, read=read)
 
@@ -163,7 +164,7 @@ class Engine:
         if self.interpreter.backward is not None and torch._C._current_graph_task_id() != -1:
             return True
         if self.interpreter.forward is not None:
-            self.recover()  # of a repetition in a backward that raised
+            self._recover()  # of a repetition in a backward that raised
         return self.interpreter.forward is not None
 
     def runs_a_method(self) -> bool:
@@ -287,7 +288,7 @@ class Engine:
         if backward is not None and (backward.task == task or backward.ended() is not None):
             return  # in the second case this one runs inside it
         if backward is not None:
-            self.give_up()
+            self.fail()
         engine = weakref.ref(self)
 
         @as_python
@@ -309,27 +310,27 @@ class Engine:
             weighted = self.weight.scale is not None
             if weighted and not self.weight.in_loss:
                 require_own_tokens(self.homes)
-            if self._step.shown:
+            if self._step is Step.SHOWN:
                 self._begin_step()
-            if self._step.weighted not in (None, weighted):
+            if self._weighted not in (None, weighted):
                 raise ModelError(
                     "either every micro-batch of a step has a weight or none, and its backward runs inside its "
                     "zm.accumulate(model, weight=...); this step has some with and some without"
                 )
-            self._step.weighted = weighted
+            self._weighted = weighted
         self.interpreter.begin_backward(running)
 
     def _end_backward(self) -> None:
         backward = self.interpreter.begin_backward()
         self.interpreter.end_backward()
-        self.backend.end_backward()
+        self.backend.drop_leaf_grads(added=True)
         if self._halves is not None:
             self._halves.append(backward)
             return
-        self._step.backwards += 1
+        self._step = Step.HELD
         if backward.last:
             self._show_grads()
-            self._step.shown = True
+            self._step = Step.SHOWN
 
     # ---- pipelines
 
@@ -359,7 +360,7 @@ class Engine:
             halves: those for inputs.
             bring: leaves the gradients of a unit, whose parameters are there, on its leaves; of -1, all others.
         """
-        self.recover()
+        self._recover()
 
         def ended() -> None:
             """What autograd runs for `bring` runs inside this backward."""
@@ -377,7 +378,7 @@ class Engine:
             self.interpreter.back_through(forwards)
             bring(-1)
         except BaseException:
-            self.give_up()
+            self.fail()
             raise
         self._end_backward()
 
@@ -385,45 +386,37 @@ class Engine:
 
     def _begin_step(self) -> None:
         """Gradients that are still shown are set aside, to be added to the next."""
-        self._step = Step()
+        self._step, self._weighted = Step.BEGUN, None
         self.interpreter.begin_step()
-        self.backend.begin_step()
+        for unit in self.backend.units:
+            unit.begin_step()
 
     def _require_whole(self) -> None:
-        if self._step.torn:
+        if self._step is Step.TORN:
             raise ModelError(
                 "a backward raised and left part of its micro-batch in gradients that are being accumulated: drop them "
                 "with zm.zero_grad(model), and begin the step again"
             )
 
-    def give_up(self) -> None:
+    def fail(self) -> None:
         """What runs, a forward or a backward, has not ended and will not."""
         backward = self.interpreter.backward
         self.interpreter.abort()
         self.backend.drop_leaf_grads()
-        if backward is None or self._step.shown:
-            return
-        if self._step.backwards:
-            self._step.torn = True
-        else:
-            self._step.shown = True  # of which nothing was shown; the next backward begins another
+        if backward is not None and self._step is not Step.SHOWN:
+            self._step = Step.SHOWN if self._step is Step.BEGUN else Step.TORN  # sums of others are whole no more
 
-    def recover(self) -> None:
+    def _recover(self) -> None:
         """After a backward that raised, and whose callback therefore never came."""
         if self.interpreter.backward is not None and torch._C._current_graph_task_id() == -1:
-            self.give_up()
-
-    def fail(self) -> None:
-        """The outermost forward has ended with an exception; its hooks have not been told of some."""
-        if self.interpreter.forward is not None and torch._C._current_graph_task_id() == -1:
-            self.give_up()  # else the backward around it raises too
+            self.fail()
 
     # ---- accumulation
 
     @contextmanager
     def accumulate(self, last: bool, weight: Weight) -> Iterator[Weight]:
         """The micro-batch inside is (not) the last before the step, and counts by `weight`."""
-        self.recover()
+        self._recover()
         self._require_whole()
         before = self.last, self.weight
         self.last, self.weight = last, weight
@@ -443,7 +436,7 @@ class Engine:
 
     def discard_grads(self, *, set_to_none: bool = True) -> None:
         """Forgets all gradients, partial sums included."""
-        self.recover()
+        self._recover()
         self.interpreter.begin_step()  # before anything is written where a lane may be at work
         for param in self.optimizer_params():
             if set_to_none:
@@ -451,7 +444,7 @@ class Engine:
             elif param.grad is not None:
                 param.grad.zero_()
         self._begin_step()
-        self._step.shown = True
+        self._step = Step.SHOWN
 
     # ---- optimizers
 
@@ -464,7 +457,7 @@ class Engine:
 
     def before_step(self, params: Sequence[ShardedParameter]) -> None:
         """Masters are about to change: nothing may still read them, and no partial sum may be left out."""
-        self.recover()
+        self.at_rest()
         self._require_whole()
         for unit in {param.unit for param in params}:
             name = self.backend.units[unit].name
@@ -478,7 +471,6 @@ class Engine:
                     f"unit {name!r} holds gradients of micro-batches that were not reduced: run "
                     f"the last backward before the step under zm.accumulate(model, last=True), or outside zm.accumulate"
                 )
-        self.interpreter.quiesce()
 
     def require_gradients(self, params: Sequence[ShardedParameter]) -> None:
         """Raises OptimizerError where a step of `params`, which have none, comes between a forward and its backward."""
@@ -492,13 +484,12 @@ class Engine:
     def changing(self, param: ShardedParameter) -> None:
         """A function is about to write to `param`, in an optimizer's step or without one."""
         if not self.changes.by_hand:  # else nothing has begun to read masters since
-            self.recover()
+            self.at_rest()
             if self.interpreter.forward is not None or self.interpreter.backward is not None:
                 raise ModelError(
                     f"{param.full_name} is written to inside a forward or backward of its model, which computes with a "
                     f"copy of it: change parameters between steps"
                 )
-            self.interpreter.quiesce()
         self.changes.by_hand.add(param)
 
     def at_rest(self, *, follow: bool = False) -> None:
@@ -507,7 +498,7 @@ class Engine:
         Args:
             follow: bring copies up to date with their masters first; all ranks call this together.
         """
-        self.recover()
+        self._recover()
         if follow:
             self.changes.apply()
         self.interpreter.quiesce()

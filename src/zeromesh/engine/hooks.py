@@ -124,11 +124,12 @@ def _watch_ends(reference: weakref.ref[Engine], module: nn.Module) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         engine, module = reference(), own()
         assert module is not None  # it is being called
-        outermost = engine is not None and engine.interpreter.forward is None
+        # In a backward, which raises too, the next point finds it.
+        outermost = engine and engine.interpreter.forward is None and torch._C._current_graph_task_id() == -1
         try:
             return (compiled or module._call_impl)(*args, **kwargs)
         except BaseException:
-            if engine is not None and outermost:
+            if engine and outermost and engine.interpreter.forward is not None:
                 engine.fail()
             raise
 

@@ -7,9 +7,9 @@
                     one for the gradients of inputs alone, until that for those of parameters
     Forward         the interpreter's; as long as a graph may come back to it
 
-A forward or backward that does not end (an exception, Ctrl-C) calls nothing. Whoever comes next finds its object,
-drops it with all that it knew (`give_up`), and begins anew, unless sums of earlier micro-batches are torn by it: then
-everything raises until `zm.zero_grad(model)`.
+A forward that ends with an exception (Ctrl-C too) tells the engine. A backward that does tells nobody: whoever comes
+next finds it. Either is dropped with all that it knew (`Engine.fail`), and the next begins anew, unless sums of earlier
+micro-batches are torn by it: then everything raises until `zm.zero_grad(model)`.
 
 [Note: Refreshes] What a unit computes with is brought up to date with its masters once a step: when the last of the
 optimizers that step there has stepped. One is waited for while a parameter that it has stepped on before shows a
@@ -25,9 +25,9 @@ the weight, so that what reaches experts is weighed already.
 
 from __future__ import annotations
 
+import enum
 import zlib
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,21 +41,13 @@ from zeromesh.errors import MismatchError
 from zeromesh.schedule import Interpreter
 
 
-@dataclass(slots=True, eq=False)
-class Step:
-    """The step whose gradients are being accumulated: [Note: Lifetimes].
+class Step(enum.Enum):
+    """How far the step is whose gradients are being accumulated: [Note: Lifetimes]."""
 
-    Args:
-        backwards: that have ended.
-        weighted: whether its micro-batches have weights; None before the first.
-        torn: a backward that did not end has left a part of its micro-batch in sums of others.
-        shown: its last backward has ended.
-    """
-
-    backwards: int = 0
-    weighted: bool | None = None
-    torn: bool = False
-    shown: bool = False
+    SHOWN = "its last backward has ended, and the next begins another step"
+    BEGUN = "its first backward runs"
+    HELD = "whole micro-batches are summed"
+    TORN = "a backward that did not end has left a part of its micro-batch in sums of others"
 
 
 class Changes:

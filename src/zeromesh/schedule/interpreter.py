@@ -68,10 +68,6 @@ class UnitState(Generic[T]):
     grad: GradState = GradState.EMPTY
 
 
-def _unwatched(point: PointKind, unit: int) -> None:
-    pass
-
-
 @dataclass(slots=True)
 class Interpreter(Generic[T]):
     """Runs `schedule` on `backend`.
@@ -93,7 +89,7 @@ class Interpreter(Generic[T]):
 
     schedule: Schedule
     backend: Backend[T]
-    watch: Callable[[PointKind, int], None] = _unwatched
+    watch: Callable[[PointKind, int], None] = lambda point, unit: None
     states: list[UnitState[T]] = field(init=False)
     gather_slots: list[int | None] = field(init=False)
     reduce_slots: list[int | None] = field(init=False)

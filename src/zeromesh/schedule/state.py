@@ -173,14 +173,6 @@ class Call:
     generation: int
 
 
-def _brought(unit: int) -> None:
-    pass
-
-
-def _unended() -> None:
-    pass
-
-
 @dataclass(slots=True, eq=False)
 class Backward:
     """One run of autograd: [Note: Reverse]. Or the second half of one whose first half, for the gradients of inputs
@@ -202,12 +194,12 @@ class Backward:
     """
 
     task: int = 0
-    ended: Callable[[], object] = _unended
+    ended: Callable[[], object] = lambda: None
     last: bool = True
     scale: float | None = None
     stale: dict[int, int] = field(default_factory=dict)
     inputs_only: bool = False
-    bring: Callable[[int], None] = _brought
+    bring: Callable[[int], None] = lambda unit: None
     reached: dict[Forward, int] = field(default_factory=dict)
     left: Counter[tuple[Forward, int]] = field(default_factory=Counter)
     reduced: set[int] = field(default_factory=set)

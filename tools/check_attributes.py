@@ -1,0 +1,66 @@
+"""Finds attributes of the core's objects that are written outside of the module of their class.
+
+State that several modules write has no owner, and no place says when it changes: pass a value, or call a method. Types
+are not known here. So inside the core a write counts where any of its mutable classes has a field of that name, and
+elsewhere where no other class of the library has one too, or the object goes by a name of the core's.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path("src/zeromesh")
+CORE = tuple(SOURCE / name for name in ("strategy", "schedule", "engine", "comm"))
+
+NAMES = {"engine", "interpreter", "backend", "group", "groups", "channel", "progress"}
+
+FOREIGN = {"ctx", "_thread"}
+"""Autograd's and Python's objects, on which anybody may write."""
+
+TORCHS = {"forward", "grad"}
+"""What tensors and modules have as well."""
+
+
+def fields(tree: ast.AST) -> Iterator[str]:
+    """Fields of classes that are not frozen: declared in the class, or written to `self`."""
+    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        if not any("frozen=True" in ast.unparse(decorator) for decorator in kind.decorator_list):
+            yield from (
+                n.target.id for n in kind.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+            )
+            yield from (node.attr for node in writes(kind) if ast.unparse(node.value) == "self")
+
+
+def writes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            yield node
+
+
+def main() -> int:
+    """Prints what it finds; returns how much that is."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    owners: dict[bool, dict[str, set[Path]]] = {True: defaultdict(set), False: defaultdict(set)}
+    for path, tree in trees.items():
+        for name in fields(tree):
+            owners[path.parent in CORE][name].add(path)
+    count = 0
+    for path, tree in trees.items():
+        for node in writes(tree):
+            core, others = owners[True].get(node.attr, set()), owners[False].get(node.attr, set())
+            receiver = ast.unparse(node.value)
+            named = receiver.split(".")[-1].split("[")[0].lstrip("_") in NAMES
+            from_outside = path not in core and (path.parent in CORE or not others)
+            exempt = receiver in {"self", "cls", *FOREIGN} or node.attr in TORCHS
+            if core and not exempt and (named or from_outside):
+                print(f"{path}:{node.lineno}: {receiver}.{node.attr} is a field of {', '.join(map(str, core))}")
+                count += 1
+    return count
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 1))
