@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from zeromesh.checkpoint.full_state import full_state_dict, load_full_state_dict
     from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
     from zeromesh.checkpoint.redistribute import copy_values
-    from zeromesh.engine.api import accumulate, clip_grad_norm_, refresh, sum_over_ranks, zero_grad
+    from zeromesh.engine.api import (
+        accumulate,
+        clip_grad_norm_,
+        refresh,
+        register_forward_method,
+        sum_over_ranks,
+        zero_grad,
+    )
     from zeromesh.engine.optim import elementwise
     from zeromesh.integrations.loading import from_pretrained
     from zeromesh.integrations.pipelining import pipeline
@@ -51,6 +58,7 @@ _HOMES = {
     "plan": "zeromesh.api",
     "record_trace": "zeromesh.observe.record",
     "refresh": "zeromesh.engine.api",
+    "register_forward_method": "zeromesh.engine.api",
     "rehearse": "zeromesh.rehearsal.own",
     "save_safetensors": "zeromesh.checkpoint.huggingface",
     "shard": "zeromesh.sharding",
@@ -82,6 +90,7 @@ __all__ = [
     "plan",
     "record_trace",
     "refresh",
+    "register_forward_method",
     "rehearse",
     "save_safetensors",
     "shard",

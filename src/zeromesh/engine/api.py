@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_axes
 from zeromesh.engine.chain import require_wires
 from zeromesh.engine.engine import Engine
+from zeromesh.engine.hooks import install_on_method
 from zeromesh.engine.lifecycle import Weight
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.param import ShardedParameter
@@ -286,6 +287,23 @@ def refresh(model: nn.Module) -> None:
         ModelError: `model` is not sharded.
     """
     engine_of(model).changed()
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Makes a method a forward of the model, as FSDP2's `register_fsdp_forward_method` does: it computes with whole
+    parameters, and its outputs can be trained. All ranks call it together.
+
+    Args:
+        module: a sharded model, or a part of one that has parameters.
+        name: of the method, such as ``"encode"``; ``"forward"`` of a layer that is called without the model around it.
+
+    Raises:
+        ModelError: `module` has no sharded parameters.
+    """
+    for param in module.parameters():
+        if isinstance(param, ShardedParameter) and (engine := param.engine()) is not None:
+            return install_on_method(engine, module, name)
+    raise ModelError(f"{type(module).__name__} has no sharded parameters: call zm.shard first")
 
 
 def zero_grad(model: nn.Module) -> None:

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -263,10 +263,8 @@ class DeviceBackend:
             reduce={i: reduce_chains(b, groups, scratch) for i, b in enumerate(unit.buffers) if b.grads is not None},
         )
 
-    def through(
-        self, lanes: Mapping[LaneKind, Lane], chains: Sequence[UnitChains]
-    ) -> tuple[Mapping[LaneKind, Lane], Sequence[UnitChains]]:
-        """Takes observed lanes and chains from now on; returns those before."""
+    def through(self, lanes: Mapping[LaneKind, Any], chains: Sequence[UnitChains]) -> tuple[Any, Sequence[UnitChains]]:
+        """Submits to `lanes`, perhaps observed ones, from now on, and runs `chains`; returns those before."""
         before = self.lanes, self.chains
         self.lanes, self.chains = lanes, chains
         return before

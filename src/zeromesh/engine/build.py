@@ -21,7 +21,7 @@ from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.hooks import install, install_on_parts, watch_reads
+from zeromesh.engine.hooks import install, watch_reads
 from zeromesh.engine.materialise import Init, Materialiser
 from zeromesh.engine.parts import Home, buffers_apart, require_divided
 from zeromesh.engine.promised import lacks_values
@@ -156,7 +156,7 @@ def build_engine(
     for index, module in enumerate(modules):
         install(engine, index, module.modules, precision.param)
         backend.unuse(index)
-    install_on_parts(engine, parts_of_root(model, modules), precision.param)
+    install(engine, 0, parts_of_root(model, modules), precision.param, alone=True)
     return engine
 
 

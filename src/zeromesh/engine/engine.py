@@ -6,7 +6,6 @@ model frees everything at once.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -166,21 +165,6 @@ class Engine:
         if self.interpreter.forward is not None:
             self._recover()  # of a repetition in a backward that raised
         return self.interpreter.forward is not None
-
-    def runs_a_method(self) -> bool:
-        """Whether code of one of the model's modules runs, and not an optimizer that it has called. What nn.Module
-        itself does with parameters (`state_dict`, `to`) does not count."""
-        model, frame = self.model(), sys._getframe()
-        while model is not None and frame.f_back is not None:
-            frame = frame.f_back
-            code = frame.f_code
-            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if isinstance(owner, torch.optim.Optimizer):
-                return False
-            own = isinstance(owner, nn.Module) and code.co_filename != nn.Module._call_impl.__code__.co_filename
-            if own and any(module is owner for module in model.modules()):
-                return True
-        return False
 
     def read(self, param: ShardedParameter) -> Tensor:
         """A parameter as a forward finds it in a module of a unit that is not open: [Note: Reads] of

@@ -18,9 +18,11 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -52,7 +54,9 @@ def as_python(function: _FunctionT) -> _FunctionT:
     return function
 
 
-def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch.dtype | None) -> None:
+def install(
+    engine: Engine, unit: int, modules: Iterable[nn.Module], cast: torch.dtype | None, *, alone: bool = False
+) -> None:
     """Registers the hooks of one unit.
 
     Args:
@@ -60,31 +64,40 @@ def install(engine: Engine, unit: int, modules: Sequence[nn.Module], cast: torch
         unit: its index.
         modules: the unit's; the forward of each is one call of the unit.
         cast: dtype that floating-point inputs are cast to; None leaves them.
+        alone: they hold units (an encoder, the body below a head). Only calls in no other forward of the model count:
+            then the root's parameters are whole for it, as `generate` needs.
     """
     reference = weakref.ref(engine)
     for module in modules:
         engine.called.add(module)
-        _on_module(reference, unit, module, cast)
+        pre_forward, post_forward = _points(reference, unit, cast, alone=alone)
+        module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+        # always_call: after a forward that raised, nothing may count as in use.
+        module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
+        _watch_ends(reference, module)
 
 
-def install_on_parts(engine: Engine, parts: Iterable[nn.Module], cast: torch.dtype | None) -> None:
-    """On modules of the root that hold units (an encoder, what a head is on): whoever calls one by itself, as
-    `generate` does, runs a forward of the model, and the root's parameters are whole for it."""
-    reference = weakref.ref(engine)
-    for part in parts:
-        engine.called.add(part)
-        _on_module(reference, 0, part, cast, alone=True)
+def install_on_method(engine: Engine, module: nn.Module, name: str) -> None:
+    """On another method of one of the model's modules, which is then a forward as a part's is."""
+    pre_forward, post_forward = _points(weakref.ref(engine), 0, engine.precision.param, alone=True)
+    method = getattr(type(module), name)
+
+    @wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pre_forward(self, args, kwargs) or (args, kwargs)
+        result = None
+        try:
+            result = method(self, *args, **kwargs)
+        finally:
+            post_forward(self, args, kwargs, result)
+        return result
+
+    setattr(module, name, MethodType(call, module))  # a copy of the module binds it anew
 
 
-def _on_module(
-    reference: weakref.ref[Engine],
-    unit: int,
-    module: nn.Module,
-    cast: torch.dtype | None,
-    *,
-    alone: bool = False,
-) -> None:
-    """`alone`: only calls count that are in no other forward of the model, nor in a backward."""
+def _points(reference: weakref.ref[Engine], unit: int, cast: torch.dtype | None, *, alone: bool) -> tuple[Any, Any]:
+    """What runs before and after a forward. `alone`: only calls count that are in no other forward of the model, nor in
+    a backward."""
     calls = CastCalls(cast) if cast is not None else None
     counts: list[bool] = []  # of its calls that run
 
@@ -110,10 +123,7 @@ def _on_module(
             with suppress(*([CommunicationError] if result is None else [])):
                 engine.post_forward(unit, None if result is None else tensors_of(result))
 
-    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-    # always_call: after a forward that raised, nothing may count as in use.
-    module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
-    _watch_ends(reference, module)
+    return pre_forward, post_forward
 
 
 def _watch_ends(reference: weakref.ref[Engine], module: nn.Module) -> None:

@@ -17,9 +17,7 @@ would follow raises when a gradient arrives at it.
 A write to a parameter, or through a tensor that shows its values, tells the engine, which brings copies up to date.
 
 Inside a forward of the model nothing is refused: a function that uses a parameter whose unit is not open opens the unit
-for as long as it takes, as a call of the unit. The same holds inside another method of one of its modules (`encode` of
-a VAE, the forward of a layer that is no unit), except that functions of slices are as elsewhere there. All ranks run
-the same code of the model; elsewhere one of them may be alone.
+for as long as it takes, as a call of the unit. All ranks run the same code there; elsewhere one of them may be alone.
 
 [Note: Stepping] Inside the step of an optimizer that has been looked at, operands are not compared, and new tensors are
 plain 1-D tensors of this rank's elements: an optimizer's states belong to their parameter, and Python for each of them
@@ -156,7 +154,7 @@ class Slice(Sliced, torch.Tensor):
         if not args:
             args, kwargs = _first_by_position(func, kwargs)
         gathers = (act in _GATHERS or func in _DETACHED) and not _thread.steps  # an optimizer steps on slices
-        if gathers and (engine := _running_engine(func, args, kwargs)) is not None:
+        if gathers and (engine := _running_engine(args, kwargs)) is not None:
             return engine.on_demand(func, args, kwargs)
         if act is None:
             raise _refusal(func, args, kwargs)
@@ -365,31 +363,13 @@ def _first_slice(args: Any, kwargs: Any = MappingProxyType({})) -> Slice | None:
     return next((arg for arg in tensors_in([*args, *kwargs.values()]) if isinstance(arg, Slice)), None)
 
 
-def _running_engine(func: Any, args: Any, kwargs: Any) -> Any:
+def _running_engine(args: Any, kwargs: Any) -> Any:
     """The engine of the first parameter among the arguments, if its model computes now."""
     for arg in tensors_in([*args, *kwargs.values()]):
         if type(arg) is ShardedParameter:
             engine = arg.engine()
-            if engine is None or engine.runs():
-                return engine
-            return engine if _needs_whole(arg, func, args, kwargs) and engine.runs_a_method() else None
+            return engine if engine is not None and engine.runs() else None
     return None
-
-
-def _needs_whole(param: ShardedParameter, func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether `func`, in a method of a module, computes with the whole parameter: autograd follows it, or it gives
-    neither a slice nor a number of the whole tensor."""
-    act, name = _ALLOWED.get(func), _name_of(func)
-    if act in (_compute, _reduce, _norm) and torch.is_grad_enabled() and param.requires_grad:
-        return True
-    if act is not _compute:
-        return act is None and (name.endswith("__") or not name.endswith("_"))
-    plain = [arg.shape for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor) and arg.ndim]
-    return not param.shape or any(not _broadcasts(shape, param.shape) for shape in plain)
-
-
-def _broadcasts(shape: torch.Size, into: torch.Size) -> bool:
-    return len(shape) <= len(into) and all(own in (1, n) for own, n in zip(shape[::-1], into[::-1], strict=False))
 
 
 # ---- autograd
@@ -434,7 +414,8 @@ def _refusal(func: Any, args: Any, kwargs: Any = MappingProxyType({})) -> Optimi
     return OptimizerError(
         f"{name} needs all of {label}, or is not known to do without; each rank holds a slice of it, so the "
         f"result could differ on every rank: use zm.full_state_dict(model) for whole tensors, `.local` for this rank's "
-        f"slice, or an elementwise function or optimizer; to compute with it, call the model"
+        f"slice, or an elementwise function or optimizer; to compute with it, call the model, or a method that "
+        f"zm.register_forward_method has made a forward of it"
     )
 
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.engine.api import accumulate, engine_of
-from zeromesh.engine.hooks import install_on_parts
+from zeromesh.engine.hooks import install
 from zeromesh.engine.optim import check_optimizer, updates
 from zeromesh.engine.state_dict import whole_state
 from zeromesh.errors import CheckpointError, InputError
@@ -299,7 +299,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
             if not self.model.automatic_optimization:  # a step calls parts, and each such call is a forward
                 engine = engine_of(self.model)
                 parts = [part for part in self.model.children() if part not in engine.called]
-                install_on_parts(engine, parts, engine.precision.param)
+                install(engine, 0, parts, engine.precision.param, alone=True)
             _update_properties(self.model, device=self.root_device)  # what `self.device` says in it
             self._own = self.model
         if trainer.state.fn == TrainerFn.FITTING:

@@ -230,7 +230,7 @@ class _Recorder:
         inline = self.engine.schedule.layout.strategy.overlap == "none"
         lanes = {kind: _WatchedLane(lane, self, inline) for kind, lane in backend.lanes.items()}
         chains = [self._unit(c, u.name) for c, u in zip(backend.chains, backend.units, strict=True)]
-        self._before = backend.through(lanes, chains)  # type: ignore[arg-type]  # all that the backend does is submit
+        self._before = backend.through(lanes, chains)
         self._watch = interpreter.watched(self.point)
         self._records = {name: group.recorded(self._counting(group.record)) for name, group in backend.groups.items()}
         self._hooks = [

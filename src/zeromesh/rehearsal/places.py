@@ -76,7 +76,7 @@ class Places:
 
         lanes = {kind: _FollowedLane(lane, self) for kind, lane in backend.lanes.items()}
         watch = interpreter.watched(point)
-        before = backend.through(lanes, backend.chains)  # type: ignore[arg-type]  # it submits, and no more
+        before = backend.through(lanes, backend.chains)
         hook = register_optimizer_step_pre_hook(stepping)
         self.go("other")
         try:

@@ -744,10 +744,14 @@ class Coder(nn.Module):
 
 @pytest.mark.parametrize("strategy", ["node=3", "node=2", "node=0"])
 @on_ranks(2)
-def test_methods_beside_forward_compute_as_it_does(strategy):
+def test_methods_that_are_registered_compute_as_a_forward_does(strategy):
     torch.manual_seed(0)
     plain = Coder().double()
+    with pytest.raises(ModelError, match="Coder has no sharded parameters"):
+        zm.register_forward_method(plain, "encode")
     model = zm.shard(copy.deepcopy(plain), mesh(), strategy, units=[nn.Linear], bucket_bytes=0)
+    for module, name in ((model, "encode"), (model, "decode"), (model, "penalty"), (model.norm, "forward")):
+        zm.register_forward_method(module, name)
     expected, optimizer = sgd(plain), sgd(model)
     for step in range(2):
         for each in (model, plain):
@@ -760,7 +764,7 @@ def test_methods_beside_forward_compute_as_it_does(strategy):
             one.step()
             one.zero_grad()
     close(model(inputs()), plain(inputs()), "outputs", BOUND)
-    with pytest.raises(OptimizerError, match=r"linear needs all of encoder\.1\.weight"):
+    with pytest.raises(OptimizerError, match=r"linear needs all of encoder\.1\.weight.*register_forward_method"):
         functional.linear(inputs(), model.encoder[1].weight)
 
 
