@@ -346,9 +346,6 @@ class Engine:
         """
         self._recover()
 
-        def ended() -> None:
-            """What autograd runs for `bring` runs inside this backward."""
-
         def bring_of(unit: int) -> None:
             self._add_in_place(unit)
             bring(unit)
@@ -357,7 +354,8 @@ class Engine:
         for half in halves:
             forwards += half.reached
             stale.update(half.stale)
-        self._begin_backward(self._backward(-1, weakref.ref(ended), stale=stale, bring=bring_of))
+        # It has not ended while it runs, so what autograd runs for `bring` runs inside of it.
+        self._begin_backward(self._backward(-1, lambda: True, stale=stale, bring=bring_of))
         try:
             self.interpreter.back_through(forwards)
             bring(-1)

@@ -143,7 +143,7 @@ def _watch_ends(reference: weakref.ref[Engine], module: nn.Module) -> None:
                 engine.fail()
             raise
 
-    module._compiled_call_impl = call
+    vars(module)["_compiled_call_impl"] = call  # compiled modules hand on what is set
 
 
 class Parameters(dict[str, "nn.Parameter | None"]):

@@ -167,9 +167,7 @@ class Interpreter(Generic[T]):
         backward, generation = self.begin_backward(), self.states[call.unit].generation
         if call.generation != generation:
             backward.stale[call.unit] = min(call.generation, backward.stale.get(call.unit, call.generation))
-        for later in sorted(backward.reached, key=lambda forward: -forward.number):
-            if later.number > call.forward.number:
-                self._go_back(later, 0)
+        self.back_through(later for later in backward.reached if later.number > call.forward.number)
         self._go_back(call.forward, call.end)
         if not self.states[call.unit].in_use:  # its turn had passed: entered once more
             self._run(PointKind.PRE_BACKWARD, call.unit)
