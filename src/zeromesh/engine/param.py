@@ -50,6 +50,7 @@ from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.region import Region
 from zeromesh.pieces.sliced import Sliced
 
+
 class _Thread(threading.local):
     steps = False  # functions that are called for each parameter in each step read it here
 
