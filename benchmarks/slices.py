@@ -1,11 +1,11 @@
 """AdamW's step on slices: against plain tensors, and against another checkout of zeromesh.
 
     git worktree add ../other COMMIT
-    python benchmarks/slices.py --against ../other
+    python -m benchmarks.slices --against ../other
 
 One process, one thread, stage 0, 128 parameters of 64 x 64 and of 512 x 512, fp32. Each system lives in a process of
-its own; two of them take turns, in an order that changes from pair to pair. A ratio is the median of those of single
-pairs, with the quartiles; milliseconds are medians.
+its own; two of them take turns, in an order that changes from pair to pair. Milliseconds are medians, a ratio is that
+of the medians, and quartiles are those of single pairs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +89,16 @@ def make_step(size: int, kind: str, sharded: bool) -> Callable[[], Any]:
 
 
 def compare(one: System, other: System, size: int, kind: str, pairs: int) -> str:
-    found: dict[System, list[float]] = {one: [], other: []}
-    for at in range(pairs + 1):
-        for system in (one, other) if at % 2 else (other, one):
-            found[system].append(system.step_s(size, kind))
-    own, theirs = found[one][1:], found[other][1:]  # the first pair warms up
-    low, ratio, high = statistics.quantiles([a / b for a, b in zip(own, theirs, strict=True)], n=4)
-    times = f"{statistics.median(own) * 1e3:8.3f} ms / {statistics.median(theirs) * 1e3:8.3f} ms"
-    return f"{times} = {ratio:.3f}x ({low:.3f} to {high:.3f})"
+    # Not at the top: a serving process may have another checkout's zeromesh.
+    from benchmarks.harness import in_turns, ratio
+
+    found = in_turns(
+        {name: partial(each.step_s, size, kind) for name, each in (("ours", one), ("other", other))}, pairs
+    )
+    row = ratio(found["ours"], found["other"])
+    low, _, high = row["ratio_quartiles"]
+    times = f"{row['ours_s'] * 1e3:8.3f} ms / {row['peer_s'] * 1e3:8.3f} ms"
+    return f"{times} = {row['ratio']:.3f}x ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCE = Path("src/zeromesh")
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src/zeromesh"
 CORE = tuple(SOURCE / name for name in ("strategy", "schedule", "engine", "comm"))
 
 NAMES = {"engine", "interpreter", "backend", "group", "groups", "channel", "progress"}
@@ -22,7 +23,7 @@ FOREIGN = {"ctx", "_thread"}
 """Autograd's and Python's objects, on which anybody may write."""
 
 TORCHS = {"forward", "grad"}
-"""What tensors and modules have as well."""
+"""Tensors and modules have fields of these names as well."""
 
 
 def fields(tree: ast.AST) -> Iterator[str]:
@@ -57,7 +58,8 @@ def main() -> int:
             from_outside = path not in core and (path.parent in CORE or not others)
             exempt = receiver in {"self", "cls", *FOREIGN} or node.attr in TORCHS
             if core and not exempt and (named or from_outside):
-                print(f"{path}:{node.lineno}: {receiver}.{node.attr} is a field of {', '.join(map(str, core))}")
+                fields_of = ", ".join(str(each.relative_to(ROOT)) for each in core)
+                print(f"{path.relative_to(ROOT)}:{node.lineno}: {receiver}.{node.attr} is a field of {fields_of}")
                 count += 1
     return count
 

@@ -123,10 +123,10 @@ _RECORDS = {
 
 
 _MAX_BYTES = 1 << 30
-"""Of an index: some ten million chunks."""
+"""The longest index that is read: some ten million chunks."""
 
 _MAX_DESCRIPTION_BYTES = 1 << 16
-"""Of one tensor in a zip of torch's: a few hundred bytes."""
+"""The longest description of a tensor in a zip of torch's; a usual one has a few hundred bytes."""
 
 
 class _Bounded(pickle._Unpickler):
@@ -155,7 +155,7 @@ class _Inert(_Bounded):
 
 
 def read_foreign(storage: Storage, directory: str) -> Manifest:
-    """A manifest of what torch.distributed.checkpoint wrote: its tensors only, without checksums.
+    """A manifest of a checkpoint by torch.distributed.checkpoint: its tensors only, without checksums.
 
     Raises:
         DamagedError: the index cannot be read.
@@ -238,7 +238,7 @@ class _Window(io.RawIOBase):
 
 
 class _Layout(_Bounded):
-    """Of the one tensor in a zip of torch's: (offset, sizes, strides)."""
+    """Reads the description of the one tensor in a zip of torch's: (offset, sizes, strides)."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):

@@ -309,7 +309,7 @@ def _aliased(rows: Sequence[Written], aliases: Mapping[str, str]) -> list[Writte
 
 
 def _tried(where: str, work: Callable[[], T]) -> tuple[T | None, str]:
-    """What `work` returns, and what went wrong, which other ranks wait to hear."""
+    """The result of `work`, and its error, which other ranks wait to hear."""
     try:
         return work(), ""
     except CheckpointError as error:

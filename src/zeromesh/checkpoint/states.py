@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside parameters, buffers and optimizer states.
+"""The contents of a checkpoint beside parameters, buffers and optimizer states.
 
 As JSON: the caller's state and the options of optimizers' groups. As tensors of bytes and integers: modules' extra
 states (`get_extra_state`), by the names that torch's `state_dict` gives them, and the states of each rank's random
@@ -28,13 +28,13 @@ from zeromesh.pieces.piece import DTYPE_NAMES, DTYPES, Piece, whole
 EXTRA = "extra."
 RANDOM = "rng."
 _MAX_RANDOM_NUMEL = 1 << 16
-"""Of one generator's state: several times that of the largest, numpy's and torch's Mersenne twisters."""
+"""The longest state of a generator that is read: several times that of numpy's and torch's Mersenne twisters."""
 
 # ---- JSON that comes back exactly: also tuples, 0-d tensors, and dicts whose keys are not text
 
 
 def to_plain(value: Any, path: str) -> Any:
-    """What JSON can hold.
+    """The value as JSON can hold it.
 
     Args:
         value: None, bool, int, float, str, 0-d tensors, and lists, tuples and dicts of those.
@@ -192,7 +192,7 @@ def _is_number(value: Any) -> bool:
 
 
 def join_groups(described: Sequence[Sequence[Any]]) -> list[Any]:
-    """What `describe_groups` has of all stages, by optimizer: groups of one place are one where their options are."""
+    """The results of `describe_groups` of all stages, by optimizer; groups with equal options at one place are one."""
     joined: list[list[dict[str, Any]]] = []
     for optimizers in described:
         joined += ([] for _ in range(len(joined), len(optimizers)))

@@ -221,7 +221,7 @@ def open_storage(location: str | os.PathLike[str]) -> Storage:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, for a message: the system's words, or the kind of error and its own."""
+    """An error in words for a message: the system's, or its kind and its own."""
     return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 

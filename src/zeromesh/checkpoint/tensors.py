@@ -217,7 +217,7 @@ def param_rows(buffer: FlatShards, names: Collection[str] | None = None) -> Iter
 
 
 def collect(held: Held, optimizers: Sequence[Optimizer], *, frozen: bool) -> Iterator[Piece]:
-    """What this rank writes of parameters, `frozen` ones only if asked for, of buffers and of optimizer states.
+    """The pieces that this rank writes: parameters, `frozen` ones only if asked for, buffers and optimizer states.
 
     All ranks' pieces together cover every tensor once; a tensor without elements may come from several.
     """

@@ -24,7 +24,7 @@ from zeromesh.checkpoint.storage import Storage
 from zeromesh.pieces.piece import DTYPE_NAMES, Piece
 
 _ALIGNMENT = 64
-"""Of a tensor's bytes in a file: what `torch.save` does."""
+"""A tensor's bytes begin at multiples of it in a file, as `torch.save` has them."""
 
 _HEADER_BYTES = 30 + 4
 """Before an entry of a zip, beside its name and its padding: its own, and those of the padding."""

@@ -401,8 +401,8 @@ class DeviceBackend:
     # ---- gradients
 
     def drop_leaf_grads(self, *, added: bool = False) -> None:
-        """What a backward that did not end has left on the leaves; of one that has, what autograd has `added` to, so
-        that it adds to no accumulator any more."""
+        """Drops the gradients on leaves after a backward that did not end. After one that ended, drops those that
+        autograd has `added` to an accumulator, so that it adds there no more."""
         for buffer in (buffer for unit in self.units for buffer in unit.trained):
             if buffer.adds or not added:
                 buffer.take_grads()

@@ -96,7 +96,7 @@ def install_on_method(engine: Engine, module: nn.Module, name: str) -> None:
 
 
 def _points(reference: weakref.ref[Engine], unit: int, cast: torch.dtype | None, *, alone: bool) -> tuple[Any, Any]:
-    """What runs before and after a forward. `alone`: only calls count that are in no other forward of the model, nor in
+    """The hooks before and after a forward. `alone`: only calls count that are in no other forward of the model, nor in
     a backward."""
     calls = CastCalls(cast) if cast is not None else None
     counts: list[bool] = []  # of its calls that run

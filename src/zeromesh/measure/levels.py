@@ -39,7 +39,7 @@ TRYING_S = 0.15
 PINGS = 12
 
 Distances = Mapping[tuple[int, int], float]
-"""Of pairs (lower, higher), of whatever is the same for all."""
+"""Pairs (lower, higher) of any value that is the same for all."""
 
 Parts = tuple[frozenset[int], ...]
 

@@ -156,7 +156,7 @@ _MORE: dict[str, Callable[[Config], dict[str, Any]]] = {
         "fused_attention": False,  # transformers' MPT writes the scores out
     },
 }
-"""What no single key says; a field that one says counts more."""
+"""Fields that no single key gives; where one does, that counts more."""
 
 _NULLABLE = ("num_key_value_heads", "sliding_window")
 """Keys that may be null, beside those that are by default."""

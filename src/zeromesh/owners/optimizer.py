@@ -398,7 +398,7 @@ def _home_of(engine: Engine, kind: type[Optimizer], params: Sequence[ShardedPara
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What may still be allocated; None where no limit is known."""
+    """Bytes that may still be allocated; None where no limit is known."""
     if device.type == "cpu":  # which swaps
         return None
     module = torch.get_device_module(device)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class UnitState(Generic[T]):
-    """What is known of one unit; generations count from 1, so 0 is never valid.
+    """The state of one unit; generations count from 1, so 0 is never valid.
 
     Args:
         generation: of its masters; a step or a load raises it.
