@@ -25,10 +25,11 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control, gather_over
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.optim import NUMBERS, WHOLE, take_slices
+from zeromesh.engine.optim import NUMBERS, WHOLE, stored, take_slices
 from zeromesh.engine.param import ShardedParameter, Slice
 from zeromesh.engine.pipeline import Pipeline, require_joint
 from zeromesh.errors import CheckpointError, InputError
+from zeromesh.owners.optimizer import OwnerOptimizer
 from zeromesh.pieces.piece import DTYPE_NAMES, DTYPES, Piece, share, whole
 from zeromesh.pieces.region import Region
 
@@ -262,7 +263,8 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Ten
             found = states[param] = {}
             for key, value in values.items():
                 if isinstance(value, Tensor):
-                    found[key] = value.local if isinstance(value, Slice) else value, region
+                    parts = stored(key, value.local if isinstance(value, Slice) else value)
+                    found.update({name: (part, region) for name, part in parts.items()})
                 elif isinstance(value, int | float) and not isinstance(value, bool):
                     found[key] = torch.tensor(value, device="cpu"), region
                 elif value is not None:
@@ -353,9 +355,10 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
                 found = next((saved.pop(name) for name in known.get(param, ()) if name in saved), None)
                 if found and param in WHOLE.get(optimizer, (param,)):
                     present, owned = optimizer.state.get(param, {}), WHOLE.get(optimizer, {}).get(param)
-                    targets = _state_targets(param, group, found, reader, present, owned)
-                    states[param] = {piece.name.rpartition(".")[2]: tensor for piece, tensor in targets}
-                    pieces += [piece for piece, _ in targets]
+                    if not present and isinstance(optimizer, OwnerOptimizer) and any(":" in name for name in found):
+                        present = optimizer.made_state(param)  # quantised states, of which the class alone knows more
+                    targets, states[param] = _state_targets(param, group, found, reader, present, owned)
+                    pieces += targets
     own = {name for names in known.values() for name in names}
     passed = {name.removeprefix(MODEL) for tensor in held.tensors() for name in tensor.names} - own  # of other stages
     passed.update(name for param, names in known.items() if not param.requires_grad for name in names)
@@ -377,14 +380,26 @@ def _state_targets(
     reader: Reader,
     present: Mapping[str, Any],
     owned: Region | None,
-) -> list[tuple[Piece, Tensor]]:
-    """The piece that each state of a parameter is read into, and its tensor: of an `owned` region, which may be all,
-    or the elements of this rank's slice."""
-    targets = []
+) -> tuple[list[Piece], dict[str, Tensor]]:
+    """The pieces that a parameter's states are read into, and the states: of an `owned` region, which may be all, or
+    of the elements of this rank's slice."""
+    targets, states = list[Piece](), dict[str, Tensor]()
     local, shape = param.local, tuple(param.shape)
     number_device = local.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
     for name, entry in found.items():
         key, dtype = name.rpartition(".")[2], DTYPES[reader.entry(name).dtype]
+        state = key.partition(":")[0]
+        if state != key:
+            held = present.get(state)
+            part = stored(state, held).get(key) if isinstance(held, Tensor) else None
+            if part is None or (tuple(part.shape), part.dtype) != (entry.shape, dtype):
+                raise CheckpointError(
+                    f"{reader.where}: {name} is part of a quantised state, {entry.dtype} of shape {entry.shape}, and "
+                    f"the optimizer here has none such: make it with the options that it was saved with"
+                )
+            targets.append(whole(name, part))
+            states[state] = present[state]
+            continue
         number = entry.shape == () and (shape != () or key in NUMBERS)  # of a 0-d parameter it may be its slice
         fits = entry.shape == shape if owned is None else owned.is_part_of(entry.shape)
         if not number and not fits:
@@ -396,8 +411,9 @@ def _state_targets(
         sizes = entry.shape if number else (local.numel(),) if region is None else region.sizes
         tensor = _in_place(present.get(key), sizes, dtype, number_device if number else local.device)
         all_of_it = Piece(name=name, shape=entry.shape, start=0, local=tensor.view(-1), within=region)
-        targets.append((all_of_it if number or owned is not None else param.piece(name, tensor), tensor))
-    return targets
+        targets.append(all_of_it if number or owned is not None else param.piece(name, tensor))
+        states[key] = tensor
+    return targets, states
 
 
 def _in_place(held: Any, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -83,6 +83,18 @@ def elementwise(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def stored(key: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plain tensors that a state consists of, by the names that they are saved under: itself, or the codes and
+    scales of a quantised one."""
+    return {f"{key}:{part}": getattr(state, part) for part in _parts(state)} or {key: state}
+
+
+def _parts(state: torch.Tensor) -> list[str]:
+    """As `torch.compile` asks subclasses of Tensor for the tensors inside them."""
+    flatten: Any = getattr(state, "__tensor_flatten__", None)
+    return list(flatten()[0]) if flatten else []
+
+
 def watch_optimizers(engine: Engine) -> None:
     """Looks at all optimizers from now on, also at those that were made before: they may hold the model's originals."""
     _engines.add(engine)
@@ -194,7 +206,7 @@ def _as_slice(param: ShardedParameter, key: str, value: Any) -> Any:
 
 
 def _as_whole(param: ShardedParameter, key: str, value: Any, *, owned: Region) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.dim() or value.dtype not in DTYPE_NAMES:
+    if not isinstance(value, torch.Tensor) or not value.dim() or value.dtype not in DTYPE_NAMES or _parts(value):
         return value
     region = owned.of(owned.whole_shape(value.shape))
     place = None if region.is_whole else (region, 0, 0)
@@ -276,15 +288,16 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _require_known_states(optimizer: Optimizer, failure: RuntimeError | None = None) -> None:
-    """Raises OptimizerError, on all ranks, if in a first step any keeps a state in a subclass of Tensor, such as codes
-    with their scales (it could not be saved, nor loaded under another layout), or fails by the shape of one."""
+    """Raises OptimizerError, on all ranks, if in a first step any fails by the shape of a state, or keeps one in a
+    subclass of Tensor. Of slices none can: codes share a scale, so they are not elements that each stand alone. Of
+    whole tensors those can that say which tensors are inside them."""
     if optimizer not in UNPROVEN:
         return
     name = getattr(optimizer, "kind", type(optimizer)).__name__
-    strange, unlike = set[str](), set[str]()
+    strange, unlike, whole = set[str](), set[str](), optimizer in WHOLE
     for param, state in optimizer.state.items():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
+            if isinstance(value, torch.Tensor) and type(value) not in _PLAIN and not (whole and _parts(value)):
                 strange.add(key)
             elif failure and isinstance(param, ShardedParameter) and isinstance(value, torch.Tensor):
                 unlike.update([key] if value.numel() not in (1, param.elements.numel) else [])
@@ -295,8 +308,8 @@ def _require_known_states(optimizer: Optimizer, failure: RuntimeError | None = N
         found = engine.control.gather((sorted(strange), sorted(unlike)))
         if keys := [key for keys, _ in found for key in keys]:
             raise OptimizerError(
-                f"states of {name} must be plain tensors or numbers, which checkpoints can hold; {keys[0]!r} is of a "
-                f"subclass of Tensor: use a variant of the optimizer that keeps its states as plain tensors"
+                f"states of {name} must be plain tensors or numbers; {keys[0]!r} is of a subclass of Tensor: "
+                + ("give the subclass `__tensor_flatten__`" if whole else f"make it as zm.by_owner({name}, params)")
             ) from failure
         if keys := [key for _, keys in found for key in keys]:
             raise OptimizerError(

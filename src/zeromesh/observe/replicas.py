@@ -30,7 +30,7 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import gather_over
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.optim import take_slices
+from zeromesh.engine.optim import stored, take_slices
 from zeromesh.engine.parts import Home
 from zeromesh.errors import MismatchError
 from zeromesh.strategy import Axis, Layout
@@ -175,7 +175,8 @@ def _states_of(buffer: FlatShards, optimizers: Sequence[Optimizer]) -> Callable[
                 state: dict[str, Any] = optimizer.state.get(param, {})
                 for key in sorted(state):
                     if isinstance(state[key], Tensor | int | float):
-                        yield f"{key} of {param.full_name}", torch.as_tensor(state[key])
+                        for name, part in stored(key, torch.as_tensor(state[key])).items():
+                            yield f"{name} of {param.full_name}", part
 
     return parts
 

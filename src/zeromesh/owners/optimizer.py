@@ -31,7 +31,7 @@ from zeromesh.errors import MismatchError, OptimizerError
 from zeromesh.owners.beyond import Beyond
 from zeromesh.owners.bucket import Member, OwnedBucket, without_memory
 from zeromesh.owners.stacks import Stacking, require_stackable
-from zeromesh.owners.trial import require_tensorwise, small_like, trial_state_bytes
+from zeromesh.owners.trial import require_tensorwise, small_like, trial_state, trial_state_bytes
 from zeromesh.pieces.owners import (
     BUCKET_BYTES,
     WAITS,
@@ -147,7 +147,7 @@ class OwnerOptimizer(Optimizer):
         self._complete = True
         self._engine = weakref.ref(engine)
         self._params = [param for group in self.param_groups for param in group["params"]]
-        self._taken = [_options(group) for group in self.param_groups]
+        self._taken = [_seen(group) for group in self.param_groups]
         stepped = [param for param in self._params if param.requires_grad and param.numel()]
         wholes = [self._whole(param) for param in stepped]
         items = [small_like(whole) for whole in {whole.dim(): whole for whole in wholes}.values()]
@@ -306,7 +306,8 @@ class OwnerOptimizer(Optimizer):
     def _hand_over(self) -> None:
         """What users, schedulers and loads have changed goes to the buckets' optimizers."""
         for place, (group, taken) in enumerate(zip(self.param_groups, self._taken, strict=True)):
-            changed = {k: v for k, v in _options(group).items() if k not in taken or not _same(taken[k], v)}
+            now = _seen(group)
+            changed = {key: group[key] for key in now if key not in taken or not _same(taken[key], now[key])}
             for bucket in self.buckets:
                 bucket.optimizer.param_groups[place].update(changed)
         for bucket, param, whole in self._own():
@@ -320,7 +321,7 @@ class OwnerOptimizer(Optimizer):
         first = self.buckets[0].optimizer.param_groups
         for group, own in zip(self.param_groups, first, strict=True):
             group.update(_options(own))
-        self._taken = [_options(group) for group in self.param_groups]
+        self._taken = [_seen(group) for group in self.param_groups]
         for bucket, param, whole in self._own():
             if whole in bucket.optimizer.state:
                 self.state[param] = bucket.optimizer.state[whole]
@@ -344,17 +345,22 @@ class OwnerOptimizer(Optimizer):
         class steps once on a tensor of each kind that it owns. Numbers, such as step counts, are not counted."""
         found: dict[tuple[object, ...], int] = {}
         total = 0
-        for bucket, param, _ in self._own():
-            group = next(
-                place for place, each in enumerate(self.param_groups) if any(p is param for p in each["params"])
-            )
-            item = self._whole(param)
-            kind = group, item.shape, item.dtype, self._grad_dtypes[param]
+        for _, param, _ in self._own():
+            item, group = self._whole(param), self._group_of(param)
+            kind = id(group), item.shape, item.dtype, self._grad_dtypes[param]
             if kind not in found:
-                options = _options(bucket.optimizer.param_groups[group])
+                options = _options(group)
                 found[kind] = trial_state_bytes(self.kind, item, self._grad_dtypes[param], options, self._given)
             total += found[kind] * (prod(WHOLE[self][param].sizes) // item.numel())
         return total
+
+    def made_state(self, param: ShardedParameter) -> Mapping[str, Any]:
+        """The state that the class makes of one of this rank's tensors, to be read over."""
+        like, options = self._whole(param), _options(self._group_of(param))
+        return trial_state(self.kind, like, like.device, self._grad_dtypes[param], options, self._given)
+
+    def _group_of(self, param: ShardedParameter) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(each is param for each in group["params"]))
 
     def _whole(self, param: ShardedParameter) -> nn.Parameter:
         """Of the shape that the class sees of it, without memory."""
@@ -445,6 +451,14 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether an option is as it was; a tensor that was written to is still the same, on both sides."""
-    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
+def _seen(group: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
+    """Options, each with how often it was written to if it is a tensor, as a learning rate may be."""
+    return {key: (v, v._version if isinstance(v, Tensor) else 0) for key, v in _options(group).items()}
+
+
+def _same(was: tuple[Any, int], now: tuple[Any, int]) -> bool:
+    """Whether an option is as it was; nothing is read from a device for it."""
+    (one, written), (other, rewritten) = was, now
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other and written == rewritten
+    return bool(one is other or one == other)

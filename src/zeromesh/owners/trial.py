@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeromesh.engine.optim import NUMBERS
+from zeromesh.engine.optim import NUMBERS, stored
 from zeromesh.errors import OptimizerError
 
 MIXING = frozenset({"LBFGS"})
@@ -135,19 +135,33 @@ def _kept_bytes(
     group: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> int:
+    state = trial_state(kind, like, device, grad_dtype, group, options)
+    return sum(value.nbytes for value in kept_tensors(state, like))
+
+
+def trial_state(
+    kind: type[Optimizer],
+    like: Tensor,
+    device: torch.device,
+    grad_dtype: torch.dtype,
+    group: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Mapping[str, Any]:
+    """The state that the class makes of a tensor in one step; arguments as `trial_state_bytes`."""
     param = nn.Parameter(torch.ones(like.shape, dtype=like.dtype, device=device))
     if grad_dtype != like.dtype:
         param.grad_dtype = grad_dtype
     param.grad = torch.ones(like.shape, dtype=grad_dtype, device=device)
     optimizer = _made(kind, [{**group, "params": [param]}], options)
     optimizer.step()
-    return sum(value.nbytes for value in kept_tensors(optimizer.state[param], like))
+    return optimizer.state[param]
 
 
 def kept_tensors(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
-    """Of a tensor's states those that are no numbers, such as step counts."""
+    """The tensors of a parameter's states, without numbers such as step counts."""
     return [
-        value
+        part
         for key, value in state.items()
         if isinstance(value, Tensor) and (value.dim() or (not param.dim() and key not in NUMBERS))
+        for part in stored(key, value).values()
     ]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 
 class _Each(Optimizer):
@@ -50,6 +51,53 @@ class LAMB(_Each):
         size, norm = param.norm(), update.norm()
         trust = torch.where((size > 0) & (norm > 0), size / norm.clamp(min=1e-12), 1.0)
         param.sub_(group["lr"] * trust * update)
+
+
+class Codes(Tensor):
+    """Values as torchao's 8-bit optimizers keep them: whole numbers, and a scale for each row of the last dimension."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Codes:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Tensor], *_: Any) -> Codes:
+        return cls(**parts)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        target, (args, kwargs) = args[0], tree_map_only(cls, lambda each: each.codes * each.scale, (args, kwargs or {}))
+        if func is torch.ops.aten.copy_.default and type(target) is cls:
+            target.scale.copy_(args[1].abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127)
+            target.codes.copy_((args[1] / target.scale).round())
+            return target
+        return func(*args, **kwargs)
+
+
+class EightBits(_Each):
+    """A moving average in 8 bits, and a learning rate that is a tensor and has to stay one, as torchao's classes."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self.param_groups[-1]["lr"] = torch.as_tensor(self.param_groups[-1]["lr"], dtype=torch.float64)
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            codes = torch.zeros(param.shape, dtype=torch.int8, device=param.device)
+            scale = torch.ones((*param.shape[:-1], 1), dtype=param.dtype, device=param.device)
+            state["average"] = Codes(codes, scale) if codes.ndim > 1 else torch.zeros_like(param)
+        average = state["average"].lerp(grad, 0.1)
+        state["average"].copy_(average)
+        param.sub_(group["lr"] * average)
+        assert isinstance(group["lr"], Tensor)
 
 
 def _root(matrix: Tensor, order: float) -> Tensor:

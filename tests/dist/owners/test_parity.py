@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from tests.dist.features.parity import close, same_params, same_state, sharded_params
-from tests.dist.owners.optimizers import LAMB, SOAP, Orthogonal, Shampoo
+from tests.dist.owners.optimizers import LAMB, SOAP, EightBits, Orthogonal, Shampoo
 from tests.dist.pool import kept, on_ranks, told_by_first
-from zeromesh.engine.optim import WHOLE
+from zeromesh.engine.optim import WHOLE, stored
 
 MICRO_BATCHES = 3
 STEPS = 10
@@ -127,6 +127,7 @@ KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "LAMB": (LAMB, {}),
     "SOAP": (SOAP, {}),
     "AdamW": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "EightBits": (EightBits, {"lr": 0.05}),
     "Adagrad": (optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
 }
 
@@ -172,7 +173,9 @@ def same_states(model: nn.Module, ours: optim.Optimizer, expected: nn.Module, th
             assert params[name] not in ours.state, f"{name} has states on a rank that does not own it"
             continue
         for key, value in theirs.state.get(plain, {}).items():
-            close(torch.as_tensor(ours.state[params[name]][key]), torch.as_tensor(value), f"{key} of {name}")
+            held = stored(key, torch.as_tensor(ours.state[params[name]][key]))
+            for part, plain_part in stored(key, torch.as_tensor(value)).items():
+                close(held[part], plain_part, f"{part} of {name}")
 
 
 class Many(nn.Module):
@@ -183,7 +186,7 @@ class Many(nn.Module):
         self.embed = nn.Embedding(11, dim)
         self.experts = nn.Parameter(torch.randn(experts, dim, dim + 2) / dim)
         self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(6))
         self.unused = nn.Linear(dim, dim)
         self.head = nn.Linear(dim, 11, bias=False)
         self.head.weight = self.embed.weight
@@ -225,6 +228,7 @@ def all_kinds(model: nn.Module, make: Callable[..., optim.Optimizer]) -> dict[st
         "SOAP": made("SOAP", "blocks.1.row", "layers.2"),
         "AdamW": made("AdamW", "blocks.1.gain", "layers.3.weight"),
         "Adagrad": made("Adagrad", "layers.3.bias"),
+        "EightBits": made("EightBits", "layers.4", "layers.5"),
         "Experts": make(Orthogonal, of("experts"), {"dims": 2, "batched": True}),
     }
 

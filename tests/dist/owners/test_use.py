@@ -18,7 +18,7 @@ from torch import nn, optim
 
 import zeromesh as zm
 from tests.dist.features.parity import close, same_params, sharded_params
-from tests.dist.owners.optimizers import LAMB, SOAP
+from tests.dist.owners.optimizers import LAMB, SOAP, EightBits
 from tests.dist.owners.test_parity import MICRO_BATCHES, backward, groups_of, loss_of, net, shard
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
@@ -399,7 +399,7 @@ class FewBits(LAMB):
 
 @pytest.mark.parametrize("owned", [True, False])
 @on_ranks(4)
-def test_states_that_no_checkpoint_could_hold_are_refused_at_the_first_step(owned):
+def test_states_of_unknown_subclasses_are_refused_at_the_first_step(owned):
     """On all ranks, where some of them own nothing of the kind."""
     model = shard(net(), (2, 2), "node=3,cluster=1")
     params = [param for param in model.parameters() if param.requires_grad]
@@ -409,6 +409,32 @@ def test_states_that_no_checkpoint_could_hold_are_refused_at_the_first_step(owne
         OptimizerError, match=r"states of FewBits must be plain tensors or numbers.*'mean' is of a subclass"
     ):
         optimizer.step()
+
+
+@on_ranks(4)
+def test_quantised_states_and_a_learning_rate_that_is_a_tensor():
+    """Of torchao's kind: whole tensors give the numbers of one process, whatever the layout; slices are refused."""
+    model, plain = shard(net(), (2, 2), "node=3,cluster=1"), net()
+    params = [param for name, param in model.named_parameters() if param.requires_grad and "unused" not in name]
+    optimizer, theirs = zm.by_owner(EightBits, params, bucket_bytes=400), EightBits(plain.parameters())
+    assert len(optimizer.buckets) > 2
+    schedulers = [optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, theirs)]
+    for step in range(3):
+        backward(model, step)
+        for micro in range(MICRO_BATCHES):
+            for rank in range(4):
+                (loss_of(plain, step, micro, rank) / MICRO_BATCHES / 4).backward()
+        for each, scheduler in zip((optimizer, theirs), schedulers, strict=True):
+            each.step()
+            scheduler.step()
+            each.zero_grad()
+        same_params(model, plain)
+    for line in zm.memory_report(model, optimizer):
+        assert line.predicted_bytes == line.allocated_bytes, line
+    zm.check_replicas(model, optimizer)
+    backward(model, 3)
+    with pytest.raises(OptimizerError, match=r"make it as zm\.by_owner\(EightBits, params\)"):
+        zm.elementwise(EightBits(params)).step()
 
 
 class Clipping(LAMB):
