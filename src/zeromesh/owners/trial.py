@@ -154,7 +154,8 @@ def trial_state(
     param.grad = torch.ones(like.shape, dtype=grad_dtype, device=device)
     optimizer = _made(kind, [{**group, "params": [param]}], options)
     optimizer.step()
-    return optimizer.state[param]
+    state: dict[str, Any] = optimizer.state[param]
+    return state
 
 
 def kept_tensors(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:

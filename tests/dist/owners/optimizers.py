@@ -71,7 +71,7 @@ class Codes(Tensor):
         return cls(**parts)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes, args[0].scale)
         target, (args, kwargs) = args[0], tree_map_only(cls, lambda each: each.codes * each.scale, (args, kwargs or {}))
