@@ -154,9 +154,9 @@ class Slice(Sliced, torch.Tensor):
         act, kwargs = _ALLOWED.get(func), kwargs or {}
         if not args:
             args, kwargs = _first_by_position(func, kwargs)
-        gathers = (act in _GATHERS or func in _DETACHED) and not _thread.steps  # an optimizer steps on slices
-        if gathers and (engine := _running_engine(args, kwargs)) is not None:
-            return engine.on_demand(func, args, kwargs)
+        if not _thread.steps and (act in _GATHERS or func in _DETACHED):  # an optimizer steps on slices
+            if (engine := _running_engine(args, kwargs)) is not None:
+                return engine.on_demand(func, args, kwargs)
         if act is None:
             raise _refusal(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -501,9 +501,14 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
     """In place. Operands are compared before anything is written."""
-    if type(args[0]) is Tensor and _thread.steps and not torch.is_grad_enabled():
-        return func(*args, **kwargs)  # into an optimizer's state: shorter, as each parameter has two or more a step
     targets = args[0] if type(args[0]) in (list, tuple) else args[:1]
+    if _thread.steps and not torch.is_grad_enabled():  # shorter, since each parameter has several a step
+        if type(args[0]) is not Tensor:  # but an optimizer's state
+            for each in targets:
+                if isinstance(each, Slice):
+                    tell_of_write(each)
+                    each.zeroed = func in allowed.ZEROING
+        return func(*args, **kwargs)
     slices = [each for each in targets if isinstance(each, Slice)]
     own, options = args, kwargs
     if not _thread.steps:
