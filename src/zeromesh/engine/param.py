@@ -154,9 +154,9 @@ class Slice(Sliced, torch.Tensor):
         act, kwargs = _ALLOWED.get(func), kwargs or {}
         if not args:
             args, kwargs = _first_by_position(func, kwargs)
-        if not _thread.steps and (act in _GATHERS or func in _DETACHED):  # an optimizer steps on slices
-            if (engine := _running_engine(args, kwargs)) is not None:
-                return engine.on_demand(func, args, kwargs)
+        gathers = (act in _GATHERS or func in _DETACHED) if not _thread.steps else False  # optimizers step on slices
+        if gathers and (engine := _running_engine(args, kwargs)) is not None:
+            return engine.on_demand(func, args, kwargs)
         if act is None:
             raise _refusal(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
