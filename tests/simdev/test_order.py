@@ -13,6 +13,9 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
@@ -157,6 +160,23 @@ def test_a_scaler():
             optimizer.zero_grad()
     require_clean(checker, "GradScaler")
     assert scaler.get_scale() == 8.0
+
+
+@alone()
+def test_clipping_with_parts_and_tensor_parallelism_never_waits():
+    """Parameters that are divided over unlike ranks have their norms added up without a word to the host."""
+    simdev.counting_group(0, 8)
+    mesh = init_device_mesh("simdev", (2, 2, 2), mesh_dim_names=("cluster", "node", "tp"))
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)]
+    plan = {"0.0": ColwiseParallel(output_layouts=Replicate()), "1.0": ColwiseParallel(output_layouts=Replicate())}
+    model = parallelize_module(torch.nn.Sequential(*blocks), mesh["tp"], plan)
+    model = zm.shard(model, mesh["cluster", "node"], "node=3,cluster=1 | 2: node=0,cluster=3")
+    model(torch.ones(2, 8, device="simdev")).square().sum().backward()
+    assert len({param.elements.spans for param in model.parameters()}) > 1
+    with simdev.Checker() as checker:
+        total = zm.clip_grad_norm_(model, 1.0)
+    assert not checker.host_reads and not checker.host_waits, (checker.host_reads, checker.host_waits)
+    assert total.device.type == "simdev" and total > 0
 
 
 @alone()

@@ -40,26 +40,27 @@ def slice_norms(slices: Sequence[Tensor], spans: Sequence[tuple[Span, ...]], ord
         raise InputError(f"the order of a norm over sharded parameters must be above 0, or inf; got {order}")
     if not slices:  # alike on every rank
         return torch.zeros(0, dtype=torch.float64)
-    powers = _over_spans(_powers(slices, order), spans, largest=math.isinf(order))
-    return powers if math.isinf(order) else powers.pow(1 / order)
+    indices: dict[tuple[Span, ...], list[int]] = defaultdict(list)
+    for index, own in enumerate(spans):
+        indices[own].append(index)
+    powers = {own: _powers([slices[index] for index in held], order) for own, held in indices.items()}
+    _over_spans(powers, largest=math.isinf(order))
+    by_index = {i: each for own, held in indices.items() for i, each in zip(held, powers[own].unbind(), strict=True)}
+    found = torch.stack([by_index[index] for index in range(len(slices))]) if len(powers) > 1 else powers[spans[0]]
+    return found if math.isinf(order) else found.pow(1 / order)
 
 
-def _over_spans(values: Tensor, spans: Sequence[tuple[Span, ...]], *, largest: bool) -> Tensor:
+def _over_spans(values: dict[tuple[Span, ...], Tensor], *, largest: bool) -> None:
     """Each rank's values, summed (or the largest of them) over the ranks that each one's tensor is divided over.
 
-    A sum over a span's ranks counts each element as often as there are copies of it, which are bit-equal.
+    A sum over a span's ranks counts each element as often as there are copies of it, which are bit-equal. Values of
+    equal spans lie together: to pick them by indices would copy those to the device, for which the host waits.
     """
-    members: dict[Span, list[int]] = defaultdict(list)
-    for index, own in enumerate(spans):
-        for span in own:
-            members[span].append(index)
-    for span, indices in members.items():
-        if span.group is not None:
-            reduce = _largest if largest else _total
-            every = len(indices) == len(spans)
-            found = reduce(values if every else values[indices], span)
-            values = found if every else values.index_copy(0, torch.tensor(indices, device=values.device), found)
-    return values
+    reduce = _largest if largest else _total
+    for span in dict.fromkeys(span for own in values for span in own if span.group is not None):
+        members = [own for own in values if span in own]
+        found = reduce(torch.cat([values[own] for own in members]), span)
+        values.update(zip(members, found.split([len(values[own]) for own in members]), strict=True))
 
 
 def _total(values: Tensor, span: Span) -> Tensor:
@@ -163,8 +164,9 @@ def whole_value(name: str, elements: Elements, operands: Sequence[Tensor], optio
     if control is None:
         return kind.finish(part)
     with control.meeting(f"{name}{options or ''}", f"{elements} in {part.dtype}"):
-        found = _over_spans(part, [elements.spans] * len(part), largest=kind.largest)
-    return kind.finish(found)
+        found = {elements.spans: part}
+        _over_spans(found, largest=kind.largest)
+    return kind.finish(found[elements.spans])
 
 
 def whole_norms(name: str, elements: Sequence[Elements], slices: Sequence[Tensor], order: float) -> list[Tensor]:
