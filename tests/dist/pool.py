@@ -340,6 +340,7 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _joined.clear()
+    gc.freeze()  # what tests have imported, which each later collection would walk
 
 
 def _forget_meshes() -> None:

@@ -251,7 +251,7 @@ class Pair:
         same_state(self.model, self.plain, self.bound)
 
     def train(
-        self, steps: int = 3, make_optimizer: MakeOptimizer = adamw, after_step: Callable[[int], object] | None = None
+        self, steps: int = 2, make_optimizer: MakeOptimizer = adamw, after_step: Callable[[int], object] | None = None
     ) -> None:
         """Steps of both, compared all along."""
         train_side_by_side([self], steps, make_optimizer, after_step)
@@ -290,8 +290,8 @@ def train_side_by_side(
         pair.same_state()
 
 
-def check(base: nn.Module, strategy: str, **arguments: Any) -> Pair:
-    """Trains a `Pair` and returns it."""
-    pair = Pair(base=base, strategy=strategy, **arguments)
-    pair.train()
-    return pair
+def check(base: nn.Module, *strategies: str, steps: int = 2, **arguments: Any) -> list[Pair]:
+    """Trains a `Pair` for each strategy, side by side, and returns them."""
+    pairs = [Pair(base=base, strategy=strategy, **arguments) for strategy in strategies]
+    train_side_by_side(pairs, steps)
+    return pairs

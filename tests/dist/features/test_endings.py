@@ -94,9 +94,12 @@ def same_params(model: nn.Module, plain: nn.Module, what: str) -> None:
 @STAGES
 @on_ranks(2)
 def test_a_step_that_is_caught(strategy, kind):
-    """What plain training does after it: sums of whole micro-batches stay, a torn one has to be dropped."""
+    """What plain training does after it: sums of whole micro-batches stay, a torn one has to be dropped.
+
+    A third of the moments, so that any two of strategy, kind and moment come together.
+    """
     base = Net().double()
-    for moment in MOMENTS:
+    for moment in MOMENTS[("310".index(strategy[-1]) + list(RAISED).index(kind)) % 3 :: 3]:
         error = RAISED[kind](f"at {moment}")
         plain = copy.deepcopy(base)
         model = sharded(base, strategy)
@@ -145,7 +148,7 @@ ENDED = {"end": 0, "destroyed": 0, "fork": 0, "exception": 1, "interrupt": -sign
 
 PROCESS_STAGES = ("node=1", "node=3")
 PROCESS_MOMENTS = ("backward", "between", "after")
-LIMIT_S = 30.0
+LIMIT_S = 300.0
 
 
 class Stop(Exception):

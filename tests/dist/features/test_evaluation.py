@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from tests.dist.features.parity import (
     net,
     next_token_loss,
     tokens,
+    train_side_by_side,
 )
 from tests.dist.pool import on_ranks
 from zeromesh.comm import groups
@@ -31,7 +32,20 @@ from zeromesh.engine.api import engine_of
 from zeromesh.errors import CommunicationError, MismatchError, ModelError
 
 ALL = (*STRATEGIES, DEFERRED, "node=3,cluster=3k", "node=3k,cluster=3k", "node=2,cluster=2")
-MODES = pytest.mark.parametrize("strategy", ALL)
+
+
+def pairs_of(base: nn.Module, *strategies: str, **arguments: Any) -> list[Pair]:
+    """Of one plain model, which is trained once."""
+    pairs = [Pair(base=base, strategy=strategy, **arguments) for strategy in strategies or ALL]
+    for pair in pairs:
+        pair.plain = pairs[0].plain
+    return pairs
+
+
+def step_all(*optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def evaluate(pair: Pair, mode: Any) -> None:
@@ -45,99 +59,91 @@ def evaluate(pair: Pair, mode: Any) -> None:
     pair.plain.train()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "mode"),
-    [*zip(ALL, itertools.repeat(torch.no_grad)), *zip(ALL[:3], itertools.repeat(torch.inference_mode))],
-)
+@pytest.mark.parametrize(("mode", "strategies"), [(torch.no_grad, ALL), (torch.inference_mode, ALL[:3])])
 @on_ranks(4)
-def test_evaluation_after_each_step_and_between_micro_batches(strategy, mode):
-    pair = Pair(base=net(), strategy=strategy)
-    optimizers = [adamw(m.parameters()) for m in (pair.plain, pair.model)]
-    evaluate(pair, mode)
+def test_evaluation_after_each_step_and_between_micro_batches(mode, strategies):
+    pairs = pairs_of(net(), *strategies)
+    optimizers = [adamw(model.parameters()) for model in (pairs[0].plain, *(pair.model for pair in pairs))]
+    for pair in pairs:
+        evaluate(pair, mode)
     for step in range(2):
-        pair.plain_backward(step)
-        with zm.accumulate(pair.model, last=False):
-            pair.micro_backward(step, 0)
-        evaluate(pair, mode)
-        with zm.accumulate(pair.model, last=True):
-            loss = next_token_loss(pair.model, tokens(step, 1, dist.get_rank())) / 2
-            evaluate(pair, mode)  # between a forward and its backward
-            loss.backward()
-        pair.same_grads()
-        evaluate(pair, mode)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.same_params()
-        evaluate(pair, mode)
+        pairs[0].plain_backward(step)
+        for pair in pairs:
+            with zm.accumulate(pair.model, last=False):
+                pair.micro_backward(step, 0)
+            evaluate(pair, mode)
+            with zm.accumulate(pair.model, last=True):
+                loss = next_token_loss(pair.model, tokens(step, 1, dist.get_rank())) / 2
+                evaluate(pair, mode)  # between a forward and its backward
+                loss.backward()
+            pair.same_grads()
+            evaluate(pair, mode)
+        step_all(*optimizers)
+        for pair in pairs:
+            pair.same_params()
+            evaluate(pair, mode)
 
 
-@MODES
 @on_ranks(4)
-def test_a_forward_whose_backward_never_comes(strategy):
+def test_a_forward_whose_backward_never_comes():
     """A loss that is only looked at, or of which another forward is taken."""
-    pair = Pair(base=net(), strategy=strategy)
+    pairs = pairs_of(net())
 
     def forwards(step: int) -> None:
         batch = tokens(step, 5, dist.get_rank())
-        kept = pair.model(batch)
-        close(pair.model(batch), pair.plain(batch), "output")
-        close(kept, pair.plain(batch), "first output")
+        expected = pairs[0].plain(batch)
+        for pair in pairs:
+            kept = pair.model(batch)
+            close(pair.model(batch), expected, "output")
+            close(kept, expected, "first output")
 
-    pair.train(after_step=forwards)
+    train_side_by_side(pairs, 2, after_step=forwards)
 
 
-@MODES
 @on_ranks(4)
-def test_two_forwards_before_two_backwards(strategy):
-    pair = Pair(base=net(), strategy=strategy, micro_batches=1)
-    optimizers = [adamw(m.parameters()) for m in (pair.plain, pair.model)]
+def test_two_forwards_before_two_backwards():
+    pairs = pairs_of(net(), micro_batches=1)
+    optimizers = [adamw(model.parameters()) for model in (pairs[0].plain, *(pair.model for pair in pairs))]
     for step in range(2):
-        pair.plain_backward(step, [0, 1])
-        losses = [next_token_loss(pair.model, tokens(step, micro, dist.get_rank())) for micro in (0, 1)]
-        with zm.accumulate(pair.model, last=False):
-            losses[1].backward()
-        with zm.accumulate(pair.model, last=True):
-            losses[0].backward()
-        pair.same_grads()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.same_params()
+        pairs[0].plain_backward(step, [0, 1])
+        for pair in pairs:
+            losses = [next_token_loss(pair.model, tokens(step, micro, dist.get_rank())) for micro in (0, 1)]
+            with zm.accumulate(pair.model, last=False):
+                losses[1].backward()
+            with zm.accumulate(pair.model, last=True):
+                losses[0].backward()
+            pair.same_grads()
+        step_all(*optimizers)
+        for pair in pairs:
+            pair.same_params()
 
 
-@MODES
 @on_ranks(4)
-def test_gradients_of_a_part_and_of_inputs(strategy):
+def test_gradients_of_a_part_and_of_inputs():
     """`torch.autograd.grad` for inputs leaves the model's gradients alone; a loss of two forwards counts both."""
-    pair = Pair(base=net(), strategy=strategy)
-    for model in (pair.plain, pair.model):
-        batch = tokens(0, 0, 0)
+    pairs, batch = pairs_of(net()), tokens(0, 0, 0)
+    for model in (pairs[0].plain, *(pair.model for pair in pairs)):
         (next_token_loss(model, batch) + next_token_loss(model, batch.flip(0, 1)).square()).backward()
-    pair.same_grads()
+    for pair in pairs:
+        pair.same_grads()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(4)
-def test_generate(strategy):
+def test_generate():
     from tests.dist.features.test_huggingface import build, data_of, loss_of
 
-    pair = Pair(
-        base=build("llama"),
-        strategy=strategy,
-        loss_of=loss_of,
-        data_of=lambda step, micro, rank: data_of("llama", step, micro, rank),
-    )
+    of_llama: dict[str, Any] = {"loss_of": loss_of, "data_of": partial(data_of, "llama")}
+    pairs = pairs_of(build("llama"), *STRATEGIES, **of_llama)
 
     def generate(step: int) -> None:
         prompt = tokens(step, 0, 0, shape=(2, 3))
         options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         with torch.inference_mode():
-            ours, theirs = (m.generate(prompt, **options) for m in (pair.model, pair.plain))  # type: ignore[operator]
-        assert ours.shape == (2, 8)
-        assert ours.equal(theirs)
+            expected, *found = (m.generate(prompt, **options) for m in (pairs[0].plain, *(p.model for p in pairs)))  # type: ignore[operator]
+        assert expected.shape == (2, 8)
+        assert all(ours.equal(expected) for ours in found)
 
-    pair.train(steps=2, after_step=generate)
+    train_side_by_side(pairs, 2, after_step=generate)
 
 
 # ---- exceptions
@@ -173,26 +179,26 @@ class Fragile(Block):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@MODES
 @on_ranks(4)
-def test_the_model_is_usable_after_an_exception(strategy, where):
+def test_the_model_is_usable_after_an_exception(where):
     base = net()
     armed: dict[str, list[bool]] = {"forward": [], "backward": []}
     base.blocks[1].__class__ = Fragile
     Fragile.armed = armed
-    pair = Pair(base=base, strategy=strategy)
+    pairs = pairs_of(base)
 
     def fail(step: int) -> None:
-        armed[where].append(True)
-        for last in (True, False):
-            with pytest.raises(Broken), zm.accumulate(pair.model, last=last):
-                pair.micro_backward(step, 0)
-        armed[where].clear()
-        zm.zero_grad(pair.model)
-        assert all(type(p).__name__ == "ShardedParameter" for p in pair.model.parameters())
+        for pair in pairs:
+            armed[where].append(True)
+            for last in (True, False):
+                with pytest.raises(Broken), zm.accumulate(pair.model, last=last):
+                    pair.micro_backward(step, 0)
+            armed[where].clear()
+            zm.zero_grad(pair.model)
+            assert all(type(p).__name__ == "ShardedParameter" for p in pair.model.parameters())
 
     fail(0)
-    pair.train(steps=2, after_step=fail)
+    train_side_by_side(pairs, 2, after_step=fail)
 
 
 class Interrupted(Block):
@@ -204,23 +210,22 @@ class Interrupted(Block):
         return super().forward(x)
 
 
-@MODES
 @on_ranks(4)
-def test_the_model_is_usable_after_an_interrupted_forward(strategy):
+def test_the_model_is_usable_after_an_interrupted_forward():
     """torch calls no hooks then, not even those for exceptions."""
     base = net()
     base.blocks[1].__class__ = Interrupted
     Interrupted.armed = []
-    pair = Pair(base=base, strategy=strategy)
+    pairs = pairs_of(base)
 
     def interrupt(step: int) -> None:
-        if step == 0:
+        for pair in pairs if step == 0 else ():
             Interrupted.armed.append(True)
             with pytest.raises(KeyboardInterrupt):
                 pair.micro_backward(step, 0)
             Interrupted.armed.clear()
 
-    pair.train(steps=3, after_step=interrupt)
+    train_side_by_side(pairs, 3, after_step=interrupt)
 
 
 @on_ranks(4)
@@ -271,14 +276,14 @@ def train_in_order(usual: list[int], odd: list[int]) -> None:
 
 
 @pytest.mark.parametrize("orders", [([0, 1, 2], [2, 1, 0]), ([0, 1, 2], [0, 2]), ([0, 1], [0, 1, 2])])
-@on_ranks(4, timeout_s=25, spoils=True)
+@on_ranks(4, spoils=True)
 def test_another_order_on_one_rank_is_an_error(orders):
     """Where parameters are sharded: an error on every rank, within the timeout."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "default_timeout_s", lambda device_type: 1.5)
+        patch.setattr(groups, "default_timeout_s", lambda device_type: 4.0)
         # Its public name is torch 2.15's, which warns under the other.
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-        set_timeout(timedelta(seconds=3))
+        set_timeout(timedelta(seconds=8))
         with pytest.raises((MismatchError, CommunicationError)):
             train_in_order(*orders)
 

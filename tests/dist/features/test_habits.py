@@ -248,7 +248,7 @@ def test_neighbours_that_hand_on_what_they_were_given():
     for index, block in enumerate(base.blocks):
         block.__class__, block.skip = Skippable, index in (2, 3, 4)
     for strategy in ("node=3,cluster=1;prefetch=0", "node=3,cluster=3k", "node=0,cluster=1"):
-        pair = check(base, strategy, options={"bucket_bytes": 0})
+        (pair,) = check(base, strategy, options={"bucket_bytes": 0})
         assert len(engine_of(pair.model).units) == 9
 
 

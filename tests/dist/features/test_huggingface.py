@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.dist.features.parity import STRATEGIES, Pair, tokens, train_side_by_side
+from tests.dist.features.parity import STRATEGIES, check, tokens
 from tests.dist.hugging import SMALL, VOCABULARY
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
@@ -77,21 +78,10 @@ FURTHER = {kind: ("node=3d,cluster=3", "node=2,cluster=3k") for kind in ("llama"
 @pytest.mark.parametrize("kind", UNITS)
 @on_ranks(4)
 def test_trains_as_plain(kind):
-    pairs = [
-        Pair(
-            base=build(kind),
-            strategy=strategy,
-            loss_of=loss_of,
-            data_of=lambda step, micro, rank: data_of(kind, step, micro, rank),
-            micro_batches=3,
-            options={"bucket_bytes": 0},
-            clip=0.5,
-        )
-        for strategy in (*STRATEGIES, *FURTHER.get(kind, ()))
-    ]
-    for pair in pairs:
+    of_kind: dict[str, Any] = {"loss_of": loss_of, "data_of": partial(data_of, kind)}
+    strategies = (*STRATEGIES, *FURTHER.get(kind, ()))
+    for pair in check(build(kind), *strategies, options={"bucket_bytes": 0}, clip=0.5, **of_kind):
         assert sorted(unit.name for unit in engine_of(pair.model).units) == UNITS[kind]
-    train_side_by_side(pairs, steps=5)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +95,7 @@ def test_trains_as_plain(kind):
 )
 @on_ranks(4)
 def test_small_units_are_joined_where_no_parameters_are_sharded(kind, bucket_bytes, names):
-    for strategy in ("node=1,cluster=2", "node=0,cluster=0"):
-        pair = Pair(
-            base=build(kind),
-            strategy=strategy,
-            loss_of=loss_of,
-            data_of=lambda step, micro, rank: data_of(kind, step, micro, rank),
-            options={"bucket_bytes": bucket_bytes},
-        )
+    of_kind: dict[str, Any] = {"loss_of": loss_of, "data_of": partial(data_of, kind)}
+    options = {"bucket_bytes": bucket_bytes}
+    for pair in check(build(kind), "node=1,cluster=2", "node=0,cluster=0", options=options, **of_kind):
         assert sorted(unit.name for unit in engine_of(pair.model).units) == names
-        pair.train(steps=2)

@@ -48,9 +48,7 @@ def freeze_all_but(*keep: str) -> Any:
 @pytest.mark.parametrize("keep", [("down", "norm"), ("blocks.1",), ("head",), ("embed",)])
 @on_ranks(4)
 def test_frozen_parameters(keep):
-    for strategy in ALL:
-        pair = Pair(base=net(), strategy=strategy, prepare=freeze_all_but(*keep))
-        pair.train(steps=2)
+    for pair in check(net(), *ALL, prepare=freeze_all_but(*keep)):
         frozen = [p for p in pair.model.parameters() if not p.requires_grad]
         assert frozen and all(p.grad is None for p in frozen)
         buffers = [b for unit in engine_of(pair.model).units for b in unit.buffers if not b.spec.trainable]
@@ -78,17 +76,14 @@ def with_lora(num_blocks: int = 3) -> Net:
     return model
 
 
-@pytest.mark.parametrize(
-    "strategy", ["node=3d,cluster=3d", "node=3d,cluster=1", "node=3,cluster=1", "node=3,cluster=3k"]
-)
 @on_ranks(4)
-def test_lora(strategy):
-    pair = check(with_lora(), strategy)
-    optimizer = adamw(p for p in pair.model.parameters() if p.requires_grad)
-    next_token_loss(pair.model, tokens(0, 0, dist.get_rank())).backward()
-    optimizer.step()
-    trainable = {name for name, p in pair.plain.named_parameters() if p.requires_grad}
-    assert len(optimizer.state) == len(trainable) == 12
+def test_lora():
+    for pair in check(with_lora(), DEFERRED, "node=3d,cluster=1", "node=3,cluster=1", "node=3,cluster=3k"):
+        optimizer = adamw(p for p in pair.model.parameters() if p.requires_grad)
+        next_token_loss(pair.model, tokens(0, 0, dist.get_rank())).backward()
+        optimizer.step()
+        trainable = {name for name, p in pair.plain.named_parameters() if p.requires_grad}
+        assert len(optimizer.state) == len(trainable) == 12
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=2,cluster=2", "node=0,cluster=1"])
@@ -133,19 +128,18 @@ class Tied(Net):
         self.blocks[1].other_norm = self.blocks[1].norm
 
 
-@MODES
 @on_ranks(4)
-def test_tied_weights(strategy):
+def test_tied_weights():
     torch.manual_seed(0)
-    pair = check(Tied().double(), strategy)
-    params = sharded_params(pair.model)
-    assert params["head.weight"] is params["embed.weight"]
-    assert pair.model.head.weight is pair.model.embed.weight
-    assert len(list(pair.model.parameters())) == len(list(pair.plain.parameters()))
-    # The root's, or of the unit that takes over its parameters; one place for both names.
-    infos = [place.info for unit in engine_of(pair.model).units for b in unit.buffers for place in b.places]
-    assert [info.names for info in infos if "embed.weight" in info.names] == [("embed.weight", "head.weight")]
-    assert len(infos) == len({name for info in infos for name in info.names[:1]})
+    for pair in check(Tied().double(), *ALL):
+        params = sharded_params(pair.model)
+        assert params["head.weight"] is params["embed.weight"]
+        assert pair.model.head.weight is pair.model.embed.weight
+        assert len(list(pair.model.parameters())) == len(list(pair.plain.parameters()))
+        # The root's, or of the unit that takes over its parameters; one place for both names.
+        infos = [place.info for unit in engine_of(pair.model).units for b in unit.buffers for place in b.places]
+        assert [info.names for info in infos if "embed.weight" in info.names] == [("embed.weight", "head.weight")]
+        assert len(infos) == len({name for info in infos for name in info.names[:1]})
 
 
 # ---- dtypes and sizes
@@ -200,13 +194,12 @@ class Sizes(nn.Module):
         return torch.tanh(x @ self.turned * self.three * self.one + self.none.sum()) @ self.turned.t() * self.scalar
 
 
-@MODES
 @on_ranks(4)
-def test_parameters_smaller_than_the_world(strategy):
+def test_parameters_smaller_than_the_world():
     torch.manual_seed(0)
     check(
         nn.Sequential(Sizes(), Sizes()).double(),
-        strategy,
+        *ALL,
         loss_of=lambda model, x: model(x).square().mean(),
         data_of=lambda *at: torch.randn(3, 5, generator=torch.Generator().manual_seed(hash(at))).double(),
     )
@@ -223,17 +216,15 @@ class Hollow(nn.Module):
         return x + self.none.sum()
 
 
-@pytest.mark.parametrize("strategy", ["node=3,cluster=3", "node=2,cluster=1"])
 @on_ranks(4)
-def test_a_unit_without_elements(strategy):
-    pair = Pair(
-        base=nn.Sequential(nn.Linear(5, 5).double(), Hollow()),
-        strategy=strategy,
+def test_a_unit_without_elements():
+    check(
+        nn.Sequential(nn.Linear(5, 5).double(), Hollow()),
+        *("node=3,cluster=3", "node=2,cluster=1"),
         options={"units": ["Linear", "Hollow"]},
         loss_of=lambda model, x: model(x).square().mean(),
         data_of=lambda *at: torch.randn(3, 5, generator=torch.Generator().manual_seed(hash(at))).double(),
     )
-    pair.train()
 
 
 @on_ranks(4)
@@ -301,10 +292,10 @@ PATHS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("paths", PATHS)
-@MODES
 @on_ranks(4)
-def test_units_unused_repeated_and_out_of_order(strategy, paths):
-    check(gated(), strategy, loss_of=gated_loss, data_of=on_paths(PATHS[paths]))
+def test_units_unused_repeated_and_out_of_order(paths):
+    steps = 3 if paths == "another order each step" else 2
+    check(gated(), *ALL, steps=steps, loss_of=gated_loss, data_of=on_paths(PATHS[paths]))
 
 
 DIVERGENT: dict[str, Any] = {
@@ -316,11 +307,11 @@ DIVERGENT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["node=0,cluster=1", "node=1,cluster=0", "node=2,cluster=2", "node=1,cluster=2"])
 @pytest.mark.parametrize("paths", DIVERGENT)
 @on_ranks(4)
-def test_ranks_may_differ_where_parameters_are_whole(strategy, paths):
-    check(gated(), strategy, loss_of=gated_loss, data_of=on_paths(DIVERGENT[paths]))
+def test_ranks_may_differ_where_parameters_are_whole(paths):
+    whole = ("node=0,cluster=1", "node=1,cluster=0", "node=2,cluster=2", "node=1,cluster=2")
+    check(gated(), *whole, loss_of=gated_loss, data_of=on_paths(DIVERGENT[paths]))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -332,7 +323,7 @@ def test_momentum_of_unused_parameters(strategy, set_to_none):
     optimizers = [
         torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in (pair.plain, pair.model)
     ]
-    for step in range(4):
+    for step in range(3):
         pair.plain_backward(step)
         pair.backward(step)
         pair.same_grads()
@@ -345,18 +336,16 @@ def test_momentum_of_unused_parameters(strategy, set_to_none):
 # ---- nested
 
 
-@MODES
 @on_ranks(4)
-def test_units_inside_units(strategy):
-    pair = check(net(), strategy, options={"units": [Block, "Linear"]})
-    names = [unit.name for unit in engine_of(pair.model).units]
-    assert {"blocks.0", "blocks.0.up", "blocks.0.down", "head"} <= set(names) and "embed" not in names
+def test_units_inside_units():
+    for pair in check(net(), *ALL, options={"units": [Block, "Linear"]}):
+        names = [unit.name for unit in engine_of(pair.model).units]
+        assert {"blocks.0", "blocks.0.up", "blocks.0.down", "head"} <= set(names) and "embed" not in names
 
 
-@MODES
 @on_ranks(4)
-def test_units_with_slots_of_their_own(strategy):
-    check(net(), strategy, options={"resident": ["blocks.1"]})
+def test_units_with_slots_of_their_own():
+    check(net(), *ALL, options={"resident": ["blocks.1"]})
 
 
 class Interleaved(nn.Module):

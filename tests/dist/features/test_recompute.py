@@ -69,10 +69,8 @@ class Segmented(Net):
 @on_ranks(4)
 def test_segments_of_blocks(reentrant, segment):
     """A segment of five blocks is longer than the slots."""
-    for strategy in ALL if segment == 5 else ALL[:1]:
-        torch.manual_seed(0)
-        pair = Pair(base=Segmented(segment, reentrant, num_blocks=5).double(), strategy=strategy)
-        pair.train(steps=2)
+    torch.manual_seed(0)
+    check(Segmented(segment, reentrant, num_blocks=5).double(), *(ALL if segment == 5 else ALL[:1]))
 
 
 class Inside(Block):
@@ -88,12 +86,10 @@ class Inside(Block):
 @REENTRANT
 @on_ranks(4)
 def test_a_part_of_a_block(reentrant):
-    for strategy in ALL:
-        base = net()
-        for index in range(3):
-            base.blocks[index].__class__ = Inside
-            base.blocks[index].reentrant = reentrant  # type: ignore[assignment]
-        check(base, strategy)
+    base = net()
+    for block in base.blocks:
+        block.__class__, block.reentrant = Inside, reentrant
+    check(base, *ALL)
 
 
 class HalfFrozen(Block):
@@ -112,8 +108,7 @@ def test_a_frozen_part_of_a_block_is_computed_again():
         block.__class__ = HalfFrozen
         block.up.requires_grad_(False)
         block.norm.requires_grad_(False)
-    for strategy in STRATEGIES:
-        check(base, strategy)
+    check(base, *STRATEGIES)
 
 
 class Thrice(Block):
@@ -136,8 +131,7 @@ def test_reentrant_parts_of_a_block_that_share_a_parameter(before):
     base = net()
     for block in base.blocks:
         block.__class__, block.before = Thrice, before
-    for strategy in STRATEGIES:
-        check(base, strategy)
+    check(base, *STRATEGIES)
 
 
 @REENTRANT
@@ -151,8 +145,7 @@ def test_the_whole_model(reentrant):
         logits = checkpoint(lambda t, _: model(t), batch, anchor, use_reentrant=reentrant)
         return nn.functional.cross_entropy(logits.flatten(0, -2), batch.flatten().roll(1))
 
-    for strategy in ALL:
-        check(net(), strategy, loss_of=loss_of)
+    check(net(), *ALL, loss_of=loss_of)
 
 
 @pytest.mark.parametrize("implementation", list(CheckpointImpl))
@@ -170,7 +163,7 @@ def test_checkpoint_wrapper(implementation):
         pair = Wrapped(base=net(), strategy=strategy, wrap=wrap, options={"bucket_bytes": 0})
         names = [unit.name for unit in engine_of(pair.model).units]
         assert names == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
-        pair.train(steps=2)
+        pair.train()
 
 
 class Wrapped(Pair):
@@ -192,8 +185,7 @@ def test_checkpoint_sequential():
     torch.manual_seed(0)
     base = Sequenced(num_blocks=5).double()
     base.blocks = nn.Sequential(*base.blocks)  # type: ignore[assignment]
-    for strategy in STRATEGIES[:2]:
-        check(base, strategy)
+    check(base, *STRATEGIES[:2])
 
 
 @REENTRANT
@@ -206,15 +198,13 @@ def test_hugging_face_gradient_checkpointing(kind, reentrant):
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
         model.train()
 
-    for strategy in STRATEGIES[:1] if kind == "t5" else STRATEGIES:
-        pair = Pair(
-            base=build(kind),
-            strategy=strategy,
-            loss_of=loss_of,
-            data_of=lambda step, micro, rank: data_of(kind, step, micro, rank),
-            prepare=prepare,
-        )
-        pair.train(steps=2)
+    check(
+        build(kind),
+        *(STRATEGIES[:1] if kind == "t5" else STRATEGIES),
+        loss_of=loss_of,
+        data_of=partial(data_of, kind),
+        prepare=prepare,
+    )
 
 
 # ---- torch.compile
@@ -289,7 +279,7 @@ def test_compiled_blocks(wrap):
     pair = Wrapped(base=net(), strategy="node=3,cluster=1", wrap=wrap)
     names = [unit.name for unit in engine_of(pair.model).units]
     assert names == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
-    pair.train(steps=2)
+    pair.train()
     if wrap is not ahead_of_time:
         # norm, up, tanh, down, times gain, plus x
         assert graphs and max(graphs) >= 6
@@ -302,7 +292,7 @@ def test_compiled_backwards_where_parameters_are_kept_and_where_they_are_not_sha
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
     for strategy in ("node=3,cluster=3k", "node=0,cluster=1"):
         torch._dynamo.reset()
-        Wrapped(base=net(), strategy=strategy, wrap=ahead_of_time).train(steps=2)
+        Wrapped(base=net(), strategy=strategy, wrap=ahead_of_time).train()
 
 
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason=f"inductor needs one of {', '.join(COMPILERS)}")
