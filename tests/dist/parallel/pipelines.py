@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import zeromesh as zm
-from tests.dist.features.parity import Block, Net, adamw, close, net, sharded_params
+from tests.dist.features.parity import Block, Net, adamw, close, net, sharded_params, share_grads
 from tests.dist.parallel.tensor import own_part
-from tests.dist.pool import kept
+from tests.dist.pool import kept, told_by_first
 
 MICROS = 4
 BLOCKS = 8
@@ -147,7 +147,7 @@ def staged(
     return Staged(models, schedule, make([p for m in models for p in m.parameters()]))
 
 
-def parity(name: str, strategy: str, world: int, *, steps: int = 5, tp: int = 1, **options: Any) -> None:
+def parity(name: str, strategy: str, world: int, *, steps: int = 2, tp: int = 1, **options: Any) -> None:
     """Gradients, joint norms, parameters and optimizer states are those of plain training on all places' data."""
     mesh, places = mesh_of(world, tp), world // tp // 2
     own = mesh.get_local_rank("node") + 2 * mesh.get_local_rank("cluster")
@@ -155,12 +155,8 @@ def parity(name: str, strategy: str, world: int, *, steps: int = 5, tp: int = 1,
     ours, optimizer = staged(plain, name, strategy, mesh, **options), adamw(plain.parameters())
     for step in range(steps):
         losses = ours.step(batch(step, own))
-        expected = []
-        for place in range(places):
-            for micro in batch(step, place).chunk(MICROS):
-                loss = loss_of(plain(micro), micro.roll(1, 1))
-                (loss / (MICROS * places)).backward()
-                expected.append(loss.detach())
+        expected = told_by_first(plain_losses, plain, step, places)
+        share_grads(plain)
         if losses:
             close(torch.stack(losses), torch.stack(expected).chunk(places)[own], "losses")
         compare_grads(ours.models, plain)
@@ -169,6 +165,17 @@ def parity(name: str, strategy: str, world: int, *, steps: int = 5, tp: int = 1,
             each.step()
             each.zero_grad()
         compare_params(ours, plain, optimizer)
+
+
+def plain_losses(plain: nn.Module, step: int, places: int) -> list[Tensor]:
+    """Of all places' micro-batches, after their backwards."""
+    found = []
+    for place in range(places):
+        for micro in batch(step, place).chunk(MICROS):
+            loss = loss_of(plain(micro), micro.roll(1, 1))
+            (loss / (MICROS * places)).backward()
+            found.append(loss.detach())
+    return found
 
 
 def compare_grads(models: Sequence[nn.Module], plain: nn.Module) -> None:
