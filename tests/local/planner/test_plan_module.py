@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
+
+import pytest
+
+from zeromesh.cli.app import main
 
 SOURCE = """
 from torch import nn
@@ -28,13 +32,18 @@ def make():
 """
 
 
-def test_a_module_of_the_working_directory_is_planned(tmp_path: Path) -> None:
-    """`-P` leaves the working directory out of the path, as an installed console script does."""
+def test_a_module_of_the_working_directory_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is not in the path of an installed console script."""
     (tmp_path / "toy.py").write_text(SOURCE)
     arguments = ["--cluster", "gloo-laptop", "--seq-len", "128", "--global-batch-tokens", "4096", "--json"]
-    command = [sys.executable, "-P", "-m", "zeromesh.cli", "plan", "--model", "toy:make", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", os.getcwd())])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["zeromesh", "plan", "--model", "toy:make", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    answer = json.loads(capsys.readouterr().out)
     states = sum(answer["best"]["memory_bytes"][key] for key in ("params", "grads", "optimizer"))
     assert 0 < states < 20 * 100_000

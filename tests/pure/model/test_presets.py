@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -175,6 +174,4 @@ def test_presets_do_not_import_torch() -> None:
         "import sys; from zeromesh.model import load_model; load_model('llama-65b'); "
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sys.modules.keys()"
     )
-    start = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert time.perf_counter() - start < 10
