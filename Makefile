@@ -7,7 +7,7 @@ STAMP := $(VENV)/.up-to-date
 # what it imports of src and tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test test-gpu smoke matrix gpu check check-format check-lint check-types check-layers check-attributes check-docs format clean docs validate bench lab FORCE
+.PHONY: help venv demo test test-gpu smoke matrix gpu dist check check-format check-lint check-types check-layers check-attributes check-docs format clean docs validate bench lab FORCE
 
 help:
 	@echo "make venv    .venv with everything in it (PYTHON=... names the interpreter, >= 3.11)"
@@ -17,6 +17,7 @@ help:
 	@echo "make gpu     all that this machine's devices can show, in one result file and one page (docs/first-day.md)"
 	@echo "make smoke   the short set of tests (tests/smoke.txt), of this environment's versions"
 	@echo "make matrix  the short set under other versions, written into docs/support.md (SETS=\"oldest newest\")"
+	@echo "make dist    an sdist and a wheel in dist/, checked and tried in a new environment"
 	@echo "make check   format, lint, types, import layers, owners of attributes, documentation examples"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make validate  predictions beside published measurements, into docs/validation.md (ARGS=internevo for one source)"
@@ -56,6 +57,9 @@ matrix: $(STAMP)
 
 gpu: $(STAMP)
 	@$(BIN)/python tools/first_day.py $(ARGS)
+
+dist: $(STAMP)
+	@$(BIN)/python tools/dist.py
 
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that the demo, the tests and the checks need. Run by `make venv`.
-# Usage: tools/venv.sh [DIRECTORY [CONSTRAINTS]]      the interpreter: $PYTHON, else the first suitable one on PATH
+# Usage: tools/venv.sh [DIRECTORY [CONSTRAINTS [WHEEL]]]      the interpreter: $PYTHON, else the first suitable one on PATH
+# With WHEEL: an environment of that wheel and its dependencies only.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
 constraints=${2:-constraints.txt}
+wheel=${3:-}
 pip_flags=(--quiet --quiet --disable-pip-version-check --no-input)
 
 suitable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
@@ -47,6 +49,10 @@ if ! "$venv/bin/python" -c 'import importlib.metadata as m, sys; sys.exit(not m.
     # shellcheck disable=SC2046  # no source means no argument
     "$venv/bin/pip" install "${pip_flags[@]}" -c "$constraints" torch $(torch_source) ||
         "$venv/bin/pip" install "${pip_flags[@]}" -c "$constraints" torch
+fi
+if [ -n "$wheel" ]; then
+    "$venv/bin/pip" install "${pip_flags[@]}" -c "$constraints" "$wheel"
+    exit
 fi
 echo "make venv: installing zeromesh and its other dependencies"
 "$venv/bin/pip" install "${pip_flags[@]}" -c "$constraints" -e '.[dev]'
