@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.comm.quantised import PIECE_NUMEL
 from zeromesh.comm.summing import Target, parts
+from zeromesh.comm.transport import Messages
 from zeromesh.measure.setting import read_setting
 from zeromesh.wires import QuantFormat
 from zeromesh.wires.blocks.quantiser import Quantiser
@@ -91,11 +91,11 @@ class Case:
 
     def on_cpu(self) -> dict[str, Callable[[], object]]:
         """The same piece by piece."""
-        memory = torch.zeros(self.form.memory_bytes(PIECE_NUMEL), dtype=torch.uint8)
-        quantiser = Quantiser(self.form, PIECE_NUMEL, memory)
+        memory = torch.zeros(self.form.memory_bytes(Messages.longest), dtype=torch.uint8)
+        quantiser = Quantiser(self.form, Messages.longest, memory)
 
         def pieces() -> Iterator[tuple[slice, slice]]:
-            for part in parts(self.values.numel(), PIECE_NUMEL):
+            for part in parts(self.values.numel(), Messages.longest):
                 yield part, slice(self.form.message_bytes(part.start), self.form.message_bytes(part.stop))
 
         def quantise() -> None:

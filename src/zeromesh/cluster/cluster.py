@@ -55,9 +55,9 @@ class Cluster:
         return tuple((level.name, level.size) for level in self.levels)
 
     @property
-    def backend(self) -> str:
-        """Of torch.distributed, that devices of this kind talk through: gloo where processor cores move the bytes."""
-        return "nccl" if self.device.cores is None else "gloo"
+    def messages(self) -> bool:
+        """Whether processor cores move the bytes, as messages; otherwise devices do, with collectives of their own."""
+        return self.device.cores is not None
 
     def level(self, name: str) -> Level:
         """The level called `name`.

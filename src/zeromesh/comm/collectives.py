@@ -7,13 +7,10 @@ index i on the axis::
     reduce_scatter   every rank: [a b c d]  ->  out = b0 + b1 + b2 + b3      (on the rank with index 1)
     all_reduce       every rank: t          ->  t0 + t1 + t2 + t3
 
-On gloo sums are taken in fp32 (fp64 for fp64) in the order of the ranks' indices, in whatever order messages arrive, so
-a result depends on neither timing nor receiver; an all_reduce in fp32 or fp64 is gloo's own, with an order of its own.
-Replicas are equal to the bit. One rank sends (n-1)/n of the region in a gather or a reduce-scatter and twice that in an
-all-reduce.
-
-On gloo most are sends and receives: [Note: Gloo]. Elsewhere they are the backend's own, in place, with its sums in the
-dtype of the wire.
+Sums of messages are taken in fp32 (fp64 for fp64) in the order of the ranks' indices, in whatever order they arrive, so
+a result depends on neither timing nor receiver; an all_reduce in fp32 or fp64 is the backend's own, in its own order.
+Elsewhere all are the backend's own, in place, with its sums in the dtype of the wire. Replicas are equal to the bit.
+One rank sends (n-1)/n of the region in a gather or a reduce-scatter and twice that in an all-reduce.
 
 [Note: Arguments] Of all collectives, also on quantised wires:
 
@@ -29,38 +26,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeromesh.comm.groups import AxisGroup, Channel
+from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, chunks_of, own_chunk, wait_for_all
 from zeromesh.comm.summing import SumScratch, Target, fits, parts, sum_dtype
-from zeromesh.comm.transport import (
-    PIECE_BYTES,
-    Exchange,
-    gather_single,
-    hosted,
-    reduce_scatter_single,
-    send_all,
-    swap,
-)
-from zeromesh.errors import InternalError
-from zeromesh.schedule.memory import GLOO_BYTES
+from zeromesh.comm.transport import PIECE_BYTES, carried, nothing, reduce_scatter_single, send_all
+from zeromesh.schedule.memory import MESSAGES_BYTES
 
 WINDOW = 4
 """Pieces in flight from each peer: some on the wire while one is summed. 2 were 10 % slower, 8 no faster."""
 
 WHOLE_BYTES = 1 << 17
-"""Longest chunk that is exchanged in one native all-to-all: [Note: Gloo]."""
+"""Longest chunk that is exchanged in one native all-to-all: [Note: Messages] of `zeromesh.comm.transport`."""
 
 
 def workspace_bytes(group: AxisGroup) -> int:
     """Bytes of workspace with which lossless reductions over `group` run well; all ranks must pass as much."""
-    return GLOO_BYTES if group.backend == "gloo" else 0
+    return MESSAGES_BYTES if group.transport.messages else 0
 
 
-@hosted
+@carried
 def all_gather(region: Tensor, group: AxisGroup, *, reduced: bool = False) -> None:
     """Fills `region`, of which this rank's chunk is filled, with every rank's: [Note: Arguments].
 
@@ -70,7 +58,7 @@ def all_gather(region: Tensor, group: AxisGroup, *, reduced: bool = False) -> No
     _all_gather(region, group, group.reduce if reduced else group.gather, "all_gather")
 
 
-@hosted
+@carried
 def reduce_scatter(
     region: Tensor,
     out: Tensor,
@@ -86,68 +74,33 @@ def reduce_scatter(
         out: as long as one chunk, in any floating dtype; may be this rank's chunk of `region`.
     """
     target = Target(out=out, scale=scale, accumulate=accumulate)
-    if sums_natively("reduce_scatter", region.dtype, group):
+    if group.transport.sums("reduce_scatter", region.dtype):
         _native_reduce_scatter(region, target, group)
     else:
-        _reduce_scatter(region, chunks_of(region, group.size), target, group, workspace, "reduce_scatter")
+        _reduce_scatter(region, target, group, workspace, "reduce_scatter")
 
 
-@hosted
+@carried
 def all_reduce(tensor: Tensor, group: AxisGroup, *, workspace: Tensor, scale: float = 1.0) -> None:
     """Replaces `tensor`, a region, by its sum over the group, the same bits on every rank: [Note: Arguments]."""
-    if sums_natively("all_reduce", tensor.dtype, group):
+    if group.transport.sums("all_reduce", tensor.dtype):
         _native_all_reduce(tensor, group, scale)
-        return
-    chunks = chunks_of(tensor, group.size)
-    target = Target(out=chunks[group.rank], scale=scale, accumulate=False)
-    _reduce_scatter(tensor, chunks, target, group, workspace, "all_reduce")
-    _all_gather(tensor, group, group.reduce, "all_reduce")
+    else:
+        target = Target(out=own_chunk(tensor, group), scale=scale, accumulate=False)
+        _reduce_scatter(tensor, target, group, workspace, "all_reduce")
+        _all_gather(tensor, group, group.reduce, "all_reduce")
 
 
-@hosted
+@carried
 def all_reduce_max(words: Tensor, group: AxisGroup) -> None:
     """Replaces a few `words` by their maximum over the group, in the order of its reductions; no traffic is counted."""
     exchange = Exchange(group, group.reduce, "all_reduce_max", words.numel())
     exchange.native(lambda: dist.all_reduce(words, dist.ReduceOp.MAX, group=group.reduce.process_group), 0)
 
 
-def sums_natively(operation: str, dtype: torch.dtype, group: AxisGroup) -> bool:
-    """Whether a reduction of this dtype is the backend's own; a scale is then a pass over the memory of its own."""
-    return group.backend != "gloo" or (operation == "all_reduce" and dtype == sum_dtype(dtype))
-
-
-def chunks_of(tensor: Tensor, count: int) -> Sequence[Tensor]:
-    """The chunks of a region.
-
-    Raises:
-        InternalError: not a flat contiguous tensor, or not of `count` equal chunks.
-    """
-    length = _chunk_numel(tensor, count)
-    return [tensor[index * length : (index + 1) * length] for index in range(count)]
-
-
-def _chunk_numel(region: Tensor, count: int) -> int:
-    if region.dim() != 1 or not region.is_contiguous() or region.numel() % count:
-        raise InternalError(
-            f"a region must be flat, contiguous and of {count} equal chunks; got shape {tuple(region.shape)}, strides "
-            f"{region.stride()}"
-        )
-    return region.numel() // count
-
-
-def own_chunk(region: Tensor, group: AxisGroup) -> Tensor:
-    """This rank's, without slices of what may be thousands of ranks."""
-    length = _chunk_numel(region, group.size)
-    return region[group.rank * length : (group.rank + 1) * length]
-
-
 def _all_gather(region: Tensor, group: AxisGroup, channel: Channel, operation: str) -> None:
-    own = own_chunk(region, group)
     exchange = Exchange(group, channel, operation, region.numel(), region.element_size())
-    if group.backend == "gloo":
-        swap(exchange, [own] * group.size, chunks_of(region, group.size), PIECE_BYTES)
-    else:
-        exchange.native(lambda: gather_single(region, own, group=channel.process_group), region.nbytes - own.nbytes)
+    group.transport.gather(exchange, region, nothing)()
     exchange.finish()
 
 
@@ -170,10 +123,8 @@ def _native_all_reduce(tensor: Tensor, group: AxisGroup, scale: float) -> None:
         tensor.mul_(scale)
 
 
-def _reduce_scatter(
-    region: Tensor, chunks: Sequence[Tensor], target: Target, group: AxisGroup, workspace: Tensor, operation: str
-) -> None:
-    wire, wide = region.dtype, sum_dtype(region.dtype, target.out.dtype)
+def _reduce_scatter(region: Tensor, target: Target, group: AxisGroup, workspace: Tensor, operation: str) -> None:
+    chunks, wire, wide = chunks_of(region, group.size), region.dtype, sum_dtype(region.dtype, target.out.dtype)
     exchange = Exchange(group, group.reduce, operation, region.numel(), workspace.numel())
     if fits(workspace, chunks[0], wide, terms=group.size) and chunks[0].nbytes <= WHOLE_BYTES:
         scratch = SumScratch.whole(workspace, chunks[group.rank], wide, terms=group.size)
@@ -215,7 +166,7 @@ def _arrivals_in_pieces(exchange: Exchange, chunks: Sequence[Tensor], scratch: S
 
     for _ in range(WINDOW):
         post()
-    send_all(exchange, chunks, scratch.numel)
+    exchange.before_finish(partial(wait_for_all, send_all(exchange, chunks, scratch.numel)))
     while posted:
         part, terms, waits = posted.popleft()
         for wait in waits:

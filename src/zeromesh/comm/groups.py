@@ -3,8 +3,8 @@
 Two communicators, because the operations of one run in the order of issue even when they come from two threads or
 streams: a gather that is needed now would wait behind a reduction that is not.
 
-[Note: Reuse] A communicator is expensive to make and to have: threads that wake up all the time on gloo, memory of the
-device on NCCL. So when the last user of a communicator is gone it is kept for the next one, whose ranks first agree on
+[Note: Reuse] A communicator is expensive to make and to have: threads that wake up all the time, or memory
+of the device. So when the last user of a communicator is gone it is kept for the next one, whose ranks first agree on
 which of them are free everywhere, and have been through the same collectives everywhere: a message that nobody received
 can then not be waiting in one. One that has failed is not used again. And all ranks of the mesh use as many again, and
 make as many: where the default group is bound to a device, NCCL splits the new ones off it, and all ranks take part. A
@@ -34,7 +34,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -42,87 +42,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeromesh.comm.exchange import AxisGroup, Channel
+from zeromesh.comm.transport import transport_of
 from zeromesh.errors import MeshError
 from zeromesh.strategy import Axis
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """What one rank handed to the transport for one collective.
-
-    Args:
-        operation: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
-        axis: name of the axis.
-        sent_bytes: payload to other ranks.
-        messages: number of sends, or of native collectives.
-    """
-
-    operation: str
-    axis: str
-    sent_bytes: int
-    messages: int
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Channel:
-    """One communicator of an axis.
-
-    Args:
-        process_group: torch's.
-        serial: counts the channels between these ranks; the same on each of them.
-        started: counts its collectives, so that messages of different ones cannot be taken for each other.
-        failed: whether one of them has.
-    """
-
-    process_group: dist.ProcessGroup
-    serial: int
-    started: int = 0
-    failed: bool = False
-
-    def used(self, started: int, *, failed: bool = False) -> None:
-        """So many of its collectives have begun by now, and one may have failed."""
-        self.started, self.failed = started, self.failed or failed
-
-
-@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
-class AxisGroup:
-    """The ranks along one axis that this rank exchanges with.
-
-    Args:
-        name: of the axis.
-        ranks: their global ranks, in the order of their index on the axis.
-        rank: this rank's own index.
-        backend: of torch.
-        device_type: of the tensors.
-        gather, reduce: communicators; the same ranks in the same order.
-        timeout_s: after which a collective fails.
-        record: is told of every collective; an observer for tests and byte counters.
-        lender: of the communicators, where they are another axis's.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    rank: int
-    backend: str
-    device_type: str
-    gather: Channel
-    reduce: Channel
-    timeout_s: float
-    record: Callable[[Sent], None] = lambda sent: None
-    lender: AxisGroup | None = None
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def recorded(self, record: Callable[[Sent], None]) -> Callable[[Sent], None]:
-        """Tells `record` of collectives from now on; returns who was told."""
-        before, self.record = self.record, record
-        return before
-
-    def lent(self, name: str) -> AxisGroup:
-        """For another axis along the same ranks, with the same communicators, which this one keeps meanwhile."""
-        return replace(self, name=name, lender=self)
 
 
 def make_groups(
@@ -130,7 +53,6 @@ def make_groups(
     axes: Sequence[Axis],
     *,
     timeout_s: float | None = None,
-    backend: str | None = None,
 ) -> dict[str, AxisGroup]:
     """The groups of every axis with more than one rank. All ranks of the mesh call this at the same point.
 
@@ -138,7 +60,6 @@ def make_groups(
         mesh: with named dimensions; may be a part of a larger mesh.
         axes: each a dimension of the mesh or a part of one.
         timeout_s: after which a collective fails; None for that of the default process group.
-        backend: of torch; None for that of the default process group for the mesh's devices.
 
     Returns:
         By axis name; axes of size 1 have none, since nothing is ever sent over them.
@@ -149,15 +70,12 @@ def make_groups(
     axes = [axis for axis in axes if axis.size > 1]
     if not axes:
         return {}
-    timeout_s = default_timeout_s(mesh.device_type) if timeout_s is None else timeout_s
-    split = mesh.size() == dist.get_world_size()
-    backend = backend or backend_of(_world(), mesh.device_type)
-    keys = {axis.name: Key(axis_ranks(mesh, axis), timeout_s, backend, mesh.device_type, split) for axis in axes}
+    kind, split = mesh.device_type, mesh.size() == dist.get_world_size()
+    keys = {axis.name: Key.of(axis_ranks(mesh, axis), kind, split=split, timeout_s=timeout_s) for axis in axes}
     pool = _Pool.current()
     free = pool.agree(mesh_group(mesh), keys)
     # Each rank makes only the groups it belongs to, so set-up does not grow with the world.
-    kind = mesh.device_type
-    return {axis.name: _make_group(kind, axis.name, keys[axis.name], pool, free[axis.name]) for axis in axes}
+    return {name: _make_group(name, key, pool, free[name]) for name, key in keys.items()}
 
 
 def make_line(name: str, ranks: dist.ProcessGroup, device_type: str) -> AxisGroup:
@@ -168,11 +86,9 @@ def make_line(name: str, ranks: dist.ProcessGroup, device_type: str) -> AxisGrou
         ranks: those along it, on which they agree.
         device_type: of the tensors.
     """
-    global_ranks = tuple(dist.get_process_group_ranks(ranks))
-    split, backend = len(global_ranks) == dist.get_world_size(), backend_of(_world(), device_type)
-    key = Key(global_ranks, default_timeout_s(device_type), backend, device_type, split)
+    key = Key.of(dist.get_process_group_ranks(ranks), device_type, split=ranks.size() == dist.get_world_size())
     pool = _Pool.current()
-    return _make_group(device_type, name, key, pool, pool.agree(ranks, {name: key})[name])
+    return _make_group(name, key, pool, pool.agree(ranks, {name: key})[name])
 
 
 def borrow_channel(
@@ -210,10 +126,7 @@ def group_of(ranks: Sequence[int], device_type: str) -> dist.ProcessGroup:
     """A group of these global ranks, which all call this at the same point; the default one if they are all of it."""
     if len(ranks) == dist.get_world_size():
         return _world()
-    backend = backend_of(_world(), device_type)
-    return _Pool.current().everyone(
-        Key(tuple(ranks), default_timeout_s(device_type), backend, device_type, split=False)
-    )
+    return _Pool.current().everyone(Key.of(ranks, device_type, split=False))
 
 
 def default_timeout_s(device_type: str) -> float:
@@ -247,14 +160,13 @@ def axis_ranks(mesh: DeviceMesh, axis: Axis) -> tuple[int, ...]:
     return tuple(int(line[first + index * axis.stride]) for index in range(axis.size))
 
 
-def _make_group(device_type: str, name: str, key: Key, pool: _Pool, free: Sequence[int]) -> AxisGroup:
+def _make_group(name: str, key: Key, pool: _Pool, free: Sequence[int]) -> AxisGroup:
     gather, reduce = pool.channels(key, free, f"{name} gather", f"{name} reduce")
     group = AxisGroup(
         name=name,
         ranks=key.ranks,
         rank=key.ranks.index(dist.get_rank()),
-        backend=key.backend,
-        device_type=device_type,
+        transport=transport_of(key.backend, key.device_type),
         gather=gather,
         reduce=reduce,
         timeout_s=key.timeout_s,
@@ -319,6 +231,12 @@ class Key(NamedTuple):
     device_type: str
     split: bool
 
+    @classmethod
+    def of(cls, ranks: Sequence[int], device_type: str, *, split: bool, timeout_s: float | None = None) -> Key:
+        """With the backend of the default process group, and its timeout unless there is another."""
+        timeout_s = default_timeout_s(device_type) if timeout_s is None else timeout_s
+        return cls(tuple(ranks), timeout_s, backend_of(_world(), device_type), device_type, split)
+
 
 class _Pool:
     """Communicators that nobody uses: [Note: Reuse]; and all that were made, by number: [Note: Names]."""
@@ -370,8 +288,7 @@ class _Pool:
         self._made[key.ranks] += 1
         serial = self._made[key.ranks]
         group = _new_group(key, serial, description)
-        if key.backend != "gloo":  # [Note: Warm]
-            dist.all_reduce(torch.zeros(1, device=key.device_type), group=group)
+        transport_of(key.backend, key.device_type).connect(group)
         return Channel(process_group=group, serial=serial)
 
     def put(self, key: Key, channels: Iterable[Channel]) -> None:

@@ -8,9 +8,9 @@ is within `WireFormat.error_bound(k)` of the largest value::
                      own chunk as it is; a ring would quantise n-1 times
     all_reduce       both, so two quantisations; the sum of a piece is quantised in the pass that adds it up
 
-Chunks travel in pieces. On gloo one is on the wire while the next is quantised and the one before dequantised, each in
-cache. On a device a piece's kernels and its exchange, the backend's own all-gather or all-to-all, follow one another on
-the lane's stream, and the next piece them: what hides them is the computation beside the lane. So pieces are as long as
+Chunks travel in pieces. Of messages one is on the wire while the next is quantised and the one before dequantised, each
+in cache. Elsewhere a piece's kernels and its exchange, the backend's gather or all-to-all, follow one another on the
+lane's stream, and the next piece them: what hides them is the computation beside the lane. So pieces are as long as
 the workspace allows, and few: at most `ROUNDS`, of up to five launches each, where that is the schedule's.
 
 Beside what [Note: Arguments] says, they take
@@ -24,30 +24,21 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from zeromesh.comm.collectives import chunks_of
-from zeromesh.comm.groups import AxisGroup, Channel
+from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, Wait, chunks_of
 from zeromesh.comm.summing import Target, parts
-from zeromesh.comm.transport import Exchange, Wait, gather_single, hosted, wait_for_all
+from zeromesh.comm.transport import carried, nothing
 from zeromesh.errors import InputError, InternalError
 from zeromesh.wires import WireFormat
 from zeromesh.wires.codec import Codec
 from zeromesh.wires.format import has_triton
-
-WINDOW = 2
-"""Pieces in flight on gloo: one on the wire while the next is quantised."""
-
-PIECE_NUMEL = 1 << 18
-"""Longest piece on gloo, a MiB of fp32: stays in the second-level cache, and its message is long enough to fill a
-link."""
 
 
 def check_quantisable(dtype: torch.dtype, axis: str) -> None:
@@ -71,7 +62,7 @@ def noise_generator(group: AxisGroup, name: str = "") -> torch.Generator:
     return generator.manual_seed(zlib.crc32(f"{group.name} {group.rank} {name}".encode()))
 
 
-@hosted
+@carried
 def quantised_all_gather(
     region: Tensor,
     group: AxisGroup,
@@ -105,7 +96,7 @@ def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: WireForma
         wire.codec.dequantise_each(messages.unbind(), pieces)
 
 
-@hosted
+@carried
 def quantised_reduce_scatter(
     region: Tensor,
     out: Tensor,
@@ -127,7 +118,7 @@ def quantised_reduce_scatter(
     _reduce(chunks, residuals, target, wire, "reduce_scatter")
 
 
-@hosted
+@carried
 def quantised_all_reduce(
     tensor: Tensor,
     group: AxisGroup,
@@ -175,30 +166,29 @@ class _Wire:
     ) -> _Wire:
         """Args: directions: in which messages of all ranks lie there, 1 of a gather and 2 of a reduction."""
         unit = 8 * form.granule  # keeps every view that follows on a multiple of eight bytes
-        # Also of a device's workspace, if it exchanges over gloo, since kept messages have been cut on the host: [Note:
-        # Host copies] of `zeromesh.comm.transport`.
-        gloo = group.backend == "gloo"
-        fused = form.kernels and has_triton(workspace.device.type) and not gloo
-        window, longest = (WINDOW, PIECE_NUMEL) if gloo else (1, 8 * workspace.numel())
+        transport = group.transport
+        # A device's workspace too is cut for messages as on the host, where kept ones were: [Note: Host copies] of
+        # `zeromesh.comm.transport`.
+        fused = form.kernels and has_triton(workspace.device.type) and not transport.messages
 
         def memory_bytes(numel: int) -> int:
             return 0 if fused else form.memory_bytes(numel)
 
-        each = memory_bytes(unit) + directions * window * group.size * form.message_bytes(unit)
-        numel = min(longest // unit, workspace.numel() // each) * unit
+        each = memory_bytes(unit) + directions * transport.window * group.size * form.message_bytes(unit)
+        numel = min(transport.longest // unit, workspace.numel() // each) * unit
         if numel == 0:
             raise InternalError(
                 f"a quantised collective of {group.size} ranks needs {each} bytes; got {len(workspace)}"
             )
-        shape = (directions * window, group.size * form.message_bytes(numel))
+        shape = (directions * transport.window, group.size * form.message_bytes(numel))
         rounds = workspace[memory_bytes(numel) :][: math.prod(shape)].view(shape).unbind()
         return cls(
             group=group,
             form=form,
             codec=form.codec(numel, workspace, generator),
             numel=numel,
-            incoming=rounds[:window],
-            outgoing=rounds[window:],
+            incoming=rounds[: transport.window],
+            outgoing=rounds[transport.window :],
         )
 
     @property
@@ -251,7 +241,7 @@ def _all_gather(
             wire.codec.quantise(own, rows[rank])
             wire.codec.dequantise(rows[rank], own)
 
-        return _gather_messages(exchange, rows, fill)
+        return wire.group.transport.gather(exchange, rows.view(-1), fill)
 
     def end(index: int) -> None:
         wire.codec.dequantise_each(messages(index).unbind(), rounds[index], skipped=rank)
@@ -275,7 +265,7 @@ def _reduce(
         outgoing = wire.rows(wire.outgoing, index, rounds[index][rank])
         owed = None if lost is None else lost[index]
         quantised = partial(wire.codec.quantise_each, rounds[index], outgoing.unbind(), owed, skipped=rank)
-        return _swap_messages(exchange, terms(index), outgoing, quantised)
+        return wire.group.transport.swap(exchange, terms(index), outgoing, quantised)
 
     def add_up(index: int) -> None:
         own = rounds[index][rank]
@@ -286,7 +276,7 @@ def _reduce(
         own, rows = rounds[index][rank], terms(index)
         owed = None if lost is None else lost[index][rank]
         wire.codec.requantise(rows, own, rank, target, wire.part(index, own), rows[rank], owed)
-        return _gather_messages(exchange, rows, lambda: None)
+        return wire.group.transport.gather(exchange, rows.view(-1), nothing)
 
     def end(index: int) -> None:
         wire.codec.dequantise_each(terms(index).unbind(), rounds[index], skipped=rank)
@@ -319,37 +309,3 @@ def _run(
             waits.pop(turning)()
             waits[turning] = turn(turning)
     exchange.finish()
-
-
-def _gather_messages(exchange: Exchange, rows: Tensor, fill: Callable[[], None]) -> Wait:
-    """Begins to send the own one of `rows`, once `fill` has written it, to every other rank, and to receive theirs."""
-    rank, own = exchange.group.rank, rows[exchange.group.rank]
-    if exchange.group.backend != "gloo":
-        fill()
-        group = exchange.process_group
-        exchange.native(lambda: gather_single(rows.view(-1), own, group=group), rows.nbytes - own.nbytes)
-        return lambda: None
-    waits = _receive(exchange, rows)
-    fill()
-    waits += [exchange.post_send(own, peer) for peer in range(exchange.group.size) if peer != rank]
-    return partial(wait_for_all, waits)
-
-
-def _swap_messages(
-    exchange: Exchange, incoming: Tensor, outgoing: Tensor, written: Callable[[], Iterable[Tensor]]
-) -> Wait:
-    """Begins to send each other rank its row of `outgoing`, which are `written` one after the other, and to receive."""
-    rank, group = exchange.group.rank, exchange.process_group
-    if exchange.group.backend != "gloo":
-        for _ in written():
-            pass
-        sent = outgoing.nbytes - outgoing[rank].nbytes
-        exchange.native(lambda: dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=group), sent)
-        return lambda: None
-    waits = _receive(exchange, incoming)
-    waits += [exchange.post_send(message, peer) for peer, message in enumerate(written()) if peer != rank]
-    return partial(wait_for_all, waits)
-
-
-def _receive(exchange: Exchange, rows: Tensor) -> list[Wait]:
-    return [exchange.post_recv(row, peer) for peer, row in enumerate(rows) if peer != exchange.group.rank]

@@ -1,7 +1,11 @@
-"""Moves tensors between the ranks of an axis: point to point on gloo, native collectives elsewhere.
+"""How tensors move between the ranks of an axis: one class for each kind of backend, chosen by `transport_of`.
 
-[Note: Gloo] Measured (benchmarks/results/collectives.md, "How a gather is sent"): gathers and long reductions are send
-and recv in pieces of 1 MiB: no collective's staging copies, both directions at once, and least CPU time, which on
+    Native       collectives of the backend, in place, beside the host; sums in the dtype of the wire
+    Messages     sends and receives by this rank's own threads; this rank sums what it receives
+    HostCopies   messages of copies on the host
+
+[Note: Messages] Measured (benchmarks/results/collectives.md, "How a gather is sent"): gathers and long reductions are
+send and recv in pieces of 1 MiB: no collective's staging copies, both directions at once, and least CPU time, which on
 loopback is the time. All receives are posted before the first send, since gloo sends nothing before the receiver is
 ready.
 
@@ -11,166 +15,204 @@ all-to-all, which is as fast or faster there; it is half-duplex from 256 KiB on 
 200 Mbit/s: 79 ms, in pieces 43; behind 1 Gbit/s 17 and 10; on loopback alike). Gathers gain nothing: gloo's all-gather
 is a ring of dependent steps. An fp32 all-reduce is gloo's own, a pipelined ring at line rate.
 
-[Note: Tags] A message's tag hashes its channel's running number, the operation and the lengths. Where ranks disagree
-about what comes next, point-to-point messages do not match and the collective ends in its timeout. Native collectives
-have no tags: there, as everywhere in torch, ranks must agree on the order, which the schedule sees to.
-
-[Note: Host copies] Device tensors go over gloo through pinned host memory. This serves tests of the CUDA engine with
-several processes on one device, where NCCL cannot be used. It allocates, and it blocks the host until all ranks have
-exchanged; nobody should train like this.
+[Note: Host copies] Messages of a device's tensors go through pinned host memory. This serves tests of the CUDA engine
+with several processes on one device, where NCCL cannot be used. It allocates, and it blocks the host until all ranks
+have exchanged; nobody should train like this.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, ParamSpec
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeromesh.comm.groups import AxisGroup, Channel, Sent
-from zeromesh.errors import CommunicationError
+from zeromesh.comm.exchange import AxisGroup, Exchange, Message, Wait, chunks_of, own_chunk, wait_for_all
+from zeromesh.comm.summing import sum_dtype
 
 PIECE_BYTES = 1 << 20
-"""[Note: Gloo]."""
+"""[Note: Messages]."""
 
-Wait = Callable[[], None]
+Written = Callable[[], Iterable[Tensor]]
+"""Writes messages, and yields each once it is written."""
 
-Message = tuple[Tensor, int]
-"""A tensor, and the index on the axis of the rank that it comes from or goes to."""
+P = ParamSpec("P")
+
+# Under these names from torch 2.13 on, which warns under those of before.
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Exchange:
-    """One collective on one channel of a group: its messages, its observer, its errors.
+@dataclass(frozen=True)
+class Transport(ABC):
+    """Moves tensors between the ranks of an axis.
 
     Args:
-        group, channel: whose.
-        operation: for tags, messages and the observer.
-        shape: lengths, and formats, that all ranks must agree on.
+        device_type: of the tensors.
+
+    Attributes:
+        messages: this rank's threads send, receive, and sum what arrives; otherwise the backend does.
+        window: pieces of a coded region in flight at once.
+        longest: most elements of such a piece.
     """
 
-    def __init__(self, group: AxisGroup, channel: Channel, operation: str, *shape: int | str) -> None:
-        self.group = group
-        self.operation = operation
-        self.process_group = channel.process_group
-        self._channel = channel
-        self._tag = zlib.crc32(repr((channel.started, operation, shape)).encode()) & 0x7FFFFFFF
-        channel.used(channel.started + 1)
-        self._sends: list[Wait] = []
-        self._sent_bytes = self._messages = 0
+    device_type: str
+    messages: ClassVar[bool]
+    window: ClassVar[int]
+    longest: ClassVar[int]
 
-    @property
-    def peers(self) -> list[int]:
-        """The other indices on the axis, each rank beginning with its next one, so that not all send to the same."""
-        return [(self.group.rank + step) % self.group.size for step in range(1, self.group.size)]
+    def run(self, collective: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Runs a whole collective with these arguments."""
+        collective(*args, **kwargs)
 
-    def post_recv(self, tensor: Tensor, source: int) -> Wait:
-        """Begins to receive `tensor`; the returned function waits for it."""
-        return self._waiter(self._guard(lambda: self.process_group.recv([tensor], source, self._tag), source), source)
+    @abstractmethod
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Connects the ranks of a new communicator, which all call this: [Note: Warm] of `zeromesh.comm.groups`."""
 
-    def post_send(self, tensor: Tensor, target: int) -> Wait:
-        """Begins to send `tensor`, which must not change before the returned function has waited for it."""
-        work = self._guard(lambda: self.process_group.send([tensor], target, self._tag), target)
-        self.count(tensor.nbytes)
-        return self._waiter(work, target)
+    @abstractmethod
+    def sums(self, operation: str, dtype: torch.dtype) -> bool:
+        """Whether a reduction of this dtype is the backend's own; a scale is then a pass over the memory of its own."""
 
-    def post(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
-        """Begins to receive and to send to several ranks, which post what answers it in the same order.
-
-        Args:
-            arriving, leaving: each a tensor and the rank that it comes from or goes to. What leaves must not change
-                before `finish`.
+    @abstractmethod
+    def gather(self, exchange: Exchange, region: Tensor, fill: Callable[[], object]) -> Wait:
+        """Begins to fill a flat `region` with every rank's chunk, once `fill` has written this rank's.
 
         Returns:
-            What waits for what arrives.
+            What waits for the others' chunks, and until this rank's has left.
         """
-        waits = [self.post_recv(tensor, source) for tensor, source in arriving]
-        for tensor, target in leaving:
-            self.before_finish(self.post_send(tensor, target))
-        return lambda: wait_for_all(waits)
 
-    def before_finish(self, wait: Wait) -> None:
-        """Leaves a wait to `finish`."""
-        self._sends.append(wait)
+    @abstractmethod
+    def swap(self, exchange: Exchange, incoming: Tensor, outgoing: Tensor, written: Written) -> Wait:
+        """Begins to send each other rank its row of `outgoing`, which are `written` one after the other, and to
+        receive into the rows of `incoming`."""
 
-    def native(self, call: Callable[[], Any], sent_bytes: int) -> None:
-        """Runs a collective of the backend; on a device's stream without blocking the host."""
-        self._guard(call, None)
-        self.count(sent_bytes)
+    @abstractmethod
+    def pass_on(self, exchange: Exchange, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:
+        """An all-to-all of any number of tensors of any lengths and dtypes; waits for what arrives."""
 
-    def count(self, sent_bytes: int) -> None:
-        self._sent_bytes += sent_bytes
-        self._messages += 1
 
-    def finish(self) -> None:
-        """Waits until all that was sent has left, and tells the observer."""
-        sends, self._sends = self._sends, []  # which refer to this
-        wait_for_all(sends)
-        self.group.record(
-            Sent(operation=self.operation, axis=self.group.name, sent_bytes=self._sent_bytes, messages=self._messages)
+class Native(Transport):
+    """Collectives of the backend, on the current stream where the tensors are a device's."""
+
+    messages, window, longest = False, 1, sys.maxsize
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        dist.all_reduce(torch.zeros(1, device=self.device_type), group=group)
+
+    def sums(self, operation: str, dtype: torch.dtype) -> bool:
+        return True
+
+    def gather(self, exchange: Exchange, region: Tensor, fill: Callable[[], object]) -> Wait:
+        fill()
+        own, group = own_chunk(region, exchange.group), exchange.process_group
+        exchange.native(lambda: gather_single(region, own, group=group), region.nbytes - own.nbytes)
+        return nothing
+
+    def swap(self, exchange: Exchange, incoming: Tensor, outgoing: Tensor, written: Written) -> Wait:
+        for _ in written():
+            pass
+        group, sent = exchange.process_group, outgoing.nbytes - outgoing[exchange.group.rank].nbytes
+        exchange.native(lambda: dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=group), sent)
+        return nothing
+
+    def pass_on(self, exchange: Exchange, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:
+        incoming, outgoing = _by_peer(exchange, arriving), _by_peer(exchange, leaving)
+        to_come, to_go = ([sum(part.numel() for part in parts) for parts in each] for each in (incoming, outgoing))
+        sent, received = (torch.empty(sum(own), dtype=torch.uint8, device=self._device) for own in (to_go, to_come))
+        _lay(sent, [part for parts in outgoing for part in parts], out=False)
+        group = exchange.process_group
+        exchange.native(lambda: dist.all_to_all_single(received, sent, to_come, to_go, group=group), sent.numel())
+        _lay(received, [part for parts in incoming for part in parts], out=True)
+
+    @property
+    def _device(self) -> torch.device | None:
+        """Of this rank, also where it has no message that would tell."""
+        return torch.device("cpu") if self.device_type == "cpu" else torch.accelerator.current_accelerator()
+
+
+class Messages(Transport):
+    """[Note: Messages]. One coded piece is on the wire while the next is quantised. It is at most a MiB of fp32 long:
+    that stays in the second-level cache, and its message is long enough to fill a link."""
+
+    backend: ClassVar[str] = "gloo"
+    messages, window, longest = True, 2, 1 << 18
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Its ranks connect as it is made."""
+
+    def sums(self, operation: str, dtype: torch.dtype) -> bool:
+        return operation == "all_reduce" and dtype == sum_dtype(dtype)
+
+    def gather(self, exchange: Exchange, region: Tensor, fill: Callable[[], object]) -> Wait:
+        chunks, numel = chunks_of(region, exchange.group.size), max(1, PIECE_BYTES // region.element_size())
+        waits = [
+            exchange.post_recv(piece, peer)
+            for peer in reversed(exchange.peers)
+            for piece in pieces(chunks[peer], numel)
+        ]
+        fill()
+        waits += send_all(exchange, [chunks[exchange.group.rank]] * len(chunks), numel)
+        return partial(wait_for_all, waits)
+
+    def swap(self, exchange: Exchange, incoming: Tensor, outgoing: Tensor, written: Written) -> Wait:
+        own = exchange.group.rank
+        waits = [exchange.post_recv(row, peer) for peer, row in enumerate(incoming) if peer != own]
+        waits += [exchange.post_send(message, peer) for peer, message in enumerate(written()) if peer != own]
+        return partial(wait_for_all, waits)
+
+    def pass_on(self, exchange: Exchange, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:
+        exchange.post(_in_pieces(arriving), _in_pieces(leaving))()
+
+
+class HostCopies(Messages):
+    """[Note: Host copies]."""
+
+    def run(self, collective: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """On copies, keeping those apart that alias: the first argument comes back before the others."""
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        copies = {id(tensor): torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors}
+        for tensor in tensors:
+            copies[id(tensor)].copy_(tensor)
+        collective(
+            *(copies.get(id(value), value) for value in args),
+            **{name: copies.get(id(value), value) for name, value in kwargs.items()},
         )
+        bring_back(tensors, copies)
 
-    def _waiter(self, work: Any, peer: int | None) -> Wait:
-        return lambda: self._guard(work.wait, peer)
-
-    def _guard(self, call: Callable[[], Any], peer: int | None) -> Any:
-        try:
-            return call()
-        except BaseException as error:
-            self._channel.used(self._channel.started, failed=True)
-            if not isinstance(error, RuntimeError):
-                raise
-            raise CommunicationError(self._message(error, peer)) from error
-
-    def _message(self, error: RuntimeError, peer: int | None) -> str:
-        group = self.group
-        towards = "" if peer is None else f" with rank {group.ranks[peer]}"
-        return (
-            f"{self.operation} over axis {group.name} failed on rank {group.ranks[group.rank]}{towards} "
-            f"(ranks {', '.join(map(str, group.ranks))}, timeout {group.timeout_s:g} s): "
-            f"a rank has died or stalled, or ranks issued different collectives. {error}"
-        )
+    def pass_on(self, exchange: Exchange, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:
+        landing = [(tensor.cpu(), peer) for tensor, peer in arriving]
+        super().pass_on(exchange, landing, [(tensor.cpu(), peer) for tensor, peer in leaving])
+        for (tensor, _), (landed, _) in zip(arriving, landing, strict=True):
+            tensor.copy_(landed)
 
 
-def wait_for_all(waits: Sequence[Wait]) -> None:
-    for wait in waits:
-        wait()
+def transport_of(backend: str, device_type: str) -> Transport:
+    """The transport of groups of torch's `backend` for tensors on this type of device."""
+    if backend != Messages.backend:
+        return Native(device_type)
+    return Messages(device_type) if device_type == "cpu" else HostCopies(device_type)
 
 
-def pieces(tensor: Tensor, numel: int) -> Sequence[Tensor]:
-    """Cuts a flat tensor into pieces of at most `numel` elements; none if it is empty."""
-    return [tensor[start : start + numel] for start in range(0, tensor.numel(), numel)]
+def carried(collective: Callable[P, None]) -> Callable[P, None]:
+    """`collective`, as the transport of the group among its arguments runs it."""
 
+    @functools.wraps(collective)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        next(value for value in args if isinstance(value, AxisGroup)).transport.run(collective, args, kwargs)
 
-def send_all(exchange: Exchange, sources: Sequence[Tensor], numel: int) -> None:
-    """Begins to send `sources[i]` to every other rank i, in pieces of `numel` elements, to all ranks in turn."""
-    outgoing = [[(peer, piece) for piece in pieces(sources[peer], numel)] for peer in exchange.peers]
-    for turn in itertools.zip_longest(*outgoing):
-        for peer, piece in filter(None, turn):
-            exchange.before_finish(exchange.post_send(piece, peer))
-
-
-def swap(exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor], piece_bytes: int) -> None:
-    """Sends `sources[i]` to rank i and receives `targets[i]` from it, for every other rank i, and waits for all.
-
-    Args:
-        sources, targets: flat, of one dtype; `sources[i]` on rank j is as long as `targets[j]` on rank i.
-    """
-    numel = max(1, piece_bytes // sources[0].element_size())
-    waits = [
-        exchange.post_recv(piece, peer) for peer in reversed(exchange.peers) for piece in pieces(targets[peer], numel)
-    ]
-    send_all(exchange, sources, numel)
-    wait_for_all(waits)
+    return run
 
 
 def pass_on(arriving: Sequence[Message], leaving: Sequence[Message], group: AxisGroup, *, reduced: bool) -> None:
-    """An all-to-all of any number of tensors of any lengths and dtypes. On gloo they go from where they lie to where
-    they are to be; elsewhere it is the backend's own, of bytes that are laid together.
+    """An all-to-all of any number of tensors of any lengths and dtypes.
 
     Args:
         arriving, leaving: flat tensors and the ranks that they come from or go to; of any two ranks, what one sends is
@@ -178,29 +220,31 @@ def pass_on(arriving: Sequence[Message], leaving: Sequence[Message], group: Axis
         group: all of whose ranks call this, also those without messages.
         reduced: whether it takes its turn among the reductions, else among the gathers.
     """
-    host = group.backend == "gloo" and group.device_type != "cpu"  # for tests, [Note: Host copies]
-    landing = [(tensor.cpu() if host else tensor, peer) for tensor, peer in arriving]
-    sending = [(tensor.cpu() if host else tensor, peer) for tensor, peer in leaving]
     exchange = Exchange(group, group.reduce if reduced else group.gather, "all_to_all")
-    if group.backend == "gloo":
-        exchange.post(_in_pieces(landing), _in_pieces(sending))()
-    else:
-        _pass_on_natively(exchange, landing, sending)
+    group.transport.pass_on(exchange, arriving, leaving)
     exchange.finish()
-    if host:
-        for (tensor, _), (landed, _) in zip(arriving, landing, strict=True):
-            tensor.copy_(landed)
 
 
-def _pass_on_natively(exchange: Exchange, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:
-    incoming, outgoing = _by_peer(exchange, arriving), _by_peer(exchange, leaving)
-    to_come, to_go = ([sum(part.numel() for part in parts) for parts in each] for each in (incoming, outgoing))
-    device = torch.device("cpu") if exchange.group.device_type == "cpu" else torch.accelerator.current_accelerator()
-    sent, received = (torch.empty(sum(own), dtype=torch.uint8, device=device) for own in (to_go, to_come))
-    _lay(sent, [part for parts in outgoing for part in parts], out=False)
-    group = exchange.process_group
-    exchange.native(lambda: dist.all_to_all_single(received, sent, to_come, to_go, group=group), sent.numel())
-    _lay(received, [part for parts in incoming for part in parts], out=True)
+def nothing() -> None:
+    """Waits for nothing."""
+
+
+def pieces(tensor: Tensor, numel: int) -> Sequence[Tensor]:
+    """Cuts a flat tensor into pieces of at most `numel` elements; none if it is empty."""
+    return [tensor[start : start + numel] for start in range(0, tensor.numel(), numel)]
+
+
+def send_all(exchange: Exchange, sources: Sequence[Tensor], numel: int) -> list[Wait]:
+    """Begins to send `sources[i]` to every other rank i, in pieces of `numel` elements, to all ranks in turn."""
+    outgoing = [[(peer, piece) for piece in pieces(sources[peer], numel)] for peer in exchange.peers]
+    turns = itertools.zip_longest(*outgoing)
+    return [exchange.post_send(piece, peer) for turn in turns for peer, piece in filter(None, turn)]
+
+
+def bring_back(tensors: Sequence[Tensor], copies: Mapping[int, Tensor]) -> None:
+    """Back to the device, from the copies by id. The host does not wait: what follows must, as after any collective."""
+    for tensor in tensors:
+        tensor.copy_(copies[id(tensor)], non_blocking=True)
 
 
 def _by_peer(exchange: Exchange, messages: Sequence[Message]) -> list[list[Tensor]]:
@@ -222,45 +266,3 @@ def _lay(whole: Tensor, parts: Sequence[Tensor], *, out: bool) -> None:
 
 def _in_pieces(messages: Sequence[Message]) -> Sequence[Message]:
     return [(piece, peer) for tensor, peer in messages for piece in pieces(tensor, PIECE_BYTES // tensor.itemsize)]
-
-
-# Under these names from torch 2.13 on, which warns under those of before.
-gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-P = ParamSpec("P")
-
-
-def hosted(collective: Callable[P, None]) -> Callable[P, None]:
-    """`collective`, and where the group is gloo and the tensors are not on the host, on copies there."""
-
-    @functools.wraps(collective)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        values = (*args, *kwargs.values())
-        on_device = any(isinstance(value, Tensor) and not value.is_cpu for value in values)
-        if on_device and any(isinstance(value, AxisGroup) and value.backend == "gloo" for value in values):
-            _on_host(collective, args, kwargs)
-        else:
-            collective(*args, **kwargs)
-
-    return run
-
-
-def _on_host(collective: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Copies tensors to the host, keeping those apart that alias: the first argument comes back before the others."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    copies = {id(tensor): torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors}
-    for tensor in tensors:
-        copies[id(tensor)].copy_(tensor)
-    collective(
-        *(copies.get(id(value), value) for value in args),
-        **{name: copies.get(id(value), value) for name, value in kwargs.items()},
-    )
-    bring_back(tensors, copies)
-
-
-def bring_back(tensors: Sequence[Tensor], copies: Mapping[int, Tensor]) -> None:
-    """Back to the device, from the copies by id. The host does not wait: what follows must, as after any collective."""
-    for tensor in tensors:
-        tensor.copy_(copies[id(tensor)], non_blocking=True)

@@ -16,18 +16,17 @@ class Overhead:
     allocator_bytes: float
 
     @classmethod
-    def of(cls, constants: Constants, *, backend: str, communicators: int, dynamic_bytes: float) -> Overhead:
+    def of(cls, constants: Constants, *, messages: bool, communicators: int, dynamic_bytes: float) -> Overhead:
         """The overhead of a process.
 
         Args:
-            constants: of the cost model, which know devices with a driver: on gloo there is neither a context, nor do
-                communicators hold buffers.
-            backend: of torch.distributed.
+            constants: of the cost model, which know devices with a driver.
+            messages: ranks exchange messages: then there is neither a context, nor do communicators hold buffers.
             communicators: process groups that have been used on the device.
             dynamic_bytes: allocated and freed in the course of a step (activations). What is allocated once and kept
                 loses nothing to fragmentation.
         """
-        contexts = 0 if backend == "gloo" else 1
+        contexts = 0 if messages else 1
         return cls(
             context_bytes=contexts * constants.context_bytes,
             communicator_bytes=contexts * communicators * constants.communicator_bytes,

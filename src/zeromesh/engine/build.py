@@ -129,7 +129,7 @@ def build_engine(
         homes[""].layout,
         units,
         parts={part: home.layout for part, home in homes.items() if part},
-        backend=next((group.backend for group in groups.values()), None),
+        messages=next((group.transport.messages for group in groups.values()), None),
         triton=has_triton(device.type),
     )
     watch_reads(modules, model.modules())

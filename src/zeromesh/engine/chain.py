@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter, sums_natively
-from zeromesh.comm.collectives import own_chunk
+from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter
+from zeromesh.comm.exchange import own_chunk
 from zeromesh.comm.quantised import (
     check_quantisable,
     noise_generator,
@@ -272,7 +272,7 @@ def _scales(steps: Sequence[Transfer], groups: Groups) -> tuple[float, list[floa
     for step in reversed(steps):
         group = groups[step.axis.name]
         factor *= 1.0 if step.operation == "all_gather" else 1 / group.size
-        native = step.form is None and sums_natively(step.operation, DTYPES[step.wire], group)
+        native = step.form is None and group.transport.sums(step.operation, DTYPES[step.wire])
         scales.append(1.0 if native else factor)
         factor = factor if native else 1.0
     return factor, scales[::-1]

@@ -88,7 +88,7 @@ def _measure_level(group: AxisGroup, ranks: Ranks, rounds: int, seconds: float, 
     timings = _timings(samples, ranks, rounds)
     beside = _beside_computation(samples, ranks, rounds, seconds)
     return {
-        "backend": group.backend,
+        "backend": dist.get_backend(group.gather.process_group),
         "timings": timings,
         "beside": beside,
         **(_host_seconds(samples, ranks) if ranks.on_cpu else {"host_s_per_byte": None, "host_call_s": 0.0}),

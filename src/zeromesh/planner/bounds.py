@@ -289,7 +289,7 @@ class Bounds:
 
     @cached_property
     def _adds(self) -> bool:
-        return self.mechanics.adds(self.cluster.backend) and not any(map(coded, self._grad_wires))
+        return self.mechanics.adds(self.cluster.messages) and not any(map(coded, self._grad_wires))
 
     def _adding_s(self, numel: float) -> float:
         narrowest = min(ITEM_BYTES[wire] for wire in self._grad_wires)

@@ -265,7 +265,7 @@ def _collectives(cluster: Cluster, options: Options) -> tuple[str, ...]:
 
     def tried(name: str) -> bool:
         found = find_collective(name)
-        asked = cluster.backend in found.measured if options.collective == AUTO else options.collective == name
+        asked = cluster.messages if options.collective == AUTO else options.collective == name
         return found.pairs and asked
 
     return (AUTO, *filter(tried, collectives()))

@@ -65,7 +65,7 @@ def _sized(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterator[_S
         for micro_batch, micro_batches in workload.splits(bounds.cluster.world, parallel):
             activations = of_memory.memory.activation_bytes(micro_batch, recomputation)
             overhead = Overhead.of(
-                bounds.constants, backend=bounds.cluster.backend, communicators=0, dynamic_bytes=activations
+                bounds.constants, messages=bounds.cluster.messages, communicators=0, dynamic_bytes=activations
             )
             yield _Sized(
                 micro_batch=micro_batch,

@@ -56,7 +56,7 @@ class Hardware:
     def overhead_bytes(self, communicators: int) -> float:
         """Of a process beside its tensors; what the allocator loses is in what it has reserved."""
         overhead = Overhead.of(
-            self.constants, backend=self.cluster.backend, communicators=communicators, dynamic_bytes=0.0
+            self.constants, messages=self.cluster.messages, communicators=communicators, dynamic_bytes=0.0
         )
         return overhead.total_bytes
 

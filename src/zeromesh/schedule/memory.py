@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zeromesh.schedule.placed import Persistent, Placed
-from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes
+from zeromesh.schedule.transfer import LANES, LaneKind, Transfer
 from zeromesh.schedule.unit import Role
-from zeromesh.strategy import Layout
-from zeromesh.wires import coded
 
 Buffers = Sequence[Sequence[Placed]]
 """Placed buffers, by unit."""
@@ -89,7 +87,7 @@ class MemoryPlan:
     workspace: Mapping[LaneKind, int]
 
     @classmethod
-    def of(cls, placed: Buffers, prefetch: int, backend: str | None = None, *, triton: bool = True) -> MemoryPlan:
+    def of(cls, placed: Buffers, prefetch: int, messages: bool | None = None, *, triton: bool = True) -> MemoryPlan:
         each = {id(buffer): buffer for unit in placed for buffer in unit}  # a model's blocks share theirs
         persistent = {key: buffer.persistent for key, buffer in each.items()}
         return cls(
@@ -97,7 +95,7 @@ class MemoryPlan:
             gather=plan_gather_slots(placed, prefetch),
             reduce=plan_reduce_slots(placed),
             staging={lane: max((b.routes[lane].staging_bytes for b in each.values()), default=0) for lane in LANES},
-            workspace=workspace_by_lane(placed, backend, triton) if backend else dict.fromkeys(LANES, 0),
+            workspace=dict.fromkeys(LANES, 0) if messages is None else workspace_by_lane(placed, messages, triton),
         )
 
     @property
@@ -120,7 +118,7 @@ class MemoryPlan:
         return self.gather.total_bytes + self.reduce.total_bytes + kept + lanes
 
 
-GLOO_BYTES = 8 << 20
+MESSAGES_BYTES = 8 << 20
 """Room for pieces of 1 MiB from one peer and of half a MiB from three."""
 
 ROUNDS = 2
@@ -132,35 +130,31 @@ ALIGN = 64
 """Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""
 
 
-def workspace_by_lane(placed: Sequence[Sequence[Placed]], backend: str, triton: bool = True) -> dict[LaneKind, int]:
-    """Bytes that each lane needs on torch's `backend` and devices with `triton`: it does one collective at a time."""
+def workspace_by_lane(placed: Buffers, messages: bool, triton: bool = True) -> dict[LaneKind, int]:
+    """Bytes that each lane needs, which does one collective at a time.
+
+    Args:
+        placed: all buffers.
+        messages: ranks send each other messages and sum what they receive; otherwise the backend does.
+        triton: whether the devices have it.
+    """
     each = {id(buffer): buffer for unit in placed for buffer in unit}.values()  # a model's blocks share theirs
-    if backend == "gloo":
-        layouts = {id(buffer.layout): buffer.layout for buffer in each}.values()
-        return {lane: GLOO_BYTES * any(_needs_pieces(layout, lane) for layout in layouts) for lane in LANES}
-    return {
-        lane: max(
-            (device_bytes(step, triton) for buffer in each for step in buffer.routes[lane].steps),
-            default=0,
-        )
-        for lane in LANES
-    }
+
+    def needed(lane: LaneKind) -> int:
+        steps = (step for buffer in each for step in buffer.routes[lane].steps)
+        return max((_workspace_bytes(step, messages, triton) for step in steps), default=0)
+
+    return {lane: needed(lane) for lane in LANES}
 
 
-def _needs_pieces(layout: Layout, lane: LaneKind) -> bool:
-    axes = [axis for axis in lane_axes(layout, lane) if axis.size > 1]
-    if lane in ("reduce", "boundary"):
-        return bool(axes)
-    # A lossless gather works in place; a quantised one needs room for its messages.
-    return any(coded(axis.wire.param) for axis in axes)
-
-
-def device_bytes(step: Transfer, triton: bool = True) -> int:
-    """Bytes that one step needs; a native collective works in place."""
-    form = step.form
-    if form is None:
+def _workspace_bytes(step: Transfer, messages: bool, triton: bool) -> int:
+    """Bytes that one step needs; a lossless gather works in place, and so do a backend's own sums."""
+    form, gathers = step.form, step.operation == "all_gather"
+    if form is None and (gathers or not messages):
         return 0
-    directions, multiple = 1 if step.operation == "all_gather" else 2, 8 * form.granule
+    if messages or form is None:
+        return MESSAGES_BYTES
+    directions, multiple = 1 if gathers else 2, 8 * form.granule
     part = -(-step.chunk_numel // (ROUNDS * multiple)) * multiple  # elements of a chunk that one of `ROUNDS` takes
     codec = 0 if form.kernels and triton else form.memory_bytes(part)
     return codec + directions * step.axis.size * form.message_bytes(part)

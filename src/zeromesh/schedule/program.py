@@ -131,7 +131,7 @@ class Schedule:
         units: Sequence[Unit],
         *,
         parts: Mapping[str, Layout] = MappingProxyType({}),
-        backend: str | None = None,
+        messages: bool | None = None,
         triton: bool = True,
     ) -> Schedule:
         """The schedule of `units` under `layout`, in the order of registration until the first forward shows another.
@@ -140,7 +140,8 @@ class Schedule:
             layout: the strategy on its mesh.
             units: root first; block units in the order of the model's repeated list.
             parts: layouts of the parts that buffers of `units` name.
-            backend: torch's, whose collectives may need memory beside the regions they work on; None counts none.
+            messages: whether ranks exchange messages, for what their collectives need beside the regions that they work
+                on; None counts nothing.
             triton: whether the devices have it: [Note: Which codec] of `zeromesh.wires.format`.
         """
         order, placed = tuple(range(len(units))), place(layout, units, parts)
@@ -150,7 +151,7 @@ class Schedule:
             units=tuple(units),
             placed=placed,
             order=order,
-            memory=MemoryPlan.of(placed, layout.strategy.prefetch, backend, triton=triton),
+            memory=MemoryPlan.of(placed, layout.strategy.prefetch, messages, triton=triton),
             program=_program(layout.strategy, _shard_params([layout, *parts.values()]), units, order),
         )
 

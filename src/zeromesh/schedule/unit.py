@@ -25,7 +25,7 @@ ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2} | FROZEN_BYTES
 """Bytes of one element of each dtype."""
 
 BUCKET_BYTES = 25 << 20
-"""Of units that are joined where no parameters are sharded; DDP's. On 4 gloo ranks that share 2 cores a model of 29 MB
+"""Of units that are joined where no parameters are sharded; DDP's. On 4 ranks that share 2 cores a model of 29 MB
 takes 1.00 of DDP's step so, 1.07 with 8 MiB and 1.15 unit by unit: a collective has its own cost, and moving data
 beside computation another. Behind 1 Gbit/s 8 MiB, which hide more, are 7 % faster. The blocks of a model that needs a
 cluster are larger than either."""

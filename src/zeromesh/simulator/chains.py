@@ -97,7 +97,7 @@ class Chains:
     def _accumulated(self, works: list[Work], placed: Placed) -> list[Work]:
         """With the kernel that adds the sum to the accumulator."""
         steps = placed.routes["reduce"].steps
-        adds = self.mechanics.adds(self.model.cluster.backend)
+        adds = self.mechanics.adds(self.model.cluster.messages)
         if not steps or not adds or steps[-1].form is not None or steps[-1].operation != "reduce_scatter":
             return works
         moved = wire_bytes(steps[-1].chunk_numel, steps[-1].wire) + 2 * placed.persistent.grads
@@ -113,7 +113,7 @@ class Chains:
             return self._single(steps[0], kind)
         one, other = steps
         first, last = (self._single(step, kind) for step in steps)
-        cost = costs_of(self._collective).pair_cost(first.cost, last.cost, (one, other), self.model.cluster.backend)
+        cost = costs_of(self._collective).pair_cost(first.cost, last.cost, (one, other), self.model.cluster.messages)
         inner, outer = (first, last) if self._place(one) < self._place(other) else (last, first)
         return Work(first.name, (*inner.axes, *outer.axes), cost, (*inner.sent_bytes, *outer.sent_bytes))
 

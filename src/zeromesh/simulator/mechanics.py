@@ -76,10 +76,10 @@ class Mechanics:
         """The queue that work of `kind` waits in."""
         return dict(self.lanes)[kind]
 
-    def adds(self, backend: str) -> bool:
+    def adds(self, messages: bool) -> bool:
         """Whether a kernel of its own adds a reduce-scatter's result to the accumulated gradient: a backend's own
-        leaves it in place. Our sums on gloo add as they go, which is counted in their cost."""
-        return self.workspace and backend != "gloo"
+        leaves it in place. Our sums of messages add as they go, which is counted in their cost."""
+        return self.workspace and not messages
 
     def carried_out(self, strategy: Strategy) -> Strategy:
         """The strategy with the collectives that this engine's `auto` means."""

@@ -179,8 +179,8 @@ class Setup:
         units, specs = schedule_units(model, workload, mechanics.bucket_bytes if whole else 0, tuple(layouts))
         dtype = cluster.device.compute_dtype(workload.param_dtype)
         compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
-        backend = cluster.backend if mechanics.workspace else None
-        schedule = Schedule.of(layout, units, parts=layouts | division.layouts(layout), backend=backend)
+        messages = cluster.messages if mechanics.workspace else None
+        schedule = Schedule.of(layout, units, parts=layouts | division.layouts(layout), messages=messages)
         owned = owned_tensors(schedule, specs, compute, workload, mechanics)
         for each in owned:
             schedule = schedule.with_owned(each.buckets)
@@ -225,7 +225,7 @@ class Setup:
         axes = sum(axis.size > 1 for axis in self.schedule.axes) - len(lent) + len(self.division.groups)
         overhead = Overhead.of(
             self.constants,
-            backend=self.cluster.backend,
+            messages=self.cluster.messages,
             communicators=self.mechanics.communicators * axes,
             dynamic_bytes=dynamic_bytes,
         )

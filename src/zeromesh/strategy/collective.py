@@ -23,15 +23,14 @@ class Collective:
         name: as the notation spells it.
         by_level: it sends what level after level would; others can be predicted for other engines, and not run.
         pairs: its `grouped` has two neighbouring steps run at once where both scatter or both gather, lossless and with
-            no copy between them. What is replicated is then scattered over every level and gathered again.
-        measured: torch's backends on which that has been measured, so that plans try it unasked.
+            no copy between them. What is replicated is then scattered over every level and gathered again. Plans try
+            it unasked where ranks exchange messages.
         costs: a `zeromesh.cost.JointCost`, or "module:class" of one, which whoever only runs it never imports.
     """
 
     name: ClassVar[str]
     by_level: ClassVar[bool] = True
     pairs: ClassVar[bool] = False
-    measured: ClassVar[tuple[str, ...]] = ()
     costs: ClassVar[str | type]
 
     def grouped(self, route: Route) -> tuple[tuple[Transfer, ...], ...]:

@@ -28,7 +28,7 @@ class WireFormat(ABC):
     overflow detection still sees it.
 
     [Note: Which codec] One of torch's operations, on any device, in memory that the schedule counts; a format's kernels
-    in Triton, which need none, where it has some and `has_triton`. On gloo messages go by the host: always the first.
+    in Triton, which need none, where it has some and `has_triton`. What exchanges messages takes the first, always.
 
     Args:
         spellings: all that `parse` takes, for messages.

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.dist.pool import Pool, RanksFailed
 from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather, ho_ring_reduce_scatter
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
+from zeromesh.comm.exchange import Exchange
 from zeromesh.comm.quantised import quantised_all_gather, quantised_all_reduce, quantised_reduce_scatter
-from zeromesh.comm.transport import Exchange
 from zeromesh.errors import CommunicationError
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zeromesh as zm
 from tests.dist.pool import Pool, kept, on_ranks
 from zeromesh.comm import AxisGroup, all_gather, groups, make_groups
+from zeromesh.comm.exchange import Exchange
 from zeromesh.comm.groups import borrow_channel
-from zeromesh.comm.transport import Exchange
 from zeromesh.errors import CommunicationError, MeshError
 from zeromesh.strategy import Layout
 

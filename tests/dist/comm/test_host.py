@@ -9,11 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.dist.pool import kept, on_ranks
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, all_reduce_max, make_groups, reduce_scatter
 from zeromesh.comm.quantised import quantised_all_gather, quantised_all_reduce, quantised_reduce_scatter
-from zeromesh.comm.transport import hosted
+from zeromesh.comm.transport import HostCopies, Native, Transport, carried, transport_of
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
 
 CHUNK = 640
+HOST_COPIES = HostCopies("cuda")
 
 
 class Elsewhere(torch.Tensor):
@@ -47,10 +48,12 @@ def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone().as_subclass(Elsewhere)
 
 
-def group_of_two() -> AxisGroup:
+def group_of_two(transport: Transport | None = None) -> AxisGroup:
     mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
     Elsewhere.seen.clear()
-    return make_groups(mesh, Layout.of("node=3", [("node", 2)]).axes)["node"]
+    group = make_groups(mesh, Layout.of("node=3", [("node", 2)]).axes)["node"]
+    group.transport = transport or group.transport
+    return group
 
 
 def region() -> torch.Tensor:
@@ -84,10 +87,10 @@ COLLECTIVES = {
 
 @on_ranks(2)
 def test_collectives_give_what_they_give_on_the_host():
-    group = group_of_two()
+    host, device = group_of_two(), group_of_two(HOST_COPIES)
     for name, collective in COLLECTIVES.items():
         results = []
-        for make in (torch.Tensor.clone, elsewhere):
+        for make, group in ((torch.Tensor.clone, host), (elsewhere, device)):
             whole, out = make(region()), make(torch.ones(CHUNK))
             collective(whole, out, group, make(torch.zeros(1 << 20, dtype=torch.uint8)))
             results.append([tensor.as_subclass(torch.Tensor) for tensor in (whole, out)])
@@ -98,10 +101,10 @@ def test_collectives_give_what_they_give_on_the_host():
         Elsewhere.seen.clear()
 
 
-@hosted
+@carried
 def doubled(whole: torch.Tensor, own: torch.Tensor, group: AxisGroup, *, other: torch.Tensor) -> None:
     """What a collective does to its arguments: `own` may be a part of `whole`."""
-    assert all(isinstance(tensor, Elsewhere) == (group.backend != "gloo") for tensor in (whole, own, other))
+    assert all(isinstance(tensor, Elsewhere) == isinstance(group.transport, Native) for tensor in (whole, own, other))
     whole.mul_(2)
     own.copy_(torch.full_like(own, 7.0))
     other.add_(1)
@@ -110,16 +113,16 @@ def doubled(whole: torch.Tensor, own: torch.Tensor, group: AxisGroup, *, other: 
 @on_ranks(2)
 def test_what_is_part_of_another_argument_comes_back_last():
     whole, other = elsewhere(torch.ones(4)), elsewhere(torch.zeros(2))
-    doubled(whole, whole[1:3], group_of_two(), other=other)
+    doubled(whole, whole[1:3], group_of_two(HOST_COPIES), other=other)
     assert whole.tolist() == [2, 7, 7, 2]
     assert other.tolist() == [1, 1]
 
 
 @on_ranks(2)
 def test_only_a_device_over_gloo_is_copied():
-    for make, backend in ((elsewhere, "nccl"), (torch.Tensor.clone, "gloo")):
-        group = group_of_two()
-        group.backend = backend
+    assert transport_of("gloo", "cuda") == HOST_COPIES
+    for make, backend, device in ((elsewhere, "nccl", "cuda"), (torch.Tensor.clone, "gloo", "cpu")):
+        group = group_of_two(transport_of(backend, device))
         whole = make(torch.ones(4))
         doubled(whole, whole[1:3], group, other=make(torch.zeros(2)))
         assert whole.tolist() == [2, 7, 7, 2]

@@ -1,5 +1,5 @@
-"""What runs on other backends than gloo, on gloo ranks that are told it is another: the backend's own sums, in at most
-a few launches, and quantised ones, with the bits and the bytes of gloo's."""
+"""Collectives of the native transport, on gloo ranks that are given it: the backend's own sums, in at most a few
+launches, and quantised ones, with the bits and the bytes of messages."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from zeromesh.comm.quantised import (
     quantised_all_reduce,
     quantised_reduce_scatter,
 )
+from zeromesh.comm.transport import Messages, Native, Transport
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
 
 WORLD = 3
+MESSAGES, NATIVE = Messages("cpu"), Native("cpu")
 INT8, INT4 = QuantFormat(bits=8), QuantFormat(bits=4, stochastic=True)
 
 
@@ -84,20 +86,22 @@ def quantised_reduce(group: AxisGroup, room: Tensor) -> list[Tensor]:
     return tensors
 
 
-def ran(collective: Callable[[AxisGroup, Tensor], list[Tensor]], backend: str) -> tuple[list[Tensor], list[Sent]]:
+def ran(
+    collective: Callable[[AxisGroup, Tensor], list[Tensor]], transport: Transport
+) -> tuple[list[Tensor], list[Sent]]:
     group, seen = kept(make_line), list[Sent]()
     room = torch.zeros(1 << 21, dtype=torch.uint8)  # several parts on both
-    group.backend, group.record = backend, seen.append
+    group.transport, group.record = transport, seen.append
     try:
         return collective(group, room), seen
     finally:
-        group.backend = "gloo"
+        group.transport = MESSAGES
 
 
 @pytest.mark.parametrize("collective", [gather, quantised_gather, quantised_scatter, quantised_reduce])
 @on_ranks(WORLD)
 def test_other_backends_give_the_same_bits_for_the_same_bytes(collective):
-    expected, by_pieces = ran(collective, "gloo")
+    expected, by_pieces = ran(collective, MESSAGES)
     calls: list[str] = []
 
     def counted(name: str, call: Callable[..., None]) -> Callable[..., None]:
@@ -109,7 +113,7 @@ def test_other_backends_give_the_same_bits_for_the_same_bytes(collective):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counted("all_to_all", dist.all_to_all_single))
-        found, natively = ran(collective, "nccl")
+        found, natively = ran(collective, NATIVE)
     for got, wanted in zip(found, expected, strict=True):
         assert torch.equal(got, wanted)
     pairs = [[(sent.operation, sent.axis, sent.sent_bytes) for sent in seen] for seen in (by_pieces, natively)]
@@ -136,8 +140,8 @@ class Launches(TorchDispatchMode):
 @LOSSLESS
 @on_ranks(WORLD)
 def test_the_backend_s_own_sums_differ_by_roundings_of_the_wire(collective):
-    expected, by_pieces = ran(collective, "gloo")
-    found, natively = ran(collective, "nccl")
+    expected, by_pieces = ran(collective, MESSAGES)
+    found, natively = ran(collective, NATIVE)
     for got, wanted in zip(found, expected, strict=True):
         # Two sums of three terms that are up to some 5, each rounded to bf16.
         assert torch.allclose(got.float(), wanted.float(), rtol=2**-7, atol=2 * 2**-8 * 6)
@@ -152,7 +156,7 @@ def test_a_native_reduction_is_a_collective_and_one_kernel():
     group = kept(make_line)
     region, out = values(3 * 70_001, torch.bfloat16), values(70_001, torch.float32)
     own, nothing = region[group.rank * 70_001 :][:70_001], torch.empty(0)
-    group.backend = "nccl"
+    group.transport = NATIVE
     try:
         for to, accumulate, after in (
             (out, True, ["aten::add_.Tensor"]),
@@ -164,4 +168,4 @@ def test_a_native_reduction_is_a_collective_and_one_kernel():
                 reduce_scatter(region, to, group, workspace=nothing, accumulate=accumulate)
             assert backends.call_count == 1 and launches.names == after
     finally:
-        group.backend = "gloo"
+        group.transport = MESSAGES

@@ -17,13 +17,14 @@ from tests.dist.engine.reference import Case, check, mesh_of
 from tests.dist.engine.test_parity import THREE, TWO, TWO_KEPT
 from tests.dist.pool import on_ranks
 from zeromesh.comm import AxisGroup, groups
+from zeromesh.comm.transport import Native
 
 make_group = groups._make_group
 
 
 def told(*args: Any) -> AxisGroup:
     group = make_group(*args)
-    group.backend = "nccl"
+    group.transport = Native("cpu")
     return group
 
 

@@ -21,6 +21,7 @@ from tests.dist.features.parity import close, same_params, sharded_params
 from tests.dist.owners.optimizers import LAMB, SOAP, EightBits
 from tests.dist.owners.test_parity import MICRO_BATCHES, backward, groups_of, loss_of, net, shard
 from tests.dist.pool import on_ranks
+from zeromesh.comm.transport import Native
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import WHOLE
 from zeromesh.errors import MismatchError, OptimizerError
@@ -300,12 +301,12 @@ def test_in_a_trace_and_under_debug():
 
 @on_ranks(4)
 def test_one_all_to_all_where_the_backend_has_its_own():
-    """What other backends than gloo do: bytes laid together, of two dtypes and odd lengths, once a bucket and axis."""
+    """As the native transport does: bytes laid together, of two dtypes and odd lengths, once a bucket and axis."""
     options: dict[str, Any] = {"param_dtype": torch.bfloat16, "master_dtype": torch.bfloat16}
     models = [shard(net().float(), (2, 2), "node=3,cluster=1", **options) for _ in range(2)]
     optimizers = [zm.by_owner(optim.SGD, groups_of(model, matrices=False), bucket_bytes=400) for model in models]
     for bucket in optimizers[1].buckets:
-        bucket.groups = {name: replace(group, backend="native") for name, group in bucket.groups.items()}
+        bucket.groups = {name: replace(group, transport=Native("cpu")) for name, group in bucket.groups.items()}
         for group in bucket.groups.values():
             group.record = lambda sent: calls.append((sent.axis, sent.messages))
     calls: list[tuple[str, int]] = []

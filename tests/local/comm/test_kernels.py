@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from zeromesh.comm import quantised
-from zeromesh.comm.quantised import PIECE_NUMEL, _Wire
+from zeromesh.comm.quantised import _Wire
+from zeromesh.comm.transport import Messages, Native
 from zeromesh.wires import QuantFormat, blocks
 
 ROOM_BYTES = 64 << 20
@@ -66,16 +67,16 @@ def test_a_device_s_messages_fill_the_workspace(monkeypatch):
     form = QuantFormat(bits=8)
     workspace = torch.empty(ROOM_BYTES, dtype=torch.uint8, device="meta")
     for size in (2, 8, 64):
-        wire = _Wire.cut(form, SimpleNamespace(backend="nccl", size=size), workspace, None, directions=2)
+        wire = _Wire.cut(form, SimpleNamespace(transport=Native("cuda"), size=size), workspace, None, directions=2)
         taken = sum(room.numel() for room in (*wire.incoming, *wire.outgoing))
         assert 0.98 * ROOM_BYTES < taken <= ROOM_BYTES
-        assert wire.window == 1 and wire.numel > PIECE_NUMEL
-        kept = _Wire.cut(form, SimpleNamespace(backend="gloo", size=size), workspace, None, directions=2)
+        assert wire.window == 1 and wire.numel > Messages.longest
+        kept = _Wire.cut(form, SimpleNamespace(transport=Messages("cpu"), size=size), workspace, None, directions=2)
         on_host = _Wire.cut(
             form,
-            SimpleNamespace(backend="gloo", size=size),
+            SimpleNamespace(transport=Messages("cpu"), size=size),
             torch.empty_like(workspace, device="cpu"),
             None,
             directions=2,
         )
-        assert kept.numel == on_host.numel <= PIECE_NUMEL  # what gloo has brought to the host is kept as it was there
+        assert kept.numel == on_host.numel <= Messages.longest  # what was brought to the host is kept as it was there

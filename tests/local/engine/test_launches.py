@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pure.strategy.mixes import NAMES, mixes, notation
-from zeromesh.comm import AxisGroup, collectives, quantised
-from zeromesh.comm.groups import Channel
+from zeromesh.comm import AxisGroup, collectives, transport
+from zeromesh.comm.exchange import Channel
 from zeromesh.engine.chain import Scratch, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPES, ParamInfo
@@ -67,9 +67,8 @@ class CountingCodec(Codec):
 def counted() -> Iterator[Launches]:
     launches = Launches()
     with (
-        mock.patch.object(collectives, "gather_single", launches.add),
         mock.patch.object(collectives, "reduce_scatter_single", launches.add),
-        mock.patch.object(quantised, "gather_single", launches.add),
+        mock.patch.object(transport, "gather_single", launches.add),
         mock.patch.multiple(dist, all_reduce=launches.add, all_to_all=launches.add, all_to_all_single=launches.add),
         mock.patch.object(QuantFormat, "codec", lambda *_: CountingCodec(launches)),
         mock.patch.object(QuantFormat, "memory_bytes", lambda *_: 0),  # a device's codec has none
@@ -90,7 +89,7 @@ def launched(strategy: str, sizes: Sequence[int]) -> dict[str, int]:
         torch.zeros(placed.padded, dtype=DTYPES[placed.slot_dtype]) if layout.degree(layout.grad_axes) > 1 else None
     )
     shards.bind(torch.zeros(placed.padded, dtype=torch.bfloat16) if sharded else None, waiting)
-    room = workspace_by_lane([[placed]], "nccl")
+    room = workspace_by_lane([[placed]], messages=False)
     scratch = {
         lane: Scratch(*(torch.zeros(n, dtype=torch.uint8) for n in (placed.routes[lane].staging_bytes, room[lane])))
         for lane in LANES
@@ -116,8 +115,7 @@ def group_of(name: str, size: int, coordinates: dict[str, int], layout: Layout) 
         name=name,
         ranks=tuple(range(size)),
         rank=coordinates[name],
-        backend="nccl",
-        device_type="cpu",
+        transport=transport.Native("cpu"),
         gather=channel,
         reduce=channel,
         timeout_s=1.0,

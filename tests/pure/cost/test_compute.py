@@ -118,13 +118,13 @@ def test_a_device_without_memory_bandwidth_has_the_usual_one():
 
 
 def test_overhead_counts_each_communicator():
-    one, two = (Overhead.of(CONSTANTS, backend="nccl", communicators=n, dynamic_bytes=1e9) for n in (1, 2))
+    one, two = (Overhead.of(CONSTANTS, messages=False, communicators=n, dynamic_bytes=1e9) for n in (1, 2))
     assert two.total_bytes - one.total_bytes == CONSTANTS.communicator_bytes
     assert one.allocator_bytes == pytest.approx(1e9 * CONSTANTS.allocator_share)
 
 
 def test_processors_have_no_driver_and_no_buffers_of_communicators():
-    found = Overhead.of(CONSTANTS, backend="gloo", communicators=4, dynamic_bytes=1e9)
+    found = Overhead.of(CONSTANTS, messages=True, communicators=4, dynamic_bytes=1e9)
     assert found.total_bytes == found.allocator_bytes == pytest.approx(1e9 * CONSTANTS.allocator_share)
 
 

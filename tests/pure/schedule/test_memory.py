@@ -225,8 +225,8 @@ def _without_feedback(layout: Layout) -> Layout:
 
 def test_all_buffers_are_added_up():
     layout = Layout.of("node=3,cluster=3k", [("node", 2), ("cluster", 2)])
-    plan = Schedule.of(layout, stack(64, 3), backend="gloo").memory
-    # 2 gather slots and a reduce slot of a block, 3 kept copies of half a block, the workspace of gloo.
+    plan = Schedule.of(layout, stack(64, 3), messages=True).memory
+    # 2 gather slots and a reduce slot of a block, 3 kept copies of half a block, the workspace of messages.
     assert plan.buffers_bytes == 2 * 128 + 128 + 3 * 64 + (8 << 20)
 
 

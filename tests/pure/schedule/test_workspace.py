@@ -1,4 +1,4 @@
-"""The collectives' workspace: a lane's, by backend, and that simulations count what the engine allocates."""
+"""The collectives' workspace: a lane's, by transport, and that simulations count what the engine allocates."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MESH = [("node", 4), ("cluster", 4)]
 NUMEL = 1 << 22
 
 
-def lanes(strategy: str, mesh: list[tuple[str, int]], backend: str) -> dict[str, int]:
+def lanes(strategy: str, mesh: list[tuple[str, int]], *, messages: bool) -> dict[str, int]:
     layout = Layout.of(strategy, mesh)
-    workspace = workspace_by_lane(place(layout, stack(NUMEL, 2)), backend)
+    workspace = workspace_by_lane(place(layout, stack(NUMEL, 2)), messages)
     return {lane: size for lane, size in workspace.items() if size}
 
 
@@ -38,7 +38,7 @@ def lanes(strategy: str, mesh: list[tuple[str, int]], backend: str) -> dict[str,
     ],
 )
 def test_each_lane_has_its_own(strategy: str, expected: dict[str, int]) -> None:
-    assert lanes(strategy, MESH, "gloo") == expected
+    assert lanes(strategy, MESH, messages=True) == expected
 
 
 MESSAGE = QuantFormat(bits=8).message_bytes(-(-NUMEL // 4 // (2 * 1024)) * 1024)
@@ -54,7 +54,7 @@ MESSAGE = QuantFormat(bits=8).message_bytes(-(-NUMEL // 4 // (2 * 1024)) * 1024)
     ],
 )
 def test_a_device_needs_room_for_two_rounds_of_the_longest_region(strategy: str, expected: dict[str, int]) -> None:
-    found = lanes(strategy, MESH, "nccl")
+    found = lanes(strategy, MESH, messages=False)
     assert {lane: found.get(lane, 0) for lane in expected} == expected
     assert bool(found) == bool(expected)
 
@@ -63,19 +63,19 @@ def test_without_triton_the_codec_has_room_too() -> None:
     """12 bytes an element and 8 a block, of a part; stochastic rounding, of sums without feedback, 14."""
     layout = Layout.of("node=3@int8/int8,cluster=0", MESH)
     placed = place(layout, stack(NUMEL, 2))
-    fused, torchs = (workspace_by_lane(placed, "nccl", triton) for triton in (True, False))
+    fused, torchs = (workspace_by_lane(placed, False, triton) for triton in (True, False))
     piece = -(-NUMEL // 4 // (2 * 1024)) * 1024
     assert torchs["unshard"] - fused["unshard"] == 12 * piece + 8 * piece // 128
     assert torchs["reduce"] - fused["reduce"] == 14 * piece + 8 * piece // 128
 
 
 def test_one_rank_needs_none() -> None:
-    assert not lanes("node=3@int8/", [("node", 1)], "gloo") and not lanes("node=3@int8/", [("node", 1)], "nccl")
+    assert not any(lanes("node=3@int8/", [("node", 1)], messages=messages) for messages in (True, False))
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(None, 0), (1.0, 2 * (8 << 20))])
 def test_simulations_count_it(cores: float | None, expected: int) -> None:
-    """Of our engine, on the backend that the devices have."""
+    """Of our engine, as the devices exchange."""
     cluster = small_cluster(4, 4)
     cluster = replace(cluster, device=replace(cluster.device, cores=cores))
     work = FixedWorkload(seq_len=256, global_batch_tokens=256 * 16)

@@ -86,7 +86,7 @@ def test_bytes_of_parts_are_their_schedules():
     cluster, workload = A800.take(16), work(3)
     simulated, layouts = simulate(GPT2, cluster, PARTS, workload), layouts_of(Strategy.parse(PARTS), cluster.axes, {})
     units, _ = schedule_units(GPT2, workload, parts=tuple(layouts)[1:])
-    schedule = Schedule.of(layouts.pop(""), units, parts=layouts, backend=cluster.backend)
+    schedule = Schedule.of(layouts.pop(""), units, parts=layouts, messages=cluster.messages)
     sent = {axis.axis: axis.bytes_sent_per_device for axis in simulated.axes}
     assert sent == pytest.approx(sent_bytes_per_axis(schedule, micro_batches=3))
     assert all(sent[name] > 0 for name in ("*.attn:cluster", "*.h.[0-3].mlp:node", "transformer.wte:node"))

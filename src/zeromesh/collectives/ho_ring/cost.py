@@ -9,7 +9,7 @@ from zeromesh.collectives.ho_ring.slices import slice_bytes, sum_terms
 from zeromesh.cost import CollectiveCost, Constants, Group, Operation
 from zeromesh.cost.collective import mean_taken, merge_busy, one_after_another, ring_cost
 from zeromesh.schedule import ITEM_BYTES, Transfer
-from zeromesh.schedule.memory import GLOO_BYTES, part_numel
+from zeromesh.schedule.memory import MESSAGES_BYTES, part_numel
 
 
 class HoRingCost(HierarchicalCost):
@@ -36,9 +36,9 @@ class HoRingCost(HierarchicalCost):
         )
 
     def pair_cost(
-        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], backend: str
+        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], messages: bool
     ) -> CollectiveCost:
-        if backend != "gloo":
+        if not messages:
             return one_after_another(first, second)
         sizes = [step.axis.size for step in steps]
         shard_numel = -(-max(step.numel for step in steps) // prod(sizes))
@@ -48,7 +48,7 @@ class HoRingCost(HierarchicalCost):
             rounds = -(-shard_numel // (longest // item_bytes)) * sizes[0]
         else:  # sums the same slice of all shards in one round
             wide, terms = max(item_bytes, ITEM_BYTES["fp32"]), sum_terms(*sizes)
-            numel = part_numel(GLOO_BYTES, item_bytes, wide, terms=terms, longest_bytes=longest)
+            numel = part_numel(MESSAGES_BYTES, item_bytes, wide, terms=terms, longest_bytes=longest)
             rounds = -(-shard_numel // max(1, numel))  # 0 of more ranks than there is room for
         return overlapped_cost(first, second, rounds)
 

@@ -22,16 +22,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zeromesh.collectives.ho_ring.slices import WINDOW, slice_bytes, sum_terms
-from zeromesh.comm.collectives import chunks_of
-from zeromesh.comm.groups import AxisGroup, Channel
+from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, Wait, chunks_of
 from zeromesh.comm.summing import SumScratch, Target, parts, sum_dtype
-from zeromesh.comm.transport import Exchange, Wait, hosted, pieces
+from zeromesh.comm.transport import carried, pieces
 
 LAG = 2
 """Rounds by which the sums over minor follow those over major: their messages have that long to arrive."""
 
 
-@hosted
+@carried
 def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool = False) -> None:
     """Fills `region` with every rank's shard.
 
@@ -82,7 +81,7 @@ def _from_major(grid: _Grid, numel: int) -> Iterator[tuple[int, Tensor]]:
             yield from ((peer, columns[peer][index]) for peer in grid.major.peers)
 
 
-@hosted
+@carried
 def ho_ring_reduce_scatter(
     region: Tensor,
     out: Tensor,

@@ -7,7 +7,7 @@ SLICES = 16
 are not overlapped."""
 
 SLICE_BYTES = range(1 << 18, 1 << 20)
-"""Shortest and longest slice: shorter ones cost more CPU time than they hide on gloo."""
+"""Shortest and longest slice: shorter ones cost more CPU time than they hide."""
 
 WINDOW = 4
 """Slices under way on each of two levels that reduce at once."""

@@ -1,0 +1,226 @@
+"""The ranks along one axis, their communicators, and one exchange between them: its messages, observer and errors.
+
+[Note: Tags] A message's tag hashes its channel's running number, the operation and the lengths. Where ranks disagree
+about what comes next, point-to-point messages do not match and the collective ends in its timeout. Native collectives
+have no tags: there, as everywhere in torch, ranks must agree on the order, which the schedule sees to.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zeromesh.errors import CommunicationError, InternalError
+
+if TYPE_CHECKING:
+    from zeromesh.comm.transport import Transport
+
+Wait = Callable[[], None]
+
+Message = tuple[Tensor, int]
+"""A tensor, and the index on the axis of the rank that it comes from or goes to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What one rank handed to the transport for one collective.
+
+    Args:
+        operation: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
+        axis: name of the axis.
+        sent_bytes: payload to other ranks.
+        messages: number of sends, or of native collectives.
+    """
+
+    operation: str
+    axis: str
+    sent_bytes: int
+    messages: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Channel:
+    """One communicator of an axis.
+
+    Args:
+        process_group: torch's.
+        serial: counts the channels between these ranks; the same on each of them.
+        started: counts its collectives, so that messages of different ones cannot be taken for each other.
+        failed: whether one of them has.
+    """
+
+    process_group: dist.ProcessGroup
+    serial: int
+    started: int = 0
+    failed: bool = False
+
+    def used(self, started: int, *, failed: bool = False) -> None:
+        """So many of its collectives have begun by now, and one may have failed."""
+        self.started, self.failed = started, self.failed or failed
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
+class AxisGroup:
+    """The ranks along one axis that this rank exchanges with.
+
+    Args:
+        name: of the axis.
+        ranks: their global ranks, in the order of their index on the axis.
+        rank: this rank's own index.
+        transport: how they exchange.
+        gather, reduce: communicators; the same ranks in the same order.
+        timeout_s: after which a collective fails.
+        record: is told of every collective; an observer for tests and byte counters.
+        lender: of the communicators, where they are another axis's.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    transport: Transport
+    gather: Channel
+    reduce: Channel
+    timeout_s: float
+    record: Callable[[Sent], None] = lambda sent: None
+    lender: AxisGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def recorded(self, record: Callable[[Sent], None]) -> Callable[[Sent], None]:
+        """Tells `record` of collectives from now on; returns who was told."""
+        before, self.record = self.record, record
+        return before
+
+    def lent(self, name: str) -> AxisGroup:
+        """For another axis along the same ranks, with the same communicators, which this one keeps meanwhile."""
+        return replace(self, name=name, lender=self)
+
+
+class Exchange:
+    """One collective on one channel of a group: its messages, its observer, its errors.
+
+    Args:
+        group, channel: whose.
+        operation: for tags, messages and the observer.
+        shape: lengths, and formats, that all ranks must agree on.
+    """
+
+    def __init__(self, group: AxisGroup, channel: Channel, operation: str, *shape: int | str) -> None:
+        self.group = group
+        self.operation = operation
+        self.process_group = channel.process_group
+        self._channel = channel
+        self._tag = zlib.crc32(repr((channel.started, operation, shape)).encode()) & 0x7FFFFFFF
+        channel.used(channel.started + 1)
+        self._sends: list[Wait] = []
+        self._sent_bytes = self._messages = 0
+
+    @property
+    def peers(self) -> list[int]:
+        """The other indices on the axis, each rank beginning with its next one, so that not all send to the same."""
+        return [(self.group.rank + step) % self.group.size for step in range(1, self.group.size)]
+
+    def post_recv(self, tensor: Tensor, source: int) -> Wait:
+        """Begins to receive `tensor`; the returned function waits for it."""
+        return self._waiter(self._guard(lambda: self.process_group.recv([tensor], source, self._tag), source), source)
+
+    def post_send(self, tensor: Tensor, target: int) -> Wait:
+        """Begins to send `tensor`, which must not change before the returned function has waited for it."""
+        work = self._guard(lambda: self.process_group.send([tensor], target, self._tag), target)
+        self.count(tensor.nbytes)
+        return self._waiter(work, target)
+
+    def post(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
+        """Begins to receive and to send to several ranks, which post what answers it in the same order.
+
+        Args:
+            arriving, leaving: each a tensor and the rank that it comes from or goes to. What leaves must not change
+                before `finish`.
+
+        Returns:
+            What waits for what arrives.
+        """
+        waits = [self.post_recv(tensor, source) for tensor, source in arriving]
+        for tensor, target in leaving:
+            self.before_finish(self.post_send(tensor, target))
+        return partial(wait_for_all, waits)
+
+    def before_finish(self, wait: Wait) -> None:
+        """Leaves a wait to `finish`."""
+        self._sends.append(wait)
+
+    def native(self, call: Callable[[], Any], sent_bytes: int) -> None:
+        """Runs a collective of the backend; on a device's stream without blocking the host."""
+        self._guard(call, None)
+        self.count(sent_bytes)
+
+    def count(self, sent_bytes: int) -> None:
+        self._sent_bytes += sent_bytes
+        self._messages += 1
+
+    def finish(self) -> None:
+        """Waits until all that was sent has left, and tells the observer."""
+        sends, self._sends = self._sends, []  # which refer to this
+        wait_for_all(sends)
+        self.group.record(
+            Sent(operation=self.operation, axis=self.group.name, sent_bytes=self._sent_bytes, messages=self._messages)
+        )
+
+    def _waiter(self, work: Any, peer: int | None) -> Wait:
+        return lambda: self._guard(work.wait, peer)
+
+    def _guard(self, call: Callable[[], Any], peer: int | None) -> Any:
+        try:
+            return call()
+        except BaseException as error:
+            self._channel.used(self._channel.started, failed=True)
+            if not isinstance(error, RuntimeError):
+                raise
+            raise CommunicationError(self._message(error, peer)) from error
+
+    def _message(self, error: RuntimeError, peer: int | None) -> str:
+        group = self.group
+        towards = "" if peer is None else f" with rank {group.ranks[peer]}"
+        return (
+            f"{self.operation} over axis {group.name} failed on rank {group.ranks[group.rank]}{towards} "
+            f"(ranks {', '.join(map(str, group.ranks))}, timeout {group.timeout_s:g} s): "
+            f"a rank has died or stalled, or ranks issued different collectives. {error}"
+        )
+
+
+def wait_for_all(waits: Sequence[Wait]) -> None:
+    for wait in waits:
+        wait()
+
+
+def chunks_of(tensor: Tensor, count: int) -> Sequence[Tensor]:
+    """The chunks of a region.
+
+    Raises:
+        InternalError: not a flat contiguous tensor, or not of `count` equal chunks.
+    """
+    length = _chunk_numel(tensor, count)
+    return [tensor[index * length : (index + 1) * length] for index in range(count)]
+
+
+def own_chunk(region: Tensor, group: AxisGroup) -> Tensor:
+    """This rank's, without slices of what may be thousands of ranks."""
+    length = _chunk_numel(region, group.size)
+    return region[group.rank * length : (group.rank + 1) * length]
+
+
+def _chunk_numel(region: Tensor, count: int) -> int:
+    if region.dim() != 1 or not region.is_contiguous() or region.numel() % count:
+        raise InternalError(
+            f"a region must be flat, contiguous and of {count} equal chunks; got shape {tuple(region.shape)}, strides "
+            f"{region.stride()}"
+        )
+    return region.numel() // count
