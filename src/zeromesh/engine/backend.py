@@ -44,7 +44,7 @@ from zeromesh.engine.leaf import Leaf, PlainLeaf, close_leaf, open_leaf, version
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
-from zeromesh.schedule import LaneKind, Op, Reducing, Reduction, lane_axes
+from zeromesh.schedule import LaneKind, Reducing, Reduction, lane_axes
 from zeromesh.strategy import Layout
 
 _NOBODY = 0
@@ -228,7 +228,6 @@ class DeviceBackend:
 
     Attributes:
         chains: of each unit; `record` puts observed ones in their place while it records.
-        owned: buckets of whole tensors, as the schedule counts them.
     """
 
     def __init__(
@@ -245,7 +244,6 @@ class DeviceBackend:
         self.groups = dict(groups)
         self.lanes = lanes
         self.scratch = scratch
-        self.owned: list[WholeTensors] = []
         self.chains: Sequence[UnitChains] = [self._bind(unit) for unit in units]
 
     def _bind(self, unit: UnitShards) -> UnitChains:
@@ -306,7 +304,7 @@ class DeviceBackend:
             done = self.lanes["boundary"].submit(partial(_run, late), label, after=taken)
         return Reducing(taken, done)
 
-    def wait(self, ticket: Ticket, op: Op) -> None:
+    def wait(self, ticket: Ticket) -> None:
         ticket.wait()
 
     def use(self, unit: int) -> None:
@@ -381,14 +379,14 @@ class DeviceBackend:
         assert ticket is not None
         return ticket
 
-    # ---- whole tensors
+    # ---- schedule.bucket.BucketBackend
 
-    def collect(self, bucket: int) -> Ticket | None:
-        return self._along(self.owned[bucket].collect(), REDUCTIONS, f"collect bucket {bucket}")
+    def collect(self, bucket: WholeTensors) -> Ticket | None:
+        return self._along(bucket.collect(), REDUCTIONS, "collect whole tensors")
 
-    def update(self, bucket: int) -> Ticket | None:
-        self.owned[bucket].step()
-        return self._along(self.owned[bucket].give_back(), GATHERS, f"give back bucket {bucket}")
+    def update(self, bucket: WholeTensors) -> Ticket | None:
+        bucket.step()
+        return self._along(bucket.give_back(), GATHERS, "give back whole tensors")
 
     def _along(self, jobs: Sequence[AxisJob], kinds: Sequence[LaneKind], label: str) -> Ticket | None:
         ticket: Ticket | None = None

@@ -28,7 +28,7 @@ from zeromesh.engine.parts import Home, require_one_of_a_name, require_own_token
 from zeromesh.engine.pipeline import Pipeline
 from zeromesh.engine.units import Precision
 from zeromesh.errors import ModelError, OptimizerError
-from zeromesh.schedule import Backward, Bucket, Call, Forward, GradState, Interpreter, Schedule
+from zeromesh.schedule import Backward, Bucket, BucketSteps, Call, Forward, GradState, Interpreter, Schedule
 from zeromesh.strategy import Axis
 
 T = TypeVar("T")
@@ -57,6 +57,7 @@ class Engine:
         debug: bool = False,
     ) -> None:
         self.backend = backend
+        self.whole = BucketSteps[WholeTensors, Ticket]()
         self.model = model
         self.called = weakref.WeakSet[nn.Module]()  # modules with hooks: their forwards are calls of units
         self.homes = homes
@@ -430,10 +431,9 @@ class Engine:
 
     # ---- optimizers
 
-    def own(self, tensors: Sequence[WholeTensors], buckets: Sequence[Bucket], beyond: Sequence[Axis] = ()) -> int:
-        """Takes an optimizer's buckets of whole tensors into the schedule, under the number that is returned; weakly,
-        since their states go with the optimizer. `beyond` are axes beyond the layouts, which they cross too."""
-        self.backend.owned.extend(weakref.proxy(each) for each in tensors)
+    def own(self, buckets: Sequence[Bucket], beyond: Sequence[Axis] = ()) -> int:
+        """Takes an optimizer's buckets of whole tensors into the schedule, under the number that is returned. `beyond`
+        are axes beyond the layouts, which they cross too."""
         self.interpreter.adopt(self.schedule.with_owned(buckets, beyond))
         return len(self.schedule.buckets) - 1
 
@@ -484,6 +484,7 @@ class Engine:
         if follow:
             self.changes.apply()
         self.interpreter.quiesce()
+        self.whole.settle(self.backend)  # of a step that raised
 
     def changed(self) -> None:
         """Masters were changed by hand or by a load; all ranks call this together."""

@@ -37,7 +37,6 @@ class SlotGuard:
         self._backend = backend
         self.refresh, self.reduce = backend.refresh, backend.reduce
         self.wait, self.has_grads = backend.wait, backend.has_grads
-        self.collect, self.update = backend.collect, backend.update
         self._stamps: dict[int, Stamp] = {}
         self._seen: dict[int, tuple[int, int]] = {}
 

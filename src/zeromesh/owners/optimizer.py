@@ -219,7 +219,7 @@ class OwnerOptimizer(Optimizer):
             self.buckets.append(bucket)
             passing = [part for member in held for part in member.parts]
             described.append(bucket_of(layout, self.placements, passing, rank, dtypes))
-        self._number = engine.own(self.buckets, described, beyond.axes)
+        self._number = engine.own(described, beyond.axes)
         weakref.finalize(self, _disown, self._engine, self._number)
 
     def _require_same(self, engine: Engine, places: Sequence[Place], cost: CostOf, bucket_bytes: int | None) -> None:
@@ -260,7 +260,7 @@ class OwnerOptimizer(Optimizer):
         self._hand_over()
         for bucket in self.buckets:
             bucket.act = act
-        engine.interpreter.step_owned(self._number)
+        engine.whole.step(engine.backend, self.buckets)
         self._take_over()
 
     def __getattr__(self, name: str) -> Any:

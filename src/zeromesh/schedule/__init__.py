@@ -5,7 +5,7 @@ buffer), `memory` (all buffers), `bucket` (whole tensors), `program` (points and
 and backward), `interpreter` (who carries ops out), `step` (the canonical order; imported by whoever counts with it).
 """
 
-from zeromesh.schedule.bucket import Bucket, Shipment, most_room
+from zeromesh.schedule.bucket import Bucket, BucketSteps, Shipment, most_room
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.placed import Placed, Route, place
 from zeromesh.schedule.program import Op, PointKind, Schedule
@@ -30,6 +30,7 @@ __all__ = [
     "LANES",
     "Backward",
     "Bucket",
+    "BucketSteps",
     "Call",
     "FlatBuffer",
     "Forward",

@@ -1,13 +1,19 @@
-"""Whole tensors that their owners step on at once, as the schedule knows them: what moves for them, and how long a step
-takes. Which tensors, and who owns them, is `zeromesh.pieces.owners`'s."""
+"""Whole tensors that their owners step on at once: what moves for them, and in which order. Which tensors, and who owns
+them, is `zeromesh.pieces.owners`'s."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
 
 from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.strategy import Axis
+
+B = TypeVar("B", contravariant=True)
+T = TypeVar("T")
 
 AHEAD = 2
 """Buckets of whole tensors on their way to their owners while one is stepped, or waiting to be: beside them one goes
@@ -56,3 +62,50 @@ def most_room(rooms: Sequence[int]) -> int:
     """Of buckets that take so much each: what is there at once. One is stepped, `AHEAD` are on their way or wait, and
     the one before is settled before another is collected."""
     return max((sum(rooms[first : first + AHEAD + 1]) for first in range(len(rooms))), default=0)
+
+
+class BucketBackend(Protocol[B, T]):
+    """What carries buckets: on devices or on a virtual clock. A ticket is None where there was nothing to do."""
+
+    def collect(self, bucket: B) -> T | None:
+        """Starts to bring a bucket's gradients and values to the owners of its tensors."""
+
+    def update(self, bucket: B) -> T | None:
+        """Steps on what this rank owns of a bucket that is there, and starts to bring its values back."""
+
+    def wait(self, ticket: T) -> None:
+        """Makes what is computed next come after the ticket's work."""
+
+
+@dataclass(slots=True)
+class BucketSteps(Generic[B, T]):
+    """Steps on whole tensors: on each bucket while the next ones arrive and the one before goes back.
+
+    Args:
+        under_way: tickets, in the order in which they are waited for. A step that raised leaves them to `settle`.
+    """
+
+    under_way: deque[T | None] = field(default_factory=deque)
+
+    def step(self, backend: BucketBackend[B, T], buckets: Sequence[B]) -> None:
+        """Steps on all buckets, in order; when this returns, masters are up to date."""
+        ahead = iter(buckets)
+        self.under_way.extend(map(backend.collect, islice(ahead, AHEAD)))
+        for index, bucket in enumerate(buckets):
+            self._settle_oldest(backend)
+            self.under_way.append(backend.update(bucket))
+            if index:
+                self._settle_oldest(backend)
+            self.under_way.extend(map(backend.collect, islice(ahead, 1)))
+        self.settle(backend)
+
+    def settle(self, backend: BucketBackend[B, T]) -> None:
+        """Waits for all that is under way."""
+        while self.under_way:
+            self._settle_oldest(backend)
+
+    def _settle_oldest(self, backend: BucketBackend[B, T]) -> None:
+        ticket = self.under_way[0]
+        if ticket is not None:
+            backend.wait(ticket)
+        self.under_way.popleft()  # only now: a Ctrl-C may end the wait, and whoever comes next must wait again

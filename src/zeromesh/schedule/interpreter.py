@@ -80,7 +80,6 @@ class Interpreter(Generic[T]):
         gather_slots, reduce_slots: which unit has each; None is free.
         forward: that runs, outside a backward or (a recomputation) inside.
         backward: that runs.
-        owned: of buckets of whole tensors, what is on its way.
         awaited: units whose forward no backward has followed.
         seen: units in the order of their first forward.
         returned: units of which there was a forward that a backward comes back to.
@@ -98,7 +97,6 @@ class Interpreter(Generic[T]):
     seen: list[int] = field(default_factory=list)
     returned: set[int] = field(default_factory=set)
     digest: int = 0
-    owned: dict[int, T | None] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
     _graphs: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
     _forwards: int = 0
@@ -187,10 +185,6 @@ class Interpreter(Generic[T]):
         for forward in sorted(forwards, key=lambda forward: -forward.number):
             self._go_back(forward, 0)
 
-    def step_owned(self, optimizer: int) -> None:
-        """An optimizer is to step on whole tensors; when this returns, masters are up to date."""
-        self._run(PointKind.OWNED, optimizer)
-
     def stepped(self, units: Iterable[int], *, refresh: Iterable[int] | None = None) -> None:
         """An optimizer, a load or the user has changed the masters of `units`.
 
@@ -219,7 +213,7 @@ class Interpreter(Generic[T]):
     def begin_step(self) -> None:
         """Nothing is accumulated any more; what is under way writes what nobody reads, and is waited for."""
         for state in self.states:
-            self._settle_reduction(state, Op(Action.SYNC, -1))
+            self._settle_reduction(state)
             state.grad = GradState.EMPTY
 
     def abort(self) -> None:
@@ -233,11 +227,9 @@ class Interpreter(Generic[T]):
     def quiesce(self) -> None:
         """Waits for everything in flight: before masters change, are saved or loaded."""
         for state in self.states:
-            self._settle(state, "refreshing", Op(Action.SYNC, -1))
-            self._settle(state, "ticket", Op(Action.SYNC, -1))
-            self._settle_reduction(state, Op(Action.SYNC, -1))
-        for bucket in list(self.owned):  # of a step that raised
-            self._settle_owned(Op(Action.SETTLE, bucket))
+            self._settle(state, "refreshing")
+            self._settle(state, "ticket")
+            self._settle_reduction(state)
 
     def adopt(self, schedule: Schedule) -> None:
         """Continues with the same units, in another order or with other buckets; between steps only."""
@@ -292,11 +284,11 @@ class Interpreter(Generic[T]):
             case Action.PREFETCH if self.backward is None or op.unit in self.returned:
                 self._gather(op.unit, prefetch=True)
             case Action.UNSHARD:
-                self._unshard(op)
+                self._unshard(op.unit)
             case Action.RESHARD:
                 self._reshard(op.unit)
             case Action.DROP:
-                self._drop(op)
+                self._drop(op.unit)
             case Action.REDUCE | Action.FLUSH if self.backward is not None and self.backward.inputs_only:
                 pass
             case Action.REDUCE if self.schedule.shards_params:
@@ -306,16 +298,9 @@ class Interpreter(Generic[T]):
             case Action.SYNC if op.unit < 0:
                 self.quiesce()
             case Action.SYNC if self._running.last or self.schedule.layout.strategy.overlap == "none":
-                self._settle_reduction(self.states[op.unit], op)
+                self._settle_reduction(self.states[op.unit])
             case Action.FLUSH:
-                self._flush(op)
-            case Action.COLLECT:
-                self.owned[op.unit] = self.backend.collect(op.unit)
-            case Action.UPDATE:
-                self._settle_owned(op)
-                self.owned[op.unit] = self.backend.update(op.unit)
-            case Action.SETTLE:
-                self._settle_owned(op)
+                self._flush()
 
     def _refresh(self, unit: int) -> None:
         state = self.states[unit]
@@ -325,13 +310,13 @@ class Interpreter(Generic[T]):
         if self.schedule.units[unit].trainable:
             state.refreshing = self.backend.refresh(unit)
 
-    def _unshard(self, op: Op) -> None:
-        state = self.states[op.unit]
-        self._gather(op.unit, prefetch=False)
-        self._settle(state, "refreshing", op)
-        self._settle(state, "ticket", op)
+    def _unshard(self, unit: int) -> None:
+        state = self.states[unit]
+        self._gather(unit, prefetch=False)
+        self._settle(state, "refreshing")
+        self._settle(state, "ticket")
         if not state.in_use:
-            self.backend.use(op.unit)
+            self.backend.use(unit)
             state.in_use = True
 
     def _gather(self, unit: int, *, prefetch: bool) -> None:
@@ -363,7 +348,7 @@ class Interpreter(Generic[T]):
         if state.in_use:
             # A unit that is called again earlier in the graph: the calls after that point have finished their backward.
             self._reshard(owner)
-        self._settle(state, "ticket", Op(Action.UNSHARD, unit))
+        self._settle(state, "ticket")
         state.full = 0
         return True
 
@@ -373,11 +358,11 @@ class Interpreter(Generic[T]):
             state.in_use = False
             self.backend.unuse(unit)
 
-    def _drop(self, op: Op) -> None:
+    def _drop(self, unit: int) -> None:
         """A gather that nobody has waited for goes on: whoever is next to write to the slot or its source waits for it.
         Here a rank that has gathered what no other has would wait for ever, before ranks compare what they did."""
-        self._reshard(op.unit)
-        state = self.states[op.unit]
+        self._reshard(unit)
+        state = self.states[unit]
         state.full = state.kept = 0
 
     # ---- reductions: [Note: Turns]
@@ -408,9 +393,9 @@ class Interpreter(Generic[T]):
         if slot is not None and micro:
             owner = self.reduce_slots[slot]
             if owner is not None:
-                self._settle(self.states[owner], "taking", Op(Action.REDUCE, unit))
+                self._settle(self.states[owner], "taking")
             self.reduce_slots[slot] = unit
-        self._settle_reduction(state, Op(Action.REDUCE, unit))
+        self._settle_reduction(state)
         reduction = Reduction(
             micro=micro,
             accumulate=state.grad is GradState.PARTIAL,
@@ -423,7 +408,7 @@ class Interpreter(Generic[T]):
         state.taking, state.reducing = issued.taken, issued.done
         state.grad = GradState.REDUCED if backward.last else GradState.PARTIAL
 
-    def _flush(self, op: Op) -> None:
+    def _flush(self) -> None:
         backward = self._running
         for position, unit in enumerate(reversed(self.schedule.order)):
             if position == backward.turn and not self.schedule.shards_params:
@@ -437,7 +422,7 @@ class Interpreter(Generic[T]):
                 self._reduce(unit, micro=False)
         for state in self.states:
             if backward.last or self.schedule.layout.strategy.overlap == "none":  # shown as `.grad` from here on
-                self._settle_reduction(state, op)
+                self._settle_reduction(state)
 
     def _require_seen(self, unit: int) -> None:
         """Raises ModelError for gradients computed with what happened to be in a slot that others share."""
@@ -447,18 +432,12 @@ class Interpreter(Generic[T]):
                 f"unit's parameters: its forward must return tensors, or tuples, lists, mappings or dataclasses of them"
             )
 
-    def _settle_reduction(self, state: UnitState[T], op: Op) -> None:
-        self._settle(state, "taking", op)
-        self._settle(state, "reducing", op)
+    def _settle_reduction(self, state: UnitState[T]) -> None:
+        self._settle(state, "taking")
+        self._settle(state, "reducing")
 
-    def _settle_owned(self, op: Op) -> None:
-        ticket = self.owned[op.unit]
-        if ticket is not None:
-            self.backend.wait(ticket, op)
-        del self.owned[op.unit]
-
-    def _settle(self, state: UnitState[T], kind: str, op: Op) -> None:
+    def _settle(self, state: UnitState[T], kind: str) -> None:
         ticket: T | None = getattr(state, kind)
         if ticket is not None:
-            self.backend.wait(ticket, op)
+            self.backend.wait(ticket)
             setattr(state, kind, None)  # only now: a Ctrl-C may end the wait, and whoever comes next must wait again

@@ -10,7 +10,6 @@ forward and backward; ``last`` marks the micro-batch after which the optimizer s
                                         of its calls, and its parameters have theirs
     PRE_RECOMPUTE(u) POST_RECOMPUTE(u)  around a forward that activation checkpointing repeats inside the backward
     END_BACKWARD                        autograd has nothing left to do
-    OWNED(k)                            optimizer k, which steps on whole tensors, is to step; k is no unit
     STEPPED(u)                          an optimizer has updated the unit
 
 [Note: Ops] At each point the schedule lists ops, and the interpreter carries them out:
@@ -23,9 +22,6 @@ forward and backward; ``last`` marks the micro-batch after which the optimizer s
     REDUCE      queue the unit's gradients for reduction, in the order that all ranks share
     SYNC        wait for the unit's reduction, or for all traffic (-1), in overlap modes that expose it
     FLUSH       queue what is left, wait for all reductions after a last micro-batch
-    COLLECT     start to bring a bucket of whole tensors, which is no unit, to their owners
-    UPDATE      wait until it is there, step on it, start to bring back what has become of it
-    SETTLE      wait until that is there
 
 Where no parameters are sharded a unit may be called many times, by parts (`zeromesh.schedule.unit.join`), and has no
 slot to give back: it stays open until the outermost forward has ended.
@@ -40,7 +36,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from zeromesh.schedule.bucket import AHEAD, Bucket
+from zeromesh.schedule.bucket import Bucket
 from zeromesh.schedule.memory import MemoryPlan
 from zeromesh.schedule.placed import Placed, place
 from zeromesh.schedule.unit import Role, Unit
@@ -59,7 +55,6 @@ class PointKind(enum.Enum):
     PRE_RECOMPUTE = "pre_recompute"
     POST_RECOMPUTE = "post_recompute"
     END_BACKWARD = "end_backward"
-    OWNED = "owned"
     STEPPED = "stepped"
 
 
@@ -74,14 +69,11 @@ class Action(enum.Enum):
     REDUCE = "reduce"
     SYNC = "sync"
     FLUSH = "flush"
-    COLLECT = "collect"
-    UPDATE = "update"
-    SETTLE = "settle"
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One action on one unit, or on one bucket of whole tensors."""
+    """One action on one unit; -1 for all."""
 
     action: Action
     unit: int
@@ -105,7 +97,7 @@ class Schedule:
         order: unit indices in the order of the forward.
         memory: every buffer, in bytes.
         program: ops by (point, unit); unit is -1 for points of no unit.
-        buckets: of whole tensors, of each optimizer that steps on such; ops count them through.
+        buckets: of whole tensors, of each optimizer that steps on such.
         beyond: axes beyond the layouts, which only whole tensors cross.
         shards_params: whether any layout does: all ranks then call all units in the same order.
     """
@@ -157,26 +149,18 @@ class Schedule:
 
     def reordered(self, order: Sequence[int]) -> Schedule:
         """The same schedule for units called in another order; slots stay where they are."""
-        owned = {key: ops for key, ops in self.program.items() if key[0] is PointKind.OWNED}
         program = _program(self.layout.strategy, self.shards_params, self.units, order)
-        return replace(self, order=tuple(order), program={**program, **owned})
+        return replace(self, order=tuple(order), program=program)
 
     def with_owned(self, buckets: Sequence[Bucket], beyond: Sequence[Axis] = ()) -> Schedule:
         """The same schedule with one more optimizer, that steps on these buckets of whole tensors, which cross `beyond`
         too."""
-        point, first = (PointKind.OWNED, len(self.buckets)), sum(map(len, self.buckets))
-        program = {**self.program, point: _owned(range(first, first + len(buckets)))}
         further = tuple(axis for axis in beyond if axis not in self.beyond)
-        return replace(self, program=program, buckets=(*self.buckets, tuple(buckets)), beyond=(*self.beyond, *further))
+        return replace(self, buckets=(*self.buckets, tuple(buckets)), beyond=(*self.beyond, *further))
 
     def without_owned(self, optimizer: int) -> Schedule:
-        """The same schedule after an optimizer is gone: the others' buckets keep their numbers."""
-        empty = (Bucket(there=(), back=()),) * len(self.buckets[optimizer])
-        return replace(self, buckets=(*self.buckets[:optimizer], empty, *self.buckets[optimizer + 1 :]))
-
-    def bucket(self, index: int) -> Bucket:
-        """As ops count them: those of the first optimizer first."""
-        return [bucket for owned in self.buckets for bucket in owned][index]
+        """The same schedule after an optimizer is gone: the others keep their numbers."""
+        return replace(self, buckets=(*self.buckets[:optimizer], (), *self.buckets[optimizer + 1 :]))
 
     def ops(self, point: PointKind, unit: int = -1) -> tuple[Op, ...]:
         return self.program.get((point, unit), ())
@@ -257,16 +241,6 @@ def _stepped(overlaps: bool, units: Sequence[_Facts], order: Sequence[int]) -> t
     the forward's gathers finds its unit done before."""
     refreshes = tuple(Op(Action.REFRESH, unit) for unit in order if units[unit].trainable)
     return refreshes if overlaps else (*refreshes, Op(Action.SYNC, -1))
-
-
-def _owned(buckets: range) -> tuple[Op, ...]:
-    """Each bucket is stepped while the next ones arrive and the one before goes back."""
-    ops = [Op(Action.COLLECT, bucket) for bucket in buckets[:AHEAD]]
-    for index, bucket in enumerate(buckets):
-        ops.append(Op(Action.UPDATE, bucket))
-        ops += [Op(Action.SETTLE, earlier) for earlier in buckets[max(0, index - 1) : index]]
-        ops += [Op(Action.COLLECT, later) for later in buckets[index + AHEAD : index + AHEAD + 1]]
-    return (*ops, *(Op(Action.SETTLE, bucket) for bucket in buckets[-1:]))
 
 
 def _reduce(overlaps: bool, facts: _Facts, unit: int) -> tuple[Op, ...]:

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from zeromesh.schedule.program import Op
-
 T = TypeVar("T")
 
 
@@ -83,8 +81,8 @@ class Backend(Protocol[T]):
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[T]:
         """Reduce the gradients that autograd has left of the unit; zeros where there are none."""
 
-    def wait(self, ticket: T, op: Op) -> None:
-        """Make the computation wait for the ticket's work, on behalf of `op`."""
+    def wait(self, ticket: T) -> None:
+        """Make the computation wait for the ticket's work."""
 
     def use(self, unit: int) -> None:
         """The unit's gathered parameters are there: point the model at them."""
@@ -94,12 +92,6 @@ class Backend(Protocol[T]):
 
     def has_grads(self, unit: int) -> bool:
         """Whether autograd has left gradients of the unit that were not handed to `reduce`."""
-
-    def collect(self, bucket: int) -> T | None:
-        """Bring a bucket's gradients and values to the owners of its tensors."""
-
-    def update(self, bucket: int) -> T | None:
-        """Step on those of its tensors that this rank owns, and bring their values back to the state shards."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

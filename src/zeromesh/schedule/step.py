@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, TypeVar
 
-from zeromesh.schedule.bucket import Shipment
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.placed import Route
-from zeromesh.schedule.program import Op, Schedule
+from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.state import Backward, Call, Reducing, Reduction
 from zeromesh.schedule.transfer import Transfer
 
@@ -97,7 +97,6 @@ class Counted:
 
     schedule: Schedule
     sent: list[tuple[int, Transfer]] = field(default_factory=list)
-    shipped: list[Shipment] = field(default_factory=list)
 
     def _list(self, unit: int, route: Route) -> None:
         self.sent.extend((unit, step) for step in route.steps)
@@ -118,7 +117,7 @@ class Counted:
                 self._list(unit, placed.routes["boundary"])
         return Reducing(None, None)
 
-    def wait(self, ticket: None, op: Op) -> None:
+    def wait(self, ticket: None) -> None:
         """Nothing is ever in flight."""
 
     def use(self, unit: int) -> None:
@@ -130,12 +129,6 @@ class Counted:
     def has_grads(self, unit: int) -> bool:
         """Each is reduced when its unit's backward ends."""
         return False
-
-    def collect(self, bucket: int) -> None:
-        self.shipped.extend(self.schedule.bucket(bucket).there)
-
-    def update(self, bucket: int) -> None:
-        self.shipped.extend(self.schedule.bucket(bucket).back)
 
 
 def step_transfers(
@@ -170,9 +163,7 @@ def sent_bytes_per_axis(
     total = Counter({axis.name: 0 for axis in schedule.axes})
     for _, step in step_transfers(schedule, micro_batches=micro_batches, recompute=recompute, returned=returned):
         total[step.axis.name] += step.sent_bytes
-    counted = Counted(schedule)
-    for optimizer in range(len(schedule.buckets)):
-        Interpreter(schedule=schedule, backend=counted).step_owned(optimizer)
-    for shipment in counted.shipped:
-        total[shipment.axis.name] += shipment.sent_bytes
+    for bucket in chain.from_iterable(schedule.buckets):
+        for shipment in (*bucket.there, *bucket.back):
+            total[shipment.axis.name] += shipment.sent_bytes
     return dict(total)

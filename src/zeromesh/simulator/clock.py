@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from zeromesh.schedule import LaneKind, Op, Reducing, Reduction
+from zeromesh.schedule import Bucket, LaneKind, Reducing, Reduction
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import InLane, Job, Network, Work
@@ -127,7 +127,7 @@ class ClockBackend:
             self._let_end(first)
         return Reducing(first, last)
 
-    def wait(self, ticket: Job, op: Op) -> None:
+    def wait(self, ticket: Job) -> None:
         self._let_end(ticket)
 
     def use(self, unit: int) -> None:
@@ -140,13 +140,12 @@ class ClockBackend:
         """Each is reduced when its unit's backward ends."""
         return False
 
-    def collect(self, bucket: int) -> Job | None:
-        return self._submit("boundary", -1, self.chains.shipped(self.chains.schedule.bucket(bucket).there), None)
+    def collect(self, bucket: Bucket) -> Job | None:
+        return self._submit("boundary", -1, self.chains.shipped(bucket.there), None)
 
-    def update(self, bucket: int) -> Job | None:
-        owned = self.chains.schedule.bucket(bucket)
-        self.compute("optimizer", -1, owned.step_s)
-        return self._submit("refresh", -1, self.chains.shipped(owned.back), None)
+    def update(self, bucket: Bucket) -> Job | None:
+        self.compute("optimizer", -1, bucket.step_s)
+        return self._submit("refresh", -1, self.chains.shipped(bucket.back), None)
 
     # ---- the driver's side
 

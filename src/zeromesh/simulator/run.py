@@ -18,7 +18,7 @@ from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, UnitSpec
-from zeromesh.schedule import Interpreter, Schedule, lent_axes
+from zeromesh.schedule import Bucket, BucketSteps, Interpreter, Schedule, lent_axes
 from zeromesh.schedule.step import Phase, run_forward, run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ABREAST, ClockBackend, HostSeconds, Totals
@@ -358,8 +358,8 @@ class Step:
         """Runs the step; the clock ends at `step_s` less what was skipped."""
         self._updated()
         skipped_s, skipped = self._micro_batches()
-        for optimizer in range(len(self.setup.schedule.buckets)):
-            self.interpreter.step_owned(optimizer)
+        for buckets in self.setup.schedule.buckets:
+            BucketSteps[Bucket, Job]().step(self.backend, buckets)
         self.backend.compute("optimizer", -1, self.setup.optimizer_seconds())
         self.step_s = self.backend.now_s + skipped_s
         totals = self.backend.totals

@@ -46,10 +46,10 @@ def late(lane: str) -> Iterator[None]:
 
         return submit(self, run, label)
 
-    def unless_late(self, ticket, op):
+    def unless_late(self, ticket):
         mine = ticket.label.startswith("reduce" if lane == "boundary" else lane)
         if not mine or gate.is_set():
-            wait(self, ticket, op)
+            wait(self, ticket)
 
     with mock.patch.object(Lane, "submit", held_back), mock.patch.object(DeviceBackend, "wait", unless_late):
         try:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from zeromesh.schedule import LANES, Backward, Call, Interpreter, LaneKind, Op, Reducing, Reduction, Role, Schedule
+from zeromesh.schedule import LANES, Backward, Call, Interpreter, LaneKind, Reducing, Reduction, Role, Schedule
 
 ROOT = 0
 
@@ -126,7 +126,7 @@ class Checked:
         taken = self.lanes["reduce"].submit(take)
         return Reducing(taken, self.lanes["boundary"].submit(finish, taken) if reduction.boundary else taken)
 
-    def wait(self, ticket: Job, op: Op) -> None:
+    def wait(self, ticket: Job) -> None:
         self.waits += 1
         if self.waits - 1 == self.interrupted_wait:
             raise KeyboardInterrupt

@@ -282,7 +282,7 @@ def ignoring_use(self, owner, unit, prefetch):
     return True
 
 
-def never_waiting(self, state, kind, op):
+def never_waiting(self, state, kind):
     setattr(state, kind, None)
 
 

@@ -1,14 +1,13 @@
-"""Buckets of whole tensors in the program, and the interpreter that runs it."""
+"""Buckets of whole tensors in a schedule, and the order in which they are stepped on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
-from zeromesh.schedule import Bucket, FlatBuffer, Interpreter, Op, PointKind, Role, Schedule, Shipment, Unit
+from zeromesh.schedule import Bucket, BucketSteps, FlatBuffer, Role, Schedule, Shipment, Unit
 from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.strategy import Layout
 
@@ -46,13 +45,8 @@ class Logged:
         self.log.append(f"update {bucket}")
         return f"back {bucket}"
 
-    def wait(self, ticket: str, op: Op) -> None:
+    def wait(self, ticket: str) -> None:
         self.log.append(f"wait {ticket}")
-
-
-def run(buckets: int, *, fails: bool = False) -> tuple[Any, Logged]:
-    backend: Any = Logged(fails=fails)
-    return Interpreter(schedule=schedule().with_owned([bucket(1)] * buckets), backend=backend), backend
 
 
 def positions(log: list[str]) -> Iterator[tuple[int, dict[str, int]]]:
@@ -63,8 +57,8 @@ def positions(log: list[str]) -> Iterator[tuple[int, dict[str, int]]]:
 
 @pytest.mark.parametrize("buckets", range(7))
 def test_each_bucket_is_there_before_its_step_and_back_at_the_end(buckets: int) -> None:
-    interpreter, backend = run(buckets)
-    interpreter.step_owned(0)
+    backend = Logged()
+    BucketSteps[int, str]().step(backend, range(buckets))
     assert len(set(backend.log)) == len(backend.log) == 5 * buckets - buckets
     for number, place in positions(backend.log):
         order = [place[f"{verb} {number}"] for verb in ("collect", "wait collected", "update", "wait back")]
@@ -77,23 +71,18 @@ def test_each_bucket_is_there_before_its_step_and_back_at_the_end(buckets: int) 
 
 
 def test_what_a_step_that_raised_has_left_is_waited_for() -> None:
-    interpreter, backend = run(3, fails=True)
+    steps, backend = BucketSteps[int, str](), Logged(fails=True)
     with pytest.raises(ValueError, match="a step that fails"):
-        interpreter.step_owned(0)
+        steps.step(backend, range(3))
     assert backend.log == ["collect 0", "collect 1", "wait collected 0"]
-    interpreter.quiesce()
+    steps.settle(backend)
     assert backend.log[3:] == ["wait collected 1"]
 
 
-def test_several_optimizers_count_their_buckets_through() -> None:
+def test_optimizers_keep_their_numbers() -> None:
     owned = schedule().with_owned([bucket(1), bucket(2)]).with_owned([bucket(3)])
-    assert [owned.bucket(index) for index in range(3)] == [bucket(1), bucket(2), bucket(3)]
-    assert {op.unit for op in owned.ops(PointKind.OWNED, 0)} == {0, 1}
-    assert {op.unit for op in owned.ops(PointKind.OWNED, 1)} == {2}
-    assert owned.reordered([0, 2, 1]).ops(PointKind.OWNED, 1) == owned.ops(PointKind.OWNED, 1)
-    gone = owned.without_owned(0)
-    assert gone.bucket(2) == bucket(3) and not gone.bucket(0).there
-    assert gone.ops(PointKind.OWNED, 1) == owned.ops(PointKind.OWNED, 1)
+    assert owned.reordered([0, 2, 1]).buckets == owned.buckets == ((bucket(1), bucket(2)), (bucket(3),))
+    assert owned.without_owned(0).buckets == ((), (bucket(3),))
 
 
 def test_bytes_of_all_optimizers_are_counted() -> None:
