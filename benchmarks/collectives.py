@@ -32,7 +32,6 @@ from benchmarks.harness import on_ranks
 from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather, ho_ring_reduce_scatter
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.comm.exchange import Exchange
-from zeromesh.comm.quantised import quantised_all_gather, quantised_reduce_scatter
 from zeromesh.comm.transport import pieces
 from zeromesh.launch.ranks import Ranks
 from zeromesh.strategy import Layout
@@ -109,10 +108,8 @@ class Line:
     ) -> dict[tuple[str, str], Call]:
         group, region = self.group, self.region
         return {
-            ("all_gather", name): lambda: quantised_all_gather(region, group, form, workspace=workspace),
-            ("reduce_scatter", name): lambda: quantised_reduce_scatter(
-                region, summed, group, form, workspace=workspace
-            ),
+            ("all_gather", name): lambda: all_gather(region, group, form, workspace=workspace),
+            ("reduce_scatter", name): lambda: reduce_scatter(region, summed, group, form, workspace=workspace),
         }
 
 

@@ -12,12 +12,15 @@ a result depends on neither timing nor receiver; an all_reduce in fp32 or fp64 i
 Elsewhere all are the backend's own, in place, with its sums in the dtype of the wire. Replicas are equal to the bit.
 One rank sends (n-1)/n of the region in a gather or a reduce-scatter and twice that in an all-reduce.
 
-[Note: Arguments] Of all collectives, also on quantised wires:
+[Note: Arguments] Of all collectives:
 
     region      flat, contiguous, of n equal chunks
+    form        of a quantised wire, the same on all ranks: [Note: Rounds] of `zeromesh.comm.quantised`
     workspace   as many bytes on all ranks: those of `schedule.workspace`, or `workspace_bytes(group)`
     scale       factor of the sum
     accumulate  add to `out`, with one rounding to its dtype, instead of overwriting it
+    residual    error feedback, as long as the region: what earlier quantised calls lost, added to what is sent
+    generator   of stochastic rounding: `noise_generator(group)`, kept from call to call
 
 They raise CommunicationError where a peer died or stalled, or issued something else.
 """
@@ -27,14 +30,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, chunks_of, own_chunk, wait_for_all
+from zeromesh.comm.quantised import gather_coded, reduce_coded
 from zeromesh.comm.summing import SumScratch, Target, fits, parts, sum_dtype
 from zeromesh.comm.transport import PIECE_BYTES, carried, nothing, reduce_scatter_single, send_all
 from zeromesh.schedule.memory import MESSAGES_BYTES
+from zeromesh.wires import WireFormat
 
 WINDOW = 4
 """Pieces in flight from each peer: some on the wire while one is summed. 2 were 10 % slower, 8 no faster."""
@@ -49,13 +56,28 @@ def workspace_bytes(group: AxisGroup) -> int:
 
 
 @carried
-def all_gather(region: Tensor, group: AxisGroup, *, reduced: bool = False) -> None:
+def all_gather(
+    region: Tensor,
+    group: AxisGroup,
+    form: WireFormat | None = None,
+    *,
+    reduced: bool = False,
+    workspace: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    keep: Tensor | None = None,
+) -> None:
     """Fills `region`, of which this rank's chunk is filled, with every rank's: [Note: Arguments].
 
     Args:
         reduced: whether it follows a reduction, in the order of the reductions' communicator.
+        keep: of a quantised wire, room for all messages, `group.size * form.message_bytes(chunk)` bytes, which
+            `restore_kept` reads.
     """
-    _all_gather(region, group, group.reduce if reduced else group.gather, "all_gather")
+    if form is None:
+        _all_gather(region, group, group.reduce if reduced else group.gather, "all_gather")
+    else:
+        assert workspace is not None
+        gather_coded(region, group, form, workspace=workspace, generator=generator, keep=keep)
 
 
 @carried
@@ -63,30 +85,50 @@ def reduce_scatter(
     region: Tensor,
     out: Tensor,
     group: AxisGroup,
+    form: WireFormat | None = None,
     *,
     workspace: Tensor,
     scale: float = 1.0,
     accumulate: bool = False,
+    **coding: Any,
 ) -> None:
     """Sums this rank's chunk of every rank's `region`, in the dtype of the wire, into `out`: [Note: Arguments].
 
     Args:
         out: as long as one chunk, in any floating dtype; may be this rank's chunk of `region`.
+        coding: `residual` and `generator`.
     """
     target = Target(out=out, scale=scale, accumulate=accumulate)
-    if group.transport.sums("reduce_scatter", region.dtype):
+    if form is not None:
+        reduce_coded("reduce_scatter", region, target, group, form, workspace=workspace, **coding)
+    elif group.transport.sums("reduce_scatter", region.dtype):
         _native_reduce_scatter(region, target, group)
     else:
         _reduce_scatter(region, target, group, workspace, "reduce_scatter")
 
 
 @carried
-def all_reduce(tensor: Tensor, group: AxisGroup, *, workspace: Tensor, scale: float = 1.0) -> None:
-    """Replaces `tensor`, a region, by its sum over the group, the same bits on every rank: [Note: Arguments]."""
-    if group.transport.sums("all_reduce", tensor.dtype):
+def all_reduce(
+    tensor: Tensor,
+    group: AxisGroup,
+    form: WireFormat | None = None,
+    *,
+    workspace: Tensor,
+    scale: float = 1.0,
+    **coding: Any,
+) -> None:
+    """Replaces `tensor`, a region, by its sum over the group, the same bits on every rank: [Note: Arguments].
+
+    Args:
+        coding: `residual`, of which the own chunk's part is what the sum lost on its way back, and `generator`.
+    """
+    if form is None and group.transport.sums("all_reduce", tensor.dtype):
         _native_all_reduce(tensor, group, scale)
+        return
+    target = Target(out=own_chunk(tensor, group), scale=scale, accumulate=False)
+    if form is not None:
+        reduce_coded("all_reduce", tensor, target, group, form, workspace=workspace, **coding)
     else:
-        target = Target(out=own_chunk(tensor, group), scale=scale, accumulate=False)
         _reduce_scatter(tensor, target, group, workspace, "all_reduce")
         _all_gather(tensor, group, group.reduce, "all_reduce")
 

@@ -1,4 +1,4 @@
-"""Collectives over one axis on quantised wires: the shapes of `collectives`, with messages of a `WireFormat`.
+"""What `collectives` does on quantised wires, in messages of a `WireFormat`.
 
 Each quantises once, also where several axes follow each other, so k axes are k quantisations of a value and the error
 is within `WireFormat.error_bound(k)` of the largest value::
@@ -8,16 +8,10 @@ is within `WireFormat.error_bound(k)` of the largest value::
                      own chunk as it is; a ring would quantise n-1 times
     all_reduce       both, so two quantisations; the sum of a piece is quantised in the pass that adds it up
 
-Chunks travel in pieces. Of messages one is on the wire while the next is quantised and the one before dequantised, each
-in cache. Elsewhere a piece's kernels and its exchange, the backend's gather or all-to-all, follow one another on the
-lane's stream, and the next piece them: what hides them is the computation beside the lane. So pieces are as long as
-the workspace allows, and few: at most `ROUNDS`, of up to five launches each, where that is the schedule's.
-
-Beside what [Note: Arguments] says, they take
-
-    form        of the wire, the same on all ranks
-    residual    error feedback, as long as the region: what earlier calls lost, added to what is sent
-    generator   of stochastic rounding: `noise_generator(group)`, kept from call to call
+[Note: Rounds] Chunks travel in pieces. Of messages one is on the wire while the next is quantised and the one before
+dequantised, each in cache. Elsewhere a piece's kernels and its exchange, the backend's gather or all-to-all, follow one
+another on the lane's stream, and the next piece them: what hides them is the computation beside the lane. So pieces are
+as long as the workspace allows, and few: at most `ROUNDS`, of up to five launches each, where that is the schedule's.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ from torch import Tensor
 
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, Wait, chunks_of
 from zeromesh.comm.summing import Target, parts
-from zeromesh.comm.transport import carried, nothing
+from zeromesh.comm.transport import nothing
 from zeromesh.errors import InputError, InternalError
 from zeromesh.wires import WireFormat
 from zeromesh.wires.codec import Codec
@@ -62,80 +56,17 @@ def noise_generator(group: AxisGroup, name: str = "") -> torch.Generator:
     return generator.manual_seed(zlib.crc32(f"{group.name} {group.rank} {name}".encode()))
 
 
-@carried
-def quantised_all_gather(
-    region: Tensor,
-    group: AxisGroup,
-    form: WireFormat,
-    *,
-    workspace: Tensor,
-    generator: torch.Generator | None = None,
-    keep: Tensor | None = None,
-) -> None:
-    """Fills `region` with every rank's chunk, as it came over the wire; the own chunk too.
-
-    Args:
-        keep: room for all messages, `group.size * form.message_bytes(chunk)` bytes, which `restore_kept` reads.
-    """
-    chunks = chunks_of(region, group.size)
-    wire = _Wire.cut(form, group, workspace, generator, directions=1)
-    kept = None if keep is None else wire.cut_kept(keep, chunks)
-    _all_gather(chunks, wire, group.gather, "all_gather", kept=kept)
-
-
 def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: WireFormat, *, workspace: Tensor) -> None:
     """Fills `region` from the messages that a gather over `group` kept: the same bits, and nothing is sent.
 
     Args:
-        keep: what `quantised_all_gather` filled, with a workspace of the same length.
+        keep: what `all_gather` filled, with a workspace of the same length.
         region: of n equal chunks.
     """
     chunks = chunks_of(region, group.size)
     wire = _Wire.cut(form, group, workspace, None, directions=1)
     for pieces, messages in zip(wire.cut_up(chunks), wire.cut_kept(keep, chunks), strict=True):
         wire.codec.dequantise_each(messages.unbind(), pieces)
-
-
-@carried
-def quantised_reduce_scatter(
-    region: Tensor,
-    out: Tensor,
-    group: AxisGroup,
-    form: WireFormat,
-    *,
-    workspace: Tensor,
-    scale: float = 1.0,
-    accumulate: bool = False,
-    residual: Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> None:
-    """Sums this rank's chunk of every rank's `region` into `out`: as long as one chunk, in any floating dtype; may be
-    this rank's chunk of `region`. That is not sent, and loses nothing."""
-    chunks = chunks_of(region, group.size)
-    residuals = None if residual is None else chunks_of(residual, group.size)
-    target = Target(out=out, scale=scale, accumulate=accumulate)
-    wire = _Wire.cut(form, group, workspace, generator, directions=2)
-    _reduce(chunks, residuals, target, wire, "reduce_scatter")
-
-
-@carried
-def quantised_all_reduce(
-    tensor: Tensor,
-    group: AxisGroup,
-    form: WireFormat,
-    *,
-    workspace: Tensor,
-    scale: float = 1.0,
-    residual: Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> None:
-    """Replaces `tensor`, a region, by its sum over the group, the same bits on every rank. The own chunk's part of
-    `residual` is what the sum lost on its way back."""
-    chunks = chunks_of(tensor, group.size)
-    residuals = None if residual is None else chunks_of(residual, group.size)
-    target = Target(out=chunks[group.rank], scale=scale, accumulate=False)
-    wire = _Wire.cut(form, group, workspace, generator, directions=2)
-    _reduce(chunks, residuals, target, wire, "all_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,12 +154,20 @@ class _Wire:
         return [keep[count * start : count * stop].view(count, -1) for start, stop in pairwise(bounds)]
 
 
-def _all_gather(
-    chunks: Sequence[Tensor], wire: _Wire, channel: Channel, operation: str, *, kept: Sequence[Tensor] | None = None
+def gather_coded(
+    region: Tensor,
+    group: AxisGroup,
+    form: WireFormat,
+    *,
+    workspace: Tensor,
+    generator: torch.Generator | None,
+    keep: Tensor | None,
 ) -> None:
-    """`kept`: where messages are received and left, by round."""
-    rank = wire.group.rank
-    exchange = wire.exchange(channel, operation, chunks)
+    """Fills `region` with every rank's chunk, as it came over the wire; the own chunk too."""
+    chunks, rank = chunks_of(region, group.size), group.rank
+    wire = _Wire.cut(form, group, workspace, generator, directions=1)
+    kept = None if keep is None else wire.cut_kept(keep, chunks)
+    exchange = wire.exchange(group.gather, "all_gather", chunks)
     rounds = wire.cut_up(chunks)
 
     def messages(index: int) -> Tensor:
@@ -241,7 +180,7 @@ def _all_gather(
             wire.codec.quantise(own, rows[rank])
             wire.codec.dequantise(rows[rank], own)
 
-        return wire.group.transport.gather(exchange, rows.view(-1), fill)
+        return group.transport.gather(exchange, rows.view(-1), fill)
 
     def end(index: int) -> None:
         wire.codec.dequantise_each(messages(index).unbind(), rounds[index], skipped=rank)
@@ -249,14 +188,24 @@ def _all_gather(
     _run(exchange, len(rounds), wire.window, start, end)
 
 
-def _reduce(
-    chunks: Sequence[Tensor], residuals: Sequence[Tensor] | None, target: Target, wire: _Wire, operation: str
+def reduce_coded(
+    operation: str,
+    region: Tensor,
+    target: Target,
+    group: AxisGroup,
+    form: WireFormat,
+    *,
+    workspace: Tensor,
+    generator: torch.Generator | None = None,
+    residual: Tensor | None = None,
 ) -> None:
-    """An all-reduce also sends the sums on: a round's leave before the next round's terms are waited for."""
-    rank = wire.group.rank
-    exchange = wire.exchange(wire.group.reduce, operation, chunks)
+    """Sums this rank's chunk, which is not sent and loses nothing, into `target`. An all-reduce also sends the sums on:
+    a round's leave before the next round's terms are waited for."""
+    chunks, rank = chunks_of(region, group.size), group.rank
+    wire = _Wire.cut(form, group, workspace, generator, directions=2)
+    exchange = wire.exchange(group.reduce, operation, chunks)
     rounds = wire.cut_up(chunks)
-    lost = None if residuals is None else wire.cut_up(residuals)
+    lost = None if residual is None else wire.cut_up(chunks_of(residual, group.size))
 
     def terms(index: int) -> Tensor:
         return wire.rows(wire.incoming, index, rounds[index][rank])
@@ -265,7 +214,7 @@ def _reduce(
         outgoing = wire.rows(wire.outgoing, index, rounds[index][rank])
         owed = None if lost is None else lost[index]
         quantised = partial(wire.codec.quantise_each, rounds[index], outgoing.unbind(), owed, skipped=rank)
-        return wire.group.transport.swap(exchange, terms(index), outgoing, quantised)
+        return group.transport.swap(exchange, terms(index), outgoing, quantised)
 
     def add_up(index: int) -> None:
         own = rounds[index][rank]
@@ -276,7 +225,7 @@ def _reduce(
         own, rows = rounds[index][rank], terms(index)
         owed = None if lost is None else lost[index][rank]
         wire.codec.requantise(rows, own, rank, target, wire.part(index, own), rows[rank], owed)
-        return wire.group.transport.gather(exchange, rows.view(-1), nothing)
+        return group.transport.gather(exchange, rows.view(-1), nothing)
 
     def end(index: int) -> None:
         wire.codec.dequantise_each(terms(index).unbind(), rounds[index], skipped=rank)

@@ -25,14 +25,7 @@ from torch import Tensor
 
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter
 from zeromesh.comm.exchange import own_chunk
-from zeromesh.comm.quantised import (
-    check_quantisable,
-    noise_generator,
-    quantised_all_gather,
-    quantised_all_reduce,
-    quantised_reduce_scatter,
-    restore_kept,
-)
+from zeromesh.comm.quantised import check_quantisable, noise_generator, restore_kept
 from zeromesh.engine.flat import FlatShards, Homes, inside
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError, NotationError
@@ -157,7 +150,7 @@ def _gathers(
         elif step.form is None:
             call = partial(all_gather, current, major)
         else:
-            call = partial(quantised_all_gather, current, major, step.form, workspace=scratch.workspace, keep=keep)
+            call = partial(all_gather, current, major, step.form, workspace=scratch.workspace, keep=keep)
         chain.append(Step(operation="all_gather", groups=axes, call=call, before=before))
     return tuple(chain) if _same(end, current) else (*chain, Step(after=(end, current)))
 
@@ -339,14 +332,10 @@ def _reduction(
             # One generator for all chains of the buffer: begun anew, it would round each backward's gradient alike.
             options["generator"] = shards.noise.setdefault(group.name, noise_generator(group, shards.name))
     call: partial[None]
-    if operation == "reduce_scatter" and form is None:
-        call, after = partial(reduce_scatter, sent, out, group, **options), None
-    elif operation == "reduce_scatter" and form is not None:
-        call = partial(quantised_reduce_scatter, sent, out, group, form, **options)
-    elif operation == "all_reduce" and form is None:
-        call = partial(all_reduce, sent, group, **options)
-    elif operation == "all_reduce" and form is not None:
-        call = partial(quantised_all_reduce, sent, group, form, **options)
+    if operation == "reduce_scatter":
+        call, after = partial(reduce_scatter, sent, out, group, form, **options), None
+    elif operation == "all_reduce":
+        call = partial(all_reduce, sent, group, form, **options)
     else:
         call = partial(all_gather, sent, group, reduced=True)
     return Step(operation=operation, groups=(group,), call=call, before=before, after=after, accumulates=accumulates)

@@ -21,7 +21,6 @@ from tests.dist.pool import Pool, RanksFailed
 from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather, ho_ring_reduce_scatter
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.comm.exchange import Exchange
-from zeromesh.comm.quantised import quantised_all_gather, quantised_all_reduce, quantised_reduce_scatter
 from zeromesh.errors import CommunicationError
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
@@ -60,16 +59,16 @@ def native_reduce(node: AxisGroup, numel: int) -> None:
 
 
 def quantised_gather(node: AxisGroup, numel: int) -> None:
-    quantised_all_gather(torch.zeros(numel), node, INT8, workspace=room(node))
+    all_gather(torch.zeros(numel), node, INT8, workspace=room(node))
 
 
 def quantised_scatter(node: AxisGroup, numel: int) -> None:
     out = torch.zeros(numel // node.size)
-    quantised_reduce_scatter(torch.zeros(numel), out, node, INT8, workspace=room(node))
+    reduce_scatter(torch.zeros(numel), out, node, INT8, workspace=room(node))
 
 
 def quantised_reduce(node: AxisGroup, numel: int) -> None:
-    quantised_all_reduce(torch.zeros(numel), node, INT8, workspace=room(node))
+    all_reduce(torch.zeros(numel), node, INT8, workspace=room(node))
 
 
 def ring_gather(node: AxisGroup, cluster: AxisGroup, numel: int) -> None:

@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import kept, on_ranks
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, all_reduce_max, make_groups, reduce_scatter
-from zeromesh.comm.quantised import quantised_all_gather, quantised_all_reduce, quantised_reduce_scatter
 from zeromesh.comm.transport import HostCopies, Native, Transport, carried, transport_of
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
@@ -73,15 +72,11 @@ COLLECTIVES = {
     ),
     "all_reduce": lambda region, out, group, workspace: all_reduce(region, group, workspace=workspace),
     "all_reduce_max": lambda region, out, group, workspace: all_reduce_max(region, group),
-    "quantised_all_gather": lambda region, out, group, workspace: quantised_all_gather(
-        region, group, FORM, workspace=workspace
-    ),
-    "quantised_reduce_scatter": lambda region, out, group, workspace: quantised_reduce_scatter(
+    "quantised_all_gather": lambda region, out, group, workspace: all_gather(region, group, FORM, workspace=workspace),
+    "quantised_reduce_scatter": lambda region, out, group, workspace: reduce_scatter(
         region, out, group, FORM, workspace=workspace
     ),
-    "quantised_all_reduce": lambda region, out, group, workspace: quantised_all_reduce(
-        region, group, FORM, workspace=workspace
-    ),
+    "quantised_all_reduce": lambda region, out, group, workspace: all_reduce(region, group, FORM, workspace=workspace),
 }
 
 

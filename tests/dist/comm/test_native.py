@@ -18,9 +18,6 @@ from tests.dist.pool import kept, on_ranks
 from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, collectives, make_groups, reduce_scatter
 from zeromesh.comm.quantised import (
     noise_generator,
-    quantised_all_gather,
-    quantised_all_reduce,
-    quantised_reduce_scatter,
 )
 from zeromesh.comm.transport import Messages, Native, Transport
 from zeromesh.strategy import Layout
@@ -65,7 +62,7 @@ def reduce(group: AxisGroup, room: Tensor) -> list[Tensor]:
 
 def quantised_gather(group: AxisGroup, room: Tensor) -> list[Tensor]:
     region, keep = values(3 * 70_001, torch.bfloat16), torch.zeros(3 * INT8.message_bytes(70_001), dtype=torch.uint8)
-    quantised_all_gather(region, group, INT8, workspace=room, keep=keep)
+    all_gather(region, group, INT8, workspace=room, keep=keep)
     return [region, keep]
 
 
@@ -73,8 +70,8 @@ def quantised_scatter(group: AxisGroup, room: Tensor) -> list[Tensor]:
     out, residual = torch.ones(70_001), torch.zeros(3 * 70_001)
     region = values(3 * 70_001, torch.float32)
     noise = noise_generator(group)
-    quantised_reduce_scatter(region, out, group, INT4, workspace=room, accumulate=True, generator=noise)
-    quantised_reduce_scatter(region, out, group, INT8, workspace=room, accumulate=True, residual=residual)
+    reduce_scatter(region, out, group, INT4, workspace=room, accumulate=True, generator=noise)
+    reduce_scatter(region, out, group, INT8, workspace=room, accumulate=True, residual=residual)
     return [out, residual]
 
 
@@ -82,7 +79,7 @@ def quantised_reduce(group: AxisGroup, room: Tensor) -> list[Tensor]:
     tensors = [values(numel, torch.float32) for numel in (3, 200_004)]
     noise = noise_generator(group)
     for tensor in tensors:
-        quantised_all_reduce(tensor, group, INT4, workspace=room, scale=1 / 3, generator=noise)
+        all_reduce(tensor, group, INT4, workspace=room, scale=1 / 3, generator=noise)
     return tensors
 
 

@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept, on_ranks
-from zeromesh.comm import AxisGroup, Sent, make_groups, workspace_bytes
+from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.comm.quantised import (
     check_quantisable,
     noise_generator,
-    quantised_all_gather,
-    quantised_all_reduce,
-    quantised_reduce_scatter,
     restore_kept,
 )
 from zeromesh.errors import InputError, InternalError
@@ -63,7 +60,7 @@ def gather(shape, chunk, form, seed):
         length = held.stop - held.start
         start = held.start - group.rank * length
         held = slice(start, start + group.size * length)
-        quantised_all_gather(full[held], group, form, workspace=workspace(group), generator=noise(form, group))
+        all_gather(full[held], group, form, workspace=workspace(group), generator=noise(form, group))
     assert (full - exact).abs().max() <= form.error_bound(len(groups)) * exact.abs().max()
     first = full.clone()
     dist.broadcast(first, 0)
@@ -80,7 +77,7 @@ def scatter(shape, chunk, form, seed, accumulate):
         start += group.rank * length
         out = torch.ones(length)
         last = group is groups[0]
-        quantised_reduce_scatter(
+        reduce_scatter(
             region,
             out,
             group,
@@ -127,8 +124,8 @@ def kept_and_restored(chunk: int, form: QuantFormat) -> None:
     region = torch.cat([values(rank, chunk, 4, 1.0) for rank in range(2)]).bfloat16()
     keep = torch.zeros(2 * form.message_bytes(chunk), dtype=torch.uint8)
     plain, room = region.clone(), workspace(group)
-    quantised_all_gather(plain, group, form, workspace=room)
-    quantised_all_gather(region, group, form, workspace=room, keep=keep)
+    all_gather(plain, group, form, workspace=room)
+    all_gather(region, group, form, workspace=room, keep=keep)
     assert torch.equal(region, plain)
     restored = torch.full_like(region, float("nan"))
     restore_kept(keep, restored, group, form, workspace=room)
@@ -156,7 +153,7 @@ def test_reduce_scatter_sums_dequantised_chunks_in_the_order_of_the_ranks():
     group, form, chunk = grid((3,))["a"], QuantFormat(bits=8), 300
     out = torch.zeros(chunk)
     own = values(group.rank, 3 * chunk, 5, 1.0)
-    quantised_reduce_scatter(own.clone(), out, group, form, workspace=workspace(group), scale=0.5)
+    reduce_scatter(own.clone(), out, group, form, workspace=workspace(group), scale=0.5)
     quantiser, message = (
         form.codec(384, torch.zeros(form.memory_bytes(384)).byte(), None),
         torch.zeros(form.message_bytes(chunk)).byte(),
@@ -177,7 +174,7 @@ def test_all_reduce_leaves_equal_replicas(numel):
     group, form = grid((3,))["a"], QuantFormat(bits=8)
     tensor = values(group.rank, numel, 3, 1.0).bfloat16()
     everyone = torch.stack([values(rank, numel, 3, 1.0).bfloat16().double() for rank in range(3)])
-    quantised_all_reduce(tensor, group, form, workspace=workspace(group), scale=1 / 3)
+    all_reduce(tensor, group, form, workspace=workspace(group), scale=1 / 3)
     first = tensor.clone()
     dist.broadcast(first, 0)
     assert torch.equal(first, tensor)
@@ -195,7 +192,7 @@ def test_error_feedback_makes_up_for_what_was_lost():
     repeats = 30
     for _ in range(repeats):
         for name, kept_residual in (("with", residual), ("without", None)):
-            quantised_reduce_scatter(
+            reduce_scatter(
                 region,
                 sums[name],
                 group,
@@ -221,7 +218,7 @@ def test_error_feedback_of_an_all_reduce_covers_both_its_quantisations():
     for _ in range(repeats):
         for sums, owed in ((total, residual), (plain, None)):
             tensor = own.clone()
-            quantised_all_reduce(tensor, group, form, workspace=workspace(group), scale=1 / 3, residual=owed)
+            all_reduce(tensor, group, form, workspace=workspace(group), scale=1 / 3, residual=owed)
             sums += tensor
     everyone = torch.stack([values(rank, numel, 8, 0.0) for rank in range(3)])
     exact = repeats * everyone.mean(0)
@@ -240,9 +237,9 @@ def test_bytes_sent(wire):
     seen: list[Sent] = []
     group.record = seen.append
     region = torch.zeros(600_000)
-    quantised_all_gather(region, group, form, workspace=workspace(group))
-    quantised_reduce_scatter(region, torch.zeros(300_000), group, form, workspace=workspace(group))
-    quantised_all_reduce(region, group, form, workspace=workspace(group))
+    all_gather(region, group, form, workspace=workspace(group))
+    reduce_scatter(region, torch.zeros(300_000), group, form, workspace=workspace(group))
+    all_reduce(region, group, form, workspace=workspace(group))
     # Pieces are whole blocks, so a chunk in pieces is as long as one in a single message.
     chunk = wire_bytes(300_000, wire)
     found = [(sent.operation, sent.sent_bytes) for sent in seen]
@@ -259,7 +256,7 @@ def mean_of_two_axes(generators: list[torch.Generator]) -> float:
         tensor = own.clone()
         for group, generator in zip(groups, generators, strict=True):
             room = workspace(group)
-            quantised_all_reduce(tensor, group, form, workspace=room, scale=0.5, generator=generator)
+            all_reduce(tensor, group, form, workspace=room, scale=0.5, generator=generator)
         total += tensor
     return float(total[~largest].mean()) / rounds
 
@@ -290,4 +287,4 @@ def test_what_cannot_be_quantised_says_so():
 def test_a_workspace_that_is_too_small_says_so():
     group = grid((2,))["a"]
     with pytest.raises(InternalError, match=r"quantised collective of 2 ranks needs \d+ bytes; got 10"):
-        quantised_all_gather(torch.zeros(2), group, QuantFormat(bits=8), workspace=torch.zeros(10).byte())
+        all_gather(torch.zeros(2), group, QuantFormat(bits=8), workspace=torch.zeros(10).byte())
