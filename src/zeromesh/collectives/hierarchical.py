@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from zeromesh.strategy import Collective
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from zeromesh.comm import AxisGroup
 
 
 class Flat(Collective):
@@ -25,26 +18,3 @@ class Hierarchical(Collective):
 
     name = "hierarchical"
     costs = "zeromesh.collectives.costs:HierarchicalCost"
-
-    def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool) -> None:
-        from zeromesh.comm import all_gather
-
-        all_gather(region.chunk(major.size)[major.rank], minor, reduced=reduced)
-        all_gather(region, major, reduced=reduced)
-
-    def reduce_scatter(
-        self,
-        region: Tensor,
-        out: Tensor,
-        major: AxisGroup,
-        minor: AxisGroup,
-        *,
-        scales: tuple[float, float],
-        accumulate: bool,
-        **options: Any,
-    ) -> None:
-        from zeromesh.comm import reduce_scatter
-
-        part = region.chunk(major.size)[major.rank]
-        reduce_scatter(region, part, major, scale=scales[0], **options)
-        reduce_scatter(part, out, minor, scale=scales[1], accumulate=accumulate, **options)

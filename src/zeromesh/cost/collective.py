@@ -86,9 +86,9 @@ class JointCost(ABC):
         """The cost of one collective over a group of several levels, in engines that issue it so."""
 
     def pair_cost(
-        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], messages: bool
+        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer]
     ) -> CollectiveCost:
-        """The cost of two steps at once, given that of each; `messages`: ranks exchange messages."""
+        """The cost of two steps at once, given that of each."""
         raise NotImplementedError(f"{type(self).__name__} is of one step at a time")
 
 

@@ -125,34 +125,29 @@ def _gathers(
     kept: Tensor | None,
 ) -> Chain:
     """Along `route`, in `destination`, which covers `held` of the buffer."""
-    placed, collective = shards.placed, shards.placed.layout.collective
+    placed = shards.placed
 
     def sent(values: Tensor) -> Tensor:
         """Codes as bytes: backends know fewer dtypes than torch."""
         return values.view(torch.uint8) if placed.buffer.param_dtype in FROZEN_BYTES else values
 
     chain, current, end = list[Step](), sent(source), sent(destination)
-    for together in collective.grouped(route):
-        before: Copy | None = None
-        for step in together:
-            region, keep = sent(inside(destination, held, placed.region(step, shards.coordinates))), None
-            if kept is not None and step.axis is placed.kept_axis:
-                region, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
-            elif step in route.staged:
-                region = scratch.region(step.numel, DTYPES[step.wire])
-            own = own_chunk(region, groups[step.axis.name])
-            if not _same(own, current):  # of a pair, only the first's is elsewhere
-                before = own, current
-            current = region
-        major, *minor = axes = tuple(groups[step.axis.name] for step in reversed(together))
-        if minor:
-            call = partial(collective.all_gather, current, major, *minor, reduced=False)
-        elif step.form is None:
-            call = partial(all_gather, current, major)
-        else:
-            call = partial(all_gather, current, major, step.form, workspace=scratch.workspace, keep=keep)
-        chain.append(Step(operation="all_gather", groups=axes, call=call, before=before))
-    return tuple(chain) if _same(end, current) else (*chain, Step(after=(end, current)))
+    for step in route.steps:
+        region, keep = sent(inside(destination, held, placed.region(step, shards.coordinates))), None
+        if kept is not None and step.axis is placed.kept_axis:
+            region, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
+        elif step in route.staged:
+            region = scratch.region(step.numel, DTYPES[step.wire])
+        group = groups[step.axis.name]
+        own = own_chunk(region, group)
+        before = None if _same(own, current) else (own, current)
+        current = region
+        call = partial(all_gather, region, group)
+        if step.form is not None:
+            call = partial(all_gather, region, group, step.form, workspace=scratch.workspace, keep=keep)
+        chain.append(Step(operation="all_gather", groups=(group,), call=call, before=before))
+    bound = placed.layout.collective.bind(route, chain)
+    return bound if _same(end, current) else (*bound, Step(after=(end, current)))
 
 
 def require_wires(
@@ -281,31 +276,19 @@ def _reductions(
     scratch: Scratch,
 ) -> Chain:
     """Along `route`, from `source`, the last step's sum into `into`, or in place."""
-    collective, chain, scale = shards.placed.layout.collective, list[Step](), iter(scales)
-    current, scattered = source, dict[str, Tensor]()
-    for together in collective.grouped(route):
-        bound, axes = list[tuple[Tensor, Tensor]](), [groups[step.axis.name] for step in together]
-        for step, group in zip(together, axes, strict=True):
-            if step.operation == "all_gather":  # back to the region that was scattered over the same axis
-                current = scattered[step.axis.name]
-            assert current is not None
-            scattered[step.axis.name] = region = current
-            current = own_chunk(region, group) if step.operation == "reduce_scatter" else region
-            if into is not None and step is route.steps[-1]:
-                current = into
-            bound.append((region, current))
-        factors, accumulates = [next(scale) for _ in together], into is not None and together[-1] is route.steps[-1]
-        (first, out), (last, end), operation = bound[0], bound[-1], together[0].operation
-        if len(together) == 1:
-            chain.append(_reduction(shards, together[0], first, out, axes[0], scratch, factors[0], accumulates))
-        elif operation == "all_gather":
-            call = partial(collective.all_gather, last, axes[1], axes[0], reduced=True)
-            chain.append(Step(operation=operation, groups=(axes[1], axes[0]), call=call))
-        else:
-            options: dict[str, Any] = {"workspace": scratch.workspace, "scales": tuple(factors), "accumulate": False}
-            call = partial(collective.reduce_scatter, first, end, *axes, **options)
-            chain.append(Step(operation=operation, groups=tuple(axes), call=call, accumulates=accumulates))
-    return tuple(chain)
+    chain, current, scattered = list[Step](), source, dict[str, Tensor]()
+    for step, scale in zip(route.steps, scales, strict=False):
+        group, region = groups[step.axis.name], current
+        if step.operation == "all_gather":  # back to the region that was scattered over the same axis
+            region = scattered[step.axis.name]
+        assert region is not None
+        scattered[step.axis.name] = region
+        current = own_chunk(region, group) if step.operation == "reduce_scatter" else region
+        last = into is not None and step is route.steps[-1]
+        current = into if last else current
+        assert current is not None
+        chain.append(_reduction(shards, step, region, current, group, scratch, scale, last))
+    return shards.placed.layout.collective.bind(route, chain)
 
 
 def _reduction(

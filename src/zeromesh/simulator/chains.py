@@ -81,7 +81,8 @@ class Chains:
 
     def _works(self, route: Route, kind: str) -> list[Work]:
         if self._collective.by_level and not self.mechanics.joint:
-            return [self._together(steps, kind) for steps in self._collective.grouped(route)]
+            grouped = self._collective.grouped(route, messages=self.model.cluster.messages)
+            return [self._together(steps, kind) for steps in grouped]
         works: list[Work] = []
         for (operation, wire), same in groupby(route.steps, key=lambda step: (step.operation, step.wire)):
             steps = list(same)
@@ -113,7 +114,7 @@ class Chains:
             return self._single(steps[0], kind)
         one, other = steps
         first, last = (self._single(step, kind) for step in steps)
-        cost = costs_of(self._collective).pair_cost(first.cost, last.cost, (one, other), self.model.cluster.messages)
+        cost = costs_of(self._collective).pair_cost(first.cost, last.cost, (one, other))
         inner, outer = (first, last) if self._place(one) < self._place(other) else (last, first)
         return Work(first.name, (*inner.axes, *outer.axes), cost, (*inner.sent_bytes, *outer.sent_bytes))
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from zeromesh.comm import AxisGroup
+    from zeromesh.engine.chain import Step
     from zeromesh.schedule import Route, Transfer
 
 
 class Collective:
-    """One way, without state. Two neighbouring steps of a route that it carries out at once have a `major` axis and a
-    `minor` one: the region is major * minor equal shards, and shard i * minor + t belongs to the rank with index i on
-    major and t on minor. A gather goes over minor first, a reduction over major first.
+    """One way, without state.
 
     Args:
         name: as the notation spells it.
@@ -33,42 +29,18 @@ class Collective:
     pairs: ClassVar[bool] = False
     costs: ClassVar[str | type]
 
-    def grouped(self, route: Route) -> tuple[tuple[Transfer, ...], ...]:
-        """The steps of `route` as they are carried out: two that run at once stand together."""
+    def grouped(self, route: Route, *, messages: bool) -> tuple[tuple[Transfer, ...], ...]:
+        """The steps of `route` as they are carried out: two that run at once stand together.
+
+        Args:
+            route: of one flat buffer.
+            messages: whether ranks exchange messages.
+        """
         return tuple((step,) for step in route.steps)
 
-    def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool) -> None:
-        """Fills `region`, of which this rank's shard is filled.
-
-        Args:
-            region: flat, contiguous.
-            major, minor: the two axes.
-            reduced: whether it follows a reduction, in the order of the reductions' communicators.
-        """
-        raise NotImplementedError(f"{self.name} carries out one step at a time")
-
-    def reduce_scatter(
-        self,
-        region: Tensor,
-        out: Tensor,
-        major: AxisGroup,
-        minor: AxisGroup,
-        *,
-        workspace: Tensor,
-        scales: tuple[float, float],
-        accumulate: bool,
-    ) -> None:
-        """Sums this rank's shard of all ranks' `region`, times both scales, into `out`, or adds it there.
-
-        Args:
-            region: flat, contiguous; what it holds afterwards is of no use.
-            out: as long as one shard.
-            major, minor: the two axes.
-            workspace: of the lane.
-            scales: factors of the sums over major and over minor.
-            accumulate: add to `out`.
-        """
-        raise NotImplementedError(f"{self.name} carries out one step at a time")
+    def bind(self, route: Route, steps: Sequence[Step]) -> tuple[Step, ...]:
+        """The same with those that run at once joined, of the steps of `route` bound to their tensors one by one."""
+        return tuple(steps)
 
 
 HOMES = {

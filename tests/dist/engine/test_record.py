@@ -45,8 +45,8 @@ SPECIAL = [
 
 
 def predicted(schedule: Schedule, micro_batches: int) -> Trace:
-    """The simulator's events for a schedule, on links and a device of no particular speed."""
-    device = Device(name="d", memory_bytes=1e12, peak_flops={"bf16": 1e12})
+    """The simulator's events for a schedule, on links and a device of no particular speed, which exchange messages."""
+    device = Device(name="d", memory_bytes=1e12, peak_flops={"bf16": 1e12}, cores=1.0)
     levels = tuple(
         Level(name=name, size=size, bandwidth_bytes_per_s=1e9, latency_s=1e-6) for name, size in schedule.layout.mesh
     )

@@ -8,32 +8,42 @@ the backend's own collective.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.collectives.hierarchical import Hierarchical
+from zeromesh.strategy import Collective
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from zeromesh.comm import AxisGroup
+    from zeromesh.engine.chain import Step
     from zeromesh.schedule import Route, Transfer
 
 
-class HoRing(Hierarchical):
-    """Two levels at once; the values are those of level after level to the bit."""
+class HoRing(Collective):
+    """Two levels at once; the values are those of level after level to the bit.
+
+    Two steps at once have a `major` axis and a `minor` one: the region is major * minor equal shards, and shard
+    i * minor + t belongs to the rank with index i on major and t on minor. A gather goes over minor first, a reduction
+    over major first.
+    """
 
     name = "ho_ring"
     pairs = True
     costs = "zeromesh.collectives.ho_ring.cost:HoRingCost"
 
-    def grouped(self, route: Route) -> tuple[tuple[Transfer, ...], ...]:
+    def grouped(self, route: Route, *, messages: bool) -> tuple[tuple[Transfer, ...], ...]:
         """A step has a partner where both scatter, or both gather, lossless and in the dtype of the region, so that
         nothing is copied between them. A chain of gathers with any other wire is staged as a whole, and has none:
         whether one of its regions lies inside the next would depend on the rank.
         """
         groups: list[tuple[Transfer, ...]] = []
         staged = any(step.wire != route.held for step in route.steps)
-        alone = staged and all(step.operation == "all_gather" for step in route.steps)
+        alone = not messages or (staged and all(step.operation == "all_gather" for step in route.steps))
         for step in route.steps:
             before = groups[-1][0] if groups and len(groups[-1]) == 1 and not alone else None
             if before is None or route.copied in (before.axis, step.axis) or not _at_once(before, step, route.held):
@@ -42,21 +52,49 @@ class HoRing(Hierarchical):
                 groups[-1] = (before, step)
         return tuple(groups)
 
+    def bind(self, route: Route, steps: Sequence[Step]) -> tuple[Step, ...]:
+        """See `Collective`."""
+        left = iter(steps)
+        grouped = self.grouped(route, messages=all(step.groups[0].transport.messages for step in steps))
+        return tuple(reduce(self._join, islice(left, len(together))) for together in grouped)
+
+    def _join(self, first: Step, second: Step) -> Step:
+        assert first.call is not None and second.call is not None
+        options = second.call.keywords
+        if first.operation == "all_gather":
+            axes = (*second.groups, *first.groups)
+            call = partial(self.all_gather, second.call.args[0], *axes, reduced=options.get("reduced", False))
+        else:
+            axes, scales = (*first.groups, *second.groups), (first.call.keywords["scale"], options["scale"])
+            rest = {"workspace": options["workspace"], "scales": scales, "accumulate": False}
+            call = partial(self.reduce_scatter, first.call.args[0], second.call.args[1], *axes, **rest)
+        return replace(second, groups=axes, call=call, before=first.before)
+
     def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool) -> None:
+        """Fills `region`, of which this rank's shard is filled.
+
+        Args:
+            region: flat, contiguous.
+            major, minor: the two axes.
+            reduced: whether it follows a reduction, in the order of the reductions' communicators.
+        """
         from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather
 
-        if not minor.transport.messages:
-            super().all_gather(region, major, minor, reduced=reduced)
-        else:
-            ho_ring_all_gather(region, major, minor, reduced=reduced)
+        ho_ring_all_gather(region, major, minor, reduced=reduced)
 
     def reduce_scatter(self, region: Tensor, out: Tensor, major: AxisGroup, minor: AxisGroup, **options: Any) -> None:
+        """Sums this rank's shard of all ranks' `region`, times both scales, into `out`, or adds it there.
+
+        Args:
+            region: flat, contiguous; what it holds afterwards is of no use.
+            out: as long as one shard.
+            major, minor: the two axes.
+            options: `workspace` of the lane; `scales`, factors of the sums over major and over minor; `accumulate`,
+                whether to add to `out`.
+        """
         from zeromesh.collectives.ho_ring.ring import ho_ring_reduce_scatter
 
-        if not minor.transport.messages:
-            super().reduce_scatter(region, out, major, minor, **options)
-        else:
-            ho_ring_reduce_scatter(region, out, major, minor, **options)
+        ho_ring_reduce_scatter(region, out, major, minor, **options)
 
 
 def _at_once(first: Transfer, second: Transfer, held: str) -> bool:

@@ -36,10 +36,8 @@ class HoRingCost(HierarchicalCost):
         )
 
     def pair_cost(
-        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer], messages: bool
+        self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer]
     ) -> CollectiveCost:
-        if not messages:
-            return one_after_another(first, second)
         sizes = [step.axis.size for step in steps]
         shard_numel = -(-max(step.numel for step in steps) // prod(sizes))
         item_bytes = ITEM_BYTES[steps[0].wire]
