@@ -120,23 +120,24 @@ class FlatShards:
             places.append(Place(info=info, region=region, start=start, stop=start + region.numel))
             start += info.most  # so that ranks with smaller regions cut the buffer alike
         self = cls(placed=placed, coordinates=coordinates, places=tuple(places), device=device)
-        spec, layout = placed.buffer, placed.layout
-        self.params = self._zeros(placed.numel(layout.param_axes), spec.param_dtype)
+        spec, held = placed.buffer, placed.persistent
+        self.params = self._zeros(held.params, spec.param_dtype)
         if spec.master_dtype is not None:
             if placed.master_in_params:
                 self.master = inside(self.params, self.param_range, self.state_range)
             else:
-                self.master = self._zeros(placed.numel(layout.significant), spec.master_dtype)
-            self.grads = self._zeros(placed.numel(layout.grad_axes), spec.grad_dtype)
+                self.master = self._zeros(held.master, spec.master_dtype)
+            self.grads = self._zeros(held.grads, spec.grad_dtype)
         if placed.kept_axis is not None:
-            dtype = DTYPES.get(placed.kept_wire, torch.uint8)
-            self.kept = torch.zeros(placed.persistent.kept // dtype.itemsize, dtype=dtype, device=device)
+            self.kept = self._zeros(held.kept, placed.kept_wire)
         if placed.feedback:
-            self.owed = self._zeros(placed.feedback_numel, FEEDBACK_DTYPE)
+            self.owed = self._zeros(held.feedback, FEEDBACK_DTYPE)
         return self
 
-    def _zeros(self, numel: int, dtype: str) -> Tensor:
-        return torch.zeros(numel, dtype=DTYPES[dtype], device=self.device)
+    def _zeros(self, count: int, wire: str) -> Tensor:
+        """So many bytes of elements, or of messages."""
+        dtype = DTYPES.get(wire, torch.uint8)
+        return torch.zeros(count // dtype.itemsize, dtype=dtype, device=self.device)
 
     @property
     def spec(self) -> FlatBuffer:

@@ -30,7 +30,7 @@ slot to give back: it stays open until the outermost forward has ended.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -96,10 +96,10 @@ class Schedule:
         placed: the buffers of each.
         order: unit indices in the order of the forward.
         memory: every buffer, in bytes.
-        program: ops by (point, unit); unit is -1 for points of no unit.
         buckets: of whole tensors, of each optimizer that steps on such.
         beyond: axes beyond the layouts, which only whole tensors cross.
         shards_params: whether any layout does: all ranks then call all units in the same order.
+        program: ops by (point, unit); unit is -1 for points of no unit.
     """
 
     layout: Layout
@@ -108,13 +108,15 @@ class Schedule:
     placed: tuple[tuple[Placed, ...], ...] = field(repr=False)
     order: tuple[int, ...]
     memory: MemoryPlan
-    program: Program = field(repr=False)
     buckets: tuple[tuple[Bucket, ...], ...] = ()
     beyond: tuple[Axis, ...] = ()
     shards_params: bool = field(init=False)
+    program: Program = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shards_params", _shard_params(self.layouts))
+        sharded = any(layout.degree(layout.param_axes) > 1 for layout in self.layouts)
+        object.__setattr__(self, "shards_params", sharded)
+        object.__setattr__(self, "program", _program(self.layout.strategy, sharded, self.units, self.order))
 
     @classmethod
     def of(
@@ -136,21 +138,19 @@ class Schedule:
                 on; None counts nothing.
             triton: whether the devices have it: [Note: Which codec] of `zeromesh.wires.format`.
         """
-        order, placed = tuple(range(len(units))), place(layout, units, parts)
+        placed = place(layout, units, parts)
         return cls(
             layout=layout,
             parts=parts,
             units=tuple(units),
             placed=placed,
-            order=order,
+            order=tuple(range(len(units))),
             memory=MemoryPlan.of(placed, layout.strategy.prefetch, messages, triton=triton),
-            program=_program(layout.strategy, _shard_params([layout, *parts.values()]), units, order),
         )
 
     def reordered(self, order: Sequence[int]) -> Schedule:
         """The same schedule for units called in another order; slots stay where they are."""
-        program = _program(self.layout.strategy, self.shards_params, self.units, order)
-        return replace(self, order=tuple(order), program=program)
+        return replace(self, order=tuple(order))
 
     def with_owned(self, buckets: Sequence[Bucket], beyond: Sequence[Axis] = ()) -> Schedule:
         """The same schedule with one more optimizer, that steps on these buckets of whole tensors, which cross `beyond`
@@ -191,10 +191,6 @@ class Schedule:
         """Whether other units are gathered into the unit's slot."""
         slots = self.memory.gather.slot_of
         return slots[unit] is not None and slots.count(slots[unit]) > 1
-
-
-def _shard_params(layouts: Iterable[Layout]) -> bool:
-    return any(layout.degree(layout.param_axes) > 1 for layout in layouts)
 
 
 class _Facts(NamedTuple):

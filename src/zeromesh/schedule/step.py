@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.placed import Route
@@ -19,30 +19,6 @@ Phase = Literal["forward", "recompute", "backward"]
 ROOT = 0
 
 
-def run_step(
-    interpreter: Interpreter[T],
-    *,
-    micro_batches: int,
-    compute: Callable[[Phase, int], None] = lambda phase, part: None,
-    recompute: Callable[[int], bool] = lambda part: False,
-    returned: Callable[[int], bool] = lambda part: True,
-    parts: Sequence[int] | None = None,
-) -> None:
-    """Drives `interpreter` through the micro-batches of one step, up to and without the optimizer.
-
-    Args:
-        interpreter: over units of which the first is the root, whose forward encloses the others'.
-        micro_batches: at least 1.
-        compute: called between the points around a part's forward, recomputation or backward.
-        recompute: whether a part's forward is repeated in the backward.
-        returned: whether a backward comes back to it: not where neither it nor anything before it trains.
-        parts: the unit that each part is a call of, root first; None where each unit is one, under its own number.
-    """
-    for micro in range(micro_batches):
-        last = micro == micro_batches - 1
-        run_micro_batch(interpreter, last=last, compute=compute, recompute=recompute, returned=returned, parts=parts)
-
-
 def run_micro_batch(
     interpreter: Interpreter[T],
     *,
@@ -52,7 +28,16 @@ def run_micro_batch(
     returned: Callable[[int], bool] = lambda part: True,
     parts: Sequence[int] | None = None,
 ) -> None:
-    """One forward and backward of `run_step`, for whoever need not run all of them."""
+    """Drives `interpreter` through the forward and the backward of one micro-batch.
+
+    Args:
+        interpreter: over units of which the first is the root, whose forward encloses the others'.
+        last: whether the optimizer's step follows.
+        compute: called between the points around a part's forward, recomputation or backward.
+        recompute: whether a part's forward is repeated in the backward.
+        returned: whether a backward comes back to it: not where neither it nor anything before it trains.
+        parts: the unit that each part is a call of, root first; None where each unit is one, under its own number.
+    """
     calls = run_forward(interpreter, compute=compute, returned=returned, parts=parts)
     interpreter.begin_backward(Backward(last=last))
     for part, call in reversed(calls):
@@ -138,31 +123,34 @@ def step_transfers(
     recompute: bool = False,
     returned: Callable[[int], bool] = lambda unit: True,
 ) -> list[tuple[int, Transfer]]:
-    """Every collective of one step in steady state, as (unit, transfer), in the order of issue."""
+    """Every collective of one step in steady state, as (unit, transfer), in the order of issue.
+
+    Args:
+        schedule: of the step.
+        micro_batches: at least 1.
+        recompute: whether the forwards of all blocks are repeated in the backward.
+        returned: as in `run_micro_batch`.
+    """
     counted = Counted(schedule)
     interpreter = Interpreter(schedule=schedule, backend=counted)
     interpreter.stepped(range(len(schedule.units)))
-    run_step(
-        interpreter,
-        micro_batches=micro_batches,
-        recompute=lambda unit: recompute and not schedule.resident(unit),
-        returned=returned,
-    )
+    for micro in range(micro_batches):
+        run_micro_batch(
+            interpreter,
+            last=micro == micro_batches - 1,
+            compute=lambda phase, part: None,
+            recompute=lambda unit: recompute and not schedule.resident(unit),
+            returned=returned,
+        )
     return counted.sent
 
 
-def sent_bytes_per_axis(
-    schedule: Schedule,
-    *,
-    micro_batches: int,
-    recompute: bool = False,
-    returned: Callable[[int], bool] = lambda unit: True,
-) -> dict[str, int]:
+def sent_bytes_per_axis(schedule: Schedule, **step: Any) -> dict[str, int]:
     """Bytes that one rank sends on each axis of the layouts in one step in steady state, in which each optimizer that
-    steps on whole tensors steps once, on all of them; `recompute` of all blocks, and `returned` as in `run_step`."""
+    steps on whole tensors steps once, on all of them; `step` as in `step_transfers`."""
     total = Counter({axis.name: 0 for axis in schedule.axes})
-    for _, step in step_transfers(schedule, micro_batches=micro_batches, recompute=recompute, returned=returned):
-        total[step.axis.name] += step.sent_bytes
+    for _, transfer in step_transfers(schedule, **step):
+        total[transfer.axis.name] += transfer.sent_bytes
     for bucket in chain.from_iterable(schedule.buckets):
         for shipment in (*bucket.there, *bucket.back):
             total[shipment.axis.name] += shipment.sent_bytes

@@ -21,7 +21,7 @@ from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.errors import InternalError, ModelError
 from zeromesh.schedule import FlatBuffer, Interpreter, Role, Schedule, Unit
 from zeromesh.schedule.state import Reducing
-from zeromesh.schedule.step import Counted, run_step
+from zeromesh.schedule.step import Counted, run_micro_batch
 from zeromesh.strategy import Layout
 
 MESH = (("node", 2), ("cluster", 2))
@@ -192,7 +192,8 @@ def test_without_overlap_nothing_is_under_way_while_anything_computes(strategy):
         for state in interpreter.states:
             assert (state.refreshing, state.ticket, state.taking, state.reducing) == (None,) * 4, (phase, unit)
 
-    run_step(interpreter, micro_batches=3, compute=compute)
+    for last in (False, False, True):
+        run_micro_batch(interpreter, last=last, compute=compute)
     assert len(computed) == 3 * 2 * len(schedule.units)
 
 
