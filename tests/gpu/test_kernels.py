@@ -188,7 +188,7 @@ def test_every_rank_has_noise_of_its_own():
     form = QuantFormat(bits=8, stochastic=True)
     sources = random(128, 4, DEVICE).repeat(3).split(128)
     messages = room(form, 3 * 128, DEVICE).view(3, -1)
-    TritonQuantiser(form, torch.Generator().manual_seed(0)).quantise_all(sources, messages.unbind())
+    list(TritonQuantiser(form, torch.Generator().manual_seed(0)).quantise_each(sources, messages.unbind()))
     assert len({message.cpu().numpy().tobytes() for message in messages}) == 3
 
 

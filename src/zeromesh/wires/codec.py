@@ -20,18 +20,36 @@ class Codec(ABC):
     """Writes and reads messages of one format, without allocating."""
 
     @abstractmethod
-    def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
-        """Writes `source` to `message`.
+    def quantise_each(
+        self,
+        sources: Sequence[Tensor],
+        messages: Sequence[Tensor],
+        residuals: Sequence[Tensor] | None = None,
+        *,
+        skipped: int = -1,
+    ) -> Iterator[Tensor]:
+        """Writes every source to its message, and yields that; the skipped one is not written.
 
         Args:
-            source: flat, of any floating dtype.
-            message: `message_bytes(source.numel())` bytes; what is beyond them, here and below, is not touched.
-            residual: error feedback: added to the source first, then replaced by what the message lost.
+            sources: equally long, flat, of any floating dtype; views of one tensor, equally far apart, as are messages
+                and residuals.
+            messages: `message_bytes(numel of a source)` bytes; what is beyond them, here and below, is not touched.
+            residuals: error feedback: added to the sources first, then replaced by what the messages lost.
+            skipped: index of one that is left out; -1 leaves none out.
         """
 
     @abstractmethod
+    def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
+        """Writes what every message holds to its target, rounded once to its dtype, but for the skipped one."""
+
+    def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
+        """`quantise_each` of one."""
+        for _ in self.quantise_each([source], [message], None if residual is None else [residual]):
+            pass
+
     def dequantise(self, message: Tensor, target: Tensor) -> None:
-        """Writes what `message` holds to `target`, rounded once to its dtype."""
+        """`dequantise_each` of one."""
+        self.dequantise_each([message], [target])
 
     @abstractmethod
     def reduce(self, messages: Tensor, own: Tensor, own_index: int, target: Target, part: slice) -> None:
@@ -63,26 +81,6 @@ class Codec(ABC):
             message, residual: as for `quantise`.
         """
 
-    def quantise_each(
-        self,
-        sources: Sequence[Tensor],
-        messages: Sequence[Tensor],
-        residuals: Sequence[Tensor] | None = None,
-        *,
-        skipped: int = -1,
-    ) -> Iterator[Tensor]:
-        """All messages, each once it is written; the skipped one is not."""
-        for rank, (source, message) in enumerate(zip(sources, messages, strict=True)):
-            if rank != skipped:
-                self.quantise(source, message, None if residuals is None else residuals[rank])
-            yield message
-
-    def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
-        """Writes what every message holds to its target, but for the skipped one."""
-        for rank, (message, target) in enumerate(zip(messages, targets, strict=True)):
-            if rank != skipped:
-                self.dequantise(message, target)
-
 
 class TorchCodec(Codec):
     """With torch's operations, through fp32, on any device; of a format only `encode` and `decode` are left to say.
@@ -111,6 +109,26 @@ class TorchCodec(Codec):
     @abstractmethod
     def decode(self, message: Tensor, values: Tensor) -> None:
         """Fills fp32 `values`, whole granules, with what `message` holds."""
+
+    def quantise_each(
+        self,
+        sources: Sequence[Tensor],
+        messages: Sequence[Tensor],
+        residuals: Sequence[Tensor] | None = None,
+        *,
+        skipped: int = -1,
+    ) -> Iterator[Tensor]:
+        """See `Codec`; each message is yielded before the next is written."""
+        for rank, (source, message) in enumerate(zip(sources, messages, strict=True)):
+            if rank != skipped:
+                self.quantise(source, message, None if residuals is None else residuals[rank])
+            yield message
+
+    def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
+        """See `Codec`."""
+        for rank, (message, target) in enumerate(zip(messages, targets, strict=True)):
+            if rank != skipped:
+                self.dequantise(message, target)
 
     def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
         """See `Codec`."""

@@ -253,24 +253,15 @@ class TritonQuantiser(Codec):
         self.form = form
         self._generator = generator
 
-    def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
-        """See `Codec`."""
-        self.quantise_all([source], [message], None if residual is None else [residual])
-
-    def quantise_all(
+    def quantise_each(
         self,
         sources: Sequence[Tensor],
         messages: Sequence[Tensor],
         residuals: Sequence[Tensor] | None = None,
         *,
         skipped: int = -1,
-    ) -> None:
-        """`quantise` of several sources in one launch.
-
-        Args:
-            sources, messages, residuals: equally long, and equally far apart in one tensor each.
-            skipped: index of one that is left out; -1 leaves none out.
-        """
+    ) -> Iterator[Tensor]:
+        """See `Codec`; in one launch."""
         codes, scales = split(self.form, messages[0], self.form.blocks(sources[0].numel()))
         blocks, residuals = len(codes), sources if residuals is None else residuals
         if blocks:
@@ -279,13 +270,10 @@ class TritonQuantiser(Codec):
                 _apart(residuals), skipped, sources[0].numel(), blocks, self._seed(),
                 **self._shape, **self._rounding, FEEDBACK=residuals is not sources, **LAUNCH,
             )  # fmt: skip
+        yield from messages
 
-    def dequantise(self, message: Tensor, target: Tensor) -> None:
-        """See `Codec`."""
-        self.dequantise_all([message], [target])
-
-    def dequantise_all(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
-        """`dequantise` of several messages in one launch; see `quantise_all`."""
+    def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
+        """See `Codec`; in one launch."""
         codes, scales = split(self.form, messages[0], self.form.blocks(targets[0].numel()))
         blocks = len(codes)
         if blocks:
@@ -326,22 +314,6 @@ class TritonQuantiser(Codec):
                 float(target.scale), self._seed(),
                 TERMS=len(messages), **self._shape, **self._rounding, FEEDBACK=residual is not None, **LAUNCH,
             )  # fmt: skip
-
-    def quantise_each(
-        self,
-        sources: Sequence[Tensor],
-        messages: Sequence[Tensor],
-        residuals: Sequence[Tensor] | None = None,
-        *,
-        skipped: int = -1,
-    ) -> Iterator[Tensor]:
-        """See `Codec`; in one launch."""
-        self.quantise_all(sources, messages, residuals, skipped=skipped)
-        yield from messages
-
-    def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
-        """See `Codec`; in one launch."""
-        self.dequantise_all(messages, targets, skipped=skipped)
 
     @staticmethod
     def _programs(blocks: int, ranks: int = 1) -> tuple[int, int]:
