@@ -45,17 +45,12 @@ from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
 from zeromesh.schedule import LaneKind, Reducing, Reduction, lane_axes
+from zeromesh.schedule.transfer import GATHERS, REDUCTIONS
 from zeromesh.strategy import Layout
 
 _NOBODY = 0
 _VERSION_BITS = 16
 """A unit's version leaves room above for in-place changes of its gathered parameters: [Note: Versions]."""
-
-REDUCTIONS: tuple[LaneKind, ...] = ("reduce", "boundary")
-"""The lanes that gradients pass, in their order."""
-
-GATHERS: tuple[LaneKind, ...] = ("refresh", "unshard")
-"""The lanes that parameters pass, in their order."""
 
 AxisJob = tuple[str, Job]
 """What is to be done over one axis, by its name."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
 
 from zeromesh.schedule.transfer import LaneKind, Operation, Transfer, lane_axes, wire_bytes
@@ -186,13 +187,6 @@ class Placed:
         return self.buffer.master_dtype == param and all(step.wire == param for step in self.routes["refresh"].steps)
 
     @property
-    def kept_numel(self) -> int:
-        """Elements of the kept copy."""
-        if self.kept_axis is None:
-            return 0
-        return self.numel([axis for axis in self.layout.param_axes if not axis.stage.kept])
-
-    @property
     def kept_wire(self) -> str:
         """How the kept copy is held: as it came over the wire of the last gather that fills it."""
         dtype = self.buffer.param_dtype
@@ -204,11 +198,6 @@ class Placed:
         return coded(self.kept_wire) is not None
 
     @property
-    def feedback_numel(self) -> int:
-        """Elements of the residuals: for each reduction with error feedback, the region that it quantises."""
-        return max((part.stop for part in self.feedback.values()), default=0)
-
-    @property
     def persistent(self) -> Persistent:
         layout, buffer = self.layout, self.buffer
         master = grads = kept = 0
@@ -217,14 +206,15 @@ class Placed:
             if not self.master_in_params:
                 master = self.numel(layout.significant) * ITEM_BYTES[buffer.master_dtype]
         if self.kept_axis is not None:  # a quantised one is the messages of all ranks of its axis, scales and all
-            size = self.kept_axis.size
-            kept = size * wire_bytes(self.kept_numel // size, self.kept_wire)
+            size, others = self.kept_axis.size, [axis for axis in layout.param_axes if not axis.stage.kept]
+            kept = size * wire_bytes(self.numel(others) // size, self.kept_wire)
+        owed = max((part.stop for part in self.feedback.values()), default=0)
         return Persistent(
             params=self.numel(layout.param_axes) * ITEM_BYTES[buffer.param_dtype],
             master=master,
             grads=grads,
             kept=kept,
-            feedback=self.feedback_numel * ITEM_BYTES[FEEDBACK_DTYPE],
+            feedback=owed * ITEM_BYTES[FEEDBACK_DTYPE],
         )
 
 
@@ -239,19 +229,15 @@ def place(
         parts: layouts of its parts.
     """
     layouts = {"": layout, **parts}
-    known: dict[tuple[Role, FlatBuffer, tuple[str, ...]], Placed] = {}
 
-    def placed(unit: Unit, buffer: FlatBuffer, beside: tuple[str, ...]) -> Placed:
-        key = (unit.role, buffer, beside)
-        if key not in known:
-            others = [layouts[part] for part in beside]
-            known[key] = Placed.of(layouts[buffer.part], buffer, unit.role, beside=others)
-        return known[key]
+    @cache
+    def placed(role: Role, buffer: FlatBuffer, beside: frozenset[str]) -> Placed:
+        return Placed.of(layouts[buffer.part], buffer, role, beside=[layouts[part] for part in beside])
 
-    def unit_parts(unit: Unit) -> tuple[str, ...]:
-        return tuple(sorted({buffer.part for buffer in unit.buffers}))
+    def beside(unit: Unit) -> frozenset[str]:
+        return frozenset(buffer.part for buffer in unit.buffers)
 
-    return tuple(tuple(placed(unit, buffer, unit_parts(unit)) for buffer in unit.buffers) for unit in units)
+    return tuple(tuple(placed(unit.role, buffer, beside(unit)) for buffer in unit.buffers) for unit in units)
 
 
 def _keeps_all(layout: Layout) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal
 
 from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.strategy import Axis, Layout
@@ -16,7 +17,9 @@ LaneKind = Literal["refresh", "unshard", "reduce", "boundary"]
 """Kinds of transfers, each of which has a lane: updated parameters to the parameter shard; parameters into a slot;
 a micro-batch's gradients into the accumulator; the accumulated ones to the state shard."""
 
-LANES: tuple[LaneKind, ...] = get_args(LaneKind)
+GATHERS: tuple[LaneKind, ...] = ("refresh", "unshard")
+REDUCTIONS: tuple[LaneKind, ...] = ("reduce", "boundary")
+LANES = (*GATHERS, *REDUCTIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,21 +77,6 @@ def lane_axes(layout: Layout, lane: LaneKind) -> tuple[Axis, ...]:
             return tuple(axis for axis in layout.axes if axis not in layout.grad_axes)
 
 
-class _Lender(NamedTuple):
-    """An axis with communicators of its own: along which ranks, and in which lanes; no gathers where none is sent."""
-
-    axis: str
-    line: Hashable
-    reduces: LaneKind
-    gathers: LaneKind | None
-
-    def lends(self, line: Hashable, reduces: LaneKind, gathers: LaneKind | None) -> bool:
-        """Whether another one's collectives would be in the same lanes."""
-        return (self.line, self.reduces) == (line, reduces) and (
-            None in (self.gathers, gathers) or self.gathers == gathers
-        )
-
-
 def lent_axes(layouts: Iterable[Layout], line_of: Callable[[Layout, Axis], Hashable]) -> dict[str, str]:
     """By name, axes that use the communicators of another, which is named. The ranks are the same, and the lanes: so
     each communicator is still in one lane, and what goes over it is in one order.
@@ -97,18 +85,19 @@ def lent_axes(layouts: Iterable[Layout], line_of: Callable[[Layout, Axis], Hasha
         layouts: of the model, and of its parts.
         line_of: what is equal for axes along which each rank has the same others, in the same order.
     """
-    lenders, found = list[_Lender](), dict[str, str]()
+    # By ranks and lane of reductions: axes with communicators of their own, and the lane of their gathers, if any.
+    lenders = defaultdict[tuple[Hashable, LaneKind | None], dict[str, LaneKind | None]](dict)
+    found = dict[str, str]()
     for layout in layouts:
         for axis in (axis for axis in layout.axes if axis.size > 1):
-            reduces, line = _lane_of(layout, axis, ("reduce", "boundary")), line_of(layout, axis)
-            gathers = _lane_of(layout, axis, ("refresh", "unshard"))
-            assert reduces is not None  # gradients pass all axes
-            place = next((i for i, lender in enumerate(lenders) if lender.lends(line, reduces, gathers)), None)
-            if place is None:
-                lenders.append(_Lender(axis.name, line, reduces, gathers))
+            reduces, gathers = (_lane_of(layout, axis, lanes) for lanes in (REDUCTIONS, GATHERS))
+            alike = lenders[line_of(layout, axis), reduces]
+            lender = next((name for name, own in alike.items() if own == gathers or None in (own, gathers)), None)
+            if lender is None:
+                alike[axis.name] = gathers
             else:
-                found[axis.name] = lenders[place].axis
-                lenders[place] = lenders[place]._replace(gathers=lenders[place].gathers or gathers)
+                found[axis.name] = lender
+                alike[lender] = alike[lender] or gathers
     return found
 
 
