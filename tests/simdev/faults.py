@@ -22,10 +22,10 @@ def without_start(kind: str) -> Iterator[None]:
     put = lane._Stream.put
 
     def early(self, job, ticket):
-        if self._failure._lane != kind:
+        if self._lane != kind:
             return put(self, job, ticket)
         with self._stream:
-            error = self._failure.run(job, ticket.label)
+            error = self.run(job, ticket.label)
         ticket._finish(error, self._stream.record_event(), self._stream.device, job)
 
     with mock.patch.object(lane._Stream, "put", early):
@@ -38,12 +38,12 @@ def without_end(kind: str) -> Iterator[None]:
     put = lane._Stream.put
 
     def early(self, job, ticket):
-        if self._failure._lane != kind:
+        if self._lane != kind:
             return put(self, job, ticket)
         self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
         before = self._stream.record_event()
         with self._stream:
-            error = self._failure.run(job, ticket.label)
+            error = self.run(job, ticket.label)
         ticket._finish(error, before, self._stream.device, job)
 
     with mock.patch.object(lane._Stream, "put", early):

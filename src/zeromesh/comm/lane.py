@@ -22,7 +22,6 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -100,12 +99,33 @@ class Ticket:
         self._pending.release()
 
 
-class _Runner(Protocol):
-    """Where a lane's jobs run."""
+class _Runner:
+    """Runs a lane's jobs where they are put. Of the first that failed it keeps the text alone, since the error itself
+    holds the job's frames alive."""
 
-    def put(self, job: Job, ticket: Ticket) -> None: ...
+    def __init__(self, lane: str) -> None:
+        self._lane = lane
+        self._cause: str | None = None
 
-    def close(self) -> None: ...
+    def put(self, job: Job, ticket: Ticket) -> None:
+        ticket._finish(self.run(job, ticket.label))
+
+    def run(self, job: Job, label: str) -> BaseException | None:
+        """Runs a job now; returns what it raised."""
+        if self._cause is not None:
+            return CommunicationError(f"{label or 'a job'} was not run: on lane {self._lane!r}, {self._cause}")
+        try:
+            with torch.no_grad():
+                job()
+        except BaseException as error:
+            self._cause = f"{label or 'an earlier job'} failed before it: {error}"
+            if label and isinstance(error, CommunicationError):
+                error.args = (f"{label}: {error}",)  # the collective knows its axis; the job, which unit it is for
+            return error
+        return None
+
+    def close(self) -> None:
+        """Accepts no more jobs."""
 
 
 class Lane:
@@ -121,13 +141,10 @@ class Lane:
 
     def __init__(self, name: str, *, device: torch.device, inline: bool = False) -> None:
         self.name = name
-        self._runner: _Runner
         if inline:
-            self._runner = _Inline(name)
-        elif device.type == "cpu":
-            self._runner = _Thread(name)
+            self._runner = _Runner(name)
         else:
-            self._runner = _Stream(name, device)
+            self._runner = _Thread(name) if device.type == "cpu" else _Stream(name, device)
         self._finalizer = weakref.finalize(self, self._runner.close)
 
     def submit(self, job: Job, label: str = "", *, after: Ticket | None = None) -> Ticket:
@@ -155,40 +172,9 @@ def _after(first: Ticket, job: Job) -> None:
     job()
 
 
-class _Failure:
-    """What a lane remembers of its first failed job: its text, since the error itself holds the job's frames alive."""
-
-    def __init__(self, lane: str) -> None:
-        self._lane = lane
-        self._cause: str | None = None
-
-    def run(self, job: Job, label: str) -> BaseException | None:
-        if self._cause is not None:
-            return CommunicationError(f"{label or 'a job'} was not run: on lane {self._lane!r}, {self._cause}")
-        try:
-            with torch.no_grad():
-                job()
-        except BaseException as error:
-            self._cause = f"{label or 'an earlier job'} failed before it: {error}"
-            if label and isinstance(error, CommunicationError):
-                error.args = (f"{label}: {error}",)  # the collective knows its axis; the job, which unit it is for
-            return error
-        return None
-
-
-class _Inline:
+class _Thread(_Runner):
     def __init__(self, name: str) -> None:
-        self._failure = _Failure(name)
-
-    def put(self, job: Job, ticket: Ticket) -> None:
-        ticket._finish(self._failure.run(job, ticket.label))
-
-    def close(self) -> None:
-        pass
-
-
-class _Thread:
-    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self._jobs: queue.SimpleQueue[tuple[Job, Ticket] | None] = queue.SimpleQueue()
         # The thread holds the queue alone: neither the lane nor, between jobs, anything a job refers to.
         thread = threading.Thread(target=_work, args=(self._jobs, name), name=f"zeromesh-{name}", daemon=True)
@@ -209,10 +195,10 @@ class _Thread:
 
 
 def _work(jobs: queue.SimpleQueue[tuple[Job, Ticket] | None], name: str) -> None:
-    failure = _Failure(name)
+    runner = _Runner(name)
     while (item := jobs.get()) is not None:
         job, ticket = item
-        error = failure.run(job, ticket.label)
+        error = runner.run(job, ticket.label)
         del job, item  # before the ticket says so: whoever waits may drop the model and expect its memory back
         ticket._finish(error)
         del ticket, error
@@ -255,15 +241,15 @@ def drain() -> None:
 os.register_at_fork(after_in_child=_threads.clear)
 
 
-class _Stream:
+class _Stream(_Runner):
     def __init__(self, name: str, device: torch.device) -> None:
-        self._failure = _Failure(name)
+        super().__init__(name)
         self._stream = torch.Stream(device, priority=_HIGH)
 
     def put(self, job: Job, ticket: Ticket) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
         with self._stream:
-            error = self._failure.run(job, ticket.label)
+            error = self.run(job, ticket.label)
         ticket._finish(error, self._stream.record_event(), self._stream.device, job)
 
     def close(self) -> None:

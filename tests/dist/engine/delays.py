@@ -141,7 +141,7 @@ def without_start_of_streams() -> Iterator[None]:
 
     def put(self, job, ticket):
         with self._stream:
-            error = self._failure.run(job, ticket.label)
+            error = self.run(job, ticket.label)
         ticket._finish(error, self._stream.record_event(), self._stream.device, job)
 
     with mock.patch.object(lane._Stream, "put", put):
