@@ -59,7 +59,7 @@ gpu: $(STAMP)
 	@$(BIN)/python tools/first_day.py $(ARGS)
 
 dist: $(STAMP)
-	@$(BIN)/python tools/dist.py
+	@$(BIN)/python -m tools.dist
 
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

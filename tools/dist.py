@@ -18,7 +18,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from check_docs import blocks
+from tools.check_docs import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST, WORK = ROOT / "dist", ROOT / "build" / "dist"

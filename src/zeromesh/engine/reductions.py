@@ -60,7 +60,7 @@ def _over_spans(values: dict[tuple[Span, ...], Tensor], *, largest: bool) -> Non
     for span in dict.fromkeys(span for own in values for span in own if span.group is not None):
         members = [own for own in values if span in own]
         found = reduce(torch.cat([values[own] for own in members]), span)
-        values.update(zip(members, found.split([len(values[own]) for own in members]), strict=True))
+        values.update(zip(members, torch.split(found, [len(values[own]) for own in members]), strict=True))
 
 
 def _total(values: Tensor, span: Span) -> Tensor:
