@@ -1,4 +1,4 @@
-"""What zeromesh raises.
+"""The exceptions of zeromesh.
 
 ::
 
@@ -98,7 +98,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def one_of(value: str, known: Iterable[str]) -> str:
-    """What goes after "must be": all that `value` may be, what it was, and which of them is near.
+    """Text for after "must be": the known values, the given one, and a near one.
 
     >>> one_of("ful", ["none", "full"])
     "one of none, full; got 'ful': did you mean full?"

@@ -12,10 +12,10 @@ from typing import Any
 from zeromesh.errors import InputError
 
 MAX_BYTES = 64 << 20
-"""Of a file that a person or a tool has written to describe something: thousands of times what any of them takes."""
+"""Limit for descriptive files, such as clusters and configurations: thousands of times their usual size."""
 
 MAX_DEPTH = 64
-"""Of tables and arrays inside each other."""
+"""Limit on nested tables and arrays."""
 
 _TOO_LARGE = "whole numbers have at most 64 bits"
 
@@ -73,7 +73,7 @@ def parse_toml(text: str, *, where: str, error: type[InputError] = InputError) -
 
 
 def parse_json(text: str, *, where: str, hint: str = "", error: type[InputError] = InputError) -> Any:
-    """What a JSON text says, within the same bounds; `hint` says what the text should be."""
+    """Parses JSON within the same limits; `hint` describes the expected text."""
     try:
         found = json.loads(text)
         _require_bounds(found)

@@ -1,4 +1,4 @@
-"""What a module is made of, for engine and planner alike: its dtypes, wrappers, blocks and edges. Imports torch.
+"""Dtypes, wrappers, blocks and edges of a module, for engine and planner alike. Imports torch.
 
 Blocks are the modules that Hugging Face's `_no_split_modules` names, else the members of its repeated lists
 (`ModuleList` or `Sequential` of two or more of one class that hold parameters); of nested ones the outermost. The
@@ -29,7 +29,7 @@ FROZEN_DTYPES = {
     "code e4m3": torch.float8_e4m3fn,
     "code e5m2": torch.float8_e5m2,
 }
-"""Of frozen parameters that layers make numbers of (quantised weights): they are never cast. Those of others stay whole
+"""Dtypes of frozen parameters that layers dequantise: they are never cast. Frozen parameters of other dtypes stay whole
 on every rank."""
 
 _CHECKPOINT = "_checkpoint_wrapped_module"
@@ -43,7 +43,7 @@ def clean_name(name: str) -> str:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What compile and checkpoint wrappers hold."""
+    """The module inside compile and checkpoint wrappers."""
     for wrapper in WRAPPERS:
         inner = module._modules.get(wrapper)
         if inner is not None:

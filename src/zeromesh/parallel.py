@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from zeromesh.errors import InputError, one_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-"""Of pipelines, as torch.distributed.pipelining has them: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B,
+"""Pipeline schedules of torch.distributed.pipelining: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B,
 ScheduleInterleavedZeroBubble."""
 
 DEGREES = ("tp", "cp", "pp", "ep")

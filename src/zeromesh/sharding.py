@@ -258,7 +258,7 @@ class Sharding(Options):
 
 
 def _layouts_of(strategy: Strategy, parts: Parts, mesh: Sizes) -> Iterable[Layout]:
-    """Of the model, and of parts that are on its mesh."""
+    """Layouts of the model and of parts on its mesh."""
     named = {part_name(key): part for key, part in parts.items()}
     elsewhere = {name for name, part in named.items() if part.mesh is not None}
     here = {name: part for name, part in named.items() if name not in elsewhere}

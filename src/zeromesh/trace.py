@@ -1,4 +1,4 @@
-"""What happened in a step, and when: written by the simulator on its virtual clock and by the engine on real devices.
+"""Traces of a step's events, written by the simulator on its virtual clock and by the engine on real devices.
 
 Both write the same events, so "predicted against measured" is a comparison of two traces. `Trace.to_chrome` is what
 Perfetto and chrome://tracing open, `compare` lays two traces side by side.
@@ -117,7 +117,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What two traces say of the events that share name, kind and axis; on each side the sum over units."""
+    """Two traces' events that share name, kind and axis; each side is summed over units."""
 
     kind: Kind
     name: str

@@ -1,4 +1,4 @@
-"""What collectives over several levels cost: all levels at once, and one after the other."""
+"""Costs of collectives over several levels: all levels at once, or one after the other."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Message = tuple[Tensor, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What one rank handed to the transport for one collective.
+    """One collective as a rank handed it to the transport.
 
     Args:
         operation: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.

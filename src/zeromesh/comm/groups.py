@@ -215,7 +215,7 @@ def _world() -> dist.ProcessGroup:
 
 
 class Key(NamedTuple):
-    """What a communicator must be like to be used.
+    """Key of a communicator: groups with equal keys can share one.
 
     Args:
         ranks: global ones, in the group's order.

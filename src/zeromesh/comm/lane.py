@@ -253,5 +253,5 @@ class _Stream(_Runner):
         ticket._finish(error, self._stream.record_event(), self._stream.device, job)
 
     def close(self) -> None:
-        """What is freed after this is reused on the caller's stream, which therefore comes after the lane's jobs."""
+        """Orders the caller's stream after the lane's jobs, since memory freed from now on is reused on that stream."""
         torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)

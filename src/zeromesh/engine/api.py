@@ -1,4 +1,4 @@
-"""What users call. Names and meanings follow FSDP2 where it has them."""
+"""The public functions. Names and meanings follow FSDP2 where it has them."""
 
 from __future__ import annotations
 
@@ -212,8 +212,8 @@ def accumulate(
 
 
 def _scale(weight: float, total: float | None, ranks: int) -> float:
-    """What a gradient counts by, where reductions average over `ranks`. Known before the step, so what is on a wire, or
-    owed to the next step, has the size of a gradient."""
+    """The factor of a gradient, given that reductions average over `ranks`. It is known before the step, so messages
+    and rounding errors owed to the next step have the size of a gradient."""
     if not weight >= 0:
         raise ModelError(f"the weight of a micro-batch must be zero or more (its number of tokens, say); got {weight}")
     if total is None or not total >= weight:

@@ -53,20 +53,20 @@ _VERSION_BITS = 16
 """A unit's version leaves room above for in-place changes of its gathered parameters: [Note: Versions]."""
 
 AxisJob = tuple[str, Job]
-"""What is to be done over one axis, by its name."""
+"""The name of an axis, and a job over it."""
 
 
 class WholeTensors(Protocol):
     """A bucket of whole tensors that owners step on, on this rank; `zeromesh.owners` has them."""
 
     def collect(self) -> Sequence[AxisJob]:
-        """What brings gradients and values to the owners, to be done in this order."""
+        """The jobs that bring gradients and values to the owners, in order."""
 
     def step(self) -> None:
         """Steps on what this rank owns."""
 
     def give_back(self) -> Sequence[AxisJob]:
-        """What brings values back to the state shards."""
+        """The jobs that bring values back to the state shards."""
 
 
 Site = tuple[dict[str, nn.Parameter | None], str, Leaf, ShardedParameter, int]
@@ -113,8 +113,8 @@ class UnitShards:
 
     @cached_property
     def in_slot(self) -> tuple[Tensor, ...]:
-        """What has the version of the unit's slot: a view of it, and DTensors over it; none where nothing is
-        gathered."""
+        """The tensors that carry the version of the unit's slot: a view of it, and DTensors over it. Empty if nothing
+        is gathered."""
         return _one_memory([leaf for buffer in self.buffers if buffer.gathered for leaf in buffer.leaves])
 
     @cached_property
@@ -161,7 +161,7 @@ class UnitShards:
 
     @cached_property
     def leaf_of(self) -> dict[nn.Parameter, Leaf]:
-        """What the unit computes with in the place of each of the optimizer's parameters."""
+        """The leaf that the unit computes with, by the optimizer's parameter."""
         return {p: leaf for b in self.buffers for p, leaf in zip(b.optimizer_params, b.leaves, strict=True)}
 
     @cached_property
@@ -195,7 +195,7 @@ class UnitShards:
         self.accepted = True
 
     def forget_owed(self) -> None:
-        """What error feedback owes belongs to gradients at other parameters than those that are there now."""
+        """Clears the rounding errors of error feedback: they belong to gradients at other parameter values."""
         for buffer in self.buffers:
             if buffer.owed is not None:
                 buffer.owed.zero_()
@@ -475,7 +475,8 @@ def _copy_scaled(homes: list[Tensor], grads: list[Tensor], factor: float) -> Non
 
 
 def _require_unchanged(param: ShardedParameter, generation: int) -> None:
-    """What autograd checks of tensors that it has saved, and cannot of views into buffers that are used again."""
+    """Checks, as autograd does for saved tensors, that they are unchanged; autograd cannot for views into reused
+    buffers."""
     if param.changed > generation:
         raise ModelError(
             f"{param.full_name} has changed since the forward whose backward runs now: run that before the "
@@ -484,7 +485,7 @@ def _require_unchanged(param: ShardedParameter, generation: int) -> None:
 
 
 def _one_memory(leaves: Sequence[Leaf]) -> tuple[Tensor, ...]:
-    """Of leaves over one memory, the tensors whose versions are those of it and of DTensors over it."""
+    """For leaves over one memory, the tensors that carry its version and those of DTensors over it."""
     counted = [versions_of(leaf) for leaf in leaves if not leaf.is_inference()]
     return (counted[0][0], *(tensor for _, *others in counted for tensor in others)) if counted else ()
 

@@ -161,7 +161,7 @@ def build_engine(
 
 
 def _groups_of(homes: Mapping[str, Home]) -> dict[str, AxisGroup]:
-    """Of every axis of every layout; an axis of a part has another's communicators where all ranks can do so."""
+    """The groups of every axis of every layout. An axis of a part reuses another's communicators if all ranks can."""
     meshes = {home.layout.part: home.mesh for home in homes.values()}
 
     def line(layout: Layout, axis: Axis) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ def _groups_of(homes: Mapping[str, Home]) -> dict[str, AxisGroup]:
 
 
 def _agreed(lent: Mapping[str, str], layouts: Sequence[Layout], control: Control) -> dict[str, str]:
-    """Of what this rank can do, what all do alike: they make communicators together."""
+    """The loans that all ranks can make alike, since ranks make communicators together."""
     names = [axis.name for layout in layouts for axis in layout.axes]
     if len(layouts) == 1:
         return {}

@@ -100,7 +100,7 @@ class Control:
 
     @property
     def number(self) -> int:
-        """Of this rank among all."""
+        """This rank's number among all."""
         number = self.rank
         for group in self.beyond:
             number = number * group.size() + group.rank()
@@ -164,7 +164,7 @@ class Control:
         broadcast_bytes(values, self.group, self.source)
 
     def say(self, value: ResultT) -> ResultT:
-        """What the first rank of all says, on every rank."""
+        """The first rank's value, on every rank."""
         for group in (self.group, *self.beyond):
             value = value if group is None else self._said(group, value)
         return value
@@ -184,8 +184,8 @@ class Control:
     def together(
         self, attempt: Callable[[], ResultT], *, call: str = "zm.shard", left: str = "Nothing was sharded"
     ) -> ResultT:
-        """What `attempt`, a part of `call`, returns, if it raises nothing on any rank. `left` says what has become of
-        the model else.
+        """Runs `attempt`, a part of `call`, and returns its result if no rank raises. `left` describes the model's
+        state otherwise, for the message.
 
         Raises:
             Exception: that of this rank's attempt.
@@ -303,7 +303,7 @@ def _by_call(calls: Sequence[str]) -> str:
 
 
 def gather_over(group: dist.ProcessGroup | None, value: ResultT) -> list[ResultT]:
-    """What each rank of `group` says, by rank; of None, this rank alone."""
+    """The values of all ranks of `group`, by rank; for None, this rank's only."""
     if group is None:
         return [value]
     values = [value] * group.size()

@@ -44,8 +44,8 @@ class Divided:
     numel: int
 
     def cut(self, start: int, numel: int) -> tuple[object, int, int]:
-        """What decides who has which elements of a tensor at `start`: the division, the first shard that has some of
-        it, and how much of the tensor comes before the next shard begins."""
+        """Key of how a tensor at `start` is divided: the division, the first shard with some of its elements, and the
+        number of elements before the next shard begins."""
         shard = self.numel // math.prod(size for _, size, _ in self.axes)
         first, before = divmod(start, shard)
         alone = before + numel <= shard

@@ -1,4 +1,4 @@
-"""What `zm.shard` leaves behind on a model: its shards, and the hooks that run the schedule.
+"""The engine that `zm.shard` attaches to a model: its shards, and the hooks that run the schedule.
 
 The engine holds dicts of the modules' parameters, never the modules, and the hooks hold the engine weakly: deleting the
 model frees everything at once.
@@ -229,7 +229,7 @@ class Engine:
                 self._on_leaves[call.unit, id(tensor)] = handle
 
     def _watch_leaves(self, unit: int) -> None:
-        """Of a unit no output of which tells of its backward, the gradients of its own parameters do."""
+        """Watches the gradients of a unit's own parameters, if none of its outputs announces its backward."""
         engine = weakref.ref(self)
 
         @as_python
@@ -382,7 +382,7 @@ class Engine:
             )
 
     def fail(self) -> None:
-        """What runs, a forward or a backward, has not ended and will not."""
+        """The running forward or backward has not ended and will not."""
         backward = self.interpreter.backward
         self.interpreter.abort()
         self.backend.drop_leaf_grads()

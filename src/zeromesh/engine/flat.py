@@ -49,12 +49,12 @@ class Place:
 
     @property
     def shape(self) -> torch.Size:
-        """Of what lies here."""
+        """Shape of the part that lies here."""
         return torch.Size(self.region.sizes)
 
     @property
     def global_shape(self) -> torch.Size:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return torch.Size(self.region.shape)
 
     @property
@@ -248,7 +248,8 @@ class FlatShards:
                     leaf.grad = held
 
     def grads_of_leaves(self) -> list[Tensor | None]:
-        """What autograd has left on the leaves, open or closed; of `add_in_place` what it has added to."""
+        """Gradients that autograd has left on the leaves, open or closed; with `add_in_place`, those that it added
+        to."""
         with torch._C.DisableTorchFunctionSubclass():  # else closed ones take a detour
             grads = [leaf.grad for leaf in self.leaves]
         if self.adds:
@@ -353,7 +354,7 @@ _ALONE = _references([object()], 0)
 
 
 def _carry_attributes(original: nn.Parameter, param: nn.Parameter) -> None:
-    """What users have written on a parameter, such as that it has no weight decay."""
+    """Copies attributes that users set on a parameter, such as one that excludes it from weight decay."""
     for name, value in vars(original).items():
         if not name.startswith("_zeromesh") and not hasattr(param, name):
             setattr(param, name, value)

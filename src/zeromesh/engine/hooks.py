@@ -46,7 +46,7 @@ _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 
 def as_python(function: _FunctionT) -> _FunctionT:
-    """What a compiled caller traces must not enter the engine: such functions run as Python, between graphs. Nor are
+    """Keeps torch.compile out of the engine: such functions run as Python, between graphs. Nor are
     they and what they call compiled by themselves, which torch would try with any function that runs between graphs.
     `torch.compiler.disable` says the same and costs each call two microseconds, and seconds of imports."""
     setattr(function, "_torchdynamo_disable", True)  # noqa: B010  # functions have no such attribute for mypy

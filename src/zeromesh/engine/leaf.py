@@ -1,4 +1,4 @@
-"""What a unit computes with: its parameters, whole, in memory that others will use after it.
+"""Leaves: the whole parameters that a unit computes with, in memory that other units use after it.
 
 [Note: Leaves] A leaf is open while its unit is in use. It is a plain parameter to torch, but that what is written to
 its `.data` counts as a change, which the engine looks for when the unit's forward ends: masters would never see it.

@@ -147,7 +147,7 @@ class Materialiser:
 
 @contextmanager
 def _values_kept(fresh: Mapping[nn.Module, Sequence[tuple[str, Tensor]]]) -> Iterator[None]:
-    """What these modules hold beside the fresh is afterwards what it was."""
+    """Restores afterwards everything in these modules except the fresh tensors."""
     made = {id(tensor) for tensors in fresh.values() for _, tensor in tensors}
     held = [
         (tensors, key, tensor, tensor.detach().clone())

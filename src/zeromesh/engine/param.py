@@ -164,7 +164,7 @@ class Slice(Sliced, torch.Tensor):
 
 
 class ShardedParameter(Slice, nn.Parameter):
-    """What the optimizer holds of one parameter: this rank's slice of the master. See [Note: Slices].
+    """This rank's slice of a parameter's master, as the optimizer holds it. See [Note: Slices].
 
     Attributes:
         unit: index of the unit it belongs to.
@@ -277,7 +277,7 @@ def _elements_of(tensor: Any) -> Elements | None:
 
 
 def local_operand(target: Slice, operand: Any, call: str) -> Any:
-    """What an argument of an elementwise function of `target` is on this rank; not a tensor: itself.
+    """This rank's part of an argument of an elementwise function of `target`; arguments that are no tensors stay.
 
     Raises:
         OptimizerError: on every rank, where it holds other elements than `target`, or is not of the whole shape.
@@ -397,7 +397,7 @@ class _Apart(torch.autograd.Function):
 
 
 def _apart(name: str, compute: Callable[[], Any], args: Any, kwargs: Any, written: Sequence[Tensor] = ()) -> Any:
-    """What `compute` returns; where autograd would follow it, as a result of `_Apart`."""
+    """Returns `compute()`; if autograd would follow it, as a result of `_Apart`."""
     if not torch.is_grad_enabled():
         return compute()
     followed = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.requires_grad]
@@ -741,6 +741,6 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
 }
 _DETACHED = frozenset({torch.detach, torch.Tensor.detach})
 _GATHERS = frozenset({None, _compute, _make, _norm, _reduce})
-"""What computes with values, in a forward with those of the whole parameter."""
+"""Functions that compute with values; inside a forward they use those of the whole parameter."""
 
 _ALLOWED = {function: kind for kind, functions in _KINDS.items() for function in functions}

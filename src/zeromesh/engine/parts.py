@@ -43,8 +43,8 @@ class Home:
         return self.layout.share < 1 and set(self.control.beyond) <= set(model.beyond)
 
     def spans(self, model: Control) -> tuple[Span, ...]:
-        """What its flat buffers are divided over, beside what their DTensors say: all the model's ranks where that says
-        nothing."""
+        """The ranks over which its flat buffers are divided beyond their DTensors' meshes; by default all of the
+        model's."""
         copies = self.layout.degree(self.layout.replica_axes)
         return (Span(group=model.group if self.ambiguous(model) else self.control.group, copies=copies),)
 
@@ -159,7 +159,7 @@ def _crosses(group: dist.ProcessGroup, mesh: DeviceMesh | None, others: Iterable
 def _require_reached(
     part: str, groups: Iterable[dist.ProcessGroup], mesh: DeviceMesh | None, beyond: Sequence[dist.ProcessGroup]
 ) -> None:
-    """What of the model is in no part would begin, and be stepped, apart on ranks that only a part knows."""
+    """Refuses ranks that only a part has: the rest of the model would start and be stepped separately there."""
     assert mesh is not None  # `require_inside`
     lines = [mesh.mesh.flatten().tolist(), *(dist.get_process_group_ranks(group) for group in beyond)]
     for group in groups:
@@ -179,8 +179,8 @@ def _dtensors(spreads: Iterable[tuple[str, Spread | None]]) -> list[tuple[str, S
 def _require_divided_up(
     part: str, spreads: Sequence[tuple[str, Spread | None]], own: DeviceMesh, model: DeviceMesh
 ) -> None:
-    """Of a part on some of the model's ranks, what one rank has and another's mesh has too would get gradients of some
-    ranks only."""
+    """Refuses a part on some of the model's ranks whose tensors other meshes hold too: their gradients would come from
+    some ranks only."""
     ranks, degree = set(model.mesh.flatten().tolist()), model.size() // own.size()
     for name, spread in spreads if _dtensors(spreads) else ():
         groups = [] if spread is None else [group for group, divided in spread.axes if divided]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pipeline:
-    """What the engines of one rank's stages share.
+    """State shared by the engines of one rank's pipeline stages.
 
     Args:
         group: the ranks that have the other stages, one of each place on the stages' own meshes.

@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 class _Unmade:
-    """Of what no file has: initialised where the model is sharded."""
+    """Stands for a tensor that no file has: it is initialised when the model is sharded."""
 
     def __init__(self, name: str, shape: tuple[int, ...], origin: str) -> None:
         self.name, self.shape, self.origin = name, shape, origin
@@ -153,7 +153,7 @@ class Promised(Tensor):
         return getattr(held, name)  # which is noted on what is in the model since
 
     def _given(self) -> dict[str, Any]:
-        """What others have noted on it."""
+        """Attributes that others set on it."""
         return {key: value for key, value in vars(self).items() if key not in Promised.__annotations__}
 
     def meta(self) -> Tensor:
@@ -304,7 +304,7 @@ def promise(model: nn.Module, sources: Mapping[str, Source], origin: str) -> Non
 
 
 def origin_of(module: nn.Module) -> str | None:
-    """What was said of where a module's values are promised from."""
+    """The origin of a module's promised values, as it was given."""
     found: str | None = vars(module).get(_ORIGIN)
     return found
 
@@ -319,7 +319,7 @@ def settle(model: nn.Module) -> None:
 
 
 def promised_of(model: nn.Module) -> dict[str, Source]:
-    """What is promised of a model's tensors, under all of their names.
+    """The promised tensors of a model, under all of their names.
 
     Raises:
         ModelError: a module was made on the meta device since the promise, in the place of one that has values.

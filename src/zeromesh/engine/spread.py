@@ -52,15 +52,15 @@ class Spread:
 
     @property
     def region(self) -> Region:
-        """What this rank has of it."""
+        """This rank's region."""
         return dtensor_region(self.shape, self.mesh, self.placements)
 
     def joined(self, dims: Collection[int]) -> Region:
-        """What the ranks along some dimensions of its mesh, this one among them, have of it together."""
+        """The region that this rank and its neighbours along some dimensions of its mesh hold together."""
         return dtensor_region(self.shape, self.mesh, self._placed(dims, there=False))
 
     def part_of_joined(self, dims: Collection[int], coordinate: Sequence[int]) -> Region:
-        """What of that one of these ranks has.
+        """The part of the joined region that one of these ranks holds.
 
         Args:
             coordinate: of the rank on the mesh.

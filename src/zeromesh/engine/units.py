@@ -45,7 +45,7 @@ class Precision:
         return dtype if dtype == torch.float64 else self.computed(dtype)
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
-        """What parameters that had `dtype` before sharding have in a forward."""
+        """The dtype in a forward of parameters that had `dtype` before sharding."""
         return dtype if self.param is None or dtype not in modules.DTYPE_NAMES else self.param
 
     def buffer(self, dtype: torch.dtype, numel: int, trainable: bool, part: str = "") -> FlatBuffer:
@@ -88,7 +88,7 @@ class ParamInfo:
 
     @property
     def region(self) -> Region:
-        """What this rank has of it before it is sharded."""
+        """This rank's region before sharding."""
         return Region.whole(self.param.shape) if self.spread is None else self.spread.region
 
     def divided(self, group: dist.ProcessGroup) -> bool:

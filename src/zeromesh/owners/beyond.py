@@ -65,8 +65,8 @@ class Beyond:
         return plane * chunks + int(own.start)
 
     def joined(self, place: Place) -> Region:
-        """What of a tensor all planes have together: all of it, but where it is divided in dimensions that the class
-        does not see."""
+        """The region of a tensor that all planes hold together: all of it, unless it is divided in dimensions that the
+        class does not see."""
         spread, dims = _crossed(place, self.stacking)
         return place.region if spread is None else spread.joined(dims)
 

@@ -53,7 +53,7 @@ class Member:
 
     @property
     def kept_bytes(self) -> int:
-        """Of the values that its owner keeps."""
+        """Bytes of the values that its owner keeps."""
         return 0 if self.whole is None or self.lies_here else self.numel * self.param.local.itemsize
 
 
@@ -135,7 +135,7 @@ class OwnedBucket:
         return jobs
 
     def values(self) -> list[Tensor]:
-        """What is kept of them, of this rank's own tensors."""
+        """Values that are kept for this rank's own tensors."""
         return self._values
 
     def _show_wholes(self) -> None:
@@ -186,8 +186,8 @@ class OwnedBucket:
                 self.room_bytes += sum(tensor.nbytes for tensor in self._held[part])
 
     def _messages(self, axis: str, *, back: bool) -> tuple[list[Message], list[Message]]:
-        """What arrives and what leaves over one axis, as seen on the way to the owners. On that of each part the
-        gradient, and its values too if the owner has none that are right; on the way back the values."""
+        """Messages that arrive and leave over one axis, as seen on the way to the owners. That way each part's gradient
+        is sent, with its values if the owner's are out of date; on the way back the values."""
         arriving, leaving = list[Message](), list[Message]()
         for member in self._moving:
             kinds = (VALUES,) if back else self._kinds(member)
@@ -200,7 +200,7 @@ class OwnedBucket:
         return arriving, leaving
 
     def _kinds(self, member: Member) -> tuple[int, ...]:
-        """What goes to the owner of a tensor."""
+        """The kinds that are sent to the owner of a tensor."""
         return (GRADIENT,) if member in self._known else (GRADIENT, VALUES)
 
     def _index(self, hop: Hop, rank: int) -> int:
@@ -208,7 +208,7 @@ class OwnedBucket:
         return rank // stride % size
 
     def _put_back(self) -> None:
-        """What stays on this rank; and tells autograd, and whoever holds a view, that values have changed."""
+        """Writes the parts that stay on this rank, and bumps versions so that autograd and views notice the change."""
         for member in self._moving:
             local = member.param.local
             for part in member.parts:

@@ -47,7 +47,7 @@ from zeromesh.schedule import ITEM_BYTES, Bucket, most_room
 from zeromesh.units import format_bytes
 
 CostOf = Callable[[Sequence[int]], float]
-"""What stepping a tensor of a shape takes, in any unit."""
+"""Cost of stepping a tensor of a shape, in any unit."""
 
 
 def by_owner(
@@ -119,7 +119,7 @@ def _engine_of(params: Sequence[Any], kind: type[Optimizer]) -> Engine:
 
 
 class OwnerOptimizer(Optimizer):
-    """What `zm.by_owner` returns.
+    """The optimizer that `zm.by_owner` returns.
 
     Attributes:
         kind: the class that steps.
@@ -287,7 +287,8 @@ class OwnerOptimizer(Optimizer):
                 param.grad = grad
 
     def _forget_changed(self, engine: Engine) -> None:
-        """What anybody else has changed since the last step, on any rank, goes to its owner anew."""
+        """Marks values that something else changed since the last step on any rank, so they are sent to their owner
+        again."""
         if not self._moving:
             return
         changed = [engine.changes.made_by(param) is not self for param in self._moving]
@@ -304,7 +305,7 @@ class OwnerOptimizer(Optimizer):
             bucket.forget(params)
 
     def _hand_over(self) -> None:
-        """What users, schedulers and loads have changed goes to the buckets' optimizers."""
+        """Passes options and states changed by users, schedulers and loads on to the buckets' optimizers."""
         for place, (group, taken) in enumerate(zip(self.param_groups, self._taken, strict=True)):
             now = _seen(group)
             changed = {key: group[key] for key in now if key not in taken or not _same(taken[key], now[key])}
@@ -317,7 +318,7 @@ class OwnerOptimizer(Optimizer):
                 bucket.optimizer.state.pop(whole, None)
 
     def _take_over(self) -> None:
-        """What the step has changed is seen here too: states, and what a class counts by group."""
+        """Takes over states and group options, such as step counts, that the step has changed."""
         first = self.buckets[0].optimizer.param_groups
         for group, own in zip(self.param_groups, first, strict=True):
             group.update(_options(own))
@@ -327,7 +328,7 @@ class OwnerOptimizer(Optimizer):
                 self.state[param] = bucket.optimizer.state[whole]
 
     def kept_values(self) -> list[Tensor]:
-        """What this rank keeps of the values of tensors that it owns and does not hold whole."""
+        """The values that this rank keeps for tensors that it owns and does not hold whole."""
         return [values for bucket in self.buckets for values in bucket.values()]
 
     def kept_bytes(self) -> int:
@@ -335,14 +336,14 @@ class OwnerOptimizer(Optimizer):
         return sum(member.kept_bytes for bucket in self.buckets for member in bucket.members)
 
     def room_bytes(self) -> tuple[int, int]:
-        """What comes to this rank inside a step and goes with it, at its most, as (predicted, in the last step)."""
+        """Peak bytes of temporary memory in a step, as (predicted, in the last step)."""
         engine = self._engine()
         described = () if engine is None else engine.schedule.buckets[self._number]
         return most_room([each.room_bytes for each in described]), most_room([b.room_bytes for b in self.buckets])
 
     def state_bytes(self) -> int:
-        """Of the states that this rank keeps once all its tensors have been stepped on, from none that it has: the
-        class steps once on a tensor of each kind that it owns. Numbers, such as step counts, are not counted."""
+        """Bytes of this rank's states once all its tensors have been stepped on, without looking at existing states:
+        the class steps once on a tensor of each kind. Numbers, such as step counts, are not counted."""
         found: dict[tuple[object, ...], int] = {}
         total = 0
         for _, param, _ in self._own():
@@ -363,7 +364,7 @@ class OwnerOptimizer(Optimizer):
         return next(group for group in self.param_groups if any(each is param for each in group["params"]))
 
     def _whole(self, param: ShardedParameter) -> nn.Parameter:
-        """Of the shape that the class sees of it, without memory."""
+        """A stand-in of the shape that the class sees, without memory."""
         return nn.Parameter(without_memory(self._stacking.item(param.shape), param.dtype, param.device))
 
     def _own(self) -> Iterator[tuple[OwnedBucket, ShardedParameter, nn.Parameter]]:
@@ -390,7 +391,7 @@ def _places(engine: Engine) -> dict[ShardedParameter, tuple[Place, int, tuple[st
 
 
 def _home_of(engine: Engine, kind: type[Optimizer], params: Sequence[ShardedParameter]) -> Home:
-    """Of the one layout that all of them have; the model's where there are none."""
+    """The home of the one layout that all of them have; the model's if there are none."""
     wanted = set(params)
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     parts = {buffer.spec.part for buffer in buffers if not wanted.isdisjoint(buffer.optimizer_params)} or {""}

@@ -26,7 +26,7 @@ from zeromesh.errors import OptimizerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacking:
-    """What an optimizer steps on at once.
+    """How tensors are stacked to be stepped on at once.
 
     Args:
         alike: tensors of one shape are.

@@ -1,4 +1,4 @@
-"""What is known of an optimizer by trying it: whether it treats each tensor by itself, and what it keeps of one."""
+"""Trials of an optimizer: whether it treats each tensor by itself, and how much state it keeps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zeromesh.engine.optim import NUMBERS, stored
 from zeromesh.errors import OptimizerError
 
 MIXING = frozenset({"LBFGS"})
-"""Of torch.optim, those that treat all tensors as one."""
+"""Optimizers of torch.optim that treat all tensors as one."""
 
 STEPS = 4
-"""Of a trial: what one step has left in the optimizer may come out in the next; a distance from the first values, as of
-Prodigy (arXiv 2306.06101), in the third."""
+"""Steps of a trial. State left by one step may take effect in the next; a distance from the first values, as in Prodigy
+(arXiv 2306.06101), in the third."""
 
 
 Numbers = dict[tuple[int, str], float]
@@ -86,7 +86,7 @@ def _made(kind: type[Optimizer], groups: list[dict[str, Any]], options: Mapping[
 
 
 def _numbers(optimizer: Optimizer) -> Numbers:
-    """Of the optimizer itself and of its first group, by place and name."""
+    """Numbers of the optimizer itself and of its first group, by place and name."""
     held = [
         ((place, key), value)
         for place, of in enumerate((vars(optimizer), optimizer.param_groups[0]))

@@ -33,24 +33,24 @@ from zeromesh.pieces.region import Region
 from zeromesh.strategy import Axis, Layout, Stage, Wire
 
 SLACK = 1.05
-"""Of the mean load: what balance may be given up for less traffic. Half of what is asked for (10 %)."""
+"""Factor on the mean load up to which balance is given up for less traffic: half of the required 10 %."""
 
 NEWTON_SCHULZ_STEPS = 5
-"""Of torch.optim.Muon, and of its first publication (https://kellerjordan.github.io/posts/muon)."""
+"""As in torch.optim.Muon and its first publication (https://kellerjordan.github.io/posts/muon)."""
 
 BUCKET_BYTES = 64 << 20
-"""Of the gradients and values of one bucket on the rank that has most of them, if ranks need not wait for each other
-then; three are there at once."""
+"""Gradients and values of one bucket on the rank that has most of them, unless ranks would then wait for each other.
+Three buckets are in memory at once."""
 
 PRECISION = 1e-6
-"""Of limits and bounds that are found by halving, in times of themselves."""
+"""Relative precision of limits and bounds that are found by bisection."""
 
 WAITS = 1.1
 """As little may be lost to buckets in which one rank has more to do than others as to the balance of owners: 10 %."""
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) -> float:
-    """Of the iteration that makes a matrix orthogonal, or each of a batch of matrices in the last two dimensions.
+    """FLOPs of the iteration that orthogonalises a matrix, or each matrix of a batch (last two dimensions).
 
     A step of an m x n matrix, m <= n: its Gram matrix, that squared, and the product of both with it.
 
@@ -64,7 +64,7 @@ def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) 
 
 
 class Share(NamedTuple):
-    """What one rank holds of one tensor, or of one copy of it.
+    """The part of one tensor, or of one copy of it, that one rank holds.
 
     Args:
         copy: which, if there are several: [Note: Planes].
@@ -130,7 +130,7 @@ class Placement:
         return found
 
     def shares(self, ranks: int) -> Iterator[Share]:
-        """Of each of the ranks that hold some of it, plane by plane."""
+        """The shares of all ranks that hold some of it, plane by plane."""
         planes = self.planes or ((0, Region.whole(self.shape)),)
         each = ranks // len(planes)
         length = self.padded // each
@@ -208,7 +208,7 @@ def choose_owners(
 
 
 def _longest_first(tensors: Sequence[Placement], order: Sequence[int], costs: Sequence[float], ranks: int) -> list[int]:
-    """What is there in several copies before all else, since others can make up for it."""
+    """Tensors with several copies come first, since the others can balance them."""
     owners, loads = [0] * len(order), [0.0] * ranks
     for index in (index for index in order if tensors[index].copies > 1):
         mirrors = partial(tensors[index].mirrors, ranks=ranks)
@@ -333,7 +333,7 @@ def _loads(tensors: Sequence[Placement], owners: Sequence[int], costs: Sequence[
 
 
 def _bound(costs: Sequence[float], ranks: int, most: float) -> float:
-    """What some rank has at least under any choice; `most` can be kept to.
+    """A lower bound on the largest load under any choice; `most` is achievable.
 
     The mean; of the k*ranks + 1 longest the k + 1 shortest, which share a rank; and every limit that needs more ranks.
     """

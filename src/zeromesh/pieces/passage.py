@@ -39,7 +39,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank holds of one tensor, on its way to the owner: [Note: Passage].
+    """The part of one tensor that one rank holds, on its way to the owner: [Note: Passage].
 
     Args:
         tensor: its index.
@@ -96,7 +96,7 @@ def _hops(strides: Mapping[str, tuple[int, int]], home: int, owner: int) -> tupl
 def bucket_of(
     layout: Layout, tensors: Sequence[Placement], parts: Sequence[Part], rank: int, dtypes: Sequence[tuple[str, str]]
 ) -> Bucket:
-    """What `rank` sends of a bucket's `parts`, and has of them for a while, as the schedule has it.
+    """The schedule's description of a bucket: the messages that `rank` sends, and its temporary memory.
 
     Args:
         tensors: that parts are of.

@@ -1,4 +1,4 @@
-"""What one rank holds of a tensor, and which replica writes which part of it."""
+"""The piece of a tensor that one rank holds, and the share of it that each replica writes."""
 
 from __future__ import annotations
 
@@ -129,12 +129,12 @@ def copy_shared(source: Piece, target: Piece) -> int:
 
 
 def _within(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """What cuts a box at `offsets` of `sizes` out of another that it lies in."""
+    """The slices that cut a box at `offsets` of `sizes` out of another that contains it."""
     return tuple(slice(o - b, o - b + size) for o, b, size in zip(offsets, box.offsets, sizes, strict=True))
 
 
 def share(pieces: Sequence[Piece], index: int, count: int) -> list[Piece]:
-    """What replica `index` of `count`, which all hold the same `pieces`, writes: an equal share of the bytes.
+    """The pieces that replica `index` of `count` writes, all of which hold `pieces`: an equal share of the bytes.
 
     >>> piece = Piece(name="w", shape=(6,), start=0, local=torch.arange(6.0))
     >>> [p.local.tolist() for p in share([piece], 1, 2)]

@@ -86,7 +86,7 @@ class Region:
 
     @property
     def index(self) -> tuple[slice | list[int], ...]:
-        """What cuts it out of the whole tensor."""
+        """The index that cuts it out of the whole tensor."""
         ranges = [self.ranges(dim) for dim in range(len(self.shape))]
         return tuple(
             slice(own[0].start, own[0].stop) if len(own) == 1 else [*chain.from_iterable(own)] for own in ranges
@@ -101,8 +101,8 @@ class Region:
         )
 
     def whole_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Of a tensor whose first dimensions are its tensor's (a state of a batch of matrices): the shape, where what
-        belongs to the region has these sizes."""
+        """The whole shape of a tensor with the same first dimensions (a state of a batch of matrices), given the sizes
+        of the part that belongs to the region."""
         return (*self.shape[: self.batch], *sizes[self.batch :])
 
     def is_part_of(self, shape: Sequence[int]) -> bool:
@@ -110,7 +110,7 @@ class Region:
         return tuple(shape[: self.batch]) == self.shape[: self.batch]
 
     def of(self, shape: Sequence[int]) -> Region:
-        """What belongs to it of such a tensor.
+        """The region of such a tensor that belongs to it.
 
         >>> Region(shape=(4, 3, 2), offsets=(2, 0, 0), sizes=(2, 3, 2)).of((4, 7)).sizes
         (2, 7)
@@ -123,7 +123,7 @@ class Region:
         return Region(shape=tuple(shape), offsets=offsets, sizes=(*self.sizes[:lead], *rest), fold=self.fold)
 
     def ranges(self, dim: int) -> list[range]:
-        """What it has of a dimension."""
+        """Its ranges in a dimension."""
         parts = self.fold[1] if dim == self.fold[0] else 1
         first, size, apart = self.offsets[dim], self.sizes[dim] // parts, self.shape[dim] // parts
         return [range(first + part * apart, first + part * apart + size) for part in range(parts)]

@@ -22,7 +22,7 @@ from zeromesh.pieces.region import Region
 
 
 class Sliced:
-    """What torch.distributed.checkpoint asks of a tensor: its whole shape, and boxes of it that are held here.
+    """A tensor as torch.distributed.checkpoint needs it: its whole shape, and the boxes of it that are held here.
 
     `dcp.save` writes the boxes, `dcp.load` writes into them, and so into the memory of the slice.
 
@@ -71,7 +71,7 @@ def dtensor_region(
     placements: Sequence[Placement],
     coordinate: Sequence[int] | None = None,
 ) -> Region:
-    """What a rank has of a DTensor.
+    """The region of a DTensor that a rank holds.
 
     Args:
         coordinate: of the rank on the mesh; None for this rank's, which is there.

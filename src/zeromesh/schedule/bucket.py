@@ -22,7 +22,7 @@ back. Fewer would leave a lane idle at each turn, more only hold memory."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shipment:
-    """What one rank sends to others over one axis, to each what that is to have.
+    """The messages that one rank sends to others over one axis.
 
     Args:
         axis: over which axis of the layout.
@@ -59,8 +59,8 @@ class Bucket:
 
 
 def most_room(rooms: Sequence[int]) -> int:
-    """Of buckets that take so much each: what is there at once. One is stepped, `AHEAD` are on their way or wait, and
-    the one before is settled before another is collected."""
+    """Peak memory of buckets of these sizes. One is stepped, `AHEAD` are on their way or wait, and
+    the previous one is settled before another is collected."""
     return max((sum(rooms[first : first + AHEAD + 1]) for first in range(len(rooms))), default=0)
 
 

@@ -37,12 +37,13 @@ ALIGN_BYTES = 64
 """Each flat buffer starts on a cache line inside its slot, so that vector loads of any dtype are aligned."""
 
 FEEDBACK_DTYPE = "fp32"
-"""Of what is owed: then what was sent and what is owed add up to the gradient to within fp32's rounding."""
+"""Dtype of rounding errors that are owed: with it, the message and the error add up to the gradient within fp32's
+rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What one lane sends of one buffer.
+    """The transfers of one buffer in one lane.
 
     Args:
         held: dtype of the region that it works on.
@@ -114,7 +115,7 @@ class Placed:
     def of(
         cls, layout: Layout, buffer: FlatBuffer, role: Role = Role.BLOCK, *, beside: Iterable[Layout] = ()
     ) -> Placed:
-        """What follows from the three, and from the layouts of the unit's other buffers."""
+        """Derives the rest from these three and the layouts of the unit's other buffers."""
         param = buffer.param_dtype
         padded = layout.padded(buffer.numel, ITEM_BYTES[param])
         stays = role is Role.RESIDENT or all(map(_keeps_all, (layout, *beside)))
@@ -156,7 +157,7 @@ class Placed:
         return self.padded // self.layout.degree(axes)
 
     def slot_bytes(self, dtype: str) -> int:
-        """Of the whole buffer in a slot, in `dtype`."""
+        """Bytes of the whole buffer in a slot, in `dtype`."""
         return -(-self.padded * ITEM_BYTES[dtype] // ALIGN_BYTES) * ALIGN_BYTES
 
     def shard(self, axes: Sequence[Axis], coordinates: dict[str, int]) -> slice:
@@ -169,11 +170,11 @@ class Placed:
 
     @property
     def slot_dtype(self) -> str:
-        """Of a gradient that waits in its reduce slot."""
+        """Dtype of a gradient that waits in its reduce slot."""
         return self.routes["reduce"].held
 
     def collected_dtype(self, *, alone: bool) -> str:
-        """Of a gradient where it is copied to from where autograd has left it; `alone`: [Note: Alone]."""
+        """Dtype into which autograd's gradient is copied; `alone`: [Note: Alone]."""
         made, held = self.buffer.param_dtype, self.slot_dtype if self.waits else self.buffer.grad_dtype
         sent = [] if self.waits else [step.wire for step in self.routes["boundary"].steps[:1]]
         return made if alone and sent == [made] and ITEM_BYTES[made] < ITEM_BYTES[held] else held
@@ -269,8 +270,8 @@ def _param_wire(axis: Axis, dtype: str) -> str:
 
 
 def _reductions(layout: Layout, padded: int, dtype: str) -> tuple[list[Transfer], list[Transfer]]:
-    """Of one micro-batch's gradient into the gradient shard (stages 2 and 3), and of the accumulated one to the state
-    shard: scatter (1, 3d), then all-reduce (0)."""
+    """The reductions of one micro-batch's gradient into the gradient shard (stages 2 and 3), and of the accumulated one
+    into the state shard: scatter (1, 3d), then all-reduce (0)."""
 
     def over(operation: Operation, axes: Iterable[Axis]) -> list[Transfer]:
         return [
@@ -294,8 +295,8 @@ def _reductions(layout: Layout, padded: int, dtype: str) -> tuple[list[Transfer]
 
 
 def _slot_dtype(buffer: FlatBuffer, steps: Sequence[Transfer]) -> str:
-    """Of what waits for these reductions, and of what each has summed in the same place for the next: the one that
-    holds every lossless wire it will cross, and fp32 where such a sum is quantised, which rounds it once."""
+    """Dtype of a gradient that waits for these reductions and of their sums in place: one that holds every lossless
+    wire it will cross, or fp32 if such a sum is quantised, so that it is rounded once."""
     held = {step.wire for step in steps} & set(ITEM_BYTES) or {buffer.reduce_dtype}
     if len(held) > 1 or any(coded(step.wire) for step in steps[1:]):
         held |= {"fp32"}

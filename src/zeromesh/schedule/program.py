@@ -59,7 +59,7 @@ class PointKind(enum.Enum):
 
 
 class Action(enum.Enum):
-    """What is done: [Note: Ops]."""
+    """The kinds of operations: [Note: Ops]."""
 
     REFRESH = "refresh"
     PREFETCH = "prefetch"
@@ -180,7 +180,7 @@ class Schedule:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Of all layouts, and beyond them; no two have one name."""
+        """The axes of all layouts and of groups outside them, with unique names."""
         return (*(axis for layout in self.layouts for axis in layout.axes), *self.beyond)
 
     def reduces_each(self, unit: int) -> bool:
@@ -194,7 +194,7 @@ class Schedule:
 
 
 class _Facts(NamedTuple):
-    """What the ops of a unit depend on."""
+    """The facts on which a unit's operations depend."""
 
     role: Role
     trainable: bool

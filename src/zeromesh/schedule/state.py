@@ -31,7 +31,7 @@ class GradState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """What to do with the gradients that autograd has left of a unit.
+    """How to reduce the gradients that autograd has left of a unit.
 
     Args:
         micro: reduce them over the axes of `grad_axes`, into the accumulator.
@@ -69,8 +69,8 @@ class Reducing(Generic[T]):
 
 
 class Backend(Protocol[T]):
-    """What runs the ops: on devices, on a virtual clock, or only counting. Calls return before the work is done; the
-    ticket is for `wait`, None if there was nothing to do."""
+    """Runs the operations: on devices, on a virtual clock, or only counting. Calls return before the work is done, with
+    a ticket for `wait`, or None if there was nothing to do."""
 
     def refresh(self, unit: int) -> T | None:
         """Bring the parameter shard up to date with the state shards."""

@@ -44,7 +44,8 @@ class Transfer:
 
     @property
     def form(self) -> WireFormat | None:
-        """Of its messages; None where elements are sent as they are. Sums that owe nothing are rounded without bias."""
+        """The format of its messages; None if elements are sent unchanged. Sums without error feedback are rounded
+        without bias."""
         found = coded(self.wire)
         if found is None or self.operation == "all_gather" or self.axis.wire.feedback:
             return found

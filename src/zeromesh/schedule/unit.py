@@ -1,4 +1,4 @@
-"""What the schedule needs to know of a unit: how long its flat buffers are, in which dtypes."""
+"""The schedule's view of a unit: lengths and dtypes of its flat buffers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2} | FROZEN_BYTES
 """Bytes of one element of each dtype."""
 
 BUCKET_BYTES = 25 << 20
-"""Of units that are joined where no parameters are sharded; DDP's. On 4 ranks that share 2 cores a model of 29 MB
+"""Size of joined units if no parameters are sharded; DDP's default. On 4 ranks that share 2 cores a model of 29 MB
 takes 1.00 of DDP's step so, 1.07 with 8 MiB and 1.15 unit by unit: a collective has its own cost, and moving data
 beside computation another. Behind 1 Gbit/s 8 MiB, which hide more, are 7 % faster. The blocks of a model that needs a
 cluster are larger than either."""
@@ -94,7 +94,7 @@ class Unit:
 
     @property
     def bytes(self) -> int:
-        """Of its parameters, as they compute."""
+        """Bytes of its parameters in the compute dtype."""
         return sum(buffer.numel * ITEM_BYTES[buffer.param_dtype] for buffer in self.buffers)
 
     def encloses(self, other: Unit) -> bool:
@@ -128,7 +128,7 @@ def _alone(unit: Unit, units: Sequence[Unit]) -> bool:
 
 
 def joined_name(names: Sequence[str]) -> str:
-    """Of units that are joined; the root's where it is one of them."""
+    """Name of joined units; the root's if it is one of them."""
     return names[0] if len(names) == 1 or not names[0] else f"{names[0]} to {names[-1]}"
 
 

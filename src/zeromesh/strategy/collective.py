@@ -57,7 +57,7 @@ _FOUND: dict[str, Collective] = {}
 
 
 def collectives() -> tuple[str, ...]:
-    """What the notation may name."""
+    """The names that the notation accepts."""
     return (AUTO, *dict.fromkeys([*HOMES, *_FOUND]))
 
 

@@ -28,10 +28,10 @@ from zeromesh.strategy.stage import Stage, Wire
 from zeromesh.strategy.strategy import AxisStage, Strategy
 
 CHUNK_BYTES = 16
-"""What a card loads and stores at once: [Note: Padding]."""
+"""Width of a vectorised load or store on a GPU: [Note: Padding]."""
 
 COMPUTED_BYTES = 2
-"""Of an element of the narrowest dtype that is computed in."""
+"""Bytes of an element of the narrowest compute dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class Layout:
 
     @property
     def share(self) -> float:
-        """What a mean over the mesh's ranks counts in one over all that feed it."""
+        """Weight of the mean over the mesh's ranks in a mean over all ranks that feed it."""
         return self.world / (self.feeders or self.world)
 
     @property
@@ -169,7 +169,7 @@ class Layout:
         return prod(axis.size for axis in axes)
 
     def multiple(self, item_bytes: int = COMPUTED_BYTES) -> int:
-        """What the length of a flat buffer with elements of that size is padded to a multiple of."""
+        """The length of a flat buffer with elements of that size is padded to a multiple of this."""
         return self.world * (CHUNK_BYTES // min(item_bytes, COMPUTED_BYTES))
 
     def padded(self, numel: int, item_bytes: int = COMPUTED_BYTES) -> int:

@@ -17,7 +17,7 @@ from zeromesh.strategy.strategy import Strategy
 Recompute = Literal["none", "selective", "full"]
 
 DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype")
-"""Of plans and workloads by name; what `zm.shard` takes."""
+"""Names of the dtypes in plans, workloads and `zm.shard`."""
 
 
 _TORCH_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

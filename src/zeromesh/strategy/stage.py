@@ -68,7 +68,7 @@ class Stage(enum.Enum):
 
 
 FLOAT_DTYPES = ("fp64", "fp32", "bf16", "fp16")
-"""Of parameters, gradients and masters in memory."""
+"""Dtypes of parameters, gradients and masters in memory."""
 
 _FEEDBACK = "+ef"
 

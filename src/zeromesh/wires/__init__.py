@@ -35,7 +35,7 @@ def coded(wire: str | None) -> WireFormat | None:
 
 
 def spellings() -> tuple[str, ...]:
-    """Of all wires."""
+    """The spellings of all wires."""
     return (*DTYPES, *(text for form in REGISTERED for text in form.spellings))
 
 

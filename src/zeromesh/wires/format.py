@@ -1,4 +1,4 @@
-"""What a wire format says of itself."""
+"""The interface of wire formats."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def memory_bytes(self, numel: int) -> int:
-        """Of the codec of torch's operations, for up to `numel` elements; a multiple of 8 where `numel` is one."""
+        """Memory of the codec of torch's operations for up to `numel` elements; a multiple of 8 if `numel` is one."""
 
     @abstractmethod
     def codec(self, numel: int, memory: Tensor, generator: torch.Generator | None) -> Codec:

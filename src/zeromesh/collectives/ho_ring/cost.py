@@ -1,4 +1,4 @@
-"""What HO-Ring costs."""
+"""The cost of HO-Ring."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class QuantFormat(WireFormat):
 
     @property
     def row_bytes(self) -> int:
-        """Of a block's codes."""
+        """Bytes of a block's codes."""
         return self.block * self.bits // 8
 
     def message_bytes(self, numel: int) -> int:

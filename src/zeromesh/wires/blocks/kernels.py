@@ -32,7 +32,7 @@ ROWS = 8
 """Blocks per program: 4 KiB of fp32 at a block of 128, enough loads in flight for one program."""
 
 LAUNCH = {"enable_fp_fusion": False}
-"""Of every kernel. Memory is what takes the time, so the instructions that this adds cost nothing."""
+"""Options of every kernel. The kernels are bound by memory, so the additional instructions cost nothing."""
 
 
 @triton.jit
@@ -240,7 +240,7 @@ def _requantise_kernel(
 
 
 class TritonQuantiser(Codec):
-    """What `Quantiser` does, in one kernel each, without memory of its own.
+    """As `Quantiser`, with one kernel for each operation and without memory of its own.
 
     Args:
         form: of the wire.
