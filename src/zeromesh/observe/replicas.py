@@ -16,7 +16,7 @@ statistics) are each rank's own and are not looked at.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.optim import stored, take_slices
 from zeromesh.engine.parts import Home
 from zeromesh.errors import MismatchError
-from zeromesh.strategy import Axis, Layout
+from zeromesh.strategy import Axis
 
 CHUNK = 1 << 18
 """Words of 8 bytes that are weighed at once: 6 MiB of temporaries."""
@@ -60,7 +60,7 @@ class Held:
     what: str
     home: Home
     axes: tuple[Axis, ...]
-    parts: Callable[[], Iterator[Named]]
+    parts: Callable[[], Iterable[Named]]
 
 
 def check_replicas(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:
@@ -118,51 +118,37 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def _held(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[Held]:
+    """[Note: Replicas]."""
     for unit in engine.units:
         for buffer in unit.buffers:
             home = engine.homes[buffer.spec.part]
-            held = partial(Held, unit=unit.name, home=home)
-            over_states, over_params, over_kept = _over(home.layout)
-            if over_params:
-                yield held(what="parameters", axes=over_params, parts=_params_of(buffer))
-            if buffer.kept is not None and over_kept:
-                yield held(what="kept copy", axes=over_kept, parts=_kept_of(buffer))
-            if buffer.master is None or not over_states:
-                continue
-            if not buffer.master_in_params:
-                yield held(what="master copy", axes=over_states, parts=_master_of(buffer))
-            if optimizers:
-                yield held(what="optimizer states", axes=over_states, parts=_states_of(buffer, optimizers))
+            layout = home.layout
+            dropped = [axis for axis in layout.param_axes if not axis.stage.kept]
+            states, params, kept = (
+                tuple(axis for axis in layout.axes if axis not in sharded and axis.size > 1)
+                for sharded in (layout.significant, layout.param_axes, dropped)
+            )
+            found: list[tuple[str, tuple[Axis, ...], Callable[[], Iterable[Named]]]] = [
+                ("parameters", params, partial(_whole, buffer, buffer.params))
+            ]
+            if buffer.kept is not None:
+                found.append(("kept copy", kept, partial(_whole, buffer, buffer.kept)))
+            if buffer.master is not None and not buffer.master_in_params:
+                found.append(("master copy", states, partial(_masters, buffer)))
+            if buffer.master is not None and optimizers:
+                found.append(("optimizer states", states, _states_of(buffer, optimizers)))
+            for what, axes, parts in found:
+                if axes:
+                    yield Held(unit=unit.name, what=what, home=home, axes=axes, parts=parts)
 
 
-def _over(layout: Layout) -> Iterator[tuple[Axis, ...]]:
-    """Over which axes states, parameters and kept copies are the same."""
-    dropped = [axis for axis in layout.param_axes if not axis.stage.kept]
-    return (_replicated(layout, axes) for axes in (layout.significant, layout.param_axes, dropped))
-
-
-def _replicated(layout: Layout, sharded: Sequence[Axis]) -> tuple[Axis, ...]:
-    names = {axis.name for axis in sharded}
-    return tuple(axis for axis in layout.axes if axis.name not in names and axis.size > 1)
-
-
-def _params_of(buffer: FlatShards) -> Callable[[], Iterator[Named]]:
-    return lambda: iter([(_names(buffer), buffer.params)])
-
-
-def _kept_of(buffer: FlatShards) -> Callable[[], Iterator[Named]]:
-    kept = buffer.kept
-    assert kept is not None
-    return lambda: iter([(_names(buffer), kept)])
-
-
-def _names(buffer: FlatShards) -> str:
+def _whole(buffer: FlatShards, values: Tensor) -> list[Named]:
     names = [place.info.name for place in buffer.places]
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    return [(names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}", values)]
 
 
-def _master_of(buffer: FlatShards) -> Callable[[], Iterator[Named]]:
-    return lambda: ((param.full_name, param.local) for param in buffer.optimizer_params)
+def _masters(buffer: FlatShards) -> list[Named]:
+    return [(param.full_name, param.local) for param in buffer.optimizer_params]
 
 
 def _states_of(buffer: FlatShards, optimizers: Sequence[Optimizer]) -> Callable[[], Iterator[Named]]:
@@ -199,25 +185,11 @@ def _digest_of(thing: Held, device: torch.device) -> Tensor:
     return total
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
-    """Ranks that hold something else than they must.
-
-    Args:
-        thing: what.
-        odd: ranks of the mesh that differ from most of their replicas; all replicas where no value is held by most.
-        model: a rank that holds what most hold.
-        other: the first that does not.
-    """
-
-    thing: Held
-    odd: tuple[int, ...]
-    model: int
-    other: int
-
-
 Seats = Sequence[tuple[int, dict[str, int]]]
 """By rank of the model's mesh: which of the meshes of a part it is in, and its coordinates there."""
+
+Drift = tuple[Held, list[int], list[int]]
+"""Something held, ranks of the mesh that must have the same of it, and their digests, which differ."""
 
 
 def _seats(engine: Engine, home: Home) -> Seats:
@@ -230,58 +202,40 @@ def _seats(engine: Engine, home: Home) -> Seats:
 
 def _drifts(engine: Engine, held: Sequence[Held], digests: Tensor) -> Iterator[Drift]:
     homes = {thing.axes: thing.home for thing in held}  # no two layouts have an axis in common
-    replicas = {axes: _groups(_seats(engine, home), axes) for axes, home in homes.items()}
-    firsts = {axes: _first_of(groups, engine.control.size) for axes, groups in replicas.items()}
+    by_axes: dict[tuple[Axis, ...], tuple[list[list[int]], Tensor]] = {}
+    for axes, home in homes.items():
+        names, found = {axis.name for axis in axes}, dict[tuple[int, ...], list[int]]()
+        for rank, (mesh, coordinates) in enumerate(_seats(engine, home)):
+            own = tuple(index for name, index in coordinates.items() if name not in names)
+            found.setdefault((mesh, *own), []).append(rank)
+        firsts = torch.zeros(engine.control.size, dtype=torch.int64, device="cpu")
+        for ranks in found.values():
+            firsts[ranks] = ranks[0]
+        by_axes[axes] = list(found.values()), firsts
     for thing, values in zip(held, digests.unbind(1), strict=True):
+        groups, firsts = by_axes[thing.axes]
         # Almost always all is well, and with many ranks a loop over them would take longer than the digests.
-        if not torch.equal(values, values[firsts[thing.axes]]):
-            for ranks in replicas[thing.axes]:
-                found = _drift(thing, values.tolist(), ranks)
-                if found is not None:
-                    yield found
-
-
-def _groups(seats: Seats, axes: Sequence[Axis]) -> list[list[int]]:
-    """Ranks of the mesh that differ in their indices on `axes` alone, and so hold the same."""
-    names = {axis.name for axis in axes}
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, (mesh, coordinates) in enumerate(seats):
-        own = tuple(index for name, index in coordinates.items() if name not in names)
-        groups.setdefault((mesh, *own), []).append(rank)
-    return list(groups.values())
-
-
-def _first_of(groups: Sequence[Sequence[int]], world: int) -> Tensor:
-    """By rank, the first rank of its group."""
-    firsts = torch.zeros(world, dtype=torch.int64, device="cpu")
-    for ranks in groups:
-        firsts[list(ranks)] = ranks[0]
-    return firsts
-
-
-def _drift(thing: Held, values: Sequence[int], ranks: Sequence[int]) -> Drift | None:
-    """How the values of `ranks`, which must be equal, differ."""
-    (value, most), *others = Counter(values[rank] for rank in ranks).most_common()
-    if not others:
-        return None
-    differing = [rank for rank in ranks if values[rank] != value]
-    model = next(rank for rank in ranks if values[rank] == value)
-    odd = ranks if others[0][1] == most else differing
-    return Drift(thing=thing, odd=tuple(odd), model=model, other=differing[0])
+        for ranks in [] if torch.equal(values, values[firsts]) else groups:
+            seen = values[ranks].tolist()
+            if len(set(seen)) > 1:
+                yield thing, ranks, seen
 
 
 def _message(engine: Engine, drifts: Sequence[Drift], ranks: Sequence[int]) -> str:
     """Collective: the ranks look at the first drift part by part."""
-    first = drifts[0]
-    thing, seats = first.thing, _seats(engine, first.thing.home)
-    parts = _differing_parts(engine, thing, first.model, first.other)
-    (_, one), (_, two) = seats[first.model], seats[first.other]
+    thing, group, values = drifts[0]
+    (value, most), (_, next_most), *_ = Counter(values).most_common()
+    differing = [rank for rank, own in zip(group, values, strict=True) if own != value]
+    model = next(rank for rank in group if rank not in differing)
+    seats = _seats(engine, thing.home)
+    parts = _differing_parts(engine, thing, model, differing[0])
+    (_, one), (_, two) = seats[model], seats[differing[0]]
     axes = ", ".join(axis.name for axis in thing.axes if one[axis.name] != two[axis.name])
-    odd = ", ".join(map(str, sorted(ranks[rank] for rank in first.odd)))
-    plural = "s" if len(first.odd) > 1 else ""
-    who = f"ranks {odd} have drifted apart"
-    if first.model not in first.odd:
-        who = f"rank{plural} {odd} drifted away from rank {ranks[first.model]}"
+    if most == next_most:  # no value is held by most
+        who = f"ranks {', '.join(map(str, sorted(ranks[rank] for rank in group)))} have drifted apart"
+    else:
+        odd = ", ".join(map(str, sorted(ranks[rank] for rank in differing)))
+        who = f"rank{'s' * (len(differing) > 1)} {odd} drifted away from rank {ranks[model]}"
     also = f", and {len(parts) - 1} more" if len(parts) > 1 else ""
     elsewhere = f" ({len(drifts) - 1} more differences in other places)" if len(drifts) > 1 else ""
     return (
