@@ -13,7 +13,7 @@ first). With one of each nothing is cut.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from zeromesh.errors import InputError, one_of
 
@@ -69,7 +69,7 @@ class Parallel:
         return text if self.sequence_parallel or self.tp == 1 else f"{text} without sequence parallelism"
 
     def to_json(self) -> dict[str, int | str | bool]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
     # Pipelines ------------------------------------------------------------------------------------------------------
 

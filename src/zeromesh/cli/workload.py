@@ -113,22 +113,15 @@ class Described:
         check_choice("--activation-checkpointing", recomputation, ("none", "selective", "full", "auto"))
         if self.micro_batch < 0:
             raise InputError(f"--micro-batch must be at least 1 (0: the planner's choice), got {self.micro_batch}")
+        same = ("seq_len", "global_batch_tokens", "grad_dtype", "optimizer", "ownership", "pp_schedule")
         return Workload(
-            seq_len=self.seq_len,
-            global_batch_tokens=self.global_batch_tokens,
             micro_batch=self.micro_batch or None,
             recomputation=None if recomputation == "auto" else Recomputation(recomputation),
             param_dtype=cluster.device.matrix_dtype,
-            grad_dtype=self.grad_dtype,
-            optimizer=self.optimizer,
-            ownership=self.ownership,
-            tp=degrees["tp"],
-            cp=degrees["cp"],
-            pp=degrees["pp"],
-            ep=degrees["ep"],
-            pp_schedule=self.pp_schedule,
             pp_chunks=self.pp_chunks or (2 if self.pp_schedule == "interleaved" else 1),
             sequence_parallel=self.sequence_parallel,
+            **{name: getattr(self, name) for name in same},
+            **degrees,
         )
 
     def calibrated(self, spec: ModelSpec, hardware: Cluster, work: Workload, strategy: str) -> Calibration:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants, default_constants
 from zeromesh.errors import InputError
-from zeromesh.model import ModelSpec, Recomputation
+from zeromesh.model import ModelSpec
 from zeromesh.parallel import Parallel
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.settings import Setting, screened, settings_of
-from zeromesh.planner.space import Block, Integers, Space, Splits
+from zeromesh.planner.space import Integers, Space, Splits
 from zeromesh.planner.time_bound import Floats
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
@@ -106,23 +107,20 @@ class _Rows:
 
     space: Space
     parallel: Parallel
-    wires: tuple[str, ...]
-    collective: str
-    micro_batch: int
-    micro_batches: int
-    recomputation: Recomputation
+    setting: Setting
     indices: tuple[Integers, ...]  # by level, of its cuts
     step_s: Floats
     memory: Floats
     parts: Integers
 
     def candidate(self, row: int) -> Candidate:
-        strategy = self.space.strategy([int(column[row]) for column in self.indices], self.wires)
+        setting, bounds = self.setting, self.setting.bounds
+        strategy = self.space.strategy([int(column[row]) for column in self.indices], bounds.wires)
         return Candidate(
-            strategy=replace(strategy, collective=self.collective),
-            micro_batch=self.micro_batch,
-            micro_batches=self.micro_batches,
-            recomputation=self.recomputation,
+            strategy=replace(strategy, collective=bounds.collective),
+            micro_batch=setting.micro_batch,
+            micro_batches=setting.micro_batches,
+            recomputation=setting.recomputation,
             parallel=self.parallel,
             bound_s=float(self.step_s[row]),
         )
@@ -290,6 +288,7 @@ def _fill(
     """Adds what may fit in memory and be faster than `best_s`."""
     every = list(settings_of(bounds, of_memory, parallel))
     least = min(every, key=lambda setting: setting.extra_bytes)
+    rows_of = partial(_Rows, space=space, parallel=parallel)
     for block in space.blocks():
         if bounds.overlapping:
             # Those that shard over one level do not differ; those that replicate over several sum by level.
@@ -299,7 +298,11 @@ def _fill(
         state = of_memory.memory.state_bytes(block)
         order = np.argsort(state, kind="stable")
         pool.searched += len(order) * len(every)
-        _keep_smallest(pool, bounds, parallel, space, block.choose(order[:1]), float(state[order[0]]), least)
+        if (smallest := float(state[order[0]]) + least.extra_bytes) < pool.smallest_bytes:
+            one, nothing = block.choose(order[:1]).indices, np.zeros(1)
+            parts = nothing.astype(np.int64)
+            only = rows_of(setting=least, indices=one, step_s=nothing, memory=nothing, parts=parts)
+            pool.smallest_bytes, pool.smallest = smallest, only.candidate(0)
         fitting = [int(np.searchsorted(state[order], limit_bytes - s.extra_bytes, side="right")) for s in every]
         pool.pruned += len(order) * len(every) - sum(fitting)
         fitting = [count if s.least_s < best_s else 0 for s, count in zip(every, fitting, strict=True)]
@@ -309,12 +312,8 @@ def _fill(
         time, optimizer_s, parts = bounds.time(smaller), bounds.optimizer_s(smaller), smaller.num_parts()
         for setting, count in zip(every, fitting, strict=True):
             if count:
-                rows = _rows(
-                    setting,
-                    space=space,
-                    parallel=parallel,
-                    wires=bounds.wires,
-                    collective=bounds.collective,
+                rows = rows_of(
+                    setting=setting,
                     indices=tuple(column[:count] for column in smaller.indices),
                     step_s=time.first(count).at(setting.micro_batches, setting.compute, optimizer_s[:count]),
                     memory=memory[:count] + setting.extra_bytes,
@@ -322,41 +321,6 @@ def _fill(
                 )
                 pool.rows.append(rows)
                 pool.front += _front_of(rows)
-
-
-def _rows(setting: Setting, **fields: Any) -> _Rows:
-    return _Rows(
-        micro_batch=setting.micro_batch,
-        micro_batches=setting.micro_batches,
-        recomputation=setting.recomputation,
-        **fields,
-    )
-
-
-def _keep_smallest(
-    pool: _Pool,
-    bounds: Bounds,
-    parallel: Parallel,
-    space: Space,
-    block: Block,
-    state_bytes: float,
-    setting: Setting,
-) -> None:
-    if state_bytes + setting.extra_bytes < pool.smallest_bytes:
-        pool.smallest_bytes = state_bytes + setting.extra_bytes
-        nothing = np.zeros(1)
-        only = _rows(
-            setting,
-            space=space,
-            parallel=parallel,
-            wires=bounds.wires,
-            collective=bounds.collective,
-            indices=block.indices,
-            step_s=nothing,
-            memory=nothing,
-            parts=nothing.astype(np.int64),
-        )
-        pool.smallest = only.candidate(0)
 
 
 def _front_of(rows: _Rows) -> Iterator[tuple[float, float, Candidate]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from zeromesh.cost.memory import Overhead
 from zeromesh.errors import InputError
@@ -14,15 +15,19 @@ from zeromesh.planner.evaluate import Evaluator
 from zeromesh.planner.time_bound import ComputeSeconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """A micro-batch and a recomputation, with what they take for any layout."""
 
+    bounds: Bounds
     micro_batch: int
     micro_batches: int
     recomputation: Recomputation
-    compute: ComputeSeconds
     extra_bytes: float  # activations and overhead
+
+    @cached_property
+    def compute(self) -> ComputeSeconds:
+        return self.bounds.micro_batch_s(self.micro_batch, self.recomputation)
 
     @property
     def least_s(self) -> float:
@@ -37,29 +42,6 @@ def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterat
         bounds, of_memory: as `Evaluator.bounds` gives them.
         parallel: the degrees.
     """
-    for sized in _sized(bounds, of_memory, parallel):
-        yield _setting(bounds, sized)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sized:
-    micro_batch: int
-    micro_batches: int
-    recomputation: Recomputation
-    extra_bytes: float
-
-
-def _setting(bounds: Bounds, sized: _Sized) -> Setting:
-    return Setting(
-        micro_batch=sized.micro_batch,
-        micro_batches=sized.micro_batches,
-        recomputation=sized.recomputation,
-        compute=bounds.micro_batch_s(sized.micro_batch, sized.recomputation),
-        extra_bytes=sized.extra_bytes,
-    )
-
-
-def _sized(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterator[_Sized]:
     workload = bounds.workload
     for recomputation in workload.recomputations():
         for micro_batch, micro_batches in workload.splits(bounds.cluster.world, parallel):
@@ -67,7 +49,8 @@ def _sized(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterator[_S
             overhead = Overhead.of(
                 bounds.constants, messages=bounds.cluster.messages, communicators=0, dynamic_bytes=activations
             )
-            yield _Sized(
+            yield Setting(
+                bounds=bounds,
                 micro_batch=micro_batch,
                 micro_batches=micro_batches,
                 recomputation=recomputation,
@@ -75,13 +58,13 @@ def _sized(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterator[_S
             )
 
 
-def _least_s(bounds: Bounds, fitted: Sequence[_Sized]) -> float:
+def _least_s(fitted: Sequence[Setting]) -> float:
     """That none of the settings is shorter than, whatever communicates beside it, from few of them: a larger
     micro-batch takes fewer seconds a token, and leaves a pipeline idle for longer; recomputation only adds."""
     least, largest = float("inf"), 0
     for recomputation in sorted({one.recomputation for one in fitted}, key=list(Recomputation).index):
         sizes = [one for one in fitted if one.recomputation is recomputation]
-        small, large = (_setting(bounds, pick(sizes, key=lambda one: one.micro_batch)) for pick in (min, max))
+        small, large = (pick(sizes, key=lambda one: one.micro_batch) for pick in (min, max))
         if large.micro_batch > largest:  # else one that recomputes less is at least as fast
             largest = large.micro_batch
             least = min(least, large.micro_batches * large.compute.total + small.compute.idle)
@@ -107,7 +90,7 @@ def screened(evaluator: Evaluator) -> list[tuple[Parallel, float]]:
     for parallel in choices:
         try:
             bounds, of_memory = evaluator.bounds(parallel=parallel)
-            settings = list(_sized(bounds, of_memory, parallel))
+            settings = list(settings_of(bounds, of_memory, parallel))
         except InputError as error:
             refused = refused or error  # that of the smallest degrees, which names what was given
             continue
@@ -117,7 +100,7 @@ def screened(evaluator: Evaluator) -> list[tuple[Parallel, float]]:
             least = min(sizes), parallel
         fitted = [one for one, size in zip(settings, sizes, strict=True) if size <= evaluator.limit_bytes]
         if fitted:
-            fitting.append((parallel, _least_s(bounds, fitted)))
+            fitting.append((parallel, _least_s(fitted)))
     if least is None:
         assert refused is not None  # there is a choice, and it was refused
         raise refused

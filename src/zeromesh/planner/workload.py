@@ -11,7 +11,7 @@ from zeromesh.errors import InputError
 from zeromesh.model import Recomputation
 from zeromesh.parallel import DEGREES, WHOLE, Parallel
 from zeromesh.simulator import FixedWorkload
-from zeromesh.strategy.plan import settle_dtypes
+from zeromesh.strategy.plan import DTYPE_FIELDS, settle_dtypes
 
 MAX_MICRO_BATCH = 64
 """Sequences per device and micro-batch beyond which none is tried: products are long since at their best rate."""
@@ -158,18 +158,12 @@ class Workload:
 
     def fixed(self, micro_batch: int, recomputation: Recomputation, parallel: Parallel | None = None) -> FixedWorkload:
         """The workload with its open choices made; degrees are 1 unless given."""
+        same = ("seq_len", "global_batch_tokens", *DTYPE_FIELDS, "optimizer", "ownership")
         return FixedWorkload(
-            seq_len=self.seq_len,
-            global_batch_tokens=self.global_batch_tokens,
             micro_batch=micro_batch,
             recomputation=recomputation,
-            param_dtype=self.param_dtype,
-            reduce_dtype=self.reduce_dtype,
-            grad_dtype=self.grad_dtype,
-            master_dtype=self.master_dtype,
-            optimizer=self.optimizer,
-            ownership=self.ownership,
             parallel=parallel or WHOLE,
+            **{name: getattr(self, name) for name in same},
         )
 
     def recomputations(self) -> tuple[Recomputation, ...]:
