@@ -44,8 +44,8 @@ def probe(
     """
     from zeromesh.cli.measuring import mesh_of, starting_ranks
     from zeromesh.cli.workload import write
+    from zeromesh.cluster import cluster_toml
     from zeromesh.errors import InputError
-    from zeromesh.measure.cluster_file import cluster_toml
     from zeromesh.measure.probe import probe as measure
 
     if output is not None and not output.absolute().parent.is_dir():

@@ -6,7 +6,7 @@ from zeromesh.cluster.curve import Curve
 from zeromesh.cluster.device import MATRIX_DTYPES, Device
 from zeromesh.cluster.kernel import Kernel
 from zeromesh.cluster.level import LINK_KINDS, Level
-from zeromesh.cluster.read import parse_cluster, read_cluster
+from zeromesh.cluster.read import cluster_toml, parse_cluster, read_cluster
 
 __all__ = [
     "LINK_KINDS",
@@ -16,6 +16,7 @@ __all__ = [
     "Device",
     "Kernel",
     "Level",
+    "cluster_toml",
     "find_cluster",
     "parse_cluster",
     "preset",

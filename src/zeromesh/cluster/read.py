@@ -41,11 +41,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from zeromesh import units
 from zeromesh.cluster.chips import complete
@@ -57,8 +72,8 @@ from zeromesh.cluster.level import Level
 from zeromesh.errors import ClusterError, InputError, nearest
 from zeromesh.files import parse_toml, read_text
 
-_T = TypeVar("_T")
-_REQUIRED: Any = object()
+_DIGITS = 5
+"""That a written figure keeps."""
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -82,267 +97,295 @@ def parse_cluster(text: str, *, where: str = "cluster file") -> Cluster:
 
 def cluster_of(table: Mapping[str, Any], *, where: str) -> Cluster:
     """The cluster in the table of a file; raises as `read_cluster`."""
-    root = _Table(table, where, "")
-    root.only("name", "description", "device", "level", "sources")
     try:
-        return Cluster(
-            name=root.get("name", _string),
-            description=root.get("description", _string, ""),
-            device=_device(root.table("device")),
-            levels=tuple(_level(level) for level in root.tables("level", _levels)),
-            sources=tuple(sorted(root.get("sources", _strings, {}).items())),
-        )
-    except _Located:
-        raise
-    except ClusterError as error:
-        raise ClusterError(f"{where}: {error}") from error
+        return _Cluster.model_validate(table).made
+    except ValidationError as error:
+        raise ClusterError(f"{where}: " + "\n  ".join(dict.fromkeys(map(_complaint, error.errors())))) from None
 
 
-class _Located(ClusterError):
-    """A complaint that names its file and key already."""
+def cluster_toml(cluster: Cluster, *, remarks: tuple[str, ...] = ()) -> str:
+    """The text of a file that `read_cluster` reads; `remarks` stand above it as comments. Figures keep five digits."""
+    table = _Cluster.of(cluster).model_dump(by_alias=True, exclude_defaults=True, exclude_none=True)
+    return "\n".join([*(f"# {remark}" for remark in remarks), *_toml(table, "")]).replace("\n\n\n", "\n\n") + "\n"
 
 
-class _Table:
-    """One TOML table with the path that messages name."""
-
-    def __init__(self, values: Mapping[str, Any], where: str, path: str) -> None:
-        self.values, self.where, self.path = values, where, path
-
-    def key(self, name: str) -> str:
-        return f"{self.path}.{name}" if self.path else name
-
-    def fail(self, key: str, problem: str) -> _Located:
-        return _Located(f"{self.where}: {self.key(key)}: {problem}")
-
-    def only(self, *known: str) -> None:
-        for name in self.values:
-            if name not in known:
-                raise self.fail(name, f"unknown key; {nearest(name, known)}")
-
-    def get(self, name: str, read: Callable[[Any], _T], default: Any = _REQUIRED) -> _T:
-        if name not in self.values:
-            if default is _REQUIRED:
-                raise self.fail(name, f"is missing; expected {_expectation(read)}")
-            return default  # type: ignore[no-any-return]  # the caller's default has the reader's type
-        try:
-            return read(self.values[name])
-        except InputError as error:
-            raise self.fail(name, str(error)) from error
-
-    def table(self, name: str, default: Any = _REQUIRED) -> _Table:
-        return _Table(self.get(name, _mapping, default), self.where, self.key(name))
-
-    def tables(self, name: str, read: Callable[[Any], Sequence[Any]], default: Any = _REQUIRED) -> list[_Table]:
-        tables = self.get(name, read, default)
-        return [_Table(_mapping(t), self.where, f"{self.key(name)}[{i}]") for i, t in enumerate(tables)]
+def _toml(table: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Values of a table first, then the tables in it."""
+    below = {k: v for k, v in table.items() if _is_tables(v) or (isinstance(v, Mapping) and k not in _INLINE)}
+    yield from (f"{_key(key)} = {_value(value)}" for key, value in table.items() if key not in below)
+    for key, value in below.items():
+        name = f"{path}{key}"
+        for each in value if _is_tables(value) else (value,):
+            yield from ("", f"[[{name}]]" if _is_tables(value) else f"[{name}]", *_toml(each, f"{name}."))
 
 
-@contextmanager
-def _located(table: _Table) -> Iterator[None]:
-    """Names the table where what is made of it complains."""
-    try:
-        yield
-    except _Located:
-        raise
-    except ClusterError as error:
-        raise _Located(f"{table.where}: {table.path}: {error}") from error
+_INLINE = ("shares", "seconds")
+"""Tables that are written in one line."""
 
 
-def _device(table: _Table) -> Device:
-    table.only("name", "memory", "memory_bandwidth", "peak", "achievable", "multiprocessors", "cores", "kernel")
-    return Device(
-        name=table.get("name", _string),
-        memory_bytes=table.get("memory", _memory),
-        memory_bytes_per_s=table.get("memory_bandwidth", _bandwidth, None),
-        peak_flops=_rates(table.table("peak")),
-        achievable_flops=_rates(table.table("achievable", {})),
-        multiprocessors=table.get("multiprocessors", _count, None),
-        cores=table.get("cores", _number, None),
-        kernels=tuple(_kernel(kernel) for kernel in table.tables("kernel", _kernels, [])),
-    )
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value)
 
 
-def _kernel(table: _Table) -> Kernel:
-    table.only("kind", "dtype", "shape", "forward", "backward")
-    kind = table.get("kind", _string)
-    rate = _rate if kind in ("product", "attention") else _bandwidth
-    forward = table.get("forward", rate)
-    with _located(table):
-        return Kernel(
-            kind=kind,
-            dtype=table.get("dtype", _string),
-            shape=table.get("shape", _counts, ()),
-            forward=forward,
-            backward=table.get("backward", rate, forward if kind == "optimizer" else _REQUIRED),
-        )
+def _key(key: str) -> str:
+    return key if key.isidentifier() else _value(key)
 
 
-def _rates(table: _Table) -> dict[str, float]:
-    table.only(*MATRIX_DTYPES)
-    rates = {dtype: table.get(dtype, _rate) for dtype in table.values}
-    if not rates and table.path.endswith("peak"):
-        raise _Located(f'{table.where}: {table.path}: expected a rate by dtype, such as bf16 = "312 TFLOP/s"')
-    return rates
+def _value(value: Any) -> str:
+    # A JSON string is a TOML basic string but for DEL, which no name here has.
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{_key(key)} = {_value(each)}' for key, each in value.items())} }}"
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
-def _shares(table: _Table) -> dict[str, float]:
-    table.only(*OPERATIONS)
-    return {operation: table.get(operation, _number) for operation in table.values}
+# ---- values, each read from what a file has, and written so
 
 
-def _level(table: _Table) -> Level:
-    table.only(
-        "name",
-        "size",
-        "bandwidth",
-        "latency",
-        "kind",
-        "ports",
-        "busy_latency",
-        "host_rate",
-        "host_call",
-        "shares",
-        "curve",
-    )
-    with _located(table):
-        level = Level(
-            name=table.get("name", _string),
-            size=table.get("size", _count),
-            bandwidth_bytes_per_s=table.get("bandwidth", _bandwidth),
-            latency_s=table.get("latency", _latency),
-            kind=table.get("kind", _string, "auto"),
-            ports=table.get("ports", _count, None),
-            busy_latency_s=table.get("busy_latency", _latency, None),
-            host_bytes_per_s=table.get("host_rate", _bandwidth, None),
-            host_call_s=table.get("host_call", _latency, 0.0),
-            shares=_shares(table.table("shares", {})),
-            curves=tuple(_curve(curve) for curve in table.tables("curve", _curves, [])),
-        )
-        _require_latency_below(level)
-    return level
+def _quantity(
+    parse: Callable[[object], float], write: Callable[[float, int], str], least: float, expected: str
+) -> tuple[BeforeValidator, PlainSerializer]:
+    """Of numbers with a unit, finite and above `least`."""
+
+    def read(value: Any) -> float:
+        number = parse(value)
+        if not least < number < math.inf:
+            raise InputError(f"expected {expected}, got {value!r}")
+        return number
+
+    return BeforeValidator(read), PlainSerializer(lambda value: write(value, _DIGITS))
 
 
-def _require_latency_below(level: Level) -> None:
-    for curve in level.curves:
-        _, longest_s = curve.pairs[-1]
-        if (least_s := curve.passes * (curve.ranks - 1) * level.latency_s) >= longest_s:
-            raise ClusterError(
-                f"level {level.name!r}: {curve.operation} of {curve.ranks} ranks waits for {least_s:g} s of latency, "
-                f"and its curve's longest message takes {longest_s:g} s: one of the two is wrong"
-            )
-
-
-def _curve(table: _Table) -> Curve:
-    table.only("operation", "ranks", "beside", "seconds")
-    beside = table.get("beside", _string, "")
-    if beside not in ("", "computation"):
-        raise table.fail("beside", f'expected "computation" or no such key, got {beside!r}')
-    points = table.table("seconds")
-    with _located(table):
-        return Curve(
-            operation=table.get("operation", _string),
-            ranks=table.get("ranks", _count),
-            points={_size(points, size): points.get(size, _latency) for size in points.values},
-            beside_computation=bool(beside),
-        )
-
-
-def _size(table: _Table, text: str) -> float:
-    try:
-        return _memory(text)
-    except InputError as error:
-        raise table.fail(text, str(error)) from error
-
-
-def _string(value: Any) -> str:
-    """a string"""
+def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise InputError(f"expected a string, got {value!r}")
     return value
 
 
 def _count(value: Any) -> int:
-    """a whole number of at least 1"""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"expected a whole number of at least 1, got {value!r}")
     return value
 
 
-def _counts(value: Any) -> tuple[int, ...]:
-    """whole numbers of at least 1"""
-    if not isinstance(value, list):
-        raise InputError(f"expected a list of whole numbers of at least 1, got {value!r}")
-    return tuple(_count(item) for item in value)
-
-
-def _number(value: Any) -> float:
-    """a number above zero"""
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"expected a number above zero, got {value!r}")
-    return _positive(float(value), value)
+    return float(value)
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    """a table"""
-    if not isinstance(value, Mapping):
-        raise InputError(f"expected a table, got {value!r}")
+def _known(names: Sequence[str], value: str) -> str:
+    if value not in names:
+        raise InputError(f"unknown key; {nearest(value, names)}")
     return value
 
 
-def _levels(value: Any) -> Sequence[Any]:
-    """one [[level]] table per level, innermost first"""
-    return _listed(value, _levels, least=1)
+_BELOW_ZERO = -5e-324
+_ABOVE = "a finite value above zero"
+_BANDWIDTH = _quantity(units.parse_bytes_per_s, units.format_bytes_per_s, 0, _ABOVE)
+_FLOPS = _quantity(units.parse_flop_per_s, units.format_flop_per_s, 0, _ABOVE)
+Text = Annotated[str, BeforeValidator(_text), Field(description="a string")]
+Count = Annotated[int, BeforeValidator(_count), Field(description="a whole number of at least 1")]
+Number = Annotated[float, *_quantity(_number, lambda value, _: float(f"{value:.4g}"), 0, _ABOVE)]  # type: ignore[arg-type, return-value]  # it has no unit
+Bytes = Annotated[
+    float,
+    *_quantity(units.parse_bytes, units.format_bytes, 0, _ABOVE),
+    Field(description='bytes with a unit, such as "80 GB"'),
+]
+Bandwidth = Annotated[float, *_BANDWIDTH, Field(description='a rate with a unit, such as "200 GB/s"')]
+Flops = Annotated[float, *_FLOPS, Field(description='a matrix rate with a unit, such as "312 TFLOP/s"')]
+Seconds = Annotated[
+    float,
+    *_quantity(units.parse_seconds, units.format_seconds, _BELOW_ZERO, "a finite time of zero or more"),
+    Field(description='a time with a unit, such as "6 us"'),
+]
+Dtype = Annotated[str, AfterValidator(partial(_known, MATRIX_DTYPES))]
+Operation = Annotated[str, AfterValidator(partial(_known, OPERATIONS))]
 
 
-def _curves(value: Any) -> Sequence[Any]:
-    """one [[level.curve]] table per curve"""
-    return _listed(value, _curves)
+# ---- tables; fields are the dataclasses' own, under the names of the file
 
 
-def _kernels(value: Any) -> Sequence[Any]:
-    """one [[device.kernel]] table per kernel"""
-    return _listed(value, _kernels)
+class _Table(BaseModel):
+    """Makes a dataclass of its fields, and is made of one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @cached_property
+    def made(self) -> Any:
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _ = self.made  # what that complains of is this table's
+        return self
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        return cls.model_construct(**{name: getattr(value, name) for name in cls.model_fields})
 
 
-def _listed(value: Any, read: Callable[[Any], Sequence[Any]], least: int = 0) -> Sequence[Any]:
-    if isinstance(value, list) and len(value) >= least and all(isinstance(item, Mapping) for item in value):
+class _Kernel(_Table):
+    kind: Text
+    dtype: Text
+    shape: tuple[Count, ...] = ()
+    forward: float
+    backward: float | None = None
+
+    @field_validator("forward", "backward", mode="before")
+    @classmethod
+    def _read(cls, value: Any, info: ValidationInfo) -> Any:
+        return (_FLOPS if info.data.get("kind") in ("product", "attention") else _BANDWIDTH)[0].func(value)  # type: ignore[call-arg]
+
+    @field_serializer("forward", "backward")
+    def _write(self, value: float | None) -> Any:
+        return value and (_FLOPS if self.kind in ("product", "attention") else _BANDWIDTH)[1].func(value)  # type: ignore[call-arg]
+
+    @cached_property
+    def made(self) -> Kernel:
+        if self.backward is None and self.kind != "optimizer":
+            raise ClusterError("backward is missing; expected a rate")
+        return Kernel(**{**dict(self), "backward": self.backward or self.forward})
+
+    @classmethod
+    def of(cls, value: Kernel) -> Self:
+        made = super().of(value)
+        return made.model_copy(update={"backward": None}) if value.kind == "optimizer" else made
+
+
+class _Curve(_Table):
+    operation: Text
+    ranks: Count
+    beside: str = ""
+    points: dict[Bytes, Seconds] = Field(alias="seconds")
+
+    @field_validator("beside")
+    @classmethod
+    def _beside(cls, value: str) -> str:
+        if value not in ("", "computation"):
+            raise InputError(f'expected "computation" or no such key, got {value!r}')
         return value
-    raise InputError(f"expected {_expectation(read)}, got {value!r}")
+
+    @cached_property
+    def made(self) -> Curve:
+        return Curve(
+            operation=self.operation, ranks=self.ranks, points=self.points, beside_computation=bool(self.beside)
+        )
+
+    @classmethod
+    def of(cls, value: Curve) -> Self:
+        beside = "computation" if value.beside_computation else ""
+        return cls.model_construct(
+            operation=value.operation, ranks=value.ranks, beside=beside, points=dict(value.points)
+        )
 
 
-def _strings(value: Any) -> dict[str, str]:
-    """a table of strings"""
-    return {key: _string(item) for key, item in _mapping(value).items()}
+class _Device(_Table):
+    name: Text
+    memory_bytes: Bytes = Field(alias="memory")
+    memory_bytes_per_s: Bandwidth | None = Field(None, alias="memory_bandwidth")
+    multiprocessors: Count | None = None
+    cores: Number | None = None
+    peak_flops: dict[Dtype, Flops] = Field(alias="peak", description="a rate by dtype")
+    achievable_flops: dict[Dtype, Flops] = Field({}, alias="achievable")
+    kernels: tuple[_Kernel, ...] = Field((), alias="kernel")
+
+    @field_validator("peak_flops")
+    @classmethod
+    def _some(cls, value: dict[str, float]) -> dict[str, float]:
+        if not value:
+            raise InputError('expected a rate by dtype, such as bf16 = "312 TFLOP/s"')
+        return value
+
+    @cached_property
+    def made(self) -> Device:
+        return Device(**{**dict(self), "kernels": tuple(kernel.made for kernel in self.kernels)})
+
+    @classmethod
+    def of(cls, value: Device) -> Self:
+        peaks = {"peak_flops": dict(value.peak_flops), "achievable_flops": dict(value.achievable_flops)}
+        return super().of(value).model_copy(update={**peaks, "kernels": tuple(map(_Kernel.of, value.kernels))})
 
 
-def _memory(value: Any) -> float:
-    """bytes with a unit, such as "80 GB" """
-    return _positive(units.parse_bytes(value), value)
+class _Level(_Table):
+    name: Text
+    size: Count
+    bandwidth_bytes_per_s: Bandwidth = Field(alias="bandwidth")
+    latency_s: Seconds = Field(alias="latency")
+    kind: Text = "auto"
+    ports: Count | None = None
+    busy_latency_s: Seconds | None = Field(None, alias="busy_latency")
+    host_bytes_per_s: Bandwidth | None = Field(None, alias="host_rate")
+    host_call_s: Seconds = Field(0.0, alias="host_call")
+    shares: dict[Operation, Number] = {}
+    curves: tuple[_Curve, ...] = Field((), alias="curve")
+
+    @cached_property
+    def made(self) -> Level:
+        level = Level(**{**dict(self), "curves": tuple(curve.made for curve in self.curves)})
+        for curve in level.curves:
+            _, longest_s = curve.pairs[-1]
+            if (least_s := curve.passes * (curve.ranks - 1) * level.latency_s) >= longest_s:
+                raise ClusterError(
+                    f"level {level.name!r}: {curve.operation} of {curve.ranks} ranks waits for {least_s:g} s of "
+                    f"latency, and its curve's longest message takes {longest_s:g} s: one of the two is wrong"
+                )
+        return level
+
+    @classmethod
+    def of(cls, value: Level) -> Self:
+        own = {"shares": dict(value.shares), "curves": tuple(map(_Curve.of, value.curves))}
+        return super().of(value).model_copy(update=own)
 
 
-def _bandwidth(value: Any) -> float:
-    """a rate with a unit, such as "200 GB/s" """
-    return _positive(units.parse_bytes_per_s(value), value)
+class _Cluster(_Table):
+    name: Text
+    description: str = ""
+    device: _Device
+    levels: tuple[_Level, ...] = Field(
+        alias="level", min_length=1, description="one [[level]] table per level, innermost first"
+    )
+    sources: dict[str, Text] = {}
+
+    @cached_property
+    def made(self) -> Cluster:
+        return Cluster(
+            name=self.name,
+            description=self.description,
+            device=self.device.made,
+            levels=tuple(level.made for level in self.levels),
+            sources=tuple(sorted(self.sources.items())),
+        )
+
+    @classmethod
+    def of(cls, value: Cluster) -> Self:
+        own = {"device": _Device.of(value.device), "levels": tuple(map(_Level.of, value.levels))}
+        return super().of(value).model_copy(update={**own, "sources": dict(value.sources)})
 
 
-def _rate(value: Any) -> float:
-    """a matrix rate with a unit, such as "312 TFLOP/s" """
-    return _positive(units.parse_flop_per_s(value), value)
+# ---- complaints
 
 
-def _latency(value: Any) -> float:
-    """a time with a unit, such as "6 us" """
-    seconds = units.parse_seconds(value)
-    if not 0 <= seconds < math.inf:
-        raise InputError(f"expected a finite time of zero or more, got {value!r}")
-    return seconds
+def _complaint(error: Any) -> str:
+    """The key, as a file has it, and what was expected there."""
+    path, field = "", None
+    kind: type[_Table] = _Cluster
+    for place in error["loc"]:
+        if place == "[key]":
+            continue
+        if isinstance(place, int):
+            path += f"[{place}]"
+            continue
+        path += f".{place}" if path else str(place)
+        field = next((each for each in kind.model_fields.values() if each.alias == place), None)
+        field = field or kind.model_fields.get(place)
+        kind = _TABLES.get(str(place), kind)
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "missing":
+        message = f"is missing; expected {(field and field.description) or 'a value'}"
+    elif error["type"] == "extra_forbidden":
+        known = [each.alias or name for name, each in kind.model_fields.items()]
+        message = f"unknown key; {nearest(str(error['loc'][-1]), known)}"
+    return f"{path}: {message}" if path else message
 
 
-def _positive(number: float, value: Any) -> float:
-    if not 0 < number < math.inf:
-        raise InputError(f"expected a finite value above zero, got {value!r}")
-    return number
-
-
-def _expectation(read: Callable[[Any], Any]) -> str:
-    return (read.__doc__ or "a value").strip()
+_TABLES: dict[str, type[_Table]] = {"device": _Device, "kernel": _Kernel, "level": _Level, "curve": _Curve}

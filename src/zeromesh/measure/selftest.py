@@ -26,9 +26,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeromesh.cluster import cluster_toml
 from zeromesh.errors import InputError
 from zeromesh.files import write_whole
-from zeromesh.measure.cluster_file import cluster_toml
 from zeromesh.measure.launch import Mesh, is_first, mesh_text, on_all_ranks
 from zeromesh.measure.probe import Probe, from_raw
 from zeromesh.measure.setting import read_setting

@@ -2,8 +2,7 @@ from dataclasses import asdict, is_dataclass, replace
 
 import pytest
 
-from zeromesh.cluster import Curve, Kernel, parse_cluster, preset, preset_names
-from zeromesh.measure.cluster_file import cluster_toml
+from zeromesh.cluster import Curve, Kernel, cluster_toml, parse_cluster, preset, preset_names
 
 
 @pytest.mark.parametrize("name", preset_names())
