@@ -185,7 +185,7 @@ _BANDWIDTH = _quantity(units.parse_bytes_per_s, units.format_bytes_per_s, 0, _AB
 _FLOPS = _quantity(units.parse_flop_per_s, units.format_flop_per_s, 0, _ABOVE)
 Text = Annotated[str, BeforeValidator(_text), Field(description="a string")]
 Count = Annotated[int, BeforeValidator(_count), Field(description="a whole number of at least 1")]
-Number = Annotated[float, *_quantity(_number, lambda value, _: float(f"{value:.4g}"), 0, _ABOVE)]  # type: ignore[arg-type, return-value]  # it has no unit
+Number = Annotated[float, *_quantity(_number, lambda value, _: float(f"{value:.4g}"), 0, _ABOVE)]
 Bytes = Annotated[
     float,
     *_quantity(units.parse_bytes, units.format_bytes, 0, _ABOVE),
@@ -220,7 +220,7 @@ class _Table(BaseModel):
         return self
 
     @classmethod
-    def of(cls, value: Any) -> Self:
+    def of(cls, value: Any) -> Any:
         return cls.model_construct(**{name: getattr(value, name) for name in cls.model_fields})
 
 
@@ -247,7 +247,7 @@ class _Kernel(_Table):
         return Kernel(**{**dict(self), "backward": self.backward or self.forward})
 
     @classmethod
-    def of(cls, value: Kernel) -> Self:
+    def of(cls, value: Kernel) -> Any:
         made = super().of(value)
         return made.model_copy(update={"backward": None}) if value.kind == "optimizer" else made
 
@@ -272,7 +272,7 @@ class _Curve(_Table):
         )
 
     @classmethod
-    def of(cls, value: Curve) -> Self:
+    def of(cls, value: Curve) -> Any:
         beside = "computation" if value.beside_computation else ""
         return cls.model_construct(
             operation=value.operation, ranks=value.ranks, beside=beside, points=dict(value.points)
@@ -301,7 +301,7 @@ class _Device(_Table):
         return Device(**{**dict(self), "kernels": tuple(kernel.made for kernel in self.kernels)})
 
     @classmethod
-    def of(cls, value: Device) -> Self:
+    def of(cls, value: Device) -> Any:
         peaks = {"peak_flops": dict(value.peak_flops), "achievable_flops": dict(value.achievable_flops)}
         return super().of(value).model_copy(update={**peaks, "kernels": tuple(map(_Kernel.of, value.kernels))})
 
@@ -332,7 +332,7 @@ class _Level(_Table):
         return level
 
     @classmethod
-    def of(cls, value: Level) -> Self:
+    def of(cls, value: Level) -> Any:
         own = {"shares": dict(value.shares), "curves": tuple(map(_Curve.of, value.curves))}
         return super().of(value).model_copy(update=own)
 
@@ -357,7 +357,7 @@ class _Cluster(_Table):
         )
 
     @classmethod
-    def of(cls, value: Cluster) -> Self:
+    def of(cls, value: Cluster) -> Any:
         own = {"device": _Device.of(value.device), "levels": tuple(map(_Level.of, value.levels))}
         return super().of(value).model_copy(update={**own, "sources": dict(value.sources)})
 

@@ -74,21 +74,21 @@ Entry = Kernel | Collective | Order
 class Recorder:
     """Calls `listener` with every entry while the context is open, in the thread that issues it. One at a time."""
 
-    _open = False
+    _listening = False
 
     def __init__(self, listener: Callable[[Entry], None]) -> None:
         self._listener = listener
 
     def __enter__(self) -> Recorder:
-        if Recorder._open:
+        if Recorder._listening:
             raise InputError("one Recorder at a time: another context of this process is open")
-        Recorder._open = True
+        Recorder._listening = True
         native().listen(self._told)
         return self
 
     def __exit__(self, *_: object) -> None:
         native().listen(None)
-        Recorder._open = False
+        Recorder._listening = False
 
     def _told(self, kind: str, name: str, stream: int, *more: Any) -> None:
         thread = threading.get_ident()
