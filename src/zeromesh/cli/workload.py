@@ -120,8 +120,7 @@ class Described:
             param_dtype=cluster.device.matrix_dtype,
             pp_chunks=self.pp_chunks or (2 if self.pp_schedule == "interleaved" else 1),
             sequence_parallel=self.sequence_parallel,
-            **{name: getattr(self, name) for name in same},
-            **degrees,
+            **{name: getattr(self, name) for name in same} | dict(degrees),
         )
 
     def calibrated(self, spec: ModelSpec, hardware: Cluster, work: Workload, strategy: str) -> Calibration:
