@@ -7,7 +7,7 @@ STAMP := $(VENV)/.up-to-date
 # what it imports of src and tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test test-gpu smoke matrix gpu dist check check-format check-lint check-types check-layers check-attributes check-docs format clean docs validate bench lab FORCE
+.PHONY: help venv demo test test-gpu smoke matrix gpu dist check check-format check-lint check-types check-layers check-attributes check-words check-docs format clean docs validate bench lab FORCE
 
 help:
 	@echo "make venv    .venv with everything in it (PYTHON=... names the interpreter, >= 3.11)"
@@ -18,7 +18,7 @@ help:
 	@echo "make smoke   the short set of tests (tests/smoke.txt), of this environment's versions"
 	@echo "make matrix  the short set under other versions, written into docs/support.md (SETS=\"oldest newest\")"
 	@echo "make dist    an sdist and a wheel in dist/, checked and tried in a new environment"
-	@echo "make check   format, lint, types, import layers, owners of attributes, documentation examples"
+	@echo "make check   format, lint, types, import layers, owners of attributes, words, documentation examples"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make validate  predictions beside published measurements, into docs/validation.md (ARGS=internevo for one source)"
 	@echo "make bench   measured steps beside predicted ones (bench/README.md; ARGS=... for its options, as of the next)"
@@ -65,7 +65,7 @@ docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "build/site/index.html"
 
-check: check-format check-lint check-types check-layers check-attributes check-docs
+check: check-format check-lint check-types check-layers check-attributes check-words check-docs
 
 check-format: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -81,6 +81,9 @@ check-layers: $(STAMP)
 
 check-attributes: $(STAMP)
 	$(BIN)/python tools/check_attributes.py
+
+check-words: $(STAMP)
+	$(BIN)/python tools/check_words.py
 
 check-docs: $(STAMP)
 	$(BIN)/python tools/check_docs.py

@@ -55,7 +55,7 @@ SMALLER = (
         lambda value: value // 8 if value >= 64 else value,
     ),
 )
-"""What a key that is a whole number becomes, by the first of these that its whole name matches."""
+"""New values of integer keys, by the first pattern that matches the whole name."""
 
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "blt": (SEQ_LEN, {"patching_mode": "static"}),  # else by what its weights say of each byte
@@ -63,7 +63,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "reformer": (4096, {}),
     "xmod": (SEQ_LEN, {"default_language": "en_XX"}),
 }
-"""What some types leave to their files: the one length that they run on, and keys."""
+"""Values that some types leave to their files: the only length that they run on, and keys."""
 
 AUTO = {"layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers"}
 """Lists as long as a model has layers, which the class makes where they are left out."""

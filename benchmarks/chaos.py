@@ -49,7 +49,7 @@ TIMEOUT_S = 50.0
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What a soak run has seen so far.
+    """Counts of a soak run so far.
 
     Args:
         asked: kills to be made.

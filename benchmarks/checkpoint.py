@@ -137,7 +137,7 @@ def measure(ranks: Ranks, *, directory: str, layers: int, hidden: int, repeats: 
         "staging_bytes": staging_bytes,  # of one rank: the copy that an asynchronous save makes
         "median_s": {name: statistics.median(seconds) for name, seconds in times.items()},
         "all_s": dict(times),
-        # Of all threads of the rank that used most; hardly depends on what else the machine does.
+        # All threads of the rank that used most; hardly depends on what else the machine does.
         "median_cpu_s": {name: statistics.median(seconds) for name, seconds in cpu.items()},
     }
 

@@ -188,7 +188,7 @@ def peak_row(side: str, setting: str, args: argparse.Namespace) -> dict[str, Any
 
 
 def predicted_peak(strategy: str, setting: str, args: argparse.Namespace) -> float:
-    """What the simulator expects to be allocated on one device; context and allocator left out."""
+    """Peak bytes that the simulator predicts for one device, without context and allocator."""
     wide = "bf16" if setting == "bf16" else "fp32"
     workload = Workload(
         seq_len=args.tokens,

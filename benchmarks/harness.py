@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks on this machine, systems that take turns, result files.
+"""Shared by the benchmarks: ranks on this machine, systems that take turns, result files.
 
 They run from the checkout: `make bench-NAME`, or `python -m benchmarks.NAME`.
 """
@@ -54,7 +54,7 @@ def on_ranks(task: str, mesh: Mapping[str, int], **options: Any) -> Any:
 
 
 def itself(module: str, *arguments: object) -> Any:
-    """What another process of a benchmark prints last, as JSON."""
+    """Runs a benchmark in another process and returns the JSON that it prints last."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""What Trainer, Accelerate and Fabric add to a step of our own loop, beside what they add to plain PyTorch's.
+"""The overhead of Trainer, Accelerate and Fabric over our own loop, compared with that over plain PyTorch.
 
     make bench-integrations ARGS="-o benchmarks/results/integrations.json"     # about six minutes
 

@@ -77,7 +77,7 @@ class Case:
         }
 
     def on_gpu(self) -> dict[str, Callable[[], object]]:
-        """What runs each operation."""
+        """The function that runs each operation."""
         from zeromesh.wires.blocks.kernels import TritonQuantiser
 
         quantiser, whole = TritonQuantiser(self.form), slice(0, self.values.numel())
@@ -126,7 +126,7 @@ class Case:
 
 
 def seconds(call: Callable[[], object], device: str, repeats: int) -> float:
-    """Of one call, the median of `repeats`."""
+    """Median seconds of one call over `repeats`."""
     for _ in range(2):  # compiled at the first
         call()
     if device == "cpu":

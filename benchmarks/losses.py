@@ -1,4 +1,4 @@
-"""What quantised wires do to a training run: the demo's loss on held-out files, beside that of the run without them.
+"""The effect of quantised wires on training: the demo's loss on held-out files, with and without them.
 
     make bench-losses ARGS="--out benchmarks/results/losses.json"
 

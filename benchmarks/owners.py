@@ -192,7 +192,7 @@ def rank_program(args: argparse.Namespace) -> None:
 
 
 def ratios(systems: dict[str, System]) -> dict[str, float]:
-    """What the goals are about."""
+    """The ratios that the goals name."""
 
     def ratio(one: list[float], other: list[float]) -> float:
         return round(statistics.median(a / b for a, b in zip(one, other, strict=True)), 3)

@@ -69,7 +69,7 @@ def make_model(size: str, tp: Any = None) -> nn.Module:
 
 
 def batches(micro_batches: int, sequences: int, tokens: int, tp: int = 1) -> list[torch.Tensor]:
-    """Of this rank; those of one line of `tp` ranks have the same."""
+    """This rank's batches; the ranks of one tensor-parallel group have the same."""
     generator = torch.Generator().manual_seed(dist.get_rank() // tp if dist.is_initialized() else 0)
     return [torch.randint(0, 512, (sequences, tokens), generator=generator) for _ in range(micro_batches)]
 

@@ -30,7 +30,7 @@ LAYERS, WIDTH = 24, 1024
 
 
 def price() -> dict[str, Any]:
-    """Of one rehearsal of the large model."""
+    """The cost of one rehearsal of the large model."""
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     found = rehearse(LARGE, "--world", "1024")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

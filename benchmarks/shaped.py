@@ -56,13 +56,13 @@ OURS = {
 """Lossless strategies by depth, innermost axis first."""
 
 QUANTISED = {2: "2,2 3,3", 3: "2,2,2 3,3,3"}
-"""Of these also with int8 parameters and int4 gradients on the outermost axis, to be compared with themselves."""
+"""Strategies that also run with int8 parameters and int4 gradients on the outermost axis, compared with themselves."""
 
 OVERLAPPED = {2: "0,0 1,1 2,2 3,3", 3: "0,0,0 1,1,1 2,2,1 3,3,1"}
-"""Of these also with levels at work at once: those that go over several levels one after the other."""
+"""Strategies that also run with levels at work at once: those that otherwise use several levels in turn."""
 
 AS_DDP = {2: "0,0 1,0 1,1 2,2 3,0 3,1", 3: "0,0,0 1,1,1 2,2,2 3,1,1 3,3,0 3,3,1"}
-"""Of these in bf16 also without fp32 masters: what DDP and ZeroRedundancyOptimizer take part with."""
+"""Strategies that also run in bf16 without fp32 masters, to compare with DDP and ZeroRedundancyOptimizer."""
 
 BUCKET_BYTES = 8 << 20
 

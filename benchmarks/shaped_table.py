@@ -1,4 +1,4 @@
-"""What `shaped.py` has measured, as tables.
+"""Tables of the measurements of `shaped.py`.
 
     python benchmarks/shaped_table.py benchmarks/results/shaped.json > benchmarks/results/shaped.md
 
@@ -37,7 +37,7 @@ def shape_of(tree: str) -> tuple[int, ...]:
 
 
 def link_seconds(tree: str, sent_bytes: dict[str, int]) -> float:
-    """Of the busiest link, for what a rank sends on each axis: a link carries what all ranks below it send out."""
+    """Seconds of the busiest link, given the bytes per axis: a link carries all bytes that ranks below it send out."""
     shape = shape_of(tree)
     names = NAMES[: len(shape)][::-1]
     seconds = 0.0

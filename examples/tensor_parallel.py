@@ -28,7 +28,7 @@ BLOCK = {
     "mlp.up_proj": ColwiseParallel(),
     "mlp.down_proj": RowwiseParallel(),
 }
-"""Of each block; what is not here is whole on each rank of a line."""
+"""The plan of each block; other parameters are whole on each tensor-parallel rank."""
 
 ENDS = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),

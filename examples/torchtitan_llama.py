@@ -72,7 +72,7 @@ def parallelize(
     ac_config: Any,
     dump_folder: str,
 ) -> Any:
-    """What the Trainer calls with a model on the meta device, before it asks it for memory and values."""
+    """Called by the Trainer with a model on the meta device, before it allocates memory and initialises values."""
     if parallelism.spmd_backend != "partial_dtensor" or training.enable_cpu_offload:
         raise ValueError("zeromesh needs parallelism.spmd_backend='partial_dtensor', and does not offload to the CPU")
     if parallel_dims.non_data_parallel_size > 1 or parallel_dims.ep_enabled or compile_config.enable:

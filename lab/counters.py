@@ -15,12 +15,12 @@ from lab.plan import Command, Wiring, port
 from lab.tree import Link, TreePath
 
 HEADER_BYTES = 66
-"""Of a frame of TCP: 14 of Ethernet, 20 of IP, 32 of TCP with timestamps."""
+"""Header bytes of a TCP frame: 14 of Ethernet, 20 of IP, 32 of TCP with timestamps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkBytes:
-    """What crossed one link, seen from its lower end; counts can be subtracted and added.
+    """Traffic of one link, seen from its lower end; counts can be subtracted and added.
 
     Args:
         sent_bytes: from below to above: out of the node, package or leaf that the link is named after.
@@ -36,7 +36,7 @@ class LinkBytes:
 
     @property
     def sent_payload_bytes(self) -> int:
-        """Of `sent_bytes`, what TCP carried, if nothing else was sent: how many frames that takes differs from run to
+        """TCP payload in `sent_bytes`, if nothing else was sent. The number of frames differs from run to
         run, and as many again only acknowledge."""
         return self.sent_bytes - HEADER_BYTES * self.sent_packets
 
@@ -51,7 +51,7 @@ Counters = Mapping[str, LinkBytes]
 
 
 def difference(after: Counters, before: Counters) -> dict[str, LinkBytes]:
-    """What crossed each link between two readings."""
+    """The traffic of each link between two readings."""
     return {name: after[name] - before[name] for name in after}
 
 
@@ -80,7 +80,7 @@ def parse(links: Iterable[Link], printed: Mapping[TreePath, list[dict[str, Any]]
 
 
 def _link_bytes(upper_end: Mapping[str, Mapping[str, int]]) -> LinkBytes:
-    # What the upper end received is what the lower end sent.
+    # The upper end received the bytes that the lower end sent.
     sent, received = upper_end["rx"], upper_end["tx"]
     return LinkBytes(
         sent_bytes=sent["bytes"],

@@ -1,4 +1,4 @@
-"""What torchrun would put into a rank's environment."""
+"""A rank's environment as torchrun would set it."""
 
 from __future__ import annotations
 

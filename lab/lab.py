@@ -65,7 +65,7 @@ class Lab:
 
     @property
     def tree(self) -> Tree:
-        """What is emulated."""
+        """The emulated tree."""
         return self.wiring.tree
 
     def __enter__(self) -> Self:
@@ -144,7 +144,7 @@ class Lab:
         return results
 
     def counters(self) -> dict[str, LinkBytes]:
-        """What has crossed each link since the lab is up, by the name of the link: "0", "1", "0.0", ...
+        """The traffic of each link since the lab is up, by the link's name: "0", "1", "0.0", ...
 
         Raises:
             LabError: the lab is not there any more.

@@ -1,4 +1,4 @@
-"""What to tell the kernel so that a tree exists: pure data, no side effects.
+"""Kernel commands that create a tree: pure data, no side effects.
 
 One namespace per switch and per leaf, a bridge in each switch, one veth pair per link, a token bucket at both of its
 ends. ::
@@ -80,12 +80,12 @@ class Bucket:
 
     @property
     def burst_bytes(self) -> int:
-        """What may leave at once after a pause."""
+        """Bytes that may leave at once after a pause."""
         return max(MIN_BURST_BYTES, math.ceil(BURST_S * self.rate_bytes_per_s))
 
     @property
     def queue_bytes(self) -> int:
-        """What waits before packets are dropped."""
+        """Bytes that may wait before packets are dropped."""
         return max(QUEUE_BURSTS * self.burst_bytes, math.ceil(QUEUE_S * self.rate_bytes_per_s))
 
     @property
@@ -127,7 +127,7 @@ class Wiring:
 
     @property
     def interface(self) -> str:
-        """What ranks bind to: a leaf's uplink, or loopback where there is one leaf and no link."""
+        """The interface that ranks bind to: a leaf's uplink, or loopback if there is one leaf and no link."""
         return UPLINK if self.tree.levels else "lo"
 
     def leaf_address(self, leaf: int) -> str:
@@ -140,7 +140,7 @@ class Wiring:
         return [UPLINK, *ports] if path else ports
 
     def up(self) -> tuple[Command, ...]:
-        """What makes the lab, in order."""
+        """The commands that create the lab, in order."""
         namespaces = [f"netns add {name}" for name in self.namespaces]
         leaf_numbers = {path: leaf for leaf, path in enumerate(self.tree.leaves)}
         links = [self._link_line(link, leaf_numbers.get(link.path)) for link in self.tree.links]

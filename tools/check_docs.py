@@ -77,7 +77,7 @@ def broken_links(path: Path, page: str) -> Iterator[str]:
 
 
 def commands(page_blocks: list[Block]) -> Iterator[list[str]]:
-    """What to run for a page: one interpreter for its Python, one process for each console line."""
+    """The commands to run for a page: one interpreter for its Python, one process for each console line."""
     python = "\n".join(block.text for block in page_blocks if block.language == "python")
     if python:
         yield [sys.executable, "-c", python]

@@ -94,7 +94,8 @@ def ranges(constants: Constants) -> dict[str, Span]:
 
 
 def _by_memory(constants: Constants) -> float:
-    """Of a second's computation of a Llama of 7B on A100, what a gather inside the node takes by moving its bytes."""
+    """The share of a second's computation (Llama of 7B on A100) that a gather inside the node takes by moving its
+    bytes."""
     cluster, model = preset("a100-8x-hdr").take(8), model_preset("llama-7b")
     compute = ComputeModel(device=cluster.device, constants=constants)
     gather = TransferModel(cluster, constants, compute).joint(
@@ -336,7 +337,7 @@ def _foundry_predictor(row: Row) -> Callable[[Constants], float]:
 def _model_seconds(
     device: ComputeModel, model: ModelSpec, tokens: int, seq_len: int, recomputation: Recomputation
 ) -> tuple[float, float]:
-    """Of all units, and the share of them that waits for memory."""
+    """Seconds of all units, and the share of them that waits for memory."""
     total = moving = 0.0
     for unit in model.units:
         seconds = device.unit(unit, tokens=tokens, seq_len=seq_len, recomputation=recomputation)

@@ -1,4 +1,4 @@
-"""What sources leave open: read from `data/assumptions.toml`."""
+"""Assumptions about points that sources leave open, read from `data/assumptions.toml`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import product
 from validation.row import DATA
 
 Point = Mapping[str, str]
-"""What each of a table's open points is taken to be, by name."""
+"""The assumed value of each of a table's open points, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,7 @@ def _claim(
 
 
 def _moved_by(points: list[Point], predictions: list[float]) -> Iterator[tuple[str, float, float]]:
-    """What each open point does alone, the others as assumed; those that do nothing left out."""
+    """The effect of each open point by itself, the others as assumed; points without effect are left out."""
     first = points[0]
     alone: dict[str, list[float]] = {}
     for point, prediction in zip(points, predictions, strict=True):
@@ -216,7 +216,7 @@ def _paro() -> Iterator[Claim]:
 
 
 def _paro_gain(mapped_to: str, point: Point) -> float:
-    """Of the pair of strategies that the assumption `mapped_to` names."""
+    """The gain of the pair of strategies that the assumption `mapped_to` names."""
     strategy, baseline = point[mapped_to].split(" over ")
     return paro_gain("7B", "full", 32, strategy, baseline, point)
 

@@ -33,7 +33,7 @@ from zeromesh.strategy.stage import PARO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What a paper does not say.
+    """Assumptions about points that a paper leaves open.
 
     AMSP takes activations and temporaries from "existing methodologies", of which it cites ZeRO (arXiv 1910.02054).
     That paper's section 3.2 has both: 12 values of two bytes per token, hidden element and layer, if nothing is

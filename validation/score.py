@@ -41,7 +41,7 @@ GOALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Of the rows of one table that are in scope and not fitted.
+    """The errors of one table's rows that are in scope and not fitted.
 
     Args:
         table: which.

@@ -137,7 +137,7 @@ def amsp_layout_rows() -> Iterator[Row]:
 
 
 def system_mfu(size: str, gpus: int, system: str, point: Point) -> float:
-    """Of AMSP, or of a system that runs in DeepSpeed, with the paper's open points taken as `point` says."""
+    """MFU of AMSP or of a system in DeepSpeed, with the paper's open points as in `point`."""
     engine = _OF_BROADCAST[point["broadcast"]] if system == "AMSP" else _OF_PEERS[point["peer_engine"]]
     return amsp_step(size, gpus, _layout(system, size), engine, kernels=point["kernels"]).mfu
 

@@ -184,6 +184,6 @@ def _layer_mib(tp: int) -> list[float]:
 
 
 def _part(layers: int, parallel: Parallel, seq_len: int, kernels: Kernels, *, last: bool) -> Part:
-    """Of Llama 2 with so many layers, what the first or the last rank of a pipeline holds."""
+    """The part of Llama 2 with so many layers that the first or last pipeline rank holds."""
     model = build(replace(preset_shape("llama2-7b"), layers=layers), kernels=kernels)
     return Division.of(model, cluster_preset("a100-8x-hdr").take(8), parallel, seq_len=seq_len).parts[-1 if last else 0]

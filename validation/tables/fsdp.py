@@ -92,7 +92,7 @@ def _tokens_per_s(steps: list[Simulation]) -> float:
 
 
 def _reserved_gib(step: Simulation) -> float:
-    """What torch's allocator has reserved, which is what torchtitan prints: no context, no communicators."""
+    """Memory reserved by torch's allocator, as torchtitan prints it: without context and communicators."""
     memory = step.memory
     allocator = memory.activations * default_constants().allocator_share
     return (memory.total - memory.overhead + allocator) / 2**30

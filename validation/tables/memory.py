@@ -123,7 +123,7 @@ def _layer_mib(recomputation: Recomputation) -> list[float]:
 
 
 def galvatron_choices() -> list[tuple[int, Kernels]]:
-    """Of what the profile leaves open."""
+    """The choices that the profile leaves open."""
     choices = product(assumed("galvatron", "seq_len").choices, assumed("galvatron", "kernels").choices)
     return [(int(seq_len), _KERNELS[kernels]) for seq_len, kernels in choices]
 

@@ -24,7 +24,7 @@ from zeromesh.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What `Checkpoints.load` found.
+    """The checkpoint that `Checkpoints.load` restored.
 
     Args:
         where: the checkpoint's full name.

@@ -37,7 +37,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What a directory holds.
+    """The checkpoints of a directory.
 
     Args:
         complete: newest first.
@@ -111,7 +111,7 @@ def free_name(step: int, taken: Sequence[str]) -> str:
 
 
 def superfluous(complete: Sequence[Found], *, keep: int, keep_every: int) -> list[Found]:
-    """What retention deletes.
+    """The checkpoints that retention deletes.
 
     Args:
         complete: newest first.

@@ -91,7 +91,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What is whole on every rank and belongs to a state dict, by name: buffers, frozen parameters of other dtypes."""
+    """Tensors of a state dict that are whole on every rank, by name: buffers, and frozen parameters of other dtypes."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         whole = {key: p.data for key, p in module._parameters.items() if p is not None and not is_sharded(p)}
         kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
@@ -129,7 +129,7 @@ def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
 
 
 def _own_part(control: Control, whole: Tensor, place: Place) -> Tensor:
-    """Of a tensor that the first rank of all has, what the first rank of each mesh has of it."""
+    """The part of the first rank's tensor that belongs to the first rank of each mesh."""
     for group in control.beyond:
         broadcast_bytes(whole, group)
     return whole[place.region.index]

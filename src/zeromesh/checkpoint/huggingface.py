@@ -59,7 +59,7 @@ def save_safetensors(
 
 
 def written_dtype(asked: torch.dtype | None, own: torch.dtype) -> torch.dtype:
-    """What values of a dtype are written in; codes, of fp8 too, are no numbers yet."""
+    """The dtype in which values are written; codes, also fp8's, keep theirs."""
     return asked if asked is not None and own in DTYPE_NAMES else own
 
 

@@ -23,7 +23,7 @@ Restore = Callable[[Reader], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What was loaded.
+    """A loaded checkpoint.
 
     Args:
         where: the checkpoint's full name.
@@ -112,7 +112,7 @@ def _candidates(storage: Storage, peers: Peers) -> tuple[list[str], list[str]]:
 
 
 _WORST = (MismatchError, DamagedError, CheckpointError)
-"""What a rank raises of all that ranks say: what else one says may follow from the first."""
+"""Errors by precedence: of all ranks' errors the first of these is raised, since others may follow from it."""
 
 
 def _open(storage: Storage, name: str) -> Reader:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where, as JSON with a checksum of itself. Nothing in it is ever executed.
+"""The manifest of a checkpoint: its tensors and where they lie, as JSON with a checksum. Nothing in it is executed.
 
 A checkpoint is the directory::
 
@@ -46,7 +46,7 @@ HEAD_BYTES = 4096
 _MAX_DIMS = 64  # torch's own limit
 _MAX_NUMBER = 1 << 63
 _MAX_REGIONS = 1024
-"""Of a tensor: ranks that hold different boxes of it. All pairs of so many are compared in a second."""
+"""Most different boxes of one tensor. All pairs of so many are compared in a second."""
 
 
 class DamagedError(CheckpointError):

@@ -154,7 +154,7 @@ _Range = tuple[Region, int, int]
 
 
 def _blocks(entry: TensorEntry, chunk: Chunk) -> Iterator[_Range]:
-    """What each block of a chunk holds."""
+    """The ranges of the blocks of a chunk."""
     step, region = BLOCK_BYTES // DTYPES[entry.dtype].itemsize, chunk.within or Region.whole(entry.shape)
     for start in range(chunk.start, chunk.stop, step):
         yield region, start, min(start + step, chunk.stop)

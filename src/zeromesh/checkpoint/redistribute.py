@@ -106,14 +106,14 @@ def _control_of(elements: Sequence[Elements]) -> Control:
 
 
 def _runs(elements: Elements) -> list[Run]:
-    """What a slice has of the flattened whole tensor."""
+    """The runs of the flattened whole tensor that a slice holds."""
     held = elements.piece(elements.name, torch.empty(elements.numel, device="meta"))
     return [(row.start, row.local.numel(), int(row.local.storage_offset())) for row in held.rows() if row.local.numel()]
 
 
 def _plan(held: Sequence[Sequence[tuple[list[Run], list[Run]]]], target: int) -> list[list[Move]]:
-    """What one rank is sent, by the rank that sends it: from itself where it can be, else from the next rank that has
-    it, so that copies share the work.
+    """The runs that one rank receives, by sender: itself if it holds them, else the next rank that does, so that copies
+    share the work.
 
     Args:
         held: by rank, for each tensor the runs of the target and of the source there.

@@ -76,7 +76,7 @@ class Staging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What is to be saved.
+    """A state to be saved.
 
     Args:
         step: optimizer steps done.
@@ -100,7 +100,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """What a rank tells rank 0 of its part.
+    """One rank's report to rank 0.
 
     Args:
         written: what its file holds.
@@ -283,7 +283,7 @@ class Saver:
 
 
 def _once(rows: Sequence[Written], common: frozenset[str]) -> list[Written]:
-    """What several ranks have written under a name of `common`, once.
+    """Rows with those that several ranks wrote under a name of `common` kept once.
 
     Raises:
         CheckpointError: they have not written the same.

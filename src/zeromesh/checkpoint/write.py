@@ -169,7 +169,7 @@ def files_of(written: Iterable[Written]) -> dict[str, int]:
 
 
 def entries_of(written: Iterable[Written], empty: Iterable[Piece] = ()) -> dict[str, TensorEntry]:
-    """What all ranks have written, by tensor.
+    """The manifest's entries for everything that all ranks wrote.
 
     Args:
         written: by all ranks.

@@ -1,4 +1,4 @@
-"""What the measuring commands share."""
+"""Options and output shared by the measuring commands."""
 
 from __future__ import annotations
 

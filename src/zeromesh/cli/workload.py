@@ -1,4 +1,4 @@
-"""What `plan` and `simulate` are both told, each option declared once, and what it stands for."""
+"""The common options of `plan` and `simulate`, each declared once."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Described:
         return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep}
 
     def workload(self, cluster: Cluster, degrees: Mapping[str, int | None]) -> Workload:
-        """What one step computes, in the device's own matrix dtype; `degrees`: None for those to be found."""
+        """The workload of one step, in the device's matrix dtype; a degree of None is searched."""
         from zeromesh.model import Recomputation
         from zeromesh.parallel import SCHEDULES
         from zeromesh.planner import Workload
@@ -124,7 +124,7 @@ class Described:
         )
 
     def calibrated(self, spec: ModelSpec, hardware: Cluster, work: Workload, strategy: str) -> Calibration:
-        """What `--like` says of the cluster's device, whose layout was `strategy`."""
+        """The calibration by `--like`'s run, whose layout was `strategy`."""
         from zeromesh import planner
         from zeromesh.strategy import Strategy
 

@@ -86,8 +86,8 @@ class Cluster:
         return math.prod(level.members for level in self.levels[:index])
 
     def cut(self, *, inner: int = 1, outer: int = 1) -> Cluster:
-        """What is left for data parallelism where `inner` ranks, the innermost, and `outer` ones, the outermost, belong
-        to one data-parallel rank; links are shared by all devices still.
+        """The cluster seen by data parallelism if the `inner` innermost and `outer` outermost ranks belong to one
+        data-parallel rank; all devices still share the links.
 
         Raises:
             ClusterError: they do not divide the levels.

@@ -14,7 +14,7 @@ MATRIX_DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What one device can hold and how fast it computes.
+    """Memory and rates of one device.
 
     Args:
         name: what the vendor calls it.
@@ -88,7 +88,7 @@ class Device:
         return dict(self.achievable_flops).get(dtype or self.matrix_dtype)
 
     def kernel(self, kind: str, dtype: str, shape: Sequence[float] = ()) -> Kernel | None:
-        """Of this kind and dtype the kernel whose shape is nearest; None: none was measured."""
+        """The measured kernel of this kind and dtype whose shape is nearest; None if there is none."""
         fitting = [kernel for kernel in self.kernels if (kernel.kind, kernel.dtype) == (kind, dtype)]
         return min(fitting, key=lambda kernel: kernel.distance(shape), default=None)
 

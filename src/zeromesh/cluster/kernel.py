@@ -1,4 +1,4 @@
-"""What a device was measured to reach in one kind of work, at one shape, in one dtype."""
+"""A measured rate of a device for one kind of work, shape and dtype."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Kernel:
                 raise ClusterError(f"a kernel's rates must be finite and above 0, got {rate}")
 
     def rate(self, *, backward: bool) -> float:
-        """Of one direction."""
+        """The rate of one direction."""
         return self.backward if backward else self.forward
 
     def distance(self, shape: Sequence[float]) -> float:

@@ -102,7 +102,7 @@ class Level:
         return self.inner * self.size * self.outer
 
     def share(self, operation: str) -> float:
-        """What `operation` reaches of the level's rates."""
+        """The share of the level's rates that `operation` reaches."""
         return dict(self.shares).get(operation, 1.0)
 
     def beside_computation(self) -> Self:
@@ -114,7 +114,7 @@ class Level:
         return replace(self, latency_s=latency_s, busy_latency_s=None, curves=beside or self.curves)
 
     def curve(self, operation: str, ranks: int) -> Curve | None:
-        """What `operation` was measured to take, over a group whose size is nearest to `ranks`, while nothing computes;
-        None: it was not."""
+        """The measured curve of `operation` over a group of nearly `ranks`, while nothing computes; None if there is
+        none."""
         fitting = [c for c in self.curves if c.operation == operation and not c.beside_computation]
         return min(fitting, key=lambda c: (abs(log(c.ranks / ranks)), c.ranks), default=None)

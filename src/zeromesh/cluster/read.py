@@ -144,7 +144,7 @@ def _value(value: Any) -> str:
 def _quantity(
     parse: Callable[[object], float], write: Callable[[float, int], str], least: float, expected: str
 ) -> tuple[BeforeValidator, PlainSerializer]:
-    """Of numbers with a unit, finite and above `least`."""
+    """A field for numbers with a unit, finite and above `least`."""
 
     def read(value: Any) -> float:
         number = parse(value)

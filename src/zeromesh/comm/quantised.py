@@ -1,4 +1,4 @@
-"""What `collectives` does on quantised wires, in messages of a `WireFormat`.
+"""The operations of `collectives` on quantised wires, in messages of a `WireFormat`.
 
 Each quantises once, also where several axes follow each other, so k axes are k quantisations of a value and the error
 is within `WireFormat.error_bound(k)` of the largest value::

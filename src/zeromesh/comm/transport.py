@@ -134,7 +134,7 @@ class Native(Transport):
 
     @property
     def _device(self) -> torch.device | None:
-        """Of this rank, also where it has no message that would tell."""
+        """This rank's device, even if it has no message that would tell."""
         return torch.device("cpu") if self.device_type == "cpu" else torch.accelerator.current_accelerator()
 
 

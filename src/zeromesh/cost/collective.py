@@ -39,7 +39,7 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """What one collective takes when nothing else runs.
+    """The cost of one collective when nothing else runs.
 
     Args:
         seconds: from its start to its end.
@@ -60,7 +60,7 @@ class CollectiveCost:
 
     @property
     def transfer_s(self) -> float:
-        """Of `seconds`, those in which bytes move."""
+        """The part of `seconds` in which bytes move."""
         return max((seconds for _, seconds in self.busy), default=0.0)
 
     @property
@@ -79,7 +79,7 @@ class CollectiveCost:
 
 
 class JointCost(ABC):
-    """What a collective over several levels costs, beside `zeromesh.strategy.Collective`, which carries it out."""
+    """Costs of a collective over several levels; `zeromesh.strategy.Collective` carries it out."""
 
     @abstractmethod
     def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
@@ -93,7 +93,7 @@ class JointCost(ABC):
 
 
 def costs_of(collective: Collective) -> JointCost:
-    """What a collective costs, as its `costs` says."""
+    """The costs of a collective, as its `costs` names them."""
     return _found(collective.costs)
 
 
@@ -144,7 +144,7 @@ def collective_cost(
 
 
 def ring_cost(group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
-    """Of one ring over all ranks: [Note: Ring]."""
+    """Cost of one ring over all ranks: [Note: Ring]."""
     passes = 2 if operation == "all_reduce" else 1
     # A pipelined broadcast sends the whole buffer over every edge but the last.
     share = 1.0 if operation == "broadcast" else (group.size - 1) / group.size
@@ -212,7 +212,7 @@ def one_after_another(*costs: CollectiveCost) -> CollectiveCost:
 
 
 def mean_taken(costs: Sequence[CollectiveCost], seconds: float) -> float:
-    """What several collectives take of the device on average, where together they last so long."""
+    """The mean share of the device that several collectives take, given their total duration."""
     return sum(cost.taken * cost.seconds for cost in costs) / seconds if seconds else 0.0
 
 

@@ -28,9 +28,9 @@ from zeromesh.model.spec import AttentionSpec, MatmulSpec, Recomputation, UnitSp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Of one micro-batch on one device; `recompute` is the part of the backward that runs the forward again, `weights`
-    the part of `backward` that only gradients of weights need, `moving` the share of all in which the device waits for
-    its memory."""
+    """Seconds of one micro-batch on one device; `recompute` is the part of the backward that runs the forward again,
+    `weights` the part of `backward` that only gradients of weights need, `moving` the share of all in which the device
+    waits for its memory."""
 
     forward: float
     backward: float
@@ -76,7 +76,7 @@ class ComputeModel:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """What elementwise kernels reach; a device that states no bandwidth has what its like usually have."""
+        """The memory rate of elementwise kernels; a typical one if the device states no bandwidth."""
         stated = self.device.memory_bytes_per_s
         nominal = self.device.peak() / self.constants.flops_per_byte if stated is None else stated
         return nominal * self.constants.memory_share

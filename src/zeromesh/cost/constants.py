@@ -19,7 +19,7 @@ from zeromesh.errors import InternalError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What the formulas of this package need beyond a cluster's description.
+    """Constants of this package's formulas beyond a cluster's description.
 
     Args:
         link_share: by kind of link, what large messages reach of the nominal bandwidth.

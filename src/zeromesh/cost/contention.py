@@ -1,4 +1,4 @@
-"""What a collective takes of the device that computes beside it.
+"""The share of a computing device that a collective takes.
 
 [Note: Channels] A collective runs as a kernel of one block for each of its channels, each of which has a multiprocessor
 to itself for as long as it runs (NVIDIA/nccl#689: "NCCL CTAs won't share an SM with compute kernels"). Inside a node a
@@ -30,12 +30,12 @@ from zeromesh.cost.group import INSIDE_A_NODE, Group
 from zeromesh.strategy import Axis
 
 MOST_TAKEN = 0.9
-"""Of the device, that collectives leave no room on: the scheduler still lets computation in."""
+"""Largest share of the device that collectives can take: the scheduler still lets computation in."""
 
 
 def taken_share(cluster: Cluster, axes: Sequence[Axis], constants: Constants) -> float:
-    """Of the device's rate, while a collective over the group of `axes` runs; none where processor cores communicate,
-    which the network shares out by itself."""
+    """The share of the device's rate lost while a collective over the group of `axes` runs; none if processor cores
+    communicate, since the network model shares them out."""
     if cluster.device.cores is not None:
         return 0.0
     of_device = cluster.device.multiprocessors or constants.multiprocessors

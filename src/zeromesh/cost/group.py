@@ -80,7 +80,7 @@ class Group:
         return math.prod(hop.size for hop in self.hops)
 
     def ring_steps(self) -> tuple[int, ...]:
-        """Of the size - 1 steps of a ring in rank order, how many cross each hop, innermost first.
+        """How many of the size - 1 steps of a ring in rank order cross each hop, innermost first.
 
         A ring over 2 x 4 x 48 (innermost first) crosses 47 times between the outermost members, 192 - 48 = 144 times
         between the middle ones, 384 - 192 = 192 times inside.

@@ -148,8 +148,8 @@ class TransferModel:
         )
 
     def _coding_bytes(self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str) -> float:
-        """What quantisers read and write. Scatter: all is quantised, and summed into one part. Gather: one part is
-        quantised, and all restored. The wire's bytes twice."""
+        """Bytes that quantisers read and write. Scatter: everything is quantised, and summed into one part. Gather: one
+        part is quantised, and everything restored. The wire's bytes count twice."""
         if coded(wire) is None or self.group(axes).size == 1:
             return 0.0
         ranks = prod(axis.size for axis in axes)
@@ -159,8 +159,8 @@ class TransferModel:
 
 
 def _exchanges(operation: Operation) -> tuple[Operation, ...]:
-    """Of a quantised collective: a reduction is an all-to-all with a local sum, as a ring would quantise at every
-    hop."""
+    """The exchanges of a quantised collective. A reduction is an all-to-all with a local sum, since a ring would
+    quantise at every hop."""
     if operation == "all_reduce":
         return ("all_to_all", "all_gather")
     return ("all_to_all",) if operation == "reduce_scatter" else (operation,)

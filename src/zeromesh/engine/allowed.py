@@ -46,7 +46,7 @@ _CHOOSING = "__setitem__ index_fill index_fill_"
 # Over all ranks.
 _NORMS = "norm vector_norm linalg_vector_norm linalg_norm _foreach_norm"
 
-# Of the whole tensor as much as of a slice of it. What would tell of this rank's memory (stride, data_ptr,
+# True of the whole tensor as of a slice of it. What would tell of this rank's memory (stride, data_ptr,
 # untyped_storage ...) is not among them.
 _PROPERTIES = """
     is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned is_shared is_contiguous

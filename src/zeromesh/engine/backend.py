@@ -187,7 +187,7 @@ class UnitShards:
             for position in range(len(buffer.optimizer_grads)):
                 used = bool(next(flags))
                 buffer.show_grad(position, used=used, reduced=reduced)
-                # Of a unit that no rank has used nothing is thrown away, so what is still owed stays.
+                # A unit that no rank has used discards nothing, so its owed errors stay.
                 self.accepted = self.accepted and not used
 
     def accept(self) -> None:

@@ -271,7 +271,7 @@ def _values(buffer: FlatShards, control: Control) -> Tensor:
         param = place.original
         if lacks_values(local_of(param)):
             continue  # promised
-        # What was on the meta device has come from there whole.
+        # Tensors of the meta device have come from there whole.
         own = local_of(param) if isinstance(param, DTensor) else param[place.region.index]
         values[place.start : place.stop].copy_(own.detach().flatten())
     control.broadcast(values)

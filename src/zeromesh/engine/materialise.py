@@ -103,7 +103,7 @@ class Materialiser:
                     yield key, made_buffer
 
     def _empty(self, meta: Tensor) -> Tensor:
-        # Of a DTensor all: what initialises the whole parameter is right for any part of it.
+        # All of a DTensor: an initialisation of the whole parameter is right for any part of it.
         if isinstance(meta, DTensor):
             whole = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
         else:

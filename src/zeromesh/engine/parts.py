@@ -140,7 +140,7 @@ def beyond_of(
         assert mesh is not None  # `require_inside`
         _require_divided_up(part, spreads.get(part, ()), own, mesh)
         found[part] = groups_beyond(own, _dtensors(spreads.get(part, ())))
-    # What one divides is the same on these ranks for the others, unless they know them as lines of more ranks.
+    # A tensor divided by one is the same on these ranks for the others, unless they know them as lines of more ranks.
     for part in meshes:
         found[""] += tuple(group for group in found[part] if _crosses(group, mesh, found[""]))
     for part, own in meshes.items():

@@ -201,7 +201,7 @@ def _in_dtype(tensor: Promised) -> Source:
     return source if isinstance(source, _Unmade) else _Rounded(source=source, dtype=tensor.dtype)
 
 
-# What needs no values ------------------------------------------------------------------------------------------------
+# Functions that need no values ----------------------------------------------------------------------------------------
 
 
 def _plainly(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:

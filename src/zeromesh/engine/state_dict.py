@@ -114,7 +114,7 @@ def whole_state(state: Any, engine: Engine | None = None, *, everywhere: bool = 
         values = torch.zeros(sliced.shape, dtype=own.local.dtype, device=own.local.device)
         copy_shared(own, whole(own.name, values))
         for group in groups if dist.is_initialized() and values.numel() else ():
-            # What several ranks have is the same on all of them, to the bit: a maximum of bytes is their union.
+            # Elements on several ranks are bit-equal there: a maximum of bytes is their union.
             reduce_over(group, values.view(-1).view(torch.uint8), dist.ReduceOp.MAX)
         return values if everywhere else values.cpu() if not dist.is_initialized() or dist.get_rank() == 0 else None
 

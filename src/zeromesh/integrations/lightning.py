@@ -309,7 +309,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         self.setup_precision_plugin()
 
     def teardown(self) -> None:
-        """What Lightning moves to the host here are slices that belong where they are."""
+        """Does nothing: Lightning would move slices to the host, which must stay on their device."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

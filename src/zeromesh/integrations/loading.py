@@ -123,7 +123,7 @@ def _build(kind: Any, location: Path, dtype: torch.dtype, *, explicit: bool, **o
 
 @dataclass(slots=True, kw_only=True)
 class _Target:
-    """What becomes one tensor of the model, or several that one operation makes."""
+    """A tensor of the model to be filled, or several that one operation makes."""
 
     converter: Any
     names: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))

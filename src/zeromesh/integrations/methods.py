@@ -49,7 +49,7 @@ def require_sharding(sharding: object) -> None:
 
 
 def require_processes(sharding: Sharding, count: int) -> None:
-    """Of a library that splits its data among `count` processes.
+    """Checks the number of processes among which a library splits its data.
 
     Raises:
         InputError: torch's job has another number of them. accelerate counts one each where it finds no GPU and was not
@@ -79,7 +79,7 @@ def shard_model(sharding: Sharding, model: nn.Module) -> Any:
         from zeromesh.integrations.pretrained import adapt, with_blocks_only
 
         with_blocks_only(sharding, model).shard(model)
-        # What nobody casts is written as it computes, each parameter in its own dtype.
+        # Parameters that nobody casts are written as they compute, each in its own dtype.
         adapt(model, own if sharding.param_dtype is not None else None)
     give_method(model, "no_sync", _no_sync)
     after = dict(model.named_parameters(remove_duplicate=False))

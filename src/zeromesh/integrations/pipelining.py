@@ -205,7 +205,7 @@ class _Backwards:
 
 
 class _Weight:
-    """What torch's halves of a backward ask of a parameter, of a leaf, which is closed as a rule: [Note: Halves].
+    """Stands for a leaf, which is usually closed, in torch's halves of a backward: [Note: Halves].
 
     Args:
         unit: whose leaf it is.

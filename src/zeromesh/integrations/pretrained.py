@@ -1,4 +1,4 @@
-"""What models of transformers and PEFT do with all ranks once they are sharded: save themselves, and generate."""
+"""Saving and generating with sharded models of transformers and PEFT, on all ranks together."""
 
 from __future__ import annotations
 

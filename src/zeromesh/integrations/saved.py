@@ -1,4 +1,4 @@
-"""What a library's checkpoint holds of a model and its optimizers: `zm.Checkpoints`, one directory for each model."""
+"""Models and optimizers in a library's checkpoint: `zm.Checkpoints`, one directory for each model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeromesh.engine.state_dict import sliced_like, whole_state
 def checkpoints_of(
     directory: str | os.PathLike[str], model: nn.Module, optimizers: Iterable[Optimizer] = ()
 ) -> Checkpoints:
-    """Of a sharded model and those of the optimizers that update it.
+    """Checkpoints of a sharded model and of the optimizers that update it.
 
     What lies frozen beneath PEFT's adapters came from files of its own, so it is left out; a load compares it.
     """

@@ -170,5 +170,5 @@ def device_name(device: torch.device) -> str:
 
 
 def backend_for(device: torch.device) -> str:
-    """Of torch's process groups: for tensors there, and for those on the host."""
+    """The backends of torch's process groups: for tensors on the device and on the host."""
     return "gloo" if device == CPU else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"

@@ -1,4 +1,4 @@
-"""What a launcher (torchrun, srun) tells a process of the run in its environment. Torch-free."""
+"""The launcher's (torchrun's, srun's) description of the run in the environment. Torch-free."""
 
 from __future__ import annotations
 

@@ -36,11 +36,11 @@ class Job:
         return (sys.executable, "-m", "zeromesh.launch.job", str(self.directory))
 
     def failures(self) -> list[Failure]:
-        """What ranks that failed have left, the cause first."""
+        """Failures that ranks reported, the cause first."""
         return Failure.read_all(self.directory)
 
     def result(self) -> Any:
-        """What the task has returned on rank 0."""
+        """The task's result on rank 0."""
         return json.loads((self.directory / RESULT).read_text())
 
 

@@ -250,7 +250,7 @@ class _Job:
             self._stop(f"rank {rank.launch.rank} failed", killed=code == -signal.SIGKILL)
 
     def _stop(self, reason: str, *, killed: bool = False) -> None:
-        # Of a rank that was killed from outside the others know no more than this process does.
+        # Other ranks know no more about a rank that was killed from outside than this process does.
         self._stopping = reason
         self._deadline_s = time.monotonic() + (0.0 if killed and self._asks else self._grace_s)
         if not self._asks:

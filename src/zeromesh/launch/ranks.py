@@ -27,7 +27,7 @@ from zeromesh.launch.roll_call import RollCall
 T = TypeVar("T")
 
 WORK_S = 2 * 3600.0
-"""What rank 0 gets for work of its own: drawing 70 billion parameters on a host takes half an hour."""
+"""Time limit of rank 0's own work: drawing 70 billion parameters on a host takes half an hour."""
 
 START_S = 120.0
 """Least time for all ranks to start: processes begin at different times, and imports take long on a shared disk."""
@@ -126,7 +126,7 @@ def join_ranks(
         if explained is error:
             raise
         raise explained from error
-    # Of several ranks only on success: after an error others may never arrive, and the process ends anyway.
+    # With several ranks only on success: after an error others may never arrive, and the process ends anyway.
     if not ranks.kept or world == 1:
         dist.destroy_process_group()
 
@@ -200,7 +200,7 @@ def collective(operation: str) -> Iterator[None]:
 
 
 def from_first(make: Callable[[], T], operation: str, *, at_work: bool = False) -> T:
-    """What `make` returns on rank 0, on every rank; collective.
+    """The result of `make` on rank 0, on every rank; collective.
 
     Args:
         at_work: `make` may take longer than a collective, up to `WORK_S`.

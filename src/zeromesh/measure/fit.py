@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from zeromesh.errors import InputError, MeasurementError
 
 MAX_SPREAD = 0.25
-"""Of the longest messages' timings, which decide the rate: load that lasts from end to end is the same in both halves.
+"""Largest spread of the longest messages' timings, which decide the rate: constant load is the same in both halves.
 Idle links have 1 to 13 % (2 cores, 4 and 8 ranks); few short rounds may have more."""
 
 MAX_DISAGREEMENT = 0.25

@@ -36,7 +36,7 @@ from zeromesh.model.spec import AttentionSpec, Recomputation
 from zeromesh.model.transformer import build
 
 MOST_HOST_FLOPS = 4e10
-"""Of a block's forward on processor cores: about a second of one."""
+"""Most FLOPs of a block's forward on processor cores: about a second of one core."""
 
 _AT_ONCE = 1e30
 
@@ -49,13 +49,13 @@ _ALIGNED = 64
 """Elements: tensors begin on a cache line."""
 
 LEAST_REST = 0.05
-"""Of a block's time, for what is elementwise, where noise leaves less."""
+"""Smallest share of a block's time for elementwise work, if noise leaves less."""
 
 
 MOST_BLOCKS = 16
 
 STATE_BYTES = 16
-"""Of an element: parameter, gradient and two moments, as `Work.elements` are stepped on."""
+"""Bytes of an element's state: parameter, gradient and two moments."""
 
 
 def measure_kernels(ranks: Ranks, work: Work) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def _of_dtype(ranks: Ranks, work: Work, dtype: str) -> Iterator[Kernel]:
 
 
 def _seconds(call: Callable[[], object], ranks: Ranks) -> float:
-    """Of one call: the mean of all ranks on cores that they share, else the slowest's."""
+    """Seconds of one call: the mean of all ranks that share cores, else the slowest's."""
     figure = statistics.mean if ranks.on_cpu else min
     return 1 / figure(rates(call, 1.0, ranks))
 
@@ -140,7 +140,7 @@ def _attention(ranks: Ranks, work: Work, dtype: str) -> Kernel:
 
 
 def _elementwise(ranks: Ranks, work: Work, dtype: str, others: tuple[Kernel, ...]) -> Kernel:
-    """What is left of a block, of several that the engine runs one after the other, each rank for itself."""
+    """The rest of a block, measured over several blocks that the engine runs on each rank by itself."""
     count = _blocks(ranks, work, dtype)
     blocks = Blocks(work.llama, count).to(ranks.device)
     param_dtype = None if dtype == "fp32" else DTYPES[dtype]

@@ -251,7 +251,7 @@ def _host_seconds(samples: list[_Sample], ranks: Ranks) -> dict[str, float]:
 
 
 def _processor_seconds(sample: _Sample, ranks: Ranks) -> float:
-    """Of one call on one rank, the mean of all."""
+    """Processor seconds of one call, averaged over the ranks."""
     repeats = max(HOST_CALLS, sample.repeats)
     dist.barrier()
     start = time.process_time()

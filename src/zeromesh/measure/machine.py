@@ -1,4 +1,4 @@
-"""What one rank computes and moves in its memory while all others of its machine do the same."""
+"""Rates of one rank's computation and memory while all others of its machine do the same."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _other_mesh(meshes: Sequence[Sequence[Sequence[object]]]) -> str:
 
 
 def wrong_order(mesh: Mapping[str, int], machines: Sequence[str]) -> str:
-    """What is wrong if an axis joins machines and one outside of it ranks of a machine; empty if none does.
+    """The error if an axis joins machines while an outer one joins ranks of a machine; empty if there is none.
 
     Args:
         mesh: sizes by axis name, outermost first.

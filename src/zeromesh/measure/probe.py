@@ -50,18 +50,18 @@ class LevelProbe:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of one rank: a step gathers about as much as it reduces, so their times add."""
+        """The rate of one rank: a step gathers about as much as it reduces, so their times add."""
         return 2 / sum(1 / self.fits[operation].line.bytes_per_s for operation in SCATTERING)
 
     @property
     def latency_s(self) -> float:
-        """Of one of the size - 1 steps, the cost model's launch taken off."""
+        """Latency of one of the size - 1 steps, less the cost model's launch."""
         whole = sum(self.fits[operation].line.latency_s for operation in SCATTERING) / len(SCATTERING)
         return max(0.0, whole - default_constants().launch_s) / (self.size - 1)
 
     @property
     def shares(self) -> dict[str, float]:
-        """What each operation reaches of the level's rate."""
+        """The share of the level's rate that each operation reaches."""
         return {operation: one.line.bytes_per_s / self.bytes_per_s for operation, one in self.fits.items()}
 
 
@@ -75,7 +75,7 @@ class Probe:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What could not be found of the levels, a sentence each."""
+        """Levels that could not be found, a sentence each."""
         return tuple(self.raw.get("found", {}).get("missing", ()))
 
     def require_trust(self) -> None:

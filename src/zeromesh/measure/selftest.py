@@ -1,5 +1,5 @@
-"""What a user of a new cluster runs first: does it compute the right numbers here, send and hold what is predicted, and
-how fast are links and steps beside what was predicted.
+"""The first run on a new cluster: are numbers, bytes and memory right, and how fast are links and steps compared with
+predictions.
 
 Parity, bytes and memory decide the verdict. Times are reported, and marked where they are unlikely: a cluster that
 others use may be slow without being wrong.
@@ -46,7 +46,7 @@ LIKELY = 0.25
 
 
 SLOW = 0.9
-"""Of the median rate: a device that reaches less is marked."""
+"""Share of the median rate below which a device is marked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ def _result(raw: Mapping[str, Any], checks: Sequence[Check], seconds: float, clu
 
 
 def _on_all_ranks(mesh: Mesh, output: Path, steps: int) -> Any:
-    """What `run` has found; where ranks could not be started, or died, what they had found by then."""
+    """The result of `run`; if ranks could not be started or died, the result until then."""
     try:
         return on_all_ranks("zeromesh.measure.selftest:run", {"steps": steps, "output": str(output.absolute())}, mesh)
     except InputError as error:
@@ -243,7 +243,7 @@ def _work(ranks: Ranks, mesh: Mesh, steps: int, found: dict[str, Any]) -> Iterat
 
 
 def _all_words(ranks: Ranks, error: Exception) -> str:
-    """What this rank raised, after what ranks that failed before it have said.
+    """This rank's error, after those of ranks that failed before it.
 
     A rank speaks before it leaves, and others fail because it has left: the first rank finds the cause here.
     """
@@ -291,7 +291,7 @@ def environment(ranks: Ranks, mesh: Mesh) -> dict[str, Any]:
 
 
 def _here(mesh: Mesh) -> dict[str, Any]:
-    """What this process knows before it has met the others."""
+    """The facts that this process knows before it has met the others."""
     return {
         **read_setting(),
         "device": "unknown",
@@ -307,7 +307,7 @@ def _here(mesh: Mesh) -> dict[str, Any]:
 
 
 def _exact(ranks: Ranks, title: str, strategy: str) -> Iterator[tuple[str, Callable[[], tuple[bool, str]]]]:
-    """What must be right: numbers, bytes, memory."""
+    """The checks that decide the verdict: numbers, bytes, memory."""
     from zeromesh.measure.parity import largest_difference
     from zeromesh.measure.steps import Training
 
@@ -362,7 +362,7 @@ def _accounts(training: Any) -> tuple[bool, str]:
     return sent_off <= 0.02 and float(worst) == 0, detail
 
 
-# What it means --------------------------------------------------------------------------------------------------------
+# Verdict --------------------------------------------------------------------------------------------------------
 
 
 def _probed(found: Probe | None) -> Iterator[Check]:

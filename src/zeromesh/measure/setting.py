@@ -1,4 +1,4 @@
-"""What a measurement was taken on, for the file that holds its results. Imports no torch."""
+"""The setting of a measurement, for its result file. Imports no torch."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ DTYPES = ("fp32", "bf16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a rank trains on in a step.
+    """One rank's batch of a step.
 
     Args:
         model: a name of `shapes.SHAPES`.
@@ -59,7 +59,7 @@ class Batch:
 
     @property
     def work(self) -> Work:
-        """What a probe measures of it."""
+        """The work that a probe measures for it."""
         return Work.of(self.spec, dtypes=(self.dtype,), sequences=self.sequences, tokens=self.tokens)
 
 
@@ -165,7 +165,7 @@ def measure_round(
 
 
 def _means(values: Iterable[float]) -> list[float]:
-    """Of each, over the ranks."""
+    """The mean of each value over the ranks."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What a model's micro-batch consists of, for those who measure a device at it. Torch-free."""
+"""The work of a model's micro-batch, to measure a device with. Torch-free."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Work:
 
     @property
     def block_flops(self) -> float:
-        """Of that block's forward, attention left out."""
+        """FLOPs of that block's forward, without attention."""
         return 2.0 * self.sequences * self.tokens * self.llama.block_params
 
     def capped(self, most_flops: float) -> Self:

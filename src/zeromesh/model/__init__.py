@@ -1,4 +1,4 @@
-"""What a model needs, per unit: parameters, FLOPs and activation bytes. Torch-free but for `from_module`."""
+"""Parameters, FLOPs and activation bytes of a model, per unit. Torch-free except `from_module`."""
 
 from zeromesh.model.load import load_model
 from zeromesh.model.presets import preset, preset_names

@@ -48,11 +48,11 @@ operations. Primes, as `_prime` says. What does not grow with the tokens (the pa
 1/17 or 1/3 of each."""
 
 OWN_OPERATIONS = 300
-"""Of one call of a module, without its children's: more, and more than two a token, and it is such a module. A loop
+"""Most operations of one call, without its children's. With more, and more than two a token, a module is a scan. A loop
 over as many experts is taken for one too; what it computes for a token is the same in short sequences."""
 
 ALL_OPERATIONS = 100_000
-"""Of a forward, which take 12 s of a processor (November 2026). With more it is such a module too: many small ones."""
+"""Most operations of a forward: 12 s of a processor (November 2026). With more, the model counts as a scan too."""
 
 
 def from_factory(text: str, *, seq_len: int | None, dtype: str = "bf16") -> ModelSpec:
@@ -194,7 +194,7 @@ def _token_runs(
 
 
 def token_inputs(module: nn.Module, seq_len: int) -> Mapping[str, Any]:
-    """What a module is run on if nothing is said: ids of one plain token, and for labels the same."""
+    """Default inputs of a module: ids of one plain token, also as labels."""
     config = getattr(module, "config", None)
     with unset_fake_temporarily():
         ids = torch.full((1, seq_len), _plain_token(module, config))

@@ -86,7 +86,7 @@ def _cast_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: boo
 
 @contextmanager
 def as_on_an_accelerator(values: KnownValues, dtype: torch.dtype, count: Callable[[], None]) -> Iterator[None]:
-    """What a real run would do, and fake tensors on a CPU would not.
+    """Makes fake tensors on a CPU behave as a real run on an accelerator.
 
     transformers cannot see in them that a batch holds no packed sequences, and would build a causal mask that a real
     run leaves out; so it is told.

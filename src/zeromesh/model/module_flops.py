@@ -30,7 +30,8 @@ def _attention_backward(args: Sequence[Any]) -> float:
 
 
 def _grouped(args: Sequence[Any]) -> float:
-    """Of [rows, inner] and [experts, inner, outer] or, in a backward, [inner, rows] and [rows, outer]."""
+    """FLOPs of a grouped product: [rows, inner] and [experts, inner, outer] or, in a backward, [inner, rows] and
+    [rows, outer]."""
     left, right = args[0].shape, args[1].shape
     return float(2 * math.prod(left if len(left) == len(right) == 3 else left[-2:]) * right[-1])
 

@@ -83,7 +83,7 @@ class Most:
 
 @dataclass(slots=True)
 class UnitTrace:
-    """What one unit did in one forward and backward, in bytes and FLOPs of the whole batch."""
+    """Bytes and FLOPs of one unit in one forward and backward of the whole batch."""
 
     products: list[Product] = field(default_factory=list)
     fused: AttentionTrace = field(default_factory=AttentionTrace)
@@ -162,7 +162,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     # Forward --------------------------------------------------------------------------------------------------------
 
     def _note_origin(self, args: tuple[Any, ...], out: Any) -> None:
-        """What is computed from weights alone, as one in another dtype, is one of them to the products."""
+        """Marks tensors computed from weights only, such as a cast, as weights for matrix products."""
         given = [storage_of(tensor) for tensor in _tensors(args)]
         if not given or not all(storage in self._origins for storage in given):
             return
@@ -238,7 +238,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         return tree_map(fake, dict(inputs))  # type: ignore[no-any-return]  # torch's
 
     def note_result(self, output: Any) -> None:
-        """What the module returns stays alive until its backward, saved or not: the logits above all."""
+        """A module's output stays alive until its backward, saved or not, above all the logits."""
         for tensor in _tensors(output):
             self.pack(tensor)
 
@@ -367,7 +367,7 @@ def trace(
 
 @contextmanager
 def _told(module: nn.Module) -> Iterator[None]:
-    """What the user's module raises, as what it means here."""
+    """Translates errors of the user's module into errors of this reader."""
     try:
         yield
     except (ModelError, StepByStep):

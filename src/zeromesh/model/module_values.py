@@ -34,7 +34,7 @@ _CHOICES = {aten.topk: 1, aten.sort: 1, aten.argsort: None, aten.argmax: None, a
 """Operations that choose, and which of their outputs holds places: None where there is one output."""
 
 _RANDOM = {aten.rand}
-"""Of these the mean counts: a layer that is dropped with a chance below half is there."""
+"""Random operators that are replaced by their mean: a layer that is dropped with a chance below half is kept."""
 
 
 _NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -100,7 +100,7 @@ class KnownValues:
         return out
 
     def _places(self, index: Tensor | None) -> list[Tensor | None]:
-        """What an index of a known mask says, as places."""
+        """A known mask's index as places."""
         if index is None or index.dtype is not torch.bool:
             return [index]
         value = self._value(index)

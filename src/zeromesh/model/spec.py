@@ -1,4 +1,4 @@
-"""What a model asks of the hardware, as data: tensors, matrix products and activations, unit by unit.
+"""A model as data: tensors, matrix products and activations, unit by unit.
 
 A *unit* is what is gathered and released together (the engine cuts a module by the same rule, see `UnitKind`). Equal
 units that follow one another are one `UnitSpec` with a count, so a model of 80 equal blocks is planned as one block.
@@ -329,8 +329,8 @@ class ModelSpec:
         return sum(unit.count * unit.num_trainable for unit in self.units)
 
     def model_flops_per_token(self, seq_len: int) -> float:
-        """What MFU credits: 6 per parameter that multiplies, 4 where it is frozen, and 12 * layers * hidden * seq_len;
-        a third of that where no backward comes back.
+        """FLOPs that MFU credits: 6 per parameter that multiplies, 4 where it is frozen, and 12 * layers * hidden *
+        seq_len; a third of that where no backward comes back.
 
         The input embedding does not multiply; a tied one does, as the head. Of experts, the active ones alone count.
         No credit for recomputation, no half for causality.

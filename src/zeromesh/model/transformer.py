@@ -270,7 +270,7 @@ def _head_matmul(shape: TransformerShape) -> MatmulSpec:
 
 
 def _same_saved(output: float, saved: PerToken, working: PerToken, traffic: float) -> ActivationSpec:
-    """Of a unit that is never recomputed."""
+    """Activations of a unit that is never recomputed."""
     return ActivationSpec(
         output=output,
         saved_none=saved,
@@ -313,7 +313,7 @@ def _fused(shape: TransformerShape, kernels: Kernels) -> bool:
 
 
 def _norm_kept(shape: TransformerShape, width: float, kernels: Kernels, parallel: Parallel) -> float:
-    """What a norm keeps beside its output."""
+    """Bytes that a norm keeps besides its output."""
     if shape.rms_norm and not kernels.fused_norm:
         kept = _FP32 * shape.hidden + width * shape.hidden + _FP32
     else:
@@ -375,7 +375,7 @@ def _block_traffic(shape: TransformerShape, width: float, kernels: Kernels, spre
     constant = (norms + residuals) / spread + rotary + mlp
     if _fused(shape, kernels):
         return PerToken(constant=constant)
-    # Of each score: written; scaled; the mask added; softmax to fp32; to compute dtype; read by the next product
+    # A score's traffic: written; scaled; the mask added; softmax to fp32; to compute dtype; read by the next product
     # (transformers before 4.36, models/llama/modeling_llama.py, LlamaAttention.forward).
     score = width + 2 * width + 2 * width + (width + _FP32) + (_FP32 + width) + width
     return PerToken(constant=constant, per_context=score * shape.heads)

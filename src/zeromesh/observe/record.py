@@ -145,7 +145,7 @@ class _Timed:
 
 
 class _InLane(threading.local):
-    """What the running job knows: its lane, its place, and what it has sent since a collective began."""
+    """The running job's lane and place, and the bytes sent since a collective began."""
 
     name: str = ""
     place: _Place = _Place()

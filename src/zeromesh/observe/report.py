@@ -1,4 +1,4 @@
-"""What a sharded model takes: memory by kind, predicted and allocated; traffic by axis, predicted and sent."""
+"""Memory of a sharded model by kind, predicted and allocated; traffic by axis, predicted and sent."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> tuple
 
 
 def _element_states(optimizer: torch.optim.Optimizer, param: Tensor) -> list[Tensor]:
-    """What `optimizer` keeps for the elements of `param`; scalars, such as step counts, are not state of the model."""
+    """States that `optimizer` keeps for the elements of `param`; scalars, such as step counts, do not count."""
     state: dict[str, Any] = optimizer.state.get(param, {})
     return [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
 

@@ -79,7 +79,7 @@ def dtensor_region(
     index, at_mesh = folding(shape, mesh, placements), [*(coordinate or mesh.get_coordinate() or ())]
     boxes = [Replicate() if at == index else placement for at, placement in enumerate(placements)]
     sizes, offsets = map(list, _compute_local_shape_and_global_offset(tuple(shape), mesh.shape, at_mesh, boxes))
-    # Of a rank that has nothing, torch puts the box where the tensor ends, or beyond.
+    # Torch puts the empty box of a rank that has nothing where the tensor ends, or beyond.
     offsets, fold = [*map(min, offsets, shape)], (0, 1)
     if index is not None:
         placement = placements[index]

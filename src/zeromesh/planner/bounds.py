@@ -226,7 +226,7 @@ class Bounds:
 
     @cached_property
     def _newton_schulz_s(self) -> float:
-        """Of all that Muon steps on."""
+        """Seconds of the iterations for all tensors that Muon steps on."""
         return sum(newton_schulz_s(self.compute, tensor.shape) for tensor in self.elements.matrices)
 
     # Communication --------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class Bounds:
 
     @cached_property
     def _grad_wires(self) -> list[str]:
-        """Of each level."""
+        """The gradient wire of each level."""
         wires = [self._axis(level, Stage.ZERO, 2).wire.grad for level in range(len(self.cluster.levels))]
         return [wire or self.workload.wire_dtype for wire in wires]
 
@@ -309,7 +309,8 @@ class Bounds:
 
     @cached_property
     def _most_moved(self) -> float:
-        """Of the device's memory, by collectives on all levels at once: lanes that share links share that too."""
+        """Largest share of memory bandwidth used by collectives on all levels at once: lanes that share links share it
+        too."""
         most = 0.0
         for level, each in enumerate(self.cluster.levels):
             axes = [self._axis(level, Stage.ZERO, size) for size in divisors(each.size) if size > 1]
@@ -361,7 +362,7 @@ class Bounds:
 
     @cached_property
     def _sent(self) -> dict[bool, tuple[object, ...]]:
-        """What decides a table beside level and stage: of all but experts, and of those."""
+        """Key of a table besides level and stage: for everything but experts, and for experts."""
         place = self.cluster, self.wires, self.joins, self._with_root, self._entered is None
         return {
             part: (*place, self.elements.total[part], *((u.kind, u.count, *numels[id(u)]) for u in self.model.units))
@@ -489,7 +490,7 @@ class Bounds:
         return seconds, busy, memory
 
     def _seconds(self, transfer: Transfer) -> tuple[float, ...]:
-        """Of a transfer, of its links, and of memory."""
+        """Seconds of a transfer, of its links, and of memory."""
         cost = self.transfers.cost(transfer)
         return cost.seconds, sum(share for level, share in cost.busy if level != HOST), cost.memory_s
 

@@ -16,8 +16,8 @@ from zeromesh.simulator.owned import is_matrix
 
 @dataclass(frozen=True)
 class Elements:
-    """Of a model, by whether they are experts that `ep` ranks divide; frozen codes, whose elements are of other sizes
-    than those of parameters, are left out of what bounds from below.
+    """Element counts of a model, split by whether they are experts that `ep` ranks divide; frozen codes, whose elements
+    are of other sizes than those of parameters, are left out of what bounds from below.
 
     Args:
         model: whose.
@@ -59,7 +59,7 @@ class Elements:
 
     @cached_property
     def matrices(self) -> list[TensorSpec]:
-        """What Muon steps on."""
+        """The matrices that Muon steps on."""
         return [
             tensor
             for unit in self.model.units

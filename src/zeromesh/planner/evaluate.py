@@ -57,7 +57,7 @@ class Choice:
     simulation: Simulation
 
     def to_json(self) -> dict[str, Any]:
-        """What `simulate --json` prints, and the choices beside the strategy."""
+        """The output of `simulate --json`, with the choices besides the strategy."""
         return self.simulation.to_json() | {
             "micro_batch": self.candidate.micro_batch,
             "recomputation": self.candidate.recomputation.value,
@@ -95,7 +95,7 @@ class Evaluator:
 
     @property
     def limit_bytes(self) -> float:
-        """Of a device, the margin off."""
+        """A device's memory less the margin."""
         return self.cluster.device.memory_bytes * (1 - self.memory_margin)
 
     @property
@@ -142,7 +142,7 @@ class Evaluator:
         return self._bounds[key]
 
     def static_bytes(self, strategy: Strategy, parallel: Parallel) -> float:
-        """What every choice with `strategy` needs beside activations."""
+        """Memory of every choice with `strategy`, without activations."""
         work = self.workload.fixed(1, Recomputation.NONE, parallel)
         division = self.division(parallel)
         return static_memory(division, strategy, work, engine=self.engine, constants=self.constants).total
@@ -154,7 +154,7 @@ class Evaluator:
         return self._estimates[candidate]
 
     def step_s(self, candidate: Candidate) -> float:
-        """Of its estimate."""
+        """Seconds of a step by its estimate."""
         return self.estimate(candidate).step_s
 
     def simulation(self, candidate: Candidate, *, record: bool = False) -> Simulation:

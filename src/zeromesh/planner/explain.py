@@ -24,7 +24,7 @@ _CALLED = {
     "reduce reduce_scatter": "gradient reduce-scatters",
     "reduce all_reduce": "gradient all-reduces",
 }
-"""What the simulator's collectives are called in a sentence."""
+"""Names of the simulator's collectives in a sentence."""
 
 _NAMED = 3
 """Places that a sentence names."""
@@ -108,7 +108,7 @@ def _compare(evaluator: Evaluator, best: Candidate, other: Candidate, name: str)
 
 
 def _on(cluster: Cluster, strategy: Strategy) -> Strategy:
-    """What the strategy does on this cluster: over a level of one member, nothing."""
+    """The strategy on this cluster, without levels of one member."""
     sizes = dict(cluster.axes)
     terms = tuple(
         replace(term, stage=Stage.ZERO, wire=DEFAULT_WIRE) if sizes[term.name] == 1 else term for term in strategy.axes

@@ -29,7 +29,7 @@ CLOSE = 1e-3
 """Share of the measured step by which the calibrated one may be off."""
 
 NAMES = ("metrics.jsonl", "trainer_state.json", "train_results.json", "all_results.json")
-"""What a run's directory is searched for, in this order."""
+"""Files searched for in a run's directory, in this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What a measured step says of a device.
+    """A device calibrated by a measured step.
 
     Args:
         measured: the step.

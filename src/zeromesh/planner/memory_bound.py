@@ -48,7 +48,7 @@ def bytes_each(wire: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBound:
-    """Of a model and its workload.
+    """Lower bounds on memory for a model and its workload.
 
     Args:
         elements: of the model.
@@ -132,7 +132,7 @@ class MemoryBound:
 
     @property
     def _param_wires(self) -> Iterator[str]:
-        """Of each level: a kept copy is held as it came over one of them."""
+        """The parameter wire of each level: a kept copy is held as it came over one of them."""
         for text in self.wires or ("",):
             yield (Wire.parse(text).param if text else None) or self.workload.param_dtype
 

@@ -22,12 +22,12 @@ from zeromesh.strategy import Plan
 from zeromesh.trace import Trace
 
 TRACED_MICRO_BATCHES = 4
-"""Of a timeline: the ones between are alike."""
+"""Micro-batches shown in a timeline: the ones between are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What the planner answers.
+    """The planner's answer.
 
     Args:
         model, cluster, workload: what was asked; the cluster cut to the world in use.

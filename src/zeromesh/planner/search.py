@@ -67,7 +67,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Args:
         best: the fastest that fits.
@@ -235,12 +235,12 @@ def _bounded(mechanics: Mechanics) -> bool:
 
 
 def _compute_bound_s(evaluator: Evaluator, parallel: Parallel) -> float:
-    """What holds for any engine: nothing is faster than its computation."""
+    """The bound by computation, which holds for any engine."""
     return min(setting.least_s for setting in settings_of(*evaluator.bounds(parallel=parallel), parallel))
 
 
 def _fitting(evaluator: Evaluator) -> list[Estimate]:
-    """What fits of all that was simulated, best first."""
+    """Simulated candidates that fit, best first."""
     fitting = (estimate for estimate in evaluator.evaluated if estimate.memory_bytes <= evaluator.limit_bytes)
     return sorted(fitting, key=_rank)
 
@@ -252,7 +252,7 @@ def _wires(cluster: Cluster, options: Options) -> Iterator[tuple[str, ...]]:
 
 
 def collective_choices() -> tuple[str, ...]:
-    """What `Options.collective` may be."""
+    """Valid values of `Options.collective`."""
     return tuple(name for name in collectives() if find_collective(name).by_level)
 
 
@@ -361,7 +361,7 @@ def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options, best
 
 
 def _thinned(rows: list[tuple[float, float, Candidate]], count: int) -> list[Candidate]:
-    """Of the candidates that none beats in both bounds, `count` spread over the memory they need."""
+    """`count` candidates, spread over memory, of those that none beats in both bounds."""
     front: list[tuple[float, float, Candidate]] = []
     for row in sorted(rows, key=lambda row: row[:2]):
         if not front or row[1] < front[-1][1]:

@@ -1,4 +1,4 @@
-"""What is chosen beside the layout: micro-batches, recomputation, and by how many ranks the model is cut."""
+"""Choices besides the layout: micro-batches, recomputation, and degrees of parallelism."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Setting:
 
     @property
     def least_s(self) -> float:
-        """Of a step, whatever communicates beside it."""
+        """Least seconds of a step, whatever communicates beside it."""
         return self.micro_batches * self.compute.total + self.compute.idle
 
 

@@ -136,7 +136,7 @@ class Block:
         )
 
     def without(self, ranks: int) -> Block:
-        """What the innermost `ranks` leave of each part: parts of a level stand in the order of `STAGES`."""
+        """Each part divided by the innermost `ranks`; parts of a level stand in the order of `STAGES`."""
         left = np.full(len(self), ranks, dtype=np.int64)
         sizes = []
         for level in self.sizes:
@@ -149,7 +149,7 @@ class Block:
         return replace(self, sizes=tuple(sizes))
 
     def degree(self, *stages: Stage) -> Integers:
-        """Of each layout, the product of the axis sizes at the given stages."""
+        """The product of the axis sizes at the given stages, for each layout."""
         degree = np.ones(len(self), dtype=np.int64)
         for level in self.sizes:
             for stage in stages:
@@ -157,7 +157,7 @@ class Block:
         return degree
 
     def levels_sharded(self) -> Integers:
-        """Of each layout, the levels over which something is sharded."""
+        """The number of levels over which something is sharded, for each layout."""
         counts = np.zeros(len(self), dtype=np.int64)
         for level in self.sizes:
             sharded = [size > 1 for stage, size in zip(STAGES, level, strict=True) if stage.shards_states]
@@ -165,14 +165,14 @@ class Block:
         return counts
 
     def levels_replicated(self) -> Integers:
-        """Of each layout, the levels over which everything is replicated, in part at least."""
+        """The number of levels over which everything is replicated, at least in part, for each layout."""
         counts = np.zeros(len(self), dtype=np.int64)
         for level in self.sizes:
             counts += level[STAGES.index(Stage.ZERO)] > 1
         return counts
 
     def num_parts(self) -> Integers:
-        """Of each layout, the terms of its notation."""
+        """The number of terms in the notation of each layout."""
         parts = np.zeros(len(self), dtype=np.int64)
         for level in self.sizes:
             parts += np.maximum(1, sum((size > 1).astype(np.int64) for size in level))

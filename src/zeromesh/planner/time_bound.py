@@ -1,4 +1,4 @@
-"""What a step takes at least, of many layouts at once.
+"""Lower bounds on step time, vectorised over layouts.
 
 Each kind of transfer has a lane, and a lane is serial (see `zeromesh.simulator.mechanics`). With M micro-batches and C
 the seconds of all compute, let U and R be what a micro-batch gathers and reduces, F and B what the step's refresh and
@@ -131,7 +131,7 @@ class TimeBound:
     late: Floats
 
     def first(self, count: int) -> TimeBound:
-        """Of the first layouts alone."""
+        """The bound of the first `count` layouts."""
         return replace(
             self,
             lanes=self.lanes[:, :count],
@@ -191,9 +191,9 @@ class TimeBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeSeconds:
-    """Of one micro-batch; its `blocks` blocks compute for at least `block_backward` each in the backward. `entered`:
-    forward and backward of the unit that runs first, if it is one. `waiting`: of both, for collectives inside of units;
-    `idle`: of a step, in a pipeline; `moving`: w."""
+    """Seconds of one micro-batch; its `blocks` blocks compute for at least `block_backward` each in the backward.
+    `entered`: forward and backward of the unit that runs first, if it is one. `waiting`: of both, for collectives
+    inside of units; `idle`: of a step, in a pipeline; `moving`: w."""
 
     forward: float
     backward: float
@@ -211,7 +211,7 @@ class ComputeSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What the bounds of one workload on parts of one cluster have in common, with one set of constants.
+    """State shared by the bounds of one workload on parts of one cluster, for one set of constants.
 
     Args:
         seconds: of all kinds of ranks, by degrees, micro-batch and recomputation.
@@ -223,7 +223,7 @@ class Known:
 
 
 def operations(stage: Stage) -> Iterator[tuple[Operation, bool]]:
-    """What an axis of `stage` sends, and whether every micro-batch: the README's table of stages."""
+    """The operations that an axis of `stage` sends, and whether every micro-batch: the README's table of stages."""
     if stage.shards_params:
         yield "all_gather", True
     if stage.shards_states and not stage.shards_params:

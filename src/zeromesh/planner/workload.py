@@ -1,4 +1,4 @@
-"""What one step trains on, and how it is cut into micro-batches."""
+"""The batch of one step, and its division into micro-batches."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Of one step, over all devices."""
+        """Sequences of one step over all devices."""
         return self.global_batch_tokens // self.seq_len
 
     @property
     def wire_dtype(self) -> str:
-        """Of gradients on a wire that a strategy leaves open."""
+        """Dtype of gradients on a wire that a strategy leaves open."""
         return self.reduce_dtype or self.param_dtype
 
     def sequences_per_device(self, world: int) -> int:
-        """Of one step.
+        """Sequences of one step on each device.
 
         Raises:
             InputError: the batch does not divide; says what uneven shares would cost and what divides.

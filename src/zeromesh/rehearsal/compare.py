@@ -1,4 +1,4 @@
-"""What would fail on any of the ranks that were rehearsed. Torch-free."""
+"""Failures on any of the rehearsed ranks. Torch-free."""
 
 from __future__ import annotations
 

@@ -50,11 +50,11 @@ class Hardware:
 
     @property
     def limit_bytes(self) -> float:
-        """What a device has, the margin off that plans leave."""
+        """A device's memory less the margin that plans leave."""
         return self.cluster.device.memory_bytes * (1 - DEFAULT_MARGIN)
 
     def overhead_bytes(self, communicators: int) -> float:
-        """Of a process beside its tensors; what the allocator loses is in what it has reserved."""
+        """Memory of a process besides its tensors; the allocator's loss is part of reserved memory."""
         overhead = Overhead.of(
             self.constants, messages=self.cluster.messages, communicators=communicators, dynamic_bytes=0.0
         )

@@ -45,7 +45,7 @@ _BACKWARD = "backward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelModel:
-    """What kernels take on a device.
+    """Seconds of kernels on a device.
 
     Args:
         compute: the device with the constants of the cost model.
@@ -55,7 +55,7 @@ class KernelModel:
     _by_dtype: dict[torch.dtype, ComputeModel] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def seconds(self, function: OpOverload | None, args: Sequence[Any], result: Any, *, backward: bool) -> float:
-        """Of one launch.
+        """Seconds of one launch.
 
         Args:
             function: the operator; None for a copy, which has none, from the first argument to the second.
@@ -132,7 +132,7 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _held_bytes(tensor: Tensor) -> int:
-    """Of what was expanded, what there is; of a sharded parameter, the slice."""
+    """Bytes that a tensor really holds: an expanded one's storage, a sharded parameter's slice."""
     with torch._C.DisableTorchFunctionSubclass():
         sizes, strides = Tensor.size(tensor), Tensor.stride(tensor)
     return prod(size for size, stride in zip(sizes, strides, strict=True) if stride) * tensor.element_size()

@@ -24,7 +24,7 @@ _TASK = "zeromesh.rehearsal.training:rehearse_rank"
 def rehearse_config(
     path: Path, overrides: Sequence[str] = (), *, world: int = 0, ranks: Sequence[int] = (0,)
 ) -> list[Rehearsal]:
-    """What each of `ranks` would do in a step of the run that a file describes.
+    """Rehearses a step of a configured run on each of `ranks`.
 
     Args:
         path, overrides: of the configuration, as `zeromesh train` takes them.

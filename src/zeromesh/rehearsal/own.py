@@ -26,7 +26,7 @@ def rehearse(
     rank: int = 0,
     cluster: Cluster | str | None = None,
 ) -> Rehearsal:
-    """What a training step of your own would do as one rank of any number, without a GPU and without other ranks.
+    """Rehearses your own training step as one rank of any number, without a GPU and without other ranks.
 
     The engine is the real one, on a virtual device that reserves memory and does not touch it; kernels know shapes
     alone, and collectives are counted. Whatever the step reads of the device is 0. The device is this process's

@@ -1,4 +1,4 @@
-"""What a rehearsal finds, as values. Torch-free: a process of its own makes them, and another one shows them."""
+"""The results of a rehearsal, as values. Torch-free: one process makes them, and another shows them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Memory:
 
     @property
     def needed_bytes(self) -> float:
-        """Of the device, at the most."""
+        """Peak bytes of the device."""
         return self.peak_reserved_bytes + self.overhead_bytes
 
     @property
@@ -138,7 +138,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What one rank of a step would do.
+    """The rehearsal of one rank's step.
 
     Args:
         model, strategy: names.
@@ -191,7 +191,7 @@ class Rehearsal:
         return most
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints of one rank."""
+        """The output of `--json` for one rank."""
         memory = self.memory
         return {
             "model": self.model,

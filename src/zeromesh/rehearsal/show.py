@@ -19,7 +19,7 @@ _READS = 20
 
 
 def print_rehearsal(rehearsals: Sequence[Rehearsal], failures: Sequence[str], console: Console | None = None) -> None:
-    """What the first of the rehearsed ranks would do, and what would fail on any.
+    """Prints the rehearsal of the first rank, and failures on any.
 
     Args:
         rehearsals: by rank, at least one.

@@ -37,15 +37,15 @@ from zeromesh.trace import TrafficLine
 _SOURCES = Path(zeromesh.__file__).parent.parent
 
 _UNKNOWN_BYTES = 2 << 20
-"""Of what the virtual device never knows the values of."""
+"""Size of tensors whose values the virtual device never knows."""
 
 _COMMUNICATORS = 2
-"""Of each axis: one for gathers, one for reductions."""
+"""Communicators of each axis: one for gathers, one for reductions."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Found:
-    """What the steps have shown so far."""
+    """The results of the steps so far."""
 
     host_s: float = 0.0
     axes: tuple[TrafficLine, ...] = ()
@@ -66,7 +66,7 @@ class Peaks:
         simdev.reset_peak_memory()
 
     def left(self, place: Place) -> None:
-        """What has been in use since the last place was left, was so in this one."""
+        """Attributes the memory peak since the last place was left to this one."""
         stats = simdev.memory_stats()
         now = Peak(place=place, allocated_bytes=stats.peak_allocated_bytes, reserved_bytes=stats.peak_reserved_bytes)
         before = self._by_place.get(place, now)
@@ -104,7 +104,7 @@ class Stage:
         *,
         rank: int,
     ) -> Rehearsal:
-        """What steps of a sharded model would do: [Note: Steps].
+        """Rehearses steps of a sharded model: [Note: Steps].
 
         Args:
             step: a whole one, the optimizer's included.

@@ -26,7 +26,7 @@ def rehearse_rank(_store_file: Path | None, *, config: str, rank: int) -> dict[s
 
 
 def rehearse_training(config: TrainConfig, rank: int) -> Rehearsal:
-    """What the steps of a run would do on one of its ranks.
+    """Rehearses the steps of a run on one of its ranks.
 
     Raises:
         InputError: something in the configuration is wrong, or the virtual device cannot be had here.

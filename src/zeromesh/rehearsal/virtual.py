@@ -55,7 +55,8 @@ def virtual_rank(mesh: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
 
 
 def _said_by_the_first(object_list: list[Any], *_: Any, **__: Any) -> None:
-    """What this rank would say itself. Torch's sends the object's length first, which only the first rank has."""
+    """Replaces torch's broadcast by this rank's own value. Torch's sends the object's length first, which only the
+    first rank has."""
 
 
 def _said_by_all(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:

@@ -47,7 +47,7 @@ _OPERATIONS: dict[str, Operation] = {
     "all_reduce": "all_reduce",
     "broadcast": "broadcast",
 }
-"""What the cost model calls what the device does; all else goes from all to all."""
+"""The cost model's names of the device's operations; all others count as all-to-all."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class Watch:
 
 
 def whole_bytes(operation: Operation, ranks: int, sent_bytes: float) -> float:
-    """Of the buffer that a collective is about, from what one rank sends of it.
+    """Bytes of a collective's buffer, from the bytes that one rank sends.
 
     >>> whole_bytes("all_gather", 4, 300), whole_bytes("all_reduce", 4, 600)
     (400.0, 400.0)

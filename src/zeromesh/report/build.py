@@ -83,7 +83,7 @@ _ANY = 0.97
 
 
 def search_note(planned: Planned) -> str:
-    """What was searched, and how far the best may be from the optimum."""
+    """A sentence on the searched space and the gap to the optimum."""
     found = planned.found
     proof = (
         "No layout is faster than the fastest: this is proven."
@@ -153,7 +153,7 @@ def traffic_table(choice: Choice) -> Table:
             )
             for axis in choice.simulation.axes
         )
-        # What goes over several axes at once is waited for as a whole.
+        # Traffic over several axes at once is waited for as a whole.
         + tuple((axes, "", "", "", format_seconds(s)) for axes, s in exposed.items() if axes not in alone),
     )
 

@@ -1,4 +1,4 @@
-"""What a page shows, as data; `templates/page.html.j2` turns it into HTML, and nothing else does.
+"""The contents of a page as data; only `templates/page.html.j2` turns it into HTML.
 
 Positions are percentages of the chart they belong to, so that the template only places them.
 """

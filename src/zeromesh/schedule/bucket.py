@@ -65,7 +65,7 @@ def most_room(rooms: Sequence[int]) -> int:
 
 
 class BucketBackend(Protocol[B, T]):
-    """What carries buckets: on devices or on a virtual clock. A ticket is None where there was nothing to do."""
+    """Runs buckets on devices or on a virtual clock. A ticket is None if there was nothing to do."""
 
     def collect(self, bucket: B) -> T | None:
         """Starts to bring a bucket's gradients and values to the owners of its tensors."""

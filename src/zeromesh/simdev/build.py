@@ -49,7 +49,7 @@ def native() -> Any:
 
 
 def missing() -> str | None:
-    """What is needed to build the device and not there; None where it is all there, or built already."""
+    """A missing requirement for building the device; None if there is none, or it is built already."""
     if (_directory() / DONE).exists():
         return None
     lacking = [

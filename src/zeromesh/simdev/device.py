@@ -33,7 +33,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStats:
-    """Of the device's allocator, which works as torch's for CUDA does.
+    """Figures of the device's allocator, which works as torch's for CUDA does.
 
     Args:
         allocated_bytes, peak_allocated_bytes: that live tensors asked for.
@@ -89,7 +89,7 @@ def _require_place() -> None:
 
 
 def memory_stats() -> MemoryStats:
-    """What the device's memory holds, and has held at most since `reset_peak_memory`."""
+    """Memory of the device, and its peak since `reset_peak_memory`."""
     stats = native().memory_stats()
     return MemoryStats(
         allocated_bytes=stats.allocated,

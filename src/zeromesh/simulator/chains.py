@@ -50,7 +50,7 @@ class Chains:
         return self._get("boundary", unit)
 
     def shipped(self, shipments: Sequence[Shipment]) -> tuple[Work, ...]:
-        """What goes to the owners of whole tensors, or comes back."""
+        """The work of sending to the owners of whole tensors, or back."""
         works = []
         for shipment in shipments:
             axis = shipment.axis

@@ -26,7 +26,7 @@ Signature = tuple[float, list[InLane]]
 
 @dataclass(slots=True)
 class Totals:
-    """What has been counted so far; additive over micro-batches."""
+    """Running totals; additive over micro-batches."""
 
     compute_s: float = 0.0
     exposed_s: Counter[tuple[str, str]] = field(default_factory=Counter)  # (axes, collective)
@@ -47,7 +47,7 @@ class Totals:
 
 
 class HostSeconds(NamedTuple):
-    """Of issuing one transfer, and of the launches that it can be ahead."""
+    """Host seconds to issue one transfer, and the launches by which the host can be ahead."""
 
     issue: float
     ahead: float
@@ -178,7 +178,7 @@ class ClockBackend:
         self.host_s = self.now_s
 
     def signature(self, name: Callable[[int], object] = lambda unit: unit) -> Signature:
-        """What the future depends on beside the interpreter's state; of units as `name` has them."""
+        """Everything besides the interpreter's state on which the future depends, with units named by `name`."""
         lead_s = self.now_s - max(self.host_s, self._host_from()) if self.host.issue else 0.0
         return round(lead_s, 12), self.network.signature(name)
 
@@ -240,7 +240,7 @@ class ClockBackend:
         self.network.wait_for(job)
         self._watch = None
         waited = self.now_s - start
-        # What the lane's own transfers do not account for was spent waiting for another lane.
+        # Time that the lane's own transfers do not account for was spent waiting for another lane.
         self._expose(job.chain[-1], waited - self._seen_exposed_s)
         if self.record and waited > 0:
             self._event(f"wait for {job.kind}", "wait", "compute", start, job.unit)

@@ -1,4 +1,4 @@
-"""What a unit of the model computes, with the collectives that its computation waits for."""
+"""The computation of a unit, with the collectives that it waits for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeromesh.simulator.workload import FixedWorkload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """Of one unit and micro-batch.
+    """The computation of one unit in one micro-batch.
 
     Args:
         seconds: that the device computes.
@@ -35,7 +35,7 @@ class Computation:
     def of(
         cls, spec: UnitSpec, division: Division, compute: ComputeModel, transfers: TransferModel, work: FixedWorkload
     ) -> Computation:
-        """Of a unit of one rank's part of the model."""
+        """The computation of a unit of one rank's part of the model."""
         seconds = compute.unit(
             spec, tokens=work.micro_batch_tokens, seq_len=work.seq_len, recomputation=work.recomputation
         )
@@ -48,7 +48,7 @@ class Computation:
         return cls(seconds=seconds, within=within)
 
     def compute_s(self, phase: Phase) -> float:
-        """Of the device."""
+        """Seconds of the device's own computation."""
         return {
             "forward": self.seconds.forward,
             "recompute": self.seconds.recompute,
@@ -66,7 +66,7 @@ class Computation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchSeconds:
-    """Of one micro-batch on one rank.
+    """Seconds of one micro-batch on one rank.
 
     Args:
         forward, backward: what it waits for inside of units included, and recomputation in the backward.
@@ -81,7 +81,7 @@ class MicroBatchSeconds:
 
     @classmethod
     def of(cls, units: Iterable[tuple[int, Computation]]) -> MicroBatchSeconds:
-        """Of so many of each unit."""
+        """Seconds of the given number of each unit."""
         every = list(units)
 
         def summed(value: Callable[[Computation], float]) -> float:
@@ -124,7 +124,7 @@ def collecting_seconds(buffers: Iterable[Placed], compute: ComputeModel, *, alon
 
 
 def idle_seconds(division: Division, ranks: Sequence[MicroBatchSeconds]) -> list[float]:
-    """Of a step, by kind of rank of a pipeline: while the others compute."""
+    """Idle seconds of a step, by kind of pipeline rank: while the others compute."""
     counts = [part.count for part in division.parts]
     total = sum(count * one.total for count, one in zip(counts, ranks, strict=True))
     weights = sum(count * one.weights for count, one in zip(counts, ranks, strict=True))

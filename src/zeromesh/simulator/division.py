@@ -35,7 +35,7 @@ NOTHING = UnitSpec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What ranks of a pipeline hold: the first of those that hold the like, and how many do."""
+    """Pipeline ranks that hold alike parts: the first of them, and their number."""
 
     rank: int
     count: int
@@ -85,8 +85,8 @@ class Division:
         return cls(parallel=parallel, whole=model, parts=tuple(_parts(local, parallel)), cluster=rest, groups=groups)
 
     def layouts(self, layout: Layout) -> dict[str, Layout]:
-        """Of the parts that have one of their own: the experts', over the data-parallel ranks that hold the same ones,
-        each axis with what the innermost ranks leave of it."""
+        """Layouts of parts that have their own: the experts', over the data-parallel ranks that hold the same ones,
+        each axis divided by the innermost ranks."""
         left, axes = self.parallel.ep, []
         if left == 1:
             return {}
@@ -251,7 +251,7 @@ def _of_pipeline_rank(model: ModelSpec, parallel: Parallel, rank: int) -> ModelS
     message = CollectiveSpec(axis="pp", operation="broadcast", elements=model.hidden / spread, times=parallel.pp_chunks)
     roots = [_root_of(unit, first, last) for unit in model.units if unit.kind is UnitKind.ROOT] or [NOTHING]
     roots[0] = replace(roots[0], collectives=(*roots[0].collectives, message, replace(message, backward=True)))
-    # What a stage has handed on it keeps for its backward (torch/distributed/pipelining/stage.py, fwd_cache).
+    # A stage keeps its output for its backward (torch/distributed/pipelining/stage.py, fwd_cache).
     kept = DTYPE_BYTES[model.dtype] * model.hidden / spread * (parallel.pp_chunks - last)
     roots[0] = replace(roots[0], activations=roots[0].activations.keeping(kept))
     embedding = [unit for unit in model.units if unit.kind is UnitKind.EMBEDDING and first]

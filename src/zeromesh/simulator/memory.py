@@ -10,7 +10,7 @@ from zeromesh.model import Recomputation, UnitKind, UnitSpec
 from zeromesh.schedule import ITEM_BYTES, Schedule
 
 MOMENTS = 2
-"""Of AdamW (arXiv 1412.6980), for each element of the master and in its dtype, as torch.optim.AdamW keeps them."""
+"""AdamW's moments (arXiv 1412.6980) per element of the master, in its dtype, as torch.optim.AdamW keeps them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,13 @@ def optimizer_bytes(schedule: Schedule) -> float:
 
 
 def state_elements(schedule: Schedule) -> float:
-    """What of all that is trained one device steps on."""
+    """Trained elements that one device steps on."""
     trained = [placed for unit in schedule.placed for placed in unit if placed.buffer.trainable]
     return sum(placed.padded / placed.layout.degree(placed.layout.significant) for placed in trained)
 
 
 def step_bytes(schedule: Schedule, per_element: float) -> float:
-    """What the optimizer's step needs for a moment, when no activation is alive."""
+    """Temporary bytes of the optimizer's step, when no activation is alive."""
     return per_element * state_elements(schedule)
 
 

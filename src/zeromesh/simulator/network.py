@@ -25,7 +25,7 @@ InLane = tuple[str, list[tuple[object, ...]]]
 """A lane with how far each of its jobs is."""
 
 _SHORTEST_S = 1e-9
-"""Of a latency that is longer beside computation."""
+"""Shortest latency that grows beside computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Network:
             self._advance(running, step)
 
     def signature(self, name: Callable[[int], object]) -> list[InLane]:
-        """What is in flight, relative to now, of units as `name` has them: equal signatures have equal futures."""
+        """Traffic in flight relative to now, with units named by `name`: equal signatures have equal futures."""
         queues = sorted(self.lanes.items())
         return [(lane, [_progress(job, name) for job in queue]) for lane, queue in queues if queue]
 

@@ -42,7 +42,7 @@ from zeromesh.simulator.workload import FixedWorkload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedTensors:
-    """What one optimizer steps on by owners.
+    """The tensors that one optimizer steps on by owners.
 
     Args:
         optimizer: muon or adamw.
@@ -116,7 +116,7 @@ def owned_tensors(
     workload: FixedWorkload,
     mechanics: Mechanics,
 ) -> tuple[OwnedTensors, ...]:
-    """Of the model whose units are `specs`, with the same functions that the engine chooses and cuts by.
+    """The owned tensors of the model with units `specs`, by the functions with which the engine chooses owners.
 
     Raises:
         InputError: Muon's matrices would not be whole.
@@ -244,13 +244,13 @@ def _broadcast(schedule: Schedule, tensors: Sequence[Placement], stepping: _Step
 
 
 def _dtypes(schedule: Schedule) -> tuple[str, str]:
-    """Of gradients and masters."""
+    """Dtypes of gradients and masters."""
     found = next((p.buffer for unit in schedule.placed for p in unit if p.buffer.trainable), None)
     return (found.grad_dtype, found.master_dtype or found.param_dtype) if found else ("fp32", "fp32")
 
 
 def _slowest_s(tensors: Sequence[Placement], owners: Owners, stepping: _Stepping, indices: Iterable[int]) -> float:
-    """What the owner with the most to do of these tensors takes."""
+    """Seconds of the owner with the most work on these tensors."""
     busy = [0.0] * len(owners.loads)
     for index in indices:
         busy[owners.rank_of[index]] += stepping.seconds(tensors[index].shape)

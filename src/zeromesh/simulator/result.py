@@ -1,4 +1,4 @@
-"""What a simulation answers."""
+"""The results of a simulation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PipelineRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnersShare:
-    """What one optimizer that steps by owners leaves to each of them.
+    """Balance of one optimizer that steps by owners.
 
     Args:
         optimizer: muon or adamw.

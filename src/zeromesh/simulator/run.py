@@ -125,7 +125,7 @@ def setups_of(
     engine: str | Mechanics,
     constants: Constants | None,
 ) -> Iterator[tuple[Setup, float]]:
-    """What each kind of rank of a pipeline runs, and the seconds that it is idle."""
+    """The setup of each kind of pipeline rank, and its idle seconds."""
     setups = [Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
     if division.parallel.pp == 1:  # no others to wait for; a search comes here thousands of times
         return iter([(setup, 0.0) for setup in setups])
@@ -140,7 +140,7 @@ def static_memory(
     engine: str | Mechanics = "zeromesh",
     constants: Constants | None = None,
 ) -> MemoryBytes:
-    """What `simulate_divided` finds beside activations, on the first rank of a pipeline; micro-batch and recomputation
+    """Memory of `simulate_divided` without activations, on the first rank of a pipeline; micro-batch and recomputation
     do not change it."""
     return Setup.of(division, division.parts[0], strategy, workload, engine, constants).memory(0.0)
 
@@ -205,7 +205,7 @@ class Setup:
 
     @property
     def cluster(self) -> Cluster:
-        """What is left of it for data parallelism."""
+        """The cluster that is left for data parallelism."""
         return self.division.cluster
 
     @property
@@ -220,7 +220,7 @@ class Setup:
         return HostSeconds(self.constants.host_issue_s, self.constants.host_ahead_s)
 
     def memory(self, dynamic_bytes: float) -> MemoryBytes:
-        """Of one device, where so much comes and goes at the most."""
+        """Memory of one device, given the peak of dynamic memory."""
         lent = lent_axes(self.schedule.layouts, lambda _, axis: (axis.mesh_axis, axis.size, axis.stride))
         axes = sum(axis.size > 1 for axis in self.schedule.axes) - len(lent) + len(self.division.groups)
         overhead = Overhead.of(
@@ -235,21 +235,21 @@ class Setup:
 
     @property
     def _owned_bytes(self) -> float:
-        """What the rank with the most keeps of tensors that it owns, less what AdamW has of their slices."""
+        """Largest memory for owned tensors on a rank, less AdamW's for their slices."""
         most = max(map(sum, zip(*(each.held_bytes for each in self.owned), strict=True)), default=0.0)
         return most - sum(each.sliced_bytes for each in self.owned)
 
     @property
     def room_bytes(self) -> float:
-        """What a step by owners takes for a while on the rank where that is most, one optimizer after the other."""
+        """Peak temporary memory of a step by owners, one optimizer after the other."""
         return max((room for each in self.owned for room in each.room_bytes), default=0.0)
 
     def parts(self) -> tuple[UnitSpec, ...]:
-        """What computes, in order; several may be one unit of the schedule."""
+        """The computing parts in order; several may be one unit of the schedule."""
         return tuple(spec for specs in self.specs for spec in specs)
 
     def by_part(self, values: Sequence[T]) -> tuple[T, ...]:
-        """What is known by unit, by part."""
+        """Values by unit, spread over the unit's parts."""
         return tuple(value for value, specs in zip(values, self.specs, strict=True) for _ in specs)
 
     def recomputed(self) -> frozenset[int]:
@@ -262,7 +262,7 @@ class Setup:
         return frozenset(index for index, spec in enumerate(self.parts()) if spec.returned)
 
     def computations(self, collecting: Sequence[float]) -> list[Computation]:
-        """Of each part, whose gradients' way takes so long."""
+        """The computation of each part, given the seconds for collecting its gradients."""
         parts = self.parts()
         kinds = {(id(spec), later): (spec, later) for spec, later in zip(parts, collecting, strict=True)}
         known = {kind: self._computation(spec).collecting(later) for kind, (spec, later) in kinds.items()}
@@ -286,7 +286,7 @@ class Setup:
         return Computation.of(spec, self.division, self.compute, self.transfers, self.workload)
 
     def micro_batch_s(self) -> MicroBatchSeconds:
-        """Of this rank, in every micro-batch but the first of a step."""
+        """Seconds of this rank in every micro-batch but the first of a step."""
         return MicroBatchSeconds.of((1, one) for one in self.computations([later for _, later in self.collecting()]))
 
     def activations(self, *, record: bool = False) -> Activations:
@@ -304,7 +304,7 @@ class Setup:
         )
 
     def peak_memory(self, activations: Activations) -> MemoryBytes:
-        """Of a step whose activations were these."""
+        """Peak memory of a step with these activations."""
         stepping = max(step_bytes(self.schedule, self.mechanics.step_bytes), self.room_bytes)
         return self.memory(max(activations.peak, stepping))
 

@@ -54,7 +54,7 @@ class Repeats:
             self.first = self._state(unit, interpreter, backend), backend.now_s
 
     def end_micro_batch(self, times: int = 1) -> None:
-        """Of micro-batches that are alike."""
+        """Ends `times` alike micro-batches."""
         found = [self._repetition_s(marks) for marks in self._phases.values() if marks]
         for marks in self._phases.values():
             marks.clear()
@@ -87,13 +87,13 @@ class Repeats:
             _runs(known[other] for other in range(unit, self.row.stop)),
             _runs(known[other] for other in range(unit, self.row.start - 1, -1)),
             [known[other] for other in range(len(known)) if other not in self.row],
-            # Of reduce slots, those that are still read: who had the others makes no difference.
+            # Only reduce slots that are still read: who had the others makes no difference.
             [name(owner) for owner in interpreter.reduce_slots if owner is not None and known[owner].taking],
         )
 
 
 def _queue(jobs: Sequence[tuple[object, ...]], last: int) -> list[object]:
-    """What waits in a lane; of one after the other of the blocks up to the last there may be any number."""
+    """The jobs that wait in a lane, with runs of consecutive blocks shortened."""
     found: list[object] = []
     for _, equal in groupby(enumerate(jobs), key=lambda each: (_less(each[1][0], each[0]), each[1][1:])):
         run = [job for _, job in equal]
@@ -114,7 +114,7 @@ def _runs(known: Iterable[_Known]) -> list[tuple[_Known, int]]:
 
 
 class _Known(NamedTuple):
-    """What the interpreter decides by, of a unit."""
+    """The state of a unit by which the interpreter decides."""
 
     full: bool
     kept: bool

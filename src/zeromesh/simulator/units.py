@@ -52,7 +52,7 @@ def _require_known(model: ModelSpec, parts: Sequence[str]) -> None:
 
 
 def _names(spec: UnitSpec) -> list[str]:
-    """Of the modules that it describes."""
+    """Names of the modules that it describes."""
     return [f"{spec.name.removesuffix('.0')}.{index}" for index in range(spec.count)] if spec.count > 1 else [spec.name]
 
 

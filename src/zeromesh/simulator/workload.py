@@ -1,4 +1,4 @@
-"""What is trained per step, as a value."""
+"""The training of one step, as a value."""
 
 from __future__ import annotations
 

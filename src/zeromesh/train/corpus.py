@@ -49,7 +49,7 @@ class Corpus:
     tokenizer: Tokenizer
 
     def identity(self) -> dict[str, Any]:
-        """What tells it from another corpus, for a checkpoint."""
+        """Identity of the corpus, stored in checkpoints."""
         tokens, definition = self.training.tokens, self.tokenizer.definition or "bytes"
         return {
             TOKENIZER: hashlib.blake2b(definition.encode(), digest_size=16).hexdigest(),
