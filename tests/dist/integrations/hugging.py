@@ -37,7 +37,9 @@ CLIP = 0.4
 Curve = list[tuple[int, float, float]]
 """(step, loss, norm of gradients) of each step."""
 
-STEPS = 20
+STEPS, SAVED = (20, 10) if os.environ.get("ZEROMESH_BY_HAND") else (8, 4)
+"""Of a run, of which six pass over all samples; and after how many of them it is saved, to go on from there."""
+
 SAMPLES = 8
 """Of a step, in two micro-batches, on however many ranks."""
 

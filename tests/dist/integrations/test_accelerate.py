@@ -13,6 +13,7 @@ import zeromesh as zm
 from tests.dist.integrations.hugging import (
     PUSHED,
     SAMPLES,
+    SAVED,
     STEPS,
     Curve,
     assert_base_left_out,
@@ -114,12 +115,12 @@ def accumulated_by_hand(loop: Loop, steps: int) -> Curve:
 
 @on_ranks(2)
 def test_no_sync_defers_reductions():
-    expected = plain(lambda: Loop().run(6))
+    expected = plain(lambda: Loop().run(2))
     with launched():
         loop = Loop(how=sharding("cluster=1", {"cluster": 2}), gradient_accumulation_steps=1)
         with zm.traffic_report(loop.model, micro_batches=2) as traffic:
-            assert_same_curve(accumulated_by_hand(loop, 6), expected)
-    lines = traffic.lines(steps=6)
+            assert_same_curve(accumulated_by_hand(loop, 2), expected)
+    lines = traffic.lines(steps=2)
     assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines] != [0]
 
 
@@ -135,7 +136,7 @@ def test_states_resume_on_another_world_and_strategy(pool: Pool, kind, tmp_path)
 def stopped(directory: str, kind: str) -> None:
     with launched():
         loop = Loop(kind, sharding())
-        loop.run(10)
+        loop.run(SAVED)
         loop.accelerator.save_state(directory)
 
 
@@ -145,8 +146,8 @@ def resumed(directory: str, kind: str) -> tuple[Curve, Curve]:
         loop = Loop(kind, sharding("node=3", {"node": 2}))
         loop.run(1)  # its states are replaced
         loop.accelerator.load_state(directory)
-        assert loop.accelerator.step == 20
-        return loop.run(10, start=10), expected[10:]
+        assert loop.accelerator.step == 2 * SAVED
+        return loop.run(STEPS - SAVED, start=SAVED), expected[SAVED:]
 
 
 class Average:

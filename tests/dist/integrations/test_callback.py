@@ -60,7 +60,7 @@ def alone(directory: Path) -> Any:
     return curve(found)
 
 
-@on_ranks(2, timeout_s=190)
+@on_ranks(2)
 def test_sigterm_saves_and_ends_with_75_and_the_run_goes_on(tmp_path):
     expected = plain(lambda: alone(tmp_path / "plain"))
     before = signal.getsignal(signal.SIGTERM)
@@ -73,7 +73,7 @@ def test_sigterm_saves_and_ends_with_75_and_the_run_goes_on(tmp_path):
         assert_same_curve(curve(again), expected)
 
 
-@on_ranks(2, timeout_s=190)
+@on_ranks(2)
 def test_a_step_that_is_not_finite_is_skipped_or_ends_the_run(tmp_path):
     with launched():
         skipping = trainer(tmp_path, at=2, does="nan", nonfinite="skip")
@@ -88,7 +88,7 @@ def test_a_step_that_is_not_finite_is_skipped_or_ends_the_run(tmp_path):
             trainer(tmp_path, at=2, does="nan").train()
 
 
-@on_ranks(2, timeout_s=190)
+@on_ranks(2)
 def test_replicas_that_drift_apart_end_the_run(tmp_path):
     with launched(), pytest.raises(MismatchError, match="have drifted apart: over axis node"):
         trainer(tmp_path, "node=0", at=2, does="drifts", digest_every=2).train()

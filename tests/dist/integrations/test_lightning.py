@@ -19,6 +19,7 @@ import zeromesh as zm
 from tests.dist.integrations.hugging import (
     PUSHED,
     SAMPLES,
+    SAVED,
     STEPS,
     STRATEGIES,
     Curve,
@@ -146,7 +147,7 @@ def fitted(
     trainer = make_trainer(directory, None if how is None else Strategy(sharding=how), max_steps=steps, **options)
     module = make_module(kind)
     with quiet():
-        trainer.fit(module, loader(world, 10 * SAMPLES if resume else 0), ckpt_path=resume)
+        trainer.fit(module, loader(world, SAVED * SAMPLES if resume else 0), ckpt_path=resume)
     return trainer, module
 
 
@@ -228,7 +229,7 @@ def played(directory: Path, how: zm.Sharding | None = None) -> tuple[list[float]
     world, rank = (1, 0) if how is None else (dist.get_world_size(), dist.get_rank())
     data = torch.randn(48, 10, generator=torch.Generator().manual_seed(1)).view(6, world, 8 // world, 10)
     own = data[:, rank].flatten(0, 1)
-    options: dict[str, Any] = {"max_steps": 12, "accumulate_grad_batches": 1, "gradient_clip_val": None}
+    options: dict[str, Any] = {"max_steps": 6, "accumulate_grad_batches": 1, "gradient_clip_val": None}
     trainer = make_trainer(directory, None if how is None else Strategy(sharding=how), **options)
     module = adversaries()
     with quiet():
@@ -242,7 +243,7 @@ def test_two_optimizers_that_a_step_steps_itself(tmp_path):
     for strategy in STRATEGIES:
         with started():
             found, own = played(tmp_path / strategy, sharding(strategy))
-        assert found == pytest.approx(losses, abs=1e-6) and len(found) == 12
+        assert found == pytest.approx(losses, abs=1e-6) and len(found) == 6
         if dist.get_rank() == 0:
             torch.testing.assert_close(own, weights, rtol=0, atol=1e-6)
 
@@ -257,10 +258,10 @@ def test_resumes_on_another_world_and_strategy(pool: Pool, kind, tmp_path):
 
 
 def saving(directory: str) -> dict[str, Any]:
-    """Options of a Trainer that saves every fifth step."""
+    """Options of a Trainer that saves every second step."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    saver = ModelCheckpoint(f"{directory}/kept", filename="{step}", every_n_train_steps=5, save_last=True)
+    saver = ModelCheckpoint(f"{directory}/kept", filename="{step}", every_n_train_steps=2, save_last=True)
     return {"callbacks": [saver], "enable_checkpointing": True}
 
 
@@ -273,8 +274,8 @@ def require_kept(directory: str, step: int) -> None:
 
 def stopped(directory: str, kind: str) -> None:
     with started():
-        trainer, _ = fitted(Path(directory), kind, sharding(), steps=10, **saving(directory))
-        require_kept(directory, 10)
+        trainer, _ = fitted(Path(directory), kind, sharding(), steps=SAVED, **saving(directory))
+        require_kept(directory, SAVED)
         trainer.save_checkpoint(f"{directory}/whole.ckpt")
         trainer.save_checkpoint(f"{directory}/weights.ckpt", weights_only=True)
 
@@ -285,25 +286,25 @@ def resumed(directory: str, kind: str) -> tuple[Curve, Curve]:
     with started():
         last = f"{directory}/kept/last.ckpt"
         trainer, module = fitted(Path(directory), kind, how, resume=last, **saving(directory))
-        require_kept(directory, 20)
+        require_kept(directory, STEPS)
         ended = evaluated_by(trainer, module, 2)
         whole, weights = (
             evaluated_by(trainer, module, 2, ckpt_path=f"{directory}/{name}.ckpt") for name in ("whole", "weights")
         )
         assert whole == weights != ended
-        return module.curve, expected[10:]
+        return module.curve, expected[SAVED:]
 
 
 @on_ranks(2)
 def test_resumes_from_a_file_of_another_strategy(tmp_path):
     def plainly() -> Curve:
-        trainer, _ = fitted(tmp_path, "tied", steps=10)
-        trainer.save_checkpoint(tmp_path / "ten.ckpt")
-        return fitted(tmp_path, "tied", resume=tmp_path / "ten.ckpt")[1].curve
+        trainer, _ = fitted(tmp_path, "tied", steps=SAVED)
+        trainer.save_checkpoint(tmp_path / "half.ckpt")
+        return fitted(tmp_path, "tied", resume=tmp_path / "half.ckpt")[1].curve
 
     expected = plain(plainly)
     with started():
-        found = fitted(tmp_path, "tied", sharding("node=3", {"node": 2}), resume=tmp_path / "ten.ckpt")[1].curve
+        found = fitted(tmp_path, "tied", sharding("node=3", {"node": 2}), resume=tmp_path / "half.ckpt")[1].curve
     assert_same_curve(found, expected)
 
 
@@ -359,32 +360,32 @@ def fabric_stopped(directory: str) -> None:
         with started():
             loop = FabricLoop(kind, sharding(strategy))
             if strategy == STRATEGIES[0]:
-                loop.fabric.save(f"{directory}/ten", loop.state())  # written over
-            assert_same_curve(loop.run(10), expected[:10])
+                loop.fabric.save(f"{directory}/half", loop.state())  # written over
+            assert_same_curve(loop.run(SAVED), expected[:SAVED])
             if strategy == STRATEGIES[0]:
-                loop.fabric.save(f"{directory}/ten", loop.state())
+                loop.fabric.save(f"{directory}/half", loop.state())
             with zm.traffic_report(loop.model.module, micro_batches=2) as traffic:
-                assert_same_curve(loop.run(10), expected[10:])
-            require_predicted(traffic, 10)
+                assert_same_curve(loop.run(STEPS - SAVED), expected[SAVED:])
+            require_predicted(traffic, STEPS - SAVED)
 
 
 def fabric_resumed(directory: str) -> None:
     from zeromesh.integrations.lightning import FabricStrategy, Strategy
 
     expected = plain(lambda: FabricLoop().run(STEPS))
-    ten = f"{directory}/ten"
+    half = f"{directory}/half"
     with started():
         loop = FabricLoop("tied", sharding("node=3", {"node": 2}), on_meta=True)
         loop.run(1)  # its states are replaced
         state = loop.state()
-        assert loop.fabric.load(ten, state) == {}
+        assert loop.fabric.load(half, state) == {}
         loop.step = state["step"]
-        assert_same_curve(loop.run(10), expected[10:])
+        assert_same_curve(loop.run(STEPS - SAVED), expected[SAVED:])
 
         with pytest.raises(InputError, match="to load a checkpoint of sharded models give the dict of what was saved"):
-            loop.fabric.load(ten, {"step": 0})
+            loop.fabric.load(half, {"step": 0})
         with pytest.raises(KeyError, match="has no epoch: leave it out, or pass strict=False"):
-            loop.fabric.load(ten, {"model": loop.model, "epoch": 0})
+            loop.fabric.load(half, {"model": loop.model, "epoch": 0})
         with pytest.raises(InputError, match="an optimizer is saved and loaded with the model that it updates"):
             loop.fabric.save(f"{directory}/no", {"model": other(loop.fabric), "optimizer": loop.optimizer})
         full = zm.full_state_dict(loop.model.module)

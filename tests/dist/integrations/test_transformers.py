@@ -18,6 +18,7 @@ import zeromesh as zm
 from tests.dist.integrations.hugging import (
     BOUND,
     PUSHED,
+    SAVED,
     STRATEGIES,
     arguments,
     assert_base_left_out,
@@ -85,7 +86,7 @@ def assert_same_weights(found: Path, expected: Path) -> None:
     left, right = weights(found), weights(expected)
     assert left.keys() == right.keys() and left
     for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=0, atol=2e-6)  # Adam's steps of 1e-2, 20 of them
+        torch.testing.assert_close(left[name], right[name], rtol=0, atol=2e-6)  # Adam's steps of 1e-2
 
 
 def plainly(directory: Path, kind: str) -> tuple[Any, ...]:
@@ -177,7 +178,7 @@ def test_smoothing_recomputation_evaluation_and_the_best_model(tmp_path):
 
 def stopped(directory: str, kind: str, strategy: str, mesh: dict[str, int]) -> None:
     with launched():
-        trained(Path(directory), kind, sharding(strategy, mesh), save_strategy="steps", save_steps=10, max_steps=20)
+        trained(Path(directory), kind, sharding(strategy, mesh), save_strategy="steps", save_steps=SAVED)
 
 
 def refused_on_another_base(directory: str, strategy: str, mesh: dict[str, int]) -> None:
@@ -200,7 +201,7 @@ def resumed(
                 trainer.model.get_parameter("base_model.model.model.layers.1.self_attn.q_proj.base_layer.weight")[
                     7, 5
                 ] += 1
-        trainer.train(resume_from_checkpoint=f"{directory}/checkpoint-10")
+        trainer.train(resume_from_checkpoint=f"{directory}/checkpoint-{SAVED}")
         return curve(trainer)
 
 
@@ -209,7 +210,7 @@ def test_resumes_on_another_world_and_strategy(pool: Pool, kind, strategy, tmp_p
     pool.run(4, stopped, str(tmp_path), kind, STRATEGIES[0], {"cluster": 2, "node": 2})
     (expected,) = pool.run(1, alone, str(tmp_path / "plain"), kind)
     if kind == "lora":  # the base is where it came from
-        assert_base_left_out(tmp_path / "checkpoint-10" / "zeromesh")
+        assert_base_left_out(tmp_path / f"checkpoint-{SAVED}" / "zeromesh")
         pool.run(2, refused_on_another_base, str(tmp_path), strategy, {"node": 2})
     for found in pool.run(2, resumed, str(tmp_path), kind, strategy, {"node": 2}):
         assert_same_curve(found, expected)
@@ -221,7 +222,7 @@ def alone(directory: str, kind: str) -> Any:
 
 @on_ranks(2)
 def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path):
-    expected = plain(lambda: curve(trained(tmp_path, save_strategy="steps", save_steps=10)))
+    expected = plain(lambda: curve(trained(tmp_path, save_strategy="steps", save_steps=SAVED)))
     found = resumed(str(tmp_path), "llama", "node=3", {"node": 2})
     assert_same_curve(found, expected)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import zeromesh as zm
 from tests.dist.integrations.hugging import (
+    SAVED,
     STRATEGIES,
     Curve,
     arguments,
@@ -127,7 +128,7 @@ def test_an_adapter_as_reference_is_refused_before_training(tmp_path):
             pass
 
         columns = {"prompt": words(8, 1), "chosen": words(8, 2), "rejected": words(8, 3)}
-        args = arguments(tmp_path, kind=trl.DPOConfig, max_steps=8, max_length=32, bf16=False)
+        args = arguments(tmp_path, kind=trl.DPOConfig, max_length=32, bf16=False)
         data = datasets.Dataset.from_dict(columns)
         how = sharding("node=3", {"node": 2})
         Sharded(model=build("lora"), args=args, train_dataset=data, processing_class=tokenizer(), sharding=how)
@@ -144,10 +145,6 @@ CASES = {
 }
 
 
-STOP = 4
-"""The step after which a run is saved, of twice as many."""
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_plain_training(pool: Pool, case, tmp_path):
     expected = pool.run(4, compared, case, tmp_path)[0]
@@ -156,10 +153,10 @@ def test_losses_are_those_of_plain_training(pool: Pool, case, tmp_path):
 
 def compared(case: str, directory: Path) -> Curve:
     run, kind = CASES[case]
-    expected: Curve = plain(lambda: curve(run(directory / "plain", kind, max_steps=2 * STOP)))
+    expected: Curve = plain(lambda: curve(run(directory / "plain", kind)))
     with launched():
-        saving = {"save_strategy": "steps", "save_steps": STOP}
-        trainer = run(directory, kind, sharding(STRATEGIES[0]), max_steps=2 * STOP, **saving)
+        saving = {"save_strategy": "steps", "save_steps": SAVED}
+        trainer = run(directory, kind, sharding(STRATEGIES[0]), **saving)
         assert_same_curve(curve(trainer), expected)
         assert is_sharded(trainer.model)
         if case == "dpo":
@@ -175,5 +172,5 @@ def resumed(case: str, directory: Path, expected: Curve) -> None:
     run, kind = CASES[case]
     with launched():
         how = sharding("node=3", {"node": 2})
-        trainer = run(directory, kind, how, resume=str(directory / f"checkpoint-{STOP}"), max_steps=2 * STOP)
+        trainer = run(directory, kind, how, resume=str(directory / f"checkpoint-{SAVED}"))
     assert_same_curve(curve(trainer), expected)
