@@ -59,7 +59,7 @@ def export_while_saving(directory: Path) -> None:
 
 
 def test_an_export_while_a_checkpoint_is_written(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, export_while_saving, tmp_path, timeout_s=20)
+    pool.run(2, export_while_saving, tmp_path)
     assert "embed.weight" in load_file(tmp_path / "final" / "model.safetensors")
 
 
@@ -91,7 +91,7 @@ def two_at_once(directory: Path) -> None:
 
 
 def test_two_directories_at_once(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, two_at_once, tmp_path, timeout_s=20)
+    pool.run(2, two_at_once, tmp_path)
 
 
 def one_after_the_other(directory: Path) -> list[int]:

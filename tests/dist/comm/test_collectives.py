@@ -172,23 +172,23 @@ def short_line(timeout_s: float) -> AxisGroup:
 
 @on_ranks(2, spoils=True)
 def test_a_stalled_peer_is_named():
-    group = short_line(0.3)
+    group = short_line(3.0)
     if group.rank == 0:
         with pytest.raises(
-            CommunicationError, match=r"all_gather over axis line failed on rank 0 with rank 1 .*0\.3 s"
+            CommunicationError, match=r"all_gather over axis line failed on rank 0 with rank 1 .* 3(\.0)? s"
         ):
             all_gather(torch.zeros(8), group)
 
 
 @on_ranks(2, spoils=True)
 def test_mismatched_collectives_end_in_the_timeout():
-    group = short_line(0.3)
+    group = short_line(3.0)
     with pytest.raises(CommunicationError, match="stalled, or ranks issued different collectives"):
         all_gather(torch.zeros(8 if group.rank else 16), group)
 
 
 def die_in_the_middle():
-    group = short_line(5.0)
+    group = short_line(50.0)
     region = torch.zeros(4_000_000)
     all_gather(region[:1000], group)
     if group.rank == 1:

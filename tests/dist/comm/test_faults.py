@@ -25,7 +25,7 @@ from zeromesh.errors import CommunicationError
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
 
-TIMEOUT_S = 40.0
+TIMEOUT_S = 400.0
 INT8 = QuantFormat(bits=8)
 Groups = dict[str, AxisGroup]
 

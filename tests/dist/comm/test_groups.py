@@ -102,11 +102,11 @@ def train_a_little(mesh: DeviceMesh, strategy: str) -> None:
     model(torch.ones(2, 8))
 
 
-@on_ranks(4, timeout_s=10)
+@on_ranks(4, timeout_s=100)
 def test_ranks_need_not_have_made_as_many_groups():
     dist.new_group([0])  # which one rank has
     train_a_little(init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node")), "node=3,cluster=1")
-    channel, give_back = borrow_channel(dist.group.WORLD, timeout_s=10, backend="gloo", description="test")
+    channel, give_back = borrow_channel(dist.group.WORLD, timeout_s=100, backend="gloo", description="test")
     found = [None] * 4
     dist.all_gather_object(found, dist.get_rank(), group=channel.process_group)
     assert found == [0, 1, 2, 3]
@@ -114,7 +114,7 @@ def test_ranks_need_not_have_made_as_many_groups():
 
 
 @pytest.mark.parametrize("sizes", [(("node", 2),), (("cluster", 1), ("node", 2))], ids=["line", "plane"])
-@on_ranks(4, timeout_s=10)
+@on_ranks(4, timeout_s=100)
 def test_a_model_on_a_part_of_the_ranks_and_then_one_on_all(sizes):
     names, shape = zip(*sizes, strict=True)
     whole = init_device_mesh("cpu", (2, *shape), mesh_dim_names=("outside", *names))
@@ -226,7 +226,7 @@ def test_groups_are_not_used_again_after_a_collective_that_only_some_ranks_began
 @on_ranks(2)
 def test_groups_are_not_used_again_after_a_failure():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("line",))
-    group = make_groups(mesh, axes("line=3", ("line", 2)), timeout_s=0.5)["line"]
+    group = make_groups(mesh, axes("line=3", ("line", 2)), timeout_s=3.0)["line"]
     before = group.gather.process_group
     with pytest.raises(CommunicationError):
         Exchange(group, group.gather, "all_gather", 2).post_recv(torch.zeros(1), 1 - dist.get_rank())()
@@ -234,7 +234,7 @@ def test_groups_are_not_used_again_after_a_failure():
     freed(group)
     del group
     dist.barrier()
-    found = make_groups(mesh, axes("line=3", ("line", 2)), timeout_s=0.5)["line"]
+    found = make_groups(mesh, axes("line=3", ("line", 2)), timeout_s=3.0)["line"]
     assert before not in (found.gather.process_group, found.reduce.process_group)
 
 

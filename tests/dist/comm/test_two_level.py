@@ -141,7 +141,7 @@ def test_slots_are_used_again_only_after_their_terms_are_summed(pool: Pool):
 
 
 def die_in_the_ring():
-    major, minor = levels(2, 2, timeout_s=2.0)
+    major, minor = levels(2, 2, timeout_s=20.0)
     region = torch.zeros(4_000_000)
     ho_ring_all_gather(region[:400], major, minor)
     if dist.get_rank() == 3:

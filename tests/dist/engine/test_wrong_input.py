@@ -334,7 +334,7 @@ class Forked(nn.Module):
         return x
 
 
-@on_ranks(2, timeout_s=6.0, spoils=True)
+@on_ranks(2, timeout_s=60.0, spoils=True)
 def test_units_in_another_order_on_another_rank():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("node",))
     model = zm.shard(Forked(), mesh, "node=3")

@@ -29,14 +29,14 @@ def test_four_three_two_one(pool: Pool, tmp_path: Path, sequences: int) -> None:
     alone, shrinking = (write_text(tmp_path / name) for name in make(tmp_path, "alone", "shrinking"))
     changes = {"dtypes": FP64, "batch": {"global_sequences": sequences, "micro": 2}, "checkpoint__every": 100}
     whole = config(alone, ONE, "node=0,cluster=0", **changes)
-    (expected,) = pool.run(1, train, whole, timeout_s=50.0)
+    (expected,) = pool.run(1, train, whole)
 
     run = config(shrinking, FOUR, STRATEGY, faults={"resize": True, "digest_every": 1}, **changes)
     samples: list[list[int]] = []
     ends: list[Outcome] = []
     for world, stop in ((4, 2), (3, 4), (2, 6), (1, None)):
         resized = run.on_world(world)
-        outcomes = pool.run(world, train, resized, Meddling(stop_after=stop), timeout_s=50.0)
+        outcomes = pool.run(world, train, resized, Meddling(stop_after=stop))
         assert {outcome.finished for outcome in outcomes} == {stop is None}, outcomes[0].error
         samples += [sorted(chain(*parts)) for parts in zip(*(outcome.samples for outcome in outcomes), strict=True)]
         if ends:
@@ -63,18 +63,18 @@ ONE_RANK = ONE, "node=0,cluster=0"
 
 def first_step(pool: Pool, made: TrainConfig, **meddling: Any) -> int:
     """The step after which a start went on."""
-    outcome, *_ = pool.run(made.world, train, made, Meddling(**meddling), timeout_s=50.0)
+    outcome, *_ = pool.run(made.world, train, made, Meddling(**meddling))
     assert not outcome.error
     return made.run.steps - len(outcome.samples) if meddling.get("stop_after") is None else -1
 
 
 def test_a_run_begins_with_another_and_goes_on_from_its_own(pool: Pool, tmp_path: Path) -> None:
     first, second = (write_text(tmp_path / name) for name in make(tmp_path, "first", "second"))
-    pool.run(1, train, config(first, *ONE_RANK, run__steps=3), Meddling(), timeout_s=50.0)
+    pool.run(1, train, config(first, *ONE_RANK, run__steps=3), Meddling())
     path = str(first / "run" / "checkpoints")
     fine = config(second, (("cluster", 1), ("node", 2)), "node=3,cluster=0", checkpoint__resume=path)
     assert first_step(pool, fine, stop_after=5) == -1
-    outcome, _ = pool.run(2, train, fine, Meddling(), timeout_s=50.0)
+    outcome, _ = pool.run(2, train, fine, Meddling())
     assert len(outcome.samples) == fine.run.steps - 5
     assert f"{path} is not loaded: the run has checkpoints of its own" in outcome.printed
 
@@ -99,7 +99,7 @@ def test_a_run_without_a_checkpoint_of_its_own_rolls_back_to_its_beginning(pool:
     ):
         rules = {"every": 3, "keep": 9, "resume": resume}
         made = config(second, *ONE_RANK, checkpoint=rules, faults__nonfinite="rollback")
-        (outcome,) = pool.run(1, unlucky, made, meddling, timeout_s=50.0)
+        (outcome,) = pool.run(1, unlucky, made, meddling)
         assert said in outcome.error + outcome.printed
         shutil.rmtree(second / "run" / "checkpoints", ignore_errors=True)
 
@@ -108,7 +108,7 @@ def test_auto_plans_anew_for_what_is_left(pool: Pool, tmp_path: Path) -> None:
     changes = {"cluster": "gloo-laptop", "faults": {"resize": True}}
     run = config(write_text(tmp_path), (("node", 2),), "auto", **changes)
     for world, stop in ((2, 4), (1, None)):
-        first, *others = pool.run(world, train, run.on_world(world), Meddling(stop_after=stop), timeout_s=50.0)
+        first, *others = pool.run(world, train, run.on_world(world), Meddling(stop_after=stop))
         assert f"strategy auto: node={first.strategy[-1]} for node={world} of gloo-laptop, predicted " in first.printed
         assert all(other.strategy == first.strategy and not other.printed for other in others)
     assert "and is loaded under strategy node=" in first.printed

@@ -24,7 +24,6 @@ from zeromesh.train.config import CheckpointConfig, TrainConfig
 from zeromesh.train.corpus import read_corpus
 from zeromesh.train.loop import build_language_model
 
-START_S = 55.0
 STEPS = 3
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which PEFT reads
 SEQUENCES = 5
@@ -132,7 +131,7 @@ def test_adapters_and_some_parameters_are_trained_as_in_one_process(
     saved = first.run.directory / "checkpoints/step-00000001"
     run = config(directory, f"{strategy} again", resumed, **model)
     run = run.model_copy(update={"checkpoint": CheckpointConfig(resume=str(saved))})
-    assert all(pool.run(4, train, first, run, timeout_s=START_S))
+    assert all(pool.run(4, train, first, run))
     losses, expected = plain(run, [step["lr"] for step in steps_of(first)])
     assert [step["loss"] for step in steps_of(first)] == pytest.approx(losses, rel=1e-6)  # the loop's loss is fp32
     assert [step["loss"] for step in steps_of(run)] == pytest.approx(losses[1:], rel=1e-6)
@@ -155,7 +154,7 @@ def test_adapters_and_some_parameters_are_trained_as_in_one_process(
 
 def test_a_model_that_one_host_does_not_have_is_said_by_all_ranks(pool: Pool, directory: Path) -> None:
     run = config(directory, "refused", "node=3,cluster=1")
-    said = pool.run(4, refused, run, directory / "nowhere", timeout_s=START_S)
+    said = pool.run(4, refused, run, directory / "nowhere")
     assert len(set(said)) == 1 and said[0].startswith("rank 3: model.pretrained must be the directory of")
     assert not run.run.directory.exists()
 

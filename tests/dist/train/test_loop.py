@@ -27,8 +27,6 @@ from zeromesh.train.corpus import read_corpus
 from zeromesh.train.loop import build_language_model
 
 Mesh = tuple[tuple[str, int], ...]
-START_S = 55.0
-"""The first run imports transformers on every rank, which takes a while where four ranks share two cores."""
 ONE: Mesh = (("cluster", 1), ("node", 1))
 TWO_BY_TWO: Mesh = (("cluster", 2), ("node", 2))
 
@@ -76,7 +74,7 @@ def train(config: TrainConfig) -> bool:
 
 
 def steps_of(pool: Pool, config: TrainConfig) -> list[dict[str, float]]:
-    assert all(pool.run(config.world, train, config, timeout_s=START_S))
+    assert all(pool.run(config.world, train, config))
     return [json.loads(line) for line in (config.run.directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -152,7 +150,7 @@ _RECOMPUTED = {
 @pytest.mark.parametrize("strategy", _RECOMPUTED)
 def test_table_shows_that_predicted_is_measured(pool: Pool, directory: Path, strategy: str) -> None:
     changes = {"model__activation_checkpointing": _RECOMPUTED[strategy]}
-    tables = pool.run(4, table_of, config(directory, TWO_BY_TWO, strategy, run__steps=2, **changes), timeout_s=START_S)
+    tables = pool.run(4, table_of, config(directory, TWO_BY_TWO, strategy, run__steps=2, **changes))
     assert "predicted and measured agree on all 4 devices" in tables[0], tables[0]
     assert "node: 2 ranks, stage" in tables[0]
     assert tables[1:] == ["", "", ""]
@@ -161,10 +159,10 @@ def test_table_shows_that_predicted_is_measured(pool: Pool, directory: Path, str
 def test_only_the_first_rank_holds_a_whole_model_and_each_draws_its_own(pool: Pool, directory: Path) -> None:
     """A whole model on every rank would need its memory before it is sharded; equal masks would be one rank's."""
     made = config(directory, TWO_BY_TWO, "node=3,cluster=1", run__steps=1)
-    homes, seeds = zip(*pool.run(4, starting, made, timeout_s=START_S), strict=True)
+    homes, seeds = zip(*pool.run(4, starting, made), strict=True)
     assert homes == ("cpu", "meta", "meta", "meta")
     assert len({made.run.seed, *seeds}) == 5
-    assert [seed for _, seed in pool.run(4, starting, made, timeout_s=START_S)] == list(seeds)
+    assert [seed for _, seed in pool.run(4, starting, made)] == list(seeds)
 
 
 def test_ranks_skip_the_same_layers() -> None:

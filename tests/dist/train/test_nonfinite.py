@@ -41,7 +41,7 @@ def bad_in(batch: int, position: int = 3) -> int:
 
 
 def run(pool: Pool, made: TrainConfig, **meddling: Any) -> list[Outcome]:
-    return pool.run(made.world, train, made, Meddling(**meddling), timeout_s=50.0)
+    return pool.run(made.world, train, made, Meddling(**meddling))
 
 
 def test_samples_are_those_of_the_seeds_order(pool: Pool, directory: Path) -> None:
