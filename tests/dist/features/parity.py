@@ -23,7 +23,6 @@ from tests.dist.pool import kept
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import ShardedParameter
 
-WORLD = 4
 STRATEGIES = ("node=3,cluster=1", "node=3,cluster=3", "node=0,cluster=1")
 """The main job's; every parameter in four parts; no parameter sharded."""
 
@@ -37,8 +36,17 @@ DataOf = Callable[[int, int, int], Any]
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
+ONE_AXIS = ("node=3", "node=0", "node=3d", "node=3k")
+"""On two ranks: for what does not depend on how many levels there are."""
+
+
 def mesh_2x2(device: str = "cpu") -> DeviceMesh:
     return kept(init_device_mesh, device, (2, 2), mesh_dim_names=("cluster", "node"))
+
+
+def mesh_of_world(device: str) -> DeviceMesh:
+    world = dist.get_world_size()
+    return mesh_2x2(device) if world == 4 else kept(init_device_mesh, device, (world,), mesh_dim_names=("node",))
 
 
 class Block(nn.Module):
@@ -218,14 +226,14 @@ class Pair:
         self.plain, self.model = copy.deepcopy(self.base), copy.deepcopy(self.base)
         self.prepare(self.plain)
         self.prepare(self.model)
-        zm.shard(self.model, mesh_2x2(self.device), self.strategy, **self.options)
+        zm.shard(self.model, mesh_of_world(self.device), self.strategy, **self.options)
 
     def plain_backward(self, step: int, micros: Iterable[int] | None = None) -> None:
         if dist.get_rank() == 0:
             for micro in range(self.micro_batches) if micros is None else micros:
-                for rank in range(WORLD):
+                for rank in range(dist.get_world_size()):
                     loss = self.loss_of(self.plain, self.data_of(step, micro, rank))
-                    (loss / self.micro_batches / WORLD).backward()
+                    (loss / self.micro_batches / dist.get_world_size()).backward()
         share_grads(self.plain)
 
     def backward(self, step: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import zeromesh as zm
 from tests.dist.features.parity import (
     DEFERRED,
+    ONE_AXIS,
     STRATEGIES,
     Block,
     Pair,
@@ -31,7 +32,8 @@ from zeromesh.comm import groups
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import CommunicationError, MismatchError, ModelError
 
-ALL = (*STRATEGIES, DEFERRED, "node=3,cluster=3k", "node=3k,cluster=3k", "node=2,cluster=2")
+ALL = (*ONE_AXIS, "node=1", "node=2")
+ON_TWO_AXES = (*STRATEGIES, DEFERRED, "node=3,cluster=3k", "node=3k,cluster=3k", "node=2,cluster=2")
 
 
 def pairs_of(base: nn.Module, *strategies: str, **arguments: Any) -> list[Pair]:
@@ -59,7 +61,7 @@ def evaluate(pair: Pair, mode: Any) -> None:
     pair.plain.train()
 
 
-@pytest.mark.parametrize(("mode", "strategies"), [(torch.no_grad, ALL), (torch.inference_mode, ALL[:3])])
+@pytest.mark.parametrize(("mode", "strategies"), [(torch.no_grad, ON_TWO_AXES), (torch.inference_mode, STRATEGIES)])
 @on_ranks(4)
 def test_evaluation_after_each_step_and_between_micro_batches(mode, strategies):
     pairs = pairs_of(net(), *strategies)
@@ -84,7 +86,7 @@ def test_evaluation_after_each_step_and_between_micro_batches(mode, strategies):
             evaluate(pair, mode)
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_a_forward_whose_backward_never_comes():
     """A loss that is only looked at, or of which another forward is taken."""
     pairs = pairs_of(net())
@@ -100,7 +102,7 @@ def test_a_forward_whose_backward_never_comes():
     train_side_by_side(pairs, 2, after_step=forwards)
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_two_forwards_before_two_backwards():
     pairs = pairs_of(net(), micro_batches=1)
     optimizers = [adamw(model.parameters()) for model in (pairs[0].plain, *(pair.model for pair in pairs))]
@@ -118,7 +120,7 @@ def test_two_forwards_before_two_backwards():
             pair.same_params()
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_gradients_of_a_part_and_of_inputs():
     """`torch.autograd.grad` for inputs leaves the model's gradients alone; a loss of two forwards counts both."""
     pairs, batch = pairs_of(net()), tokens(0, 0, 0)
@@ -128,12 +130,12 @@ def test_gradients_of_a_part_and_of_inputs():
         pair.same_grads()
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_generate():
     from tests.dist.features.test_huggingface import build, data_of, loss_of
 
     of_llama: dict[str, Any] = {"loss_of": loss_of, "data_of": partial(data_of, "llama")}
-    pairs = pairs_of(build("llama"), *STRATEGIES, **of_llama)
+    pairs = pairs_of(build("llama"), *ONE_AXIS[:3], **of_llama)
 
     def generate(step: int) -> None:
         prompt = tokens(step, 0, 0, shape=(2, 3))
@@ -179,7 +181,7 @@ class Fragile(Block):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@on_ranks(4)
+@on_ranks(2)
 def test_the_model_is_usable_after_an_exception(where):
     base = net()
     armed: dict[str, list[bool]] = {"forward": [], "backward": []}
@@ -210,7 +212,7 @@ class Interrupted(Block):
         return super().forward(x)
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_the_model_is_usable_after_an_interrupted_forward():
     """torch calls no hooks then, not even those for exceptions."""
     base = net()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zeromesh as zm
 from tests.dist.features.parity import (
     DEFERRED,
+    ONE_AXIS,
     STRATEGIES,
     Block,
     Net,
@@ -30,8 +31,7 @@ from zeromesh.engine.api import engine_of
 from zeromesh.errors import ModelError
 from zeromesh.schedule.program import PointKind
 
-ALL = (*STRATEGIES, DEFERRED)
-MODES = pytest.mark.parametrize("strategy", ALL)
+MODES = pytest.mark.parametrize("strategy", ONE_AXIS)
 
 
 # ---- frozen
@@ -46,9 +46,9 @@ def freeze_all_but(*keep: str) -> Any:
 
 
 @pytest.mark.parametrize("keep", [("down", "norm"), ("blocks.1",), ("head",), ("embed",)])
-@on_ranks(4)
+@on_ranks(2)
 def test_frozen_parameters(keep):
-    for pair in check(net(), *ALL, prepare=freeze_all_but(*keep)):
+    for pair in check(net(), *ONE_AXIS, prepare=freeze_all_but(*keep)):
         frozen = [p for p in pair.model.parameters() if not p.requires_grad]
         assert frozen and all(p.grad is None for p in frozen)
         buffers = [b for unit in engine_of(pair.model).units for b in unit.buffers if not b.spec.trainable]
@@ -128,10 +128,10 @@ class Tied(Net):
         self.blocks[1].other_norm = self.blocks[1].norm
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_tied_weights():
     torch.manual_seed(0)
-    for pair in check(Tied().double(), *ALL):
+    for pair in check(Tied().double(), *ONE_AXIS):
         params = sharded_params(pair.model)
         assert params["head.weight"] is params["embed.weight"]
         assert pair.model.head.weight is pair.model.embed.weight
@@ -161,7 +161,7 @@ class Mixed(nn.Module):
 
 
 @MODES
-@on_ranks(4)
+@on_ranks(2)
 def test_dtypes_mixed_in_a_unit(strategy):
     torch.manual_seed(0)
     base = nn.Sequential(Mixed(), Mixed(), Mixed())
@@ -199,7 +199,8 @@ def test_parameters_smaller_than_the_world():
     torch.manual_seed(0)
     check(
         nn.Sequential(Sizes(), Sizes()).double(),
-        *ALL,
+        *STRATEGIES,
+        DEFERRED,
         loss_of=lambda model, x: model(x).square().mean(),
         data_of=lambda *at: torch.randn(3, 5, generator=torch.Generator().manual_seed(hash(at))).double(),
     )
@@ -292,10 +293,10 @@ PATHS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("paths", PATHS)
-@on_ranks(4)
+@on_ranks(2)
 def test_units_unused_repeated_and_out_of_order(paths):
     steps = 3 if paths == "another order each step" else 2
-    check(gated(), *ALL, steps=steps, loss_of=gated_loss, data_of=on_paths(PATHS[paths]))
+    check(gated(), *ONE_AXIS, steps=steps, loss_of=gated_loss, data_of=on_paths(PATHS[paths]))
 
 
 DIVERGENT: dict[str, Any] = {
@@ -316,7 +317,7 @@ def test_ranks_may_differ_where_parameters_are_whole(paths):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @MODES
-@on_ranks(4)
+@on_ranks(2)
 def test_momentum_of_unused_parameters(strategy, set_to_none):
     """Plain torch moves a parameter whose gradient was zeroed, and leaves one alone whose gradient is None."""
     pair = Pair(base=gated(), strategy=strategy, loss_of=gated_loss, data_of=on_paths(PATHS["less each step"]))
@@ -336,16 +337,16 @@ def test_momentum_of_unused_parameters(strategy, set_to_none):
 # ---- nested
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_units_inside_units():
-    for pair in check(net(), *ALL, options={"units": [Block, "Linear"]}):
+    for pair in check(net(), *ONE_AXIS, options={"units": [Block, "Linear"]}):
         names = [unit.name for unit in engine_of(pair.model).units]
         assert {"blocks.0", "blocks.0.up", "blocks.0.down", "head"} <= set(names) and "embed" not in names
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_units_with_slots_of_their_own():
-    check(net(), *ALL, options={"resident": ["blocks.1"]})
+    check(net(), *ONE_AXIS, options={"resident": ["blocks.1"]})
 
 
 class Interleaved(nn.Module):

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import zeromesh as zm
 from tests.dist.features.parity import (
     DEFERRED,
+    ONE_AXIS,
     STRATEGIES,
     Block,
     Net,
@@ -41,7 +42,6 @@ from tests.dist.pool import kept, on_ranks
 from zeromesh.engine.api import engine_of
 
 ALL = (*STRATEGIES, DEFERRED, "node=3,cluster=3k")
-MODES = pytest.mark.parametrize("strategy", ALL)
 REENTRANT = pytest.mark.parametrize("reentrant", [False, True])
 
 
@@ -84,12 +84,12 @@ class Inside(Block):
 
 
 @REENTRANT
-@on_ranks(4)
+@on_ranks(2)
 def test_a_part_of_a_block(reentrant):
     base = net()
     for block in base.blocks:
         block.__class__, block.reentrant = Inside, reentrant
-    check(base, *ALL)
+    check(base, *ONE_AXIS)
 
 
 class HalfFrozen(Block):
@@ -101,14 +101,14 @@ class HalfFrozen(Block):
         return x + self.gain * self.down(inner)
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_a_frozen_part_of_a_block_is_computed_again():
     base = net()
     for block in base.blocks:
         block.__class__ = HalfFrozen
         block.up.requires_grad_(False)
         block.norm.requires_grad_(False)
-    check(base, *STRATEGIES)
+    check(base, *ONE_AXIS[:2])
 
 
 class Thrice(Block):
@@ -126,16 +126,16 @@ class Thrice(Block):
 
 
 @pytest.mark.parametrize("before", [False, True])
-@on_ranks(4)
+@on_ranks(2)
 def test_reentrant_parts_of_a_block_that_share_a_parameter(before):
     base = net()
     for block in base.blocks:
         block.__class__, block.before = Thrice, before
-    check(base, *STRATEGIES)
+    check(base, *ONE_AXIS[:2])
 
 
 @REENTRANT
-@on_ranks(4)
+@on_ranks(2)
 def test_the_whole_model(reentrant):
     """As a user does who checkpoints model(x) from outside."""
 
@@ -145,11 +145,11 @@ def test_the_whole_model(reentrant):
         logits = checkpoint(lambda t, _: model(t), batch, anchor, use_reentrant=reentrant)
         return nn.functional.cross_entropy(logits.flatten(0, -2), batch.flatten().roll(1))
 
-    check(net(), *ALL, loss_of=loss_of)
+    check(net(), *ONE_AXIS, loss_of=loss_of)
 
 
 @pytest.mark.parametrize("implementation", list(CheckpointImpl))
-@on_ranks(4)
+@on_ranks(2)
 def test_checkpoint_wrapper(implementation):
     """Units and names are those of the unwrapped model."""
 
@@ -159,7 +159,7 @@ def test_checkpoint_wrapper(implementation):
             model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Block)
         )
 
-    for strategy in STRATEGIES:
+    for strategy in ONE_AXIS[:2]:
         pair = Wrapped(base=net(), strategy=strategy, wrap=wrap, options={"bucket_bytes": 0})
         names = [unit.name for unit in engine_of(pair.model).units]
         assert names == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
@@ -180,17 +180,17 @@ class Sequenced(Net):
         return self.head(self.norm(x))
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_checkpoint_sequential():
     torch.manual_seed(0)
     base = Sequenced(num_blocks=5).double()
     base.blocks = nn.Sequential(*base.blocks)  # type: ignore[assignment]
-    check(base, *STRATEGIES[:2])
+    check(base, "node=3", "node=3d")
 
 
 @REENTRANT
 @pytest.mark.parametrize("kind", ["llama", "t5"])
-@on_ranks(4)
+@on_ranks(2)
 def test_hugging_face_gradient_checkpointing(kind, reentrant):
     from tests.dist.features.test_huggingface import build, data_of, loss_of
 
@@ -200,7 +200,7 @@ def test_hugging_face_gradient_checkpointing(kind, reentrant):
 
     check(
         build(kind),
-        *(STRATEGIES[:1] if kind == "t5" else STRATEGIES),
+        *(ONE_AXIS[:1] if kind == "t5" else ONE_AXIS),
         loss_of=loss_of,
         data_of=partial(data_of, kind),
         prepare=prepare,
@@ -269,14 +269,14 @@ def test_a_compiled_step(strategy):
 
 
 @pytest.mark.parametrize("wrap", [compile_list, compile_in_place, compile_then_checkpoint, ahead_of_time])
-@on_ranks(4)
+@on_ranks(2)
 def test_compiled_blocks(wrap):
     """Compiled before sharding; hooks run around the graphs, and what a block computes is all in one of them."""
     # Dynamo looks at `.grad` of every tensor that it meets; plain models get the same warning.
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
     torch._dynamo.reset()
     graphs.clear()
-    pair = Wrapped(base=net(), strategy="node=3,cluster=1", wrap=wrap)
+    pair = Wrapped(base=net(), strategy="node=3", wrap=wrap)
     names = [unit.name for unit in engine_of(pair.model).units]
     assert names == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
     pair.train()
@@ -286,11 +286,11 @@ def test_compiled_blocks(wrap):
         assert len(graphs) <= 3
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_compiled_backwards_where_parameters_are_kept_and_where_they_are_not_sharded():
     """Ahead of time, so that the backward too is a graph, over parameters that it finds where the forward saw them."""
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
-    for strategy in ("node=3,cluster=3k", "node=0,cluster=1"):
+    for strategy in ("node=3k", "node=0"):
         torch._dynamo.reset()
         Wrapped(base=net(), strategy=strategy, wrap=ahead_of_time).train()
 
@@ -298,7 +298,7 @@ def test_compiled_backwards_where_parameters_are_kept_and_where_they_are_not_sha
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason=f"inductor needs one of {', '.join(COMPILERS)}")
 @on_ranks(2)
 def test_blocks_that_inductor_compiles(tmp_path):
-    """Torch's default back end: kernels in C++ that read the gather slots by address."""
+    """Torch's default back end: kernels in C++ that read the gather slots by address. One rank has to wait for them."""
     warnings.simplefilter("ignore", DeprecationWarning)  # inductor's imports, of what torch itself has deprecated
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
     plain, model = net(), net()
@@ -313,7 +313,7 @@ def test_blocks_that_inductor_compiles(tmp_path):
         # For these ranks alone: what an earlier session compiled would leave nothing to be tried.
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
         torch._dynamo.reset()
-        for index, block in enumerate(model.blocks):
+        for index, block in enumerate(model.blocks) if dist.get_rank() == 0 else ():
             model.blocks[index] = torch.compile(block)  # type: ignore[assignment]
         mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
         zm.shard(model, mesh, "node=3")
@@ -328,7 +328,7 @@ def test_blocks_that_inductor_compiles(tmp_path):
                 optimizer.zero_grad()
         same_params(model, plain)
         torch._dynamo.reset()
-    assert list(tmp_path.rglob("*.so"))
+    assert dist.get_rank() or list(tmp_path.rglob("*.so"))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
