@@ -106,8 +106,8 @@ class Case:
     optimizer: str = "adamw"
     precision: str = "fp64"
     world: int = 4
-    steps: int = 3
-    micro_batches: int = 3
+    steps: int = 2
+    micro_batches: int = 2
     weighted: bool = False
     evaluate: bool = False
     every_last: bool = False

@@ -25,6 +25,11 @@ THREE = [notation(mix) for mix in mixes(3)]
 THREE_KEPT = [notation(mix) for mix in mixes(3, kept=True) if any("k" in stage for stage in mix)]
 
 
+EACH = ("node=0,cluster=3d", "node=1,cluster=2", "node=2,cluster=0", "node=3,cluster=1", "node=3d,cluster=3")
+EACH_KEPT = ("node=3k,cluster=3dk", "node=3,cluster=3k")
+"""Each stage once on each axis, for what is decided for the stage of an axis by itself."""
+
+
 def in_calls_of(num: int, strategies: Sequence[str]) -> list[tuple[str, ...]]:
     """So many strategies share a call of the pool, and the plain training that they are compared with."""
     return [tuple(strategies[start : start + num]) for start in range(0, len(strategies), num)]
@@ -37,24 +42,22 @@ def test_the_mixes_are_all_there():
 @pytest.mark.parametrize("strategies", in_calls_of(7, TWO + TWO_KEPT), ids=str)
 @on_ranks(4)
 def test_every_mix_on_two_axes(strategies):
-    for strategy in strategies:
-        check(strategy, Case(optimizer="both", debug=True), 2, 2)
+    for index, strategy in enumerate(strategies):
+        check(strategy, Case(optimizer="both", micro_batches=2 + index % 2, debug=True), 2, 2)
 
 
-@pytest.mark.parametrize("strategies", in_calls_of(4, TWO[::3]), ids=str)
 @on_ranks(4)
-def test_mixes_in_fp32(strategies):
-    for strategy in strategies:
+def test_mixes_in_fp32():
+    for strategy in EACH:
         check(strategy, Case(optimizer="sgd", precision="fp32", clip=None), 2, 2)
 
 
 @pytest.mark.parametrize(
     ("case", "strategies"),
     [
-        # What a dtype decides it decides for the stage of each axis by itself, so each precision has a third of the
-        # mixes. In fp32 and of wires in bf16, kept copies change no bit: below.
+        # In fp32 and of wires in bf16, kept copies change no bit: below.
         (Case(optimizer="both", precision=precision, steps=1), mixes)
-        for precision, mixes in (("fp32", TWO[1::3]), ("bf16", (TWO + TWO_KEPT)[2::3]), ("bf16-wire", TWO[::3]))
+        for precision, mixes in (("fp32", EACH), ("bf16", EACH + EACH_KEPT), ("bf16-wire", EACH))
     ],
     ids=["fp32", "bf16", "bf16-wire"],
 )
@@ -87,7 +90,7 @@ def test_odd_mesh_of_three_axes(strategy):
 
 @on_ranks(16)
 def test_four_axes():
-    check("node=3,cluster=2,region=1,site=0", Case(world=16, optimizer="both", steps=2), 2, 2, 2, 2)
+    check("node=3,cluster=2,region=1,site=0", Case(world=16, optimizer="both", steps=1), 2, 2, 2, 2)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16-wire"])
@@ -99,7 +102,7 @@ def test_sums_by_level(precision):
 @on_ranks(12)
 def test_sums_by_level_on_three_axes():
     for strategy in ("node=0,cluster=0,region=0", "node=0,cluster=3,region=0"):
-        check(strategy, Case(world=12, every_last=True, optimizer="sgd", steps=2), 2, 3, 2)
+        check(strategy, Case(world=12, every_last=True, optimizer="sgd", steps=1), 2, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +138,10 @@ def test_several_last_backwards_add_up(strategy):
     check(strategy, Case(every_last=True, optimizer="sgd"), 2, 2)
 
 
-@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=0", "node=2,cluster=3"])
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=0"])
 @on_ranks(4)
 def test_whole_tensors_after_training(strategy):
-    case = Case(steps=2)
+    case = Case()
     expected = plain(case).steps[-1].params
     with sharded(strategy, case, mesh_of(2, 2)) as (model, optimizer):
         for step in range(case.steps):
@@ -190,21 +193,21 @@ def must_be_equal(pool: Pool, strategies: Sequence[str], case: Case) -> None:
             assert values == first, f"rank {rank}: {text} differs from {strategies[0]} in {differ[:8]}"
 
 
-SETTINGS = [";prefetch=0", ";prefetch=1", ";prefetch=3", ";overlap=gather", ";overlap=none", ";overlap=none;prefetch=3"]
+SETTINGS = ["", ";prefetch=0", ";overlap=gather", ";prefetch=3", ";overlap=none", ";overlap=none;prefetch=3"]
 
 
 @pytest.mark.parametrize(
     "spellings",
     [
-        pytest.param([f"node=3,cluster=1{setting}" for setting in SETTINGS], id="settings of node=3,cluster=1"),
-        pytest.param([f"node=3,cluster=3{setting}" for setting in SETTINGS], id="settings of node=3,cluster=3"),
-        pytest.param([f"node=2,cluster=0{setting}" for setting in SETTINGS[2:5]], id="settings of node=2,cluster=0"),
+        pytest.param([f"node=3,cluster=1{setting}" for setting in SETTINGS[:4]], id="settings of node=3,cluster=1"),
+        pytest.param([f"node=3,cluster=3{setting}" for setting in SETTINGS[::-2]], id="settings of node=3,cluster=3"),
+        pytest.param([f"node=2,cluster=0{setting}" for setting in SETTINGS[2::2]], id="settings of node=2,cluster=0"),
         pytest.param(["node=2,cluster=2", "node=3,cluster=2", "node=3,cluster=3"], id="2 and 3"),
         pytest.param(["node=2,cluster=1", "node=3,cluster=1"], id="2 and 3, then 1"),
     ],
 )
 def test_equal_to_the_bit(pool: Pool, spellings):
-    must_be_equal(pool, spellings, Case(optimizer="both", precision="fp32", steps=3))
+    must_be_equal(pool, spellings, Case(optimizer="both", precision="fp32"))
 
 
 KEPT = {base: [kept for kept in TWO_KEPT if kept.replace("k", "") == base] for base in TWO}
@@ -213,10 +216,10 @@ KEPT = {base: [kept for kept in TWO_KEPT if kept.replace("k", "") == base] for b
 
 @pytest.mark.parametrize(
     ("base", "precision"),
-    [(base, ("fp32", "bf16-wire")[at % 2]) for at, base in enumerate(base for base, kept in KEPT.items() if kept)],
+    [(base, ("fp32", "bf16-wire")[at % 2]) for at, base in enumerate([base for base in KEPT if KEPT[base]][::3])],
 )
 def test_keeping_changes_no_bit(pool: Pool, base, precision):
-    must_be_equal(pool, [base, *KEPT[base]], Case(optimizer="both", precision=precision, steps=2))
+    must_be_equal(pool, [base, *KEPT[base]], Case(optimizer="both", precision=precision))
 
 
 def trained_with_slots(strategy: str, case: Case) -> list[list[tuple[str, bytes]]]:
@@ -230,6 +233,6 @@ def trained_with_slots(strategy: str, case: Case) -> list[list[tuple[str, bytes]
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1;prefetch=3", "node=2,cluster=0", "node=3,cluster=3d"])
 def test_the_number_of_reduce_slots_changes_no_bit(pool: Pool, strategy):
-    case = Case(optimizer="both", precision="fp32", steps=3)
+    case = Case(optimizer="both", precision="fp32")
     for one, two, three in pool.run(4, trained_with_slots, strategy, case):
         assert one and one == two == three
