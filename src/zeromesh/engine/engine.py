@@ -148,7 +148,7 @@ class Engine:
             for each in (*reads, unit):
                 self.interpreter.post_forward(each, backward=False)
             raise
-        # In a recomputation as well: reentrant checkpointing runs a backward of its own there, and a segment longer than
+        # In a recomputation too: reentrant checkpointing runs a backward of its own there, and a segment longer than
         # the slots then has to gather its first units again. (Otherwise these hooks are never reached.)
         traced = torch.is_grad_enabled() and outputs is not None
         tensors = [t for t in outputs or () if t.requires_grad] if traced else []
