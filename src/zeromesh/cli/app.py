@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import zeromesh
 from zeromesh.cli import clusters, env, plan, probe, rehearse, selftest, simulate, train
@@ -18,19 +19,32 @@ IN_A_CHECKOUT = ("bench", "lab", "validate")
 """Commands that a checkout has as `make NAME`; the wheel does not have their packages."""
 
 
-def plain_app(name: str) -> typer.Typer:
+class Grouped(TyperCommand):
+    """A command whose help shows options under the headings that they name (`rich_help_panel`), as plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # typer has click, or a copy of it
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if row := param.get_help_record(ctx):
+                rows.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(row)
+        for heading, found in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl(found)
+
+
+def plain_app(name: str, *, add_completion: bool = False) -> typer.Typer:
     """A command line with plain help: rich panels would cost a third of the .3 s that help may take."""
     return typer.Typer(
         name=name,
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=add_completion,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
 
-app = plain_app("zeromesh")
+app = plain_app("zeromesh", add_completion=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -48,14 +62,18 @@ def _options(
     """A ZeRO stage for every level of the network: plan, simulate and train sharded PyTorch models."""
 
 
-app.command()(plan.plan)
-app.command()(simulate.simulate)
-app.command()(train.train)
-app.command()(rehearse.rehearse)
-app.command()(probe.probe)
-app.command()(selftest.selftest)
-app.command()(clusters.clusters)
-app.command()(env.env)
+_WORK = "--model llama-7b --cluster a800-8x-hdr --world 64 --seq-len 4096 --global-batch-tokens 4194304"
+for _command, _example in (
+    (plan.plan, f"zeromesh plan {_WORK}"),
+    (simulate.simulate, f"zeromesh simulate {_WORK} --strategy node=3,cluster=1"),
+    (train.train, "zeromesh train examples/demo.toml --set run.steps=20"),
+    (rehearse.rehearse, "zeromesh rehearse examples/rehearse-llama-70b.toml --world 1024"),
+    (probe.probe, "torchrun --nproc-per-node 8 $(which zeromesh) probe -o here.toml"),
+    (selftest.selftest, "torchrun --nproc-per-node 8 $(which zeromesh) selftest"),
+    (clusters.clusters, "zeromesh clusters frontier-mi250x"),
+    (env.env, "zeromesh env"),
+):
+    app.command(cls=Grouped, epilog=f"Example: {_example}")(_command)
 
 
 def _needs_checkout(context: typer.Context) -> None:

@@ -16,25 +16,44 @@ if TYPE_CHECKING:
     from zeromesh.planner import Planned
 
 
+SEARCH = "Search"
+
+
 @shared.described
 def plan(
     context: typer.Context,
     given: shared.Described,
-    wire: Annotated[str, typer.Option(help="lossless, or any: quantised wires too.")] = "lossless",
+    wire: Annotated[
+        str, typer.Option(help="Wires to try: lossless, or any (quantised ones as well).", rich_help_panel=SEARCH)
+    ] = "lossless",
     collective: Annotated[
-        str, typer.Option(help="Over several levels: hierarchical, ho_ring too, or auto: what was measured there.")
+        str,
+        typer.Option(
+            help="Collectives over several levels: hierarchical, ho_ring as well, or auto (those measured there).",
+            rich_help_panel=SEARCH,
+        ),
     ] = "auto",
     space: Annotated[
         str,
-        typer.Option(help="zeromesh; full: tp, cp, pp and ep too, where they are not given."),
+        typer.Option(
+            help="What to search: zeromesh (the layout), or full (also tp, cp, pp and ep that are not given).",
+            rich_help_panel=SEARCH,
+        ),
     ] = "zeromesh",
-    splits: Annotated[str, typer.Option(help="How often a level may be split: none, once or all.")] = "once",
+    splits: Annotated[
+        str, typer.Option(help="How many levels may be split: none, once or all.", rich_help_panel=SEARCH)
+    ] = "once",
     within: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Recommend a simpler layout that is slower by at most this share; 0: none."),
+        typer.Option(
+            min=0,
+            max=1,
+            help="Recommend a simpler layout that is slower by at most this share; 0 recommends the fastest.",
+            rich_help_panel=SEARCH,
+        ),
     ] = 0.02,
-    exact: Annotated[bool, typer.Option(help="Simulate until the optimum is proven.")] = False,
-    top: Annotated[int, typer.Option(help="Candidates to list.")] = 5,
+    exact: Annotated[bool, typer.Option(help="Simulate until the optimum is proven.", rich_help_panel=SEARCH)] = False,
+    top: Annotated[int, typer.Option(help="How many candidates to list.", rich_help_panel=SEARCH)] = 5,
 ) -> None:
     """Recommend a layout of a model on a cluster: the simplest that is nearly as fast as the fastest, and why."""
     from zeromesh import planner
