@@ -26,7 +26,8 @@ class Grouped(TyperCommand):
         rows: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             if row := param.get_help_record(ctx):
-                rows.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(row)
+                panel = "Arguments" if param.param_type_name == "argument" else getattr(param, "rich_help_panel", None)
+                rows.setdefault(panel or "Options", []).append(row)
         for heading, found in rows.items():
             with formatter.section(heading):
                 formatter.write_dl(found)
