@@ -64,7 +64,7 @@ def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
     return loss / MICRO_BATCHES
 
 
-def check(model: nn.Module, kind: str, steps: int) -> None:
+def check(model: nn.Module, kind: str, steps: int = 2) -> None:
     plain, control = build(kind), engine_of(model).control
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
     for step in range(steps):
@@ -97,7 +97,7 @@ def test_expert_parallel(kind):
     model = divided(build(kind), mesh["node"], mesh["tp"])
     part = zm.Part(mesh=mesh["cluster"], strategy="cluster=1")
     model = zm.shard(model, mesh["cluster", "node"], "node=3,cluster=1", parts={"*.experts": part}, **FP64)
-    check(model, kind, 5)
+    check(model, kind)
 
 
 @on_ranks(4)
@@ -129,4 +129,4 @@ def test_expert_parallel_beside_tensor_parallel(kind, degree):
     model = divided(build(kind), sparse["experts"], dense["tp"])
     part = zm.Part(mesh=sparse["copies"], strategy="copies=3")
     model = zm.shard(model, dense["data"], "data=1", parts={"*.experts": part}, **FP64)
-    check(model, kind, 5)
+    check(model, kind)

@@ -103,7 +103,7 @@ def test_hugging_face_plans(kind, strategy):
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (plain, model)]
     # Routers and rotations compute in fp32, where sums in another order may round to the next number.
     near: dict[str, float] = {"tolerance": 1e-6 if kind in MIXTURES else TOLERANCE}
-    for step in range(5):
+    for step in range(2):
         for micro in range(MICRO_BATCHES):
             for rank in range(2) if dist.get_rank() == 0 else ():
                 (loss_of(plain, step, micro, rank) / 2).backward()
