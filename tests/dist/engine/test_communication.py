@@ -41,7 +41,7 @@ def test_the_presets_are_all_there():
 @pytest.mark.parametrize("strategy", LOSSLESS)
 @on_ranks(4)
 def test_calls_order_and_bytes_of_every_preset(strategy):
-    require_scheduled(*observe(strategy, Case(precision="fp32", micro_batches=3), 2, 2))
+    require_scheduled(*observe(strategy, Case(precision="fp32"), 2, 2))
 
 
 @pytest.mark.parametrize("strategy", ["node=0,cluster=2", "node=3,cluster=0;prefetch=3", "node=2,cluster=3k"])

@@ -30,7 +30,7 @@ def debug():
 @on_ranks(4)
 def test_a_sound_run_passes(strategy):
     with debug():
-        check(strategy, Case(steps=3, evaluate=True), 2, 2)
+        check(strategy, Case(evaluate=True), 2, 2)
 
 
 @pytest.mark.parametrize("fault", [slot_reused_too_early, stale_after_evaluation])

@@ -14,7 +14,7 @@ from torch import nn
 
 import zeromesh as zm
 from tests.dist.engine.reference import Case, check, mesh_of
-from tests.dist.engine.test_parity import THREE, TWO, TWO_KEPT
+from tests.dist.engine.test_parity import EACH, EACH_KEPT, THREE
 from tests.dist.pool import on_ranks
 from zeromesh.comm import AxisGroup, groups
 from zeromesh.comm.transport import Native
@@ -36,17 +36,16 @@ def native() -> Iterator[None]:
 
 @on_ranks(4)
 def test_mixes_on_two_axes():
-    """A sixth of them: tests/simdev has others, on device tensors."""
-    for strategy in (TWO + TWO_KEPT)[::6]:
+    for strategy in EACH + EACH_KEPT:
         with native():
-            check(strategy, Case(optimizer="both", debug=True, steps=2), 2, 2)
+            check(strategy, Case(optimizer="both", debug=True), 2, 2)
 
 
 @on_ranks(8)
 def test_some_on_three():
     for strategy in THREE[::40]:
         with native():
-            check(strategy, Case(world=8, optimizer="both", steps=2), 2, 2, 2)
+            check(strategy, Case(world=8, optimizer="both"), 2, 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def computed(trace: Trace) -> set[tuple[str, str | None, int]]:
 @pytest.mark.parametrize("strategy", [*LOSSLESS, *SPECIAL])
 @on_ranks(4)
 def test_the_same_events(strategy):
-    require_same(strategy, Case(precision="fp32", micro_batches=3))
+    require_same(strategy, Case(precision="fp32"))
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=2"])
