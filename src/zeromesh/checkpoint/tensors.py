@@ -355,8 +355,9 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
                 found = next((saved.pop(name) for name in known.get(param, ()) if name in saved), None)
                 if found and param in WHOLE.get(optimizer, (param,)):
                     present, owned = optimizer.state.get(param, {}), WHOLE.get(optimizer, {}).get(param)
-                    if not present and isinstance(optimizer, OwnerOptimizer) and any(":" in name for name in found):
-                        present = optimizer.made_state(param)  # quantised states, of which the class alone knows more
+                    coded = any(":" in name.rpartition(".")[2] for name in found)
+                    if not present and coded and isinstance(optimizer, OwnerOptimizer):
+                        present = optimizer.made_state(param)  # only the class knows how its quantised states are made
                     targets, states[param] = _state_targets(param, group, found, reader, present, owned)
                     pieces += targets
     own = {name for names in known.values() for name in names}
@@ -389,7 +390,7 @@ def _state_targets(
     for name, entry in found.items():
         key, dtype = name.rpartition(".")[2], DTYPES[reader.entry(name).dtype]
         state = key.partition(":")[0]
-        if state != key:
+        if owned is not None and state != key and key not in present:
             held = present.get(state)
             part = stored(state, held).get(key) if isinstance(held, Tensor) else None
             if part is None or (tuple(part.shape), part.dtype) != (entry.shape, dtype):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -16,44 +17,32 @@ if TYPE_CHECKING:
     from zeromesh.planner import Planned
 
 
-SEARCH = "Search"
+_search = functools.partial(typer.Option, rich_help_panel="Search")
 
 
 @shared.described
 def plan(
     context: typer.Context,
     given: shared.Described,
-    wire: Annotated[
-        str, typer.Option(help="Wires to try: lossless, or any (quantised ones as well).", rich_help_panel=SEARCH)
-    ] = "lossless",
+    wire: Annotated[str, _search(help="Wires to try: lossless, or any (quantised ones as well).")] = "lossless",
     collective: Annotated[
         str,
-        typer.Option(
-            help="Collectives over several levels: hierarchical, ho_ring as well, or auto (those measured there).",
-            rich_help_panel=SEARCH,
-        ),
+        _search(help="Collectives over several levels: hierarchical, ho_ring as well, or auto (those measured there)."),
     ] = "auto",
     space: Annotated[
-        str,
-        typer.Option(
-            help="What to search: zeromesh (the layout), or full (also tp, cp, pp and ep that are not given).",
-            rich_help_panel=SEARCH,
-        ),
+        str, _search(help="What to search: zeromesh (the layout), or full (also tp, cp, pp and ep that are not given).")
     ] = "zeromesh",
-    splits: Annotated[
-        str, typer.Option(help="How many levels may be split: none, once or all.", rich_help_panel=SEARCH)
-    ] = "once",
+    splits: Annotated[str, _search(help="How many levels may be split: none, once or all.")] = "once",
     within: Annotated[
         float,
-        typer.Option(
+        _search(
             min=0,
             max=1,
             help="Recommend a simpler layout that is slower by at most this share; 0 recommends the fastest.",
-            rich_help_panel=SEARCH,
         ),
     ] = 0.02,
-    exact: Annotated[bool, typer.Option(help="Simulate until the optimum is proven.", rich_help_panel=SEARCH)] = False,
-    top: Annotated[int, typer.Option(help="How many candidates to list.", rich_help_panel=SEARCH)] = 5,
+    exact: Annotated[bool, _search(help="Simulate until the optimum is proven.")] = False,
+    top: Annotated[int, _search(help="How many candidates to list.")] = 5,
 ) -> None:
     """Recommend a layout of a model on a cluster: the simplest that is nearly as fast as the fastest, and why."""
     from zeromesh import planner

@@ -25,7 +25,11 @@ LIKE = (
     "A run of this model on these devices, whose measured step sets the device's rate: a metrics.jsonl, a Trainer's "
     "trainer_state.json, a directory of either, or tokens a second."
 )
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Output")]
+_batch, _cluster, _parallel, _output = (
+    functools.partial(typer.Option, rich_help_panel=heading)
+    for heading in ("Model and batch", "Cluster", "Parallelism beside data", "Output")
+)
+Json = Annotated[bool, _output("--json", help="Print JSON.")]
 EMIT = "Print a configuration: fsdp2, deepspeed, megatron-fsdp or torchtitan."
 
 
@@ -33,118 +37,45 @@ EMIT = "Print a configuration: fsdp2, deepspeed, megatron-fsdp or torchtitan."
 class Described:
     """The options of both commands."""
 
-    model: Annotated[str, typer.Option(help=MODEL, rich_help_panel="Model and batch")]
-    cluster: Annotated[
-        str, typer.Option(help="A preset (see `zeromesh clusters`) or a TOML file.", rich_help_panel="Cluster")
-    ]
-    seq_len: Annotated[int, typer.Option(help="Tokens in a sequence.", rich_help_panel="Model and batch")]
-    global_batch_tokens: Annotated[
-        int, typer.Option(help="Tokens of one step, all devices together.", rich_help_panel="Model and batch")
-    ]
-    world: Annotated[
-        int,
-        typer.Option(
-            help="Devices to use, inner levels filled first; 0: all of the cluster.", rich_help_panel="Cluster"
-        ),
-    ] = 0
-    micro_batch: Annotated[
-        int,
-        typer.Option(
-            help="Sequences per device and micro-batch; 0: the planner's choice.", rich_help_panel="Model and batch"
-        ),
-    ] = 0
-    trainable: Annotated[
-        str,
-        typer.Option(
-            help="Trained parameters: all, a fraction of every tensor, or lora:RANK.", rich_help_panel="Model and batch"
-        ),
-    ] = "all"
-    grad_dtype: Annotated[
-        str, typer.Option(help="Dtype of the accumulated gradient: fp32 or bf16.", rich_help_panel="Model and batch")
-    ] = "fp32"
-    optimizer: Annotated[
-        str,
-        typer.Option(
-            help="Optimizer: adamw, or muon (adamw for all but the blocks' matrices).",
-            rich_help_panel="Model and batch",
-        ),
-    ] = "adamw"
-    ownership: Annotated[
-        str,
-        typer.Option(
-            help="AdamW steps on slices, or on whole tensors of owners (owners).", rich_help_panel="Model and batch"
-        ),
-    ] = "slices"
-    activation_checkpointing: Annotated[
-        str,
-        typer.Option(help="Recomputed activations: none, selective, full or auto.", rich_help_panel="Model and batch"),
-    ] = "auto"
-    tp: Annotated[
-        int,
-        typer.Option(
-            help="Ranks that share each layer (tensor parallel), the innermost.",
-            rich_help_panel="Parallelism beside data",
-        ),
-    ] = 1
-    cp: Annotated[
-        int,
-        typer.Option(
-            help="Ranks that share each sequence (context parallel).", rich_help_panel="Parallelism beside data"
-        ),
-    ] = 1
-    pp: Annotated[
-        int,
-        typer.Option(
-            help="Ranks that share the layers (pipeline), the outermost.", rich_help_panel="Parallelism beside data"
-        ),
-    ] = 1
-    ep: Annotated[
-        int, typer.Option(help="Ranks that share the experts.", rich_help_panel="Parallelism beside data")
-    ] = 1
+    model: Annotated[str, _batch(help=MODEL)]
+    cluster: Annotated[str, _cluster(help="A preset (see `zeromesh clusters`) or a TOML file.")]
+    seq_len: Annotated[int, _batch(help="Tokens in a sequence.")]
+    global_batch_tokens: Annotated[int, _batch(help="Tokens of one step, all devices together.")]
+    world: Annotated[int, _cluster(help="Devices to use, inner levels filled first; 0: all of the cluster.")] = 0
+    micro_batch: Annotated[int, _batch(help="Sequences per device and micro-batch; 0: the planner's choice.")] = 0
+    trainable: Annotated[str, _batch(help="Trained parameters: all, a fraction of every tensor, or lora:RANK.")] = "all"
+    grad_dtype: Annotated[str, _batch(help="Dtype of the accumulated gradient: fp32 or bf16.")] = "fp32"
+    optimizer: Annotated[str, _batch(help="Optimizer: adamw, or muon (adamw for all but the blocks' matrices).")] = (
+        "adamw"
+    )
+    ownership: Annotated[str, _batch(help="AdamW steps on slices, or on whole tensors of owners (owners).")] = "slices"
+    activation_checkpointing: Annotated[str, _batch(help="Recomputed activations: none, selective, full or auto.")] = (
+        "auto"
+    )
+    tp: Annotated[int, _parallel(help="Ranks that share each layer (tensor parallel), the innermost.")] = 1
+    cp: Annotated[int, _parallel(help="Ranks that share each sequence (context parallel).")] = 1
+    pp: Annotated[int, _parallel(help="Ranks that share the layers (pipeline), the outermost.")] = 1
+    ep: Annotated[int, _parallel(help="Ranks that share the experts.")] = 1
     pp_schedule: Annotated[
-        str,
-        typer.Option(
-            help="Schedule of the pipeline: gpipe, 1f1b, interleaved or zero-bubble.",
-            rich_help_panel="Parallelism beside data",
-        ),
+        str, _parallel(help="Schedule of the pipeline: gpipe, 1f1b, interleaved or zero-bubble.")
     ] = "1f1b"
-    pp_chunks: Annotated[
-        int,
-        typer.Option(
-            help="Stages per pipeline rank; 0: 2 if interleaved, else 1.",
-            rich_help_panel="Parallelism beside data",
-        ),
-    ] = 0
+    pp_chunks: Annotated[int, _parallel(help="Stages per pipeline rank; 0: 2 if interleaved, else 1.")] = 0
     sequence_parallel: Annotated[
         bool,
-        typer.Option(
-            "--sequence-parallel/--no-sequence-parallel",
-            help="With tp, divide norms and residuals along the sequence.",
-            rich_help_panel="Parallelism beside data",
+        _parallel(
+            "--sequence-parallel/--no-sequence-parallel", help="With tp, divide norms and residuals along the sequence."
         ),
     ] = True
-    memory_margin: Annotated[
-        float, typer.Option(help="Share of the device's memory to leave free.", rich_help_panel="Cluster")
-    ] = 0.08
-    engine: Annotated[
-        str, typer.Option(help="Engine to predict: zeromesh, fsdp, deepspeed or amsp.", rich_help_panel="Cluster")
-    ] = "zeromesh"
-    like: Annotated[str, typer.Option(help=LIKE, rich_help_panel="Cluster")] = ""
-    like_strategy: Annotated[
-        str,
-        typer.Option(help="The layout of --like's run; by default the command's own.", rich_help_panel="Cluster"),
-    ] = ""
+    memory_margin: Annotated[float, _cluster(help="Share of the device's memory to leave free.")] = 0.08
+    engine: Annotated[str, _cluster(help="Engine to predict: zeromesh, fsdp, deepspeed or amsp.")] = "zeromesh"
+    like: Annotated[str, _cluster(help=LIKE)] = ""
+    like_strategy: Annotated[str, _cluster(help="The layout of --like's run; by default the command's own.")] = ""
     as_json: Json = False
-    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.", rich_help_panel="Output")] = (
-        None
-    )
+    report: Annotated[Path | None, _output(help="Write a self-contained HTML page.")] = None
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", help="Write the plan, for `zeromesh train` and `zm.shard`.", rich_help_panel="Output"
-        ),
+        Path | None, _output("-o", "--output", help="Write the plan, for `zeromesh train` and `zm.shard`.")
     ] = None
-    emit: Annotated[str, typer.Option(help=EMIT, rich_help_panel="Output")] = ""
+    emit: Annotated[str, _output(help=EMIT)] = ""
 
     def load(self) -> tuple[ModelSpec, Cluster]:
         """The model and the cluster, cut to the world; raises InputError for options that are none."""

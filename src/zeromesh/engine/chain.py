@@ -222,8 +222,9 @@ def reduce_chains(shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind,
     assert grads is not None
     early, late = placed.routes["reduce"], placed.routes["boundary"]
     first, scales = _scales([*early.steps, *late.steps], groups)
-    micro = _reductions(shards, early, shards.waiting, grads, scales, groups, scratch["reduce"])
-    boundary = _reductions(shards, late, grads, None, scales[len(early.steps) :], groups, scratch["boundary"])
+    early_scales, late_scales = scales[: len(early.steps)], scales[len(early.steps) :]
+    micro = _reductions(shards, early, shards.waiting, grads, early_scales, groups, scratch["reduce"])
+    boundary = _reductions(shards, late, grads, None, late_scales, groups, scratch["boundary"])
     alone, boundary_alone = shards.homes, boundary
     dtype = DTYPES[placed.collected_dtype(alone=True)]
     if dtype != shards.collected.dtype:
@@ -234,9 +235,7 @@ def reduce_chains(shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind,
         ends = cut[: shards.padded], cut[-shards.padded :]
         free = next((end for end in ends if _apart(end, out)), None)
         region, alone = ends[0] if free is None else free, shards.homes_in(ends[0] if free is None else free)
-        sent = _reduction(
-            shards, step, region, out, group, scratch["boundary"], scales[len(early.steps)], staged=free is None
-        )
+        sent = _reduction(shards, step, region, out, group, scratch["boundary"], late_scales[0], staged=free is None)
         boundary_alone = (sent, *boundary[1:])
     return ReduceChains(
         micro=micro,
@@ -277,7 +276,7 @@ def _reductions(
 ) -> Chain:
     """Along `route`, from `source`, the last step's sum into `into`, or in place."""
     chain, current, scattered = list[Step](), source, dict[str, Tensor]()
-    for step, scale in zip(route.steps, scales, strict=False):
+    for step, scale in zip(route.steps, scales, strict=True):
         group, region = groups[step.axis.name], current
         if step.operation == "all_gather":  # back to the region that was scattered over the same axis
             region = scattered[step.axis.name]

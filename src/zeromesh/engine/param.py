@@ -154,7 +154,7 @@ class Slice(Sliced, torch.Tensor):
         act, kwargs = _ALLOWED.get(func), kwargs or {}
         if not args:
             args, kwargs = _first_by_position(func, kwargs)
-        gathers = (act in _GATHERS or func in _DETACHED) if not _thread.steps else False  # optimizers step on slices
+        gathers = not _thread.steps and (act in _GATHERS or func in _DETACHED)  # an optimizer steps on slices
         if gathers and (engine := _running_engine(args, kwargs)) is not None:
             return engine.on_demand(func, args, kwargs)
         if act is None:

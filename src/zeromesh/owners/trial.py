@@ -122,20 +122,9 @@ def trial_state_bytes(
         options: for `kind`.
     """
     try:
-        return _kept_bytes(kind, like, torch.device("meta"), grad_dtype, group, options)
+        state = trial_state(kind, like, torch.device("meta"), grad_dtype, group, options)
     except (RuntimeError, NotImplementedError):
-        return _kept_bytes(kind, like, like.device, grad_dtype, group, options)
-
-
-def _kept_bytes(
-    kind: type[Optimizer],
-    like: Tensor,
-    device: torch.device,
-    grad_dtype: torch.dtype,
-    group: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> int:
-    state = trial_state(kind, like, device, grad_dtype, group, options)
+        state = trial_state(kind, like, like.device, grad_dtype, group, options)
     return sum(value.nbytes for value in kept_tensors(state, like))
 
 

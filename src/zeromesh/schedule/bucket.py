@@ -89,6 +89,7 @@ class BucketSteps(Generic[B, T]):
 
     def step(self, backend: BucketBackend[B, T], buckets: Sequence[B]) -> None:
         """Steps on all buckets, in order; when this returns, masters are up to date."""
+        self.settle(backend)  # or tickets of a step that raised would be taken for this one's
         ahead = iter(buckets)
         self.under_way.extend(map(backend.collect, islice(ahead, AHEAD)))
         for index, bucket in enumerate(buckets):

@@ -79,6 +79,17 @@ def test_what_a_step_that_raised_has_left_is_waited_for() -> None:
     assert backend.log[3:] == ["wait collected 1"]
 
 
+def test_a_step_after_one_that_raised_waits_for_its_own_buckets() -> None:
+    steps, backend = BucketSteps[int, str](), Logged(fails=True)
+    with pytest.raises(ValueError, match="a step that fails"):
+        steps.step(backend, range(3))
+    backend.log, backend.fails = [], False
+    steps.step(backend, range(3))
+    assert backend.log[0] == "wait collected 1"  # of the step before
+    for number, place in positions(backend.log[1:]):
+        assert place[f"collect {number}"] < place[f"wait collected {number}"] < place[f"update {number}"]
+
+
 def test_optimizers_keep_their_numbers() -> None:
     owned = schedule().with_owned([bucket(1), bucket(2)]).with_owned([bucket(3)])
     assert owned.reordered([0, 2, 1]).buckets == owned.buckets == ((bucket(1), bucket(2)), (bucket(3),))
