@@ -340,7 +340,7 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _joined.clear()
-    gc.freeze()  # what tests have imported, which each later collection would walk
+    gc.freeze()  # or each later collection would walk everything that tests have imported
 
 
 def _forget_meshes() -> None:

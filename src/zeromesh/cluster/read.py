@@ -138,7 +138,7 @@ def _value(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
-# ---- values, each read from what a file has, and written so
+# ---- values: how each is read from a file and written to one
 
 
 def _quantity(
@@ -366,7 +366,7 @@ class _Cluster(_Table):
 
 
 def _complaint(error: Any) -> str:
-    """The key, as a file has it, and what was expected there."""
+    """The key as in the file, and the expected value."""
     path, field = "", None
     kind: type[_Table] = _Cluster
     for place in error["loc"]:

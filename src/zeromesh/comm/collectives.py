@@ -12,14 +12,14 @@ a result depends on neither timing nor receiver; an all_reduce in fp32 or fp64 i
 Elsewhere all are the backend's own, in place, with its sums in the dtype of the wire. Replicas are equal to the bit.
 One rank sends (n-1)/n of the region in a gather or a reduce-scatter and twice that in an all-reduce.
 
-[Note: Arguments] Of all collectives:
+[Note: Arguments] All collectives take some of these:
 
     region      flat, contiguous, of n equal chunks
     form        of a quantised wire, the same on all ranks: [Note: Rounds] of `zeromesh.comm.quantised`
     workspace   as many bytes on all ranks: those of `schedule.workspace`, or `workspace_bytes(group)`
     scale       factor of the sum
     accumulate  add to `out`, with one rounding to its dtype, instead of overwriting it
-    residual    error feedback, as long as the region: what earlier quantised calls lost, added to what is sent
+    residual    error feedback, as long as the region: rounding errors of earlier calls, added to the next messages
     generator   of stochastic rounding: `noise_generator(group)`, kept from call to call
 
 They raise CommunicationError where a peer died or stalled, or issued something else.
@@ -120,7 +120,7 @@ def all_reduce(
     """Replaces `tensor`, a region, by its sum over the group, the same bits on every rank: [Note: Arguments].
 
     Args:
-        coding: `residual`, of which the own chunk's part is what the sum lost on its way back, and `generator`.
+        coding: `residual`, whose part for the own chunk holds the rounding error of the sum, and `generator`.
     """
     if form is None and group.transport.sums("all_reduce", tensor.dtype):
         _native_all_reduce(tensor, group, scale)

@@ -139,14 +139,14 @@ class Exchange:
         return self._waiter(work, target)
 
     def post(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
-        """Begins to receive and to send to several ranks, which post what answers it in the same order.
+        """Begins to receive from and send to several ranks, which post the matching messages in the same order.
 
         Args:
             arriving, leaving: each a tensor and the rank that it comes from or goes to. What leaves must not change
                 before `finish`.
 
         Returns:
-            What waits for what arrives.
+            A function that waits for the arriving messages.
         """
         waits = [self.post_recv(tensor, source) for tensor, source in arriving]
         for tensor, target in leaving:

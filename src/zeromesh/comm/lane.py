@@ -111,7 +111,7 @@ class _Runner:
         ticket._finish(self.run(job, ticket.label))
 
     def run(self, job: Job, label: str) -> BaseException | None:
-        """Runs a job now; returns what it raised."""
+        """Runs a job now; returns the error that it raised, if any."""
         if self._cause is not None:
             return CommunicationError(f"{label or 'a job'} was not run: on lane {self._lane!r}, {self._cause}")
         try:

@@ -8,10 +8,10 @@ is within `WireFormat.error_bound(k)` of the largest value::
                      own chunk as it is; a ring would quantise n-1 times
     all_reduce       both, so two quantisations; the sum of a piece is quantised in the pass that adds it up
 
-[Note: Rounds] Chunks travel in pieces. Of messages one is on the wire while the next is quantised and the one before
-dequantised, each in cache. Elsewhere a piece's kernels and its exchange, the backend's gather or all-to-all, follow one
-another on the lane's stream, and the next piece them: what hides them is the computation beside the lane. So pieces are
-as long as the workspace allows, and few: at most `ROUNDS`, of up to five launches each, where that is the schedule's.
+[Note: Rounds] Chunks travel in pieces. As messages, one piece is on the wire while the next is quantised and the one
+before dequantised, each in cache. With the backend's collectives, a piece's kernels, its exchange and the next piece
+run one after the other on the lane's stream, hidden only by the computation beside it. So pieces are as long as the
+workspace allows, and few: at most `ROUNDS`, of up to five launches each, where that is the schedule's.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: WireForma
     """Fills `region` from the messages that a gather over `group` kept: the same bits, and nothing is sent.
 
     Args:
-        keep: what `all_gather` filled, with a workspace of the same length.
+        keep: filled by `all_gather`, with a workspace of the same length.
         region: of n equal chunks.
     """
     chunks = chunks_of(region, group.size)

@@ -1,7 +1,7 @@
 """How tensors move between the ranks of an axis: one class for each kind of backend, chosen by `transport_of`.
 
     Native       collectives of the backend, in place, beside the host; sums in the dtype of the wire
-    Messages     sends and receives by this rank's own threads; this rank sums what it receives
+    Messages     sends and receives by this rank's own threads; this rank sums the received terms
     HostCopies   messages of copies on the host
 
 [Note: Messages] Measured (benchmarks/results/collectives.md, "How a gather is sent"): gathers and long reductions are
@@ -59,7 +59,7 @@ class Transport(ABC):
         device_type: of the tensors.
 
     Attributes:
-        messages: this rank's threads send, receive, and sum what arrives; otherwise the backend does.
+        messages: this rank's threads send, receive and sum; otherwise the backend does.
         window: pieces of a coded region in flight at once.
         longest: most elements of such a piece.
     """
@@ -86,7 +86,7 @@ class Transport(ABC):
         """Begins to fill a flat `region` with every rank's chunk, once `fill` has written this rank's.
 
         Returns:
-            What waits for the others' chunks, and until this rank's has left.
+            A function that waits for the others' chunks, and until this rank's has left.
         """
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Transport(ABC):
 
     @abstractmethod
     def pass_on(self, exchange: Exchange, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:
-        """An all-to-all of any number of tensors of any lengths and dtypes; waits for what arrives."""
+        """An all-to-all of any number of tensors of any lengths and dtypes; waits for the arriving ones."""
 
 
 class Native(Transport):
@@ -215,9 +215,9 @@ def pass_on(arriving: Sequence[Message], leaving: Sequence[Message], group: Axis
     """An all-to-all of any number of tensors of any lengths and dtypes.
 
     Args:
-        arriving, leaving: flat tensors and the ranks that they come from or go to; of any two ranks, what one sends is
-            in its order what the other expects.
-        group: all of whose ranks call this, also those without messages.
+        arriving, leaving: flat tensors and the ranks that they come from or go to; between any two ranks, one sends
+            them in the order in which the other expects them.
+        group: all of its ranks call this, also those without messages.
         reduced: whether it takes its turn among the reductions, else among the gathers.
     """
     exchange = Exchange(group, group.reduce if reduced else group.gather, "all_to_all")
@@ -242,7 +242,7 @@ def send_all(exchange: Exchange, sources: Sequence[Tensor], numel: int) -> list[
 
 
 def bring_back(tensors: Sequence[Tensor], copies: Mapping[int, Tensor]) -> None:
-    """Back to the device, from the copies by id. The host does not wait: what follows must, as after any collective."""
+    """Copies back to the device, from the copies by id. The host does not wait, as after any collective."""
     for tensor in tensors:
         tensor.copy_(copies[id(tensor)], non_blocking=True)
 

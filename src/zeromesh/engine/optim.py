@@ -289,8 +289,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _require_known_states(optimizer: Optimizer, failure: RuntimeError | None = None) -> None:
     """Raises OptimizerError, on all ranks, if in a first step any fails by the shape of a state, or keeps one in a
-    subclass of Tensor. Of slices none can: codes share a scale, so they are not elements that each stand alone. Of
-    whole tensors those can that say which tensors are inside them."""
+    subclass of Tensor. On slices none is taken: codes share a scale, so they are not independent elements. On whole
+    tensors a subclass is taken if it names the tensors inside it."""
     if optimizer not in UNPROVEN:
         return
     name = getattr(optimizer, "kind", type(optimizer)).__name__

@@ -17,7 +17,7 @@ from zeromesh.simulator.owned import is_matrix
 @dataclass(frozen=True)
 class Elements:
     """Element counts of a model, split by whether they are experts that `ep` ranks divide; frozen codes, whose elements
-    are of other sizes than those of parameters, are left out of what bounds from below.
+    are of other sizes than those of parameters, are left out of lower bounds.
 
     Args:
         model: whose.

@@ -1,5 +1,5 @@
-"""Whole tensors that their owners step on at once: what moves for them, and in which order. Which tensors, and who owns
-them, is `zeromesh.pieces.owners`'s."""
+"""Buckets of whole tensors that their owners step on: their messages, and the order of the steps.
+`zeromesh.pieces.owners` chooses tensors and owners."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class BucketBackend(Protocol[B, T]):
         """Starts to bring a bucket's gradients and values to the owners of its tensors."""
 
     def update(self, bucket: B) -> T | None:
-        """Steps on what this rank owns of a bucket that is there, and starts to bring its values back."""
+        """Steps on the tensors that this rank owns of an arrived bucket, and starts to bring their values back."""
 
     def wait(self, ticket: T) -> None:
-        """Makes what is computed next come after the ticket's work."""
+        """Makes the computation from here on come after the ticket's work."""
 
 
 @dataclass(slots=True)

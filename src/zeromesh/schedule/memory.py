@@ -135,7 +135,7 @@ def workspace_by_lane(placed: Buffers, messages: bool, triton: bool = True) -> d
 
     Args:
         placed: all buffers.
-        messages: ranks send each other messages and sum what they receive; otherwise the backend does.
+        messages: ranks exchange messages and sum them; otherwise the backend sums.
         triton: whether the devices have it.
     """
     each = {id(buffer): buffer for unit in placed for buffer in unit}.values()  # a model's blocks share theirs

@@ -33,8 +33,8 @@ class Codec(ABC):
         Args:
             sources: equally long, flat, of any floating dtype; views of one tensor, equally far apart, as are messages
                 and residuals.
-            messages: `message_bytes(numel of a source)` bytes; what is beyond them, here and below, is not touched.
-            residuals: error feedback: added to the sources first, then replaced by what the messages lost.
+            messages: `message_bytes(numel of a source)` bytes; bytes beyond them, here and below, are not touched.
+            residuals: error feedback: added to the sources first, then replaced by the messages' rounding errors.
             skipped: index of one that is left out; -1 leaves none out.
         """
 

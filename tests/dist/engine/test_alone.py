@@ -25,7 +25,7 @@ from zeromesh.schedule import Placed
 NARROW = {"param_dtype": torch.bfloat16}
 CASE = Case(precision="bf16-wire", steps=2, micro_batches=1)
 ONCE = replace(CASE, steps=1)
-"""Where the dtypes differ and not what a step leaves for the next."""
+"""Settings whose dtypes differ, while a step leaves the same state for the next."""
 
 AXES = ("node=0,cluster=0", "node=1,cluster=0", "node=0,cluster=1", "node=1,cluster=1", "node=3d,cluster=1")
 """Of these, nothing is reduced before the boundary."""

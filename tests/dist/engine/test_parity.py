@@ -27,7 +27,7 @@ THREE_KEPT = [notation(mix) for mix in mixes(3, kept=True) if any("k" in stage f
 
 EACH = ("node=0,cluster=3d", "node=1,cluster=2", "node=2,cluster=0", "node=3,cluster=1", "node=3d,cluster=3")
 EACH_KEPT = ("node=3k,cluster=3dk", "node=3,cluster=3k")
-"""Each stage once on each axis, for what is decided for the stage of an axis by itself."""
+"""Each stage once on each axis, for properties that depend on one axis and its stage only."""
 
 
 def in_calls_of(num: int, strategies: Sequence[str]) -> list[tuple[str, ...]]:

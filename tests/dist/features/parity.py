@@ -37,7 +37,7 @@ MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
 ONE_AXIS = ("node=3", "node=0", "node=3d", "node=3k")
-"""On two ranks: for what does not depend on how many levels there are."""
+"""On two ranks: for features that do not depend on the number of levels."""
 
 
 def mesh_2x2(device: str = "cpu") -> DeviceMesh:

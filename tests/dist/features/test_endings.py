@@ -94,7 +94,7 @@ def same_params(model: nn.Module, plain: nn.Module, what: str) -> None:
 @STAGES
 @on_ranks(2)
 def test_a_step_that_is_caught(strategy, kind):
-    """What plain training does after it: sums of whole micro-batches stay, a torn one has to be dropped.
+    """Plain training after it: sums of whole micro-batches stay, a torn one has to be dropped.
 
     A third of the moments, so that any two of strategy, kind and moment come together.
     """

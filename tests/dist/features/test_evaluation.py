@@ -37,7 +37,7 @@ ON_TWO_AXES = (*STRATEGIES, DEFERRED, "node=3,cluster=3k", "node=3k,cluster=3k",
 
 
 def pairs_of(base: nn.Module, *strategies: str, **arguments: Any) -> list[Pair]:
-    """Of one plain model, which is trained once."""
+    """Pairs that share one plain model, which is trained once."""
     pairs = [Pair(base=base, strategy=strategy, **arguments) for strategy in strategies or ALL]
     for pair in pairs:
         pair.plain = pairs[0].plain

@@ -1,4 +1,4 @@
-"""What these tests' ranks import takes seconds on each of them: the server from which they are forked does it once."""
+"""Imports of these tests' ranks take seconds: the server from which the ranks are forked does them once."""
 
 from __future__ import annotations
 

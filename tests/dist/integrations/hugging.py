@@ -38,7 +38,7 @@ Curve = list[tuple[int, float, float]]
 """(step, loss, norm of gradients) of each step."""
 
 STEPS, SAVED = (20, 10) if os.environ.get("ZEROMESH_BY_HAND") else (8, 4)
-"""Of a run, of which six pass over all samples; and after how many of them it is saved, to go on from there."""
+"""Steps of a run, six of which pass over all samples; and the step after which it is saved and resumed."""
 
 SAMPLES = 8
 """Of a step, in two micro-batches, on however many ranks."""

@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/torchtitan_llama.py"
 
 
 def example(steps: int, folder: Path) -> str:
-    """What this rank prints."""
+    """Runs the example; returns the output of this rank."""
     spec = importlib.util.spec_from_file_location("torchtitan_llama", EXAMPLE)
     assert spec is not None and spec.loader is not None
     names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}

@@ -414,7 +414,7 @@ def test_states_of_unknown_subclasses_are_refused_at_the_first_step(owned):
 
 @on_ranks(4)
 def test_quantised_states_and_a_learning_rate_that_is_a_tensor():
-    """Of torchao's kind: whole tensors give the numbers of one process, whatever the layout; slices are refused."""
+    """As torchao's: whole tensors give the numbers of one process, whatever the layout; slices are refused."""
     model, plain = shard(net(), (2, 2), "node=3,cluster=1"), net()
     params = [param for name, param in model.named_parameters() if param.requires_grad and "unused" not in name]
     optimizer, theirs = zm.by_owner(EightBits, params, bucket_bytes=400), EightBits(plain.parameters())

@@ -168,7 +168,7 @@ def parity(name: str, strategy: str, world: int, *, steps: int = 2, tp: int = 1,
 
 
 def plain_losses(plain: nn.Module, step: int, places: int) -> list[Tensor]:
-    """Of all places' micro-batches, after their backwards."""
+    """Losses of the micro-batches of all places, after their backwards."""
     found = []
     for place in range(places):
         for micro in batch(step, place).chunk(MICROS):

@@ -75,7 +75,7 @@ def test_one_rank_needs_none() -> None:
 
 @pytest.mark.parametrize(("cores", "expected"), [(None, 0), (1.0, 2 * (8 << 20))])
 def test_simulations_count_it(cores: float | None, expected: int) -> None:
-    """Of our engine, as the devices exchange."""
+    """The workspace of our engine, by the way in which the devices exchange."""
     cluster = small_cluster(4, 4)
     cluster = replace(cluster, device=replace(cluster.device, cores=cores))
     work = FixedWorkload(seq_len=256, global_batch_tokens=256 * 16)

@@ -84,7 +84,7 @@ def test_several_replicated_levels_are_summed_over_by_level_by_us_and_at_once_by
 
 
 def test_overlapped_reductions_have_the_slices_that_the_engine_has():
-    """Of 16 GB in fp32 on 4 x 4 ranks, in messages: shards of 1 GiB, whose slices of 1 MiB the workspace shortens."""
+    """16 GB in fp32 on 4 x 4 ranks, in messages: shards of 1 GiB, whose slices of 1 MiB the workspace shortens."""
     cores = Device(name="d", memory_bytes=1e12, peak_flops={"fp32": 1e12}, cores=1.0)
     levels = tuple(
         Level(name=name, size=4, bandwidth_bytes_per_s=rate, latency_s=0.0)

@@ -86,7 +86,7 @@ class HoRing(Collective):
         """Sums this rank's shard of all ranks' `region`, times both scales, into `out`, or adds it there.
 
         Args:
-            region: flat, contiguous; what it holds afterwards is of no use.
+            region: flat, contiguous; overwritten with values of no use.
             out: as long as one shard.
             major, minor: the two axes.
             options: `workspace` of the lane; `scales`, factors of the sums over major and over minor; `accumulate`,
