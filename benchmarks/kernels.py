@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.comm.summing import Target, parts
+from zeromesh.comm.summing import parts
 from zeromesh.comm.transport import Messages
 from zeromesh.measure.setting import read_setting
 from zeromesh.wires import QuantFormat
 from zeromesh.wires.blocks.quantiser import Quantiser
+from zeromesh.wires.target import Target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RANKS = 4

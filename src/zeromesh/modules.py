@@ -8,8 +8,11 @@ root holds the rest. Wrappers for checkpointing and compilation are looked throu
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +21,9 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 """That a model computes and trains in."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+UnitClasses = Sequence[type[nn.Module] | str]
+"""Classes, or their names, of the modules that are units."""
 
 FROZEN_DTYPES = {
     "code i8": torch.int8,
@@ -142,3 +148,14 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
 
 def _has_params(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def give_method(model: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """`model.name(...)` is `function(model, ...)` from now on. The model is held weakly, or it would never be freed."""
+    reference = weakref.ref(model)
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(reference(), *args, **kwargs)
+
+    object.__setattr__(model, name, method)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from zeromesh.engine.parts import Parts
-    from zeromesh.engine.units import UnitClasses
+    from zeromesh.modules import UnitClasses
+    from zeromesh.strategy.parts import Parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from zeromesh.cluster import Cluster
-    from zeromesh.engine.parts import Parts
-    from zeromesh.engine.units import UnitClasses
+    from zeromesh.modules import UnitClasses
     from zeromesh.planner import Workload
+    from zeromesh.strategy.parts import Parts
 
 ModelT = TypeVar("ModelT", bound="nn.Module")
 

@@ -13,9 +13,9 @@ import os
 import pytest
 import torch
 
-from zeromesh.comm.summing import Target
 from zeromesh.wires import QuantFormat
 from zeromesh.wires.blocks.quantiser import Quantiser
+from zeromesh.wires.target import Target
 
 pytest.importorskip("triton")
 

@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Self
 
@@ -246,14 +247,12 @@ def _require_step(step: int) -> int:
 
 
 def _about(held: tensors.Held) -> dict[str, Any]:
-    from zeromesh import __version__
-
     engine = held.engines[0]
     layout = engine.schedule.layout
     return {
         "strategy": str(engine.schedule.strategy),
         "mesh": {name: size for name, size in reversed(layout.mesh)},
         "world": held.control.world,
-        "zeromesh": __version__,
+        "zeromesh": version("zeromesh"),
         "torch": torch.__version__,
     }

@@ -1,2 +1,53 @@
-"""Ways to carry out collectives over several levels: one module or folder each, and its line in
-`zeromesh.strategy.collective.HOMES`."""
+"""Ways to carry out collectives over several levels: level after level, or a class in a module
+or folder of its own. `zeromesh.strategy.collective.HOMES` has a line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zeromesh.schedule import Route, Transfer
+from zeromesh.strategy import Collective, Layout
+
+if TYPE_CHECKING:
+    from zeromesh.comm import Step  # imports torch, and simulations do without
+
+
+class ByLevel(Collective):
+    """A way that the engine runs: one step after the other, or two neighbours at once."""
+
+    by_level = True
+
+    def grouped(self, route: Route, *, messages: bool) -> tuple[tuple[Transfer, ...], ...]:
+        """The steps of `route` as they are carried out: two that run at once stand together.
+
+        Args:
+            route: of one flat buffer.
+            messages: whether ranks exchange messages.
+        """
+        return tuple((step,) for step in route.steps)
+
+    def bind(self, route: Route, steps: Sequence[Step]) -> tuple[Step, ...]:
+        """The same with those that run at once joined, of the steps of `route` bound to their tensors one by one."""
+        return tuple(steps)
+
+
+def runnable(layout: Layout) -> ByLevel:
+    """The collective of a layout that can be run."""
+    found = layout.collective
+    assert isinstance(found, ByLevel)  # `Layout.require_runnable`
+    return found
+
+
+class Flat(Collective):
+    """One ring over all ranks, or a tree for an all-reduce."""
+
+    name = "flat"
+    costs = "zeromesh.collectives.costs:FlatCost"
+
+
+class Hierarchical(ByLevel):
+    """Level by level, the outermost one carrying pieces of 1/(ranks inside), each level waiting for the one before."""
+
+    name = "hierarchical"
+    costs = "zeromesh.collectives.costs:HierarchicalCost"

@@ -38,10 +38,11 @@ from torch import Tensor
 
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, chunks_of, own_chunk, wait_for_all
 from zeromesh.comm.quantised import gather_coded, reduce_coded
-from zeromesh.comm.summing import SumScratch, Target, fits, parts, sum_dtype
+from zeromesh.comm.summing import SumScratch, fits, parts, sum_dtype
 from zeromesh.comm.transport import PIECE_BYTES, carried, nothing, reduce_scatter_single, send_all
 from zeromesh.schedule.memory import MESSAGES_BYTES
 from zeromesh.wires import WireFormat
+from zeromesh.wires.target import Target
 
 WINDOW = 4
 """Pieces in flight from each peer: some on the wire while one is summed. 2 were 10 % slower, 8 no faster."""
@@ -176,7 +177,7 @@ def _reduce_scatter(region: Tensor, target: Target, group: AxisGroup, workspace:
         scratch = SumScratch.cut(workspace, wire, wide, terms=terms, longest=PIECE_BYTES)
         arrivals = _arrivals_in_pieces(exchange, chunks, scratch)
     for part, terms_of_part in arrivals:
-        target.add_up(terms_of_part, part, scratch)
+        target.add_up(terms_of_part, part, scratch.total, scratch.widened)
     exchange.finish()
 
 

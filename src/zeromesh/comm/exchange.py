@@ -1,4 +1,5 @@
-"""The ranks along one axis, their communicators, and one exchange between them: its messages, observer and errors.
+"""The ranks along one axis, their communicators, how they exchange (`Transport`), and one exchange: its messages,
+observer and errors; and a collective that is bound to its tensors (`Step`).
 
 [Note: Tags] A message's tag hashes its channel's running number, the operation and the lengths. Where ranks disagree
 about what comes next, point-to-point messages do not match and the collective ends in its timeout. Native collectives
@@ -8,20 +9,22 @@ have no tags: there, as everywhere in torch, ranks must agree on the order, whic
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zeromesh.errors import CommunicationError, InternalError
 
-if TYPE_CHECKING:
-    from zeromesh.comm.transport import Transport
-
 Wait = Callable[[], None]
+
+Written = Callable[[], Iterable[Tensor]]
+"""Writes messages, and yields each once it is written."""
 
 Message = tuple[Tensor, int]
 """A tensor, and the index on the axis of the rank that it comes from or goes to."""
@@ -63,6 +66,54 @@ class Channel:
     def used(self, started: int, *, failed: bool = False) -> None:
         """So many of its collectives have begun by now, and one may have failed."""
         self.started, self.failed = started, self.failed or failed
+
+
+@dataclass(frozen=True)
+class Transport(ABC):
+    """Moves tensors between the ranks of an axis.
+
+    Args:
+        device_type: of the tensors.
+
+    Attributes:
+        messages: this rank's threads send, receive and sum; otherwise the backend does.
+        window: pieces of a coded region in flight at once.
+        longest: most elements of such a piece.
+    """
+
+    device_type: str
+    messages: ClassVar[bool]
+    window: ClassVar[int]
+    longest: ClassVar[int]
+
+    def run(self, collective: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Runs a whole collective with these arguments."""
+        collective(*args, **kwargs)
+
+    @abstractmethod
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Connects the ranks of a new communicator, which all call this: [Note: Warm] of `zeromesh.comm.groups`."""
+
+    @abstractmethod
+    def sums(self, operation: str, dtype: torch.dtype) -> bool:
+        """Whether a reduction of this dtype is the backend's own; a scale is then a pass over the memory of its own."""
+
+    @abstractmethod
+    def gather(self, exchange: Exchange, region: Tensor, fill: Callable[[], object]) -> Wait:
+        """Begins to fill a flat `region` with every rank's chunk, once `fill` has written this rank's.
+
+        Returns:
+            A function that waits for the others' chunks, and until this rank's has left.
+        """
+
+    @abstractmethod
+    def swap(self, exchange: Exchange, incoming: Tensor, outgoing: Tensor, written: Written) -> Wait:
+        """Begins to send each other rank its row of `outgoing`, which are `written` one after the other, and to
+        receive into the rows of `incoming`."""
+
+    @abstractmethod
+    def pass_on(self, exchange: Exchange, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:
+        """An all-to-all of any number of tensors of any lengths and dtypes; waits for the arriving ones."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -194,6 +245,44 @@ class Exchange:
             f"(ranks {', '.join(map(str, group.ranks))}, timeout {group.timeout_s:g} s): "
             f"a rank has died or stalled, or ranks issued different collectives. {error}"
         )
+
+
+Copy = tuple[Tensor, Tensor]
+"""Where to, and what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One collective of a chain.
+
+    Args:
+        operation: its name; "" where nothing is sent.
+        groups: the axes it sends over, the minor one last.
+        call: the collective, bound to its tensors.
+        before: a copy that comes first.
+        after: a copy that comes last.
+        accumulates: whether its result may be added to the accumulator, instead of overwriting it.
+    """
+
+    operation: str = ""
+    groups: tuple[AxisGroup, ...] = ()
+    call: partial[Any] | None = None
+    before: Copy | None = None
+    after: Copy | None = None
+    accumulates: bool = False
+
+    def run(self, accumulate: bool = False) -> None:
+        if self.before is not None:
+            self.before[0].copy_(self.before[1])
+        if self.call is not None and accumulate and self.accumulates:
+            self.call(accumulate=True)
+        elif self.call is not None:
+            self.call()
+        if self.after is not None:
+            self.after[0].copy_(self.after[1])
+
+
+Chain = tuple[Step, ...]
 
 
 def wait_for_all(waits: Sequence[Wait]) -> None:

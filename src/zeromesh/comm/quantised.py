@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, Wait, chunks_of
-from zeromesh.comm.summing import Target, parts
+from zeromesh.comm.summing import parts
 from zeromesh.comm.transport import nothing
 from zeromesh.errors import InputError, InternalError
 from zeromesh.wires import WireFormat
-from zeromesh.wires.codec import Codec
-from zeromesh.wires.format import has_triton
+from zeromesh.wires.format import Codec, has_triton
+from zeromesh.wires.target import Target
 
 
 def check_quantisable(dtype: torch.dtype, axis: str) -> None:

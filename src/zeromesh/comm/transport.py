@@ -25,9 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, ParamSpec
 
@@ -35,68 +33,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeromesh.comm.exchange import AxisGroup, Exchange, Message, Wait, chunks_of, own_chunk, wait_for_all
+from zeromesh.comm.exchange import (
+    AxisGroup,
+    Exchange,
+    Message,
+    Transport,
+    Wait,
+    Written,
+    chunks_of,
+    own_chunk,
+    wait_for_all,
+)
 from zeromesh.comm.summing import sum_dtype
 
 PIECE_BYTES = 1 << 20
 """[Note: Messages]."""
-
-Written = Callable[[], Iterable[Tensor]]
-"""Writes messages, and yields each once it is written."""
 
 P = ParamSpec("P")
 
 # Under these names from torch 2.13 on, which warns under those of before.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True)
-class Transport(ABC):
-    """Moves tensors between the ranks of an axis.
-
-    Args:
-        device_type: of the tensors.
-
-    Attributes:
-        messages: this rank's threads send, receive and sum; otherwise the backend does.
-        window: pieces of a coded region in flight at once.
-        longest: most elements of such a piece.
-    """
-
-    device_type: str
-    messages: ClassVar[bool]
-    window: ClassVar[int]
-    longest: ClassVar[int]
-
-    def run(self, collective: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Runs a whole collective with these arguments."""
-        collective(*args, **kwargs)
-
-    @abstractmethod
-    def connect(self, group: dist.ProcessGroup) -> None:
-        """Connects the ranks of a new communicator, which all call this: [Note: Warm] of `zeromesh.comm.groups`."""
-
-    @abstractmethod
-    def sums(self, operation: str, dtype: torch.dtype) -> bool:
-        """Whether a reduction of this dtype is the backend's own; a scale is then a pass over the memory of its own."""
-
-    @abstractmethod
-    def gather(self, exchange: Exchange, region: Tensor, fill: Callable[[], object]) -> Wait:
-        """Begins to fill a flat `region` with every rank's chunk, once `fill` has written this rank's.
-
-        Returns:
-            A function that waits for the others' chunks, and until this rank's has left.
-        """
-
-    @abstractmethod
-    def swap(self, exchange: Exchange, incoming: Tensor, outgoing: Tensor, written: Written) -> Wait:
-        """Begins to send each other rank its row of `outgoing`, which are `written` one after the other, and to
-        receive into the rows of `incoming`."""
-
-    @abstractmethod
-    def pass_on(self, exchange: Exchange, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:
-        """An all-to-all of any number of tensors of any lengths and dtypes; waits for the arriving ones."""
 
 
 class Native(Transport):

@@ -18,12 +18,12 @@ as NCCL does. Other ways over several levels are in `zeromesh.collectives`.
 
 from __future__ import annotations
 
-import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal
 
 from zeromesh.cost.constants import Constants
@@ -99,8 +99,7 @@ def costs_of(collective: Collective) -> JointCost:
 
 @cache
 def _found(costs: str | type) -> JointCost:
-    module, _, name = costs.partition(":") if isinstance(costs, str) else ("", "", "")
-    found: JointCost = (getattr(importlib.import_module(module), name) if isinstance(costs, str) else costs)()
+    found: JointCost = (resolve_name(costs) if isinstance(costs, str) else costs)()
     return found
 
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_axes
 from zeromesh.engine.chain import require_wires
-from zeromesh.engine.engine import Engine
+from zeromesh.engine.engine import Engine, Pipeline
 from zeromesh.engine.hooks import install_on_method
 from zeromesh.engine.lifecycle import Weight
+from zeromesh.engine.materialise import read_promised
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.param import ShardedParameter
-from zeromesh.engine.parts import Parts, beyond_of, require_inside, require_known_buffers
-from zeromesh.engine.pipeline import joint_norm, require_joint
-from zeromesh.engine.promised import Source, promised_of, read_promised, settle
+from zeromesh.engine.parts import beyond_of, require_inside, require_known_buffers
+from zeromesh.engine.promised import Source, promised_of, settle
 from zeromesh.engine.reductions import slice_norms
 from zeromesh.engine.shardable import keep_others_out, require_unwrapped
 from zeromesh.engine.spread import require_whole_buffers
@@ -37,10 +37,10 @@ from zeromesh.engine.units import (
     spreads_of,
 )
 from zeromesh.errors import InputError, MeshError, ModelError, NotationError
-from zeromesh.modules import DTYPES
+from zeromesh.modules import DTYPES, give_method
 from zeromesh.options import Options
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
-from zeromesh.strategy.parts import with_given
+from zeromesh.strategy.parts import Parts, with_given
 from zeromesh.strategy.plan import DTYPE_FIELDS, dtype_name
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -98,23 +98,18 @@ def shard(
     watch_optimizers(engine)
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)
-    object.__setattr__(model, "zero_grad", _zero_grad_of(weakref.ref(model)))
+    give_method(model, "zero_grad", _zero_grad)
     keep_others_out(model)
     if promised:
-        control.together(lambda: read_promised(model, engine, promised), left="The model has lost its parameters")
+        buffers = [buffer for unit in engine.units for buffer in unit.buffers]
+        control.together(lambda: read_promised(model, buffers, promised), left="The model has lost its parameters")
         engine.changed()
     return model
 
 
-def _zero_grad_of(reference: weakref.ref[nn.Module]) -> Callable[..., None]:
-    """The model's own `zero_grad`; torch's would know nothing of sums that `.grad` does not show yet."""
-
-    def forget_grads(set_to_none: bool = True) -> None:
-        model = reference()
-        if model is not None:
-            engine_of(model).discard_grads(set_to_none=set_to_none)
-
-    return forget_grads
+def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+    """The model's own; torch's would know nothing of sums that `.grad` does not show yet."""
+    engine_of(model).discard_grads(set_to_none=set_to_none)
 
 
 def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Parts) -> dict[str, Layout]:
@@ -278,6 +273,48 @@ def clip_grad_norm_(
     for own in filter(None, grads):
         torch._foreach_mul_(own, factor.to(own[0].device))
     return total
+
+
+def require_joint(engines: Sequence[Engine]) -> Pipeline | None:
+    """The pipeline that `engines` are this rank's part of; None of models that are in none.
+
+    Raises:
+        InputError: they have no joint norm: the other ranks would wait, or sum another.
+    """
+    pipeline = next((engine.pipeline for engine in engines if engine.pipeline is not None), None)
+    if pipeline is None:
+        ranks = [dist.get_process_group_ranks(e.control.group) if e.control.group else [] for e in engines]
+        if ranks.count(ranks[0]) != len(ranks):
+            raise InputError(
+                f"a joint norm needs models on the same ranks, or all of this rank's stages of one pipeline; these are "
+                f"on ranks {' and '.join(map(str, ranks))}: for stages, call zm.pipeline(stages) first"
+            )
+        return None
+    own = [engine() for engine in pipeline.stages.values()]
+    if len(engines) != len(own) or any(engine not in own for engine in engines):
+        raise InputError(
+            f"this rank holds stages {', '.join(map(str, pipeline.stages))} of a pipeline, whose norm is over all of "
+            f"them; got {len(engines)} model(s): give the models of just these stages, as a list, on all ranks"
+        )
+    return pipeline
+
+
+def joint_norm(norms: Sequence[Tensor], order: float, pipeline: Pipeline | None, device: torch.device) -> Tensor:
+    """The norm of all that `norms` are the norms of, here and in the other stages; 0-d, the same on all ranks.
+
+    Args:
+        norms: of this rank's models, each the same on all ranks of its mesh.
+        order: p of the p-norm.
+        pipeline: that they are a part of.
+        device: of what is exchanged.
+    """
+    own: Tensor = torch.linalg.vector_norm(torch.stack([norm.double().to(device) for norm in norms]), order)
+    if pipeline is not None:
+        # Gathered, not reduced: a maximum over ranks drops nan or keeps it by their order.
+        found = [torch.zeros_like(own) for _ in range(dist.get_world_size(pipeline.group))]
+        dist.all_gather(found, own, group=pipeline.group)
+        own = torch.linalg.vector_norm(torch.stack(found), order)
+    return own
 
 
 def refresh(model: nn.Module) -> None:

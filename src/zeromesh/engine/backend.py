@@ -36,9 +36,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zeromesh.comm import Lane, Ticket, all_reduce_max
+from zeromesh.comm import Chain, Lane, Ticket, all_reduce_max
 from zeromesh.comm.lane import Job
-from zeromesh.engine.chain import Chain, Groups, ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
+from zeromesh.engine.chain import Groups, ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards, Homes
 from zeromesh.engine.leaf import Leaf, PlainLeaf, close_leaf, open_leaf, versions_of
 from zeromesh.engine.param import ShardedParameter

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter
+from zeromesh.collectives import runnable
+from zeromesh.comm import AxisGroup, Chain, Step, all_gather, all_reduce, reduce_scatter
 from zeromesh.comm.exchange import own_chunk
 from zeromesh.comm.quantised import check_quantisable, noise_generator, restore_kept
 from zeromesh.engine.flat import FlatShards, Homes, inside
@@ -33,9 +34,6 @@ from zeromesh.schedule import FROZEN_BYTES, ITEM_BYTES, LaneKind, Route, Transfe
 from zeromesh.strategy import Layout
 
 Groups = Mapping[str, AxisGroup]
-
-Copy = tuple[Tensor, Tensor]
-"""Where to, and what."""
 
 
 @dataclass(slots=True)
@@ -52,40 +50,6 @@ class Scratch:
 
     def region(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.staging[: numel * dtype.itemsize].view(dtype)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One collective of a chain.
-
-    Args:
-        operation: its name; "" where nothing is sent.
-        groups: the axes it sends over, the minor one last.
-        call: the collective, bound to its tensors.
-        before: a copy that comes first.
-        after: a copy that comes last.
-        accumulates: whether its result may be added to the accumulator, instead of overwriting it.
-    """
-
-    operation: str = ""
-    groups: tuple[AxisGroup, ...] = ()
-    call: partial[Any] | None = None
-    before: Copy | None = None
-    after: Copy | None = None
-    accumulates: bool = False
-
-    def run(self, accumulate: bool = False) -> None:
-        if self.before is not None:
-            self.before[0].copy_(self.before[1])
-        if self.call is not None and accumulate and self.accumulates:
-            self.call(accumulate=True)
-        elif self.call is not None:
-            self.call()
-        if self.after is not None:
-            self.after[0].copy_(self.after[1])
-
-
-Chain = tuple[Step, ...]
 
 
 def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, *, from_kept: bool) -> Chain:
@@ -146,7 +110,7 @@ def _gathers(
         if step.form is not None:
             call = partial(all_gather, region, group, step.form, workspace=scratch.workspace, keep=keep)
         chain.append(Step(operation="all_gather", groups=(group,), call=call, before=before))
-    bound = placed.layout.collective.bind(route, chain)
+    bound = runnable(placed.layout).bind(route, chain)
     return bound if _same(end, current) else (*bound, Step(after=(end, current)))
 
 
@@ -287,7 +251,7 @@ def _reductions(
         current = into if last else current
         assert current is not None
         chain.append(_reduction(shards, step, region, current, group, scratch, scale, last))
-    return shards.placed.layout.collective.bind(route, chain)
+    return runnable(shards.placed.layout).bind(route, chain)
 
 
 def _reduction(

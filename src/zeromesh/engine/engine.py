@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,19 +20,31 @@ from torch.utils.hooks import RemovableHandle
 
 from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
+from zeromesh.engine.calls import OutputHook, as_python, put_first, tensors_of
 from zeromesh.engine.control import reduce_over
-from zeromesh.engine.hooks import OutputHook, as_python, put_first, tensors_of
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.lifecycle import Agreement, Changes, Step, Weight
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.parts import Home, require_one_of_a_name, require_own_tokens
-from zeromesh.engine.pipeline import Pipeline
 from zeromesh.engine.units import Precision
 from zeromesh.errors import ModelError, OptimizerError
 from zeromesh.schedule import Backward, Bucket, BucketSteps, Call, Forward, GradState, Interpreter, Schedule
 from zeromesh.strategy import Axis
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pipeline:
+    """State shared by the engines of one rank's pipeline stages.
+
+    Args:
+        group: the ranks that have the other stages, one of each place on the stages' own meshes.
+        stages: this rank's, by index.
+    """
+
+    group: dist.ProcessGroup
+    stages: dict[int, weakref.ref[Engine]]
 
 
 class Engine:

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
+from zeromesh.engine.calls import as_python
 from zeromesh.engine.control import Control
-from zeromesh.engine.hooks import as_python
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import MismatchError
 from zeromesh.schedule import Interpreter

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zeromesh.engine.promised import Promised, lacks_values
+from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.promised import Promised, Source, lacks_values
+from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import ModuleUnit
 from zeromesh.modules import clean_name
 
@@ -179,3 +181,32 @@ def _is_fresh(tensor: Tensor) -> bool:
 
 def _storage_bytes(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+@torch.no_grad()
+def read_promised(model: nn.Module, buffers: Iterable[FlatShards], promised: Mapping[str, Source]) -> None:
+    """Fills this rank's slices, and what is whole on every rank.
+
+    Args:
+        model: sharded.
+        buffers: its own.
+        promised: what `promised_of` has found before it was.
+
+    Raises:
+        CheckpointError: something cannot be read.
+    """
+    whole = dict(promised)
+    modules = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    for buffer in buffers:
+        for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
+            sources = [source for name in place.info.names if (source := whole.pop(name, None))]
+            for row in param.piece(place.info.name, param.local).rows() if sources else ():
+                if row.local.numel():
+                    sources[0].fill(row.local, row.start)
+    for name, source in whole.items():  # buffers, and parameters of dtypes that are not sharded
+        prefix, _, key = name.rpartition(".")
+        module = modules[prefix]
+        tensor = local_of(module._parameters.get(key, module._buffers.get(key)))
+        values = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        source.fill(values, 0)
+        tensor.data.copy_(values.view(tensor.shape))

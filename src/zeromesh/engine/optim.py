@@ -25,8 +25,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from zeromesh.engine.calls import as_python
 from zeromesh.engine.elements import Elements
-from zeromesh.engine.hooks import as_python
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.param import MARKED, ShardedParameter, Slice, in_step, loaded_operand, slice_of
 from zeromesh.errors import CheckpointError, OptimizerError

@@ -16,11 +16,8 @@ from zeromesh.engine.elements import Divided
 from zeromesh.engine.spread import Spread, groups_beyond
 from zeromesh.errors import MeshError, MismatchError, ModelError
 from zeromesh.modules import clean_name, is_sharded
-from zeromesh.strategy import Axis, Layout, Part
+from zeromesh.strategy import Axis, Layout
 from zeromesh.strategy.parts import belongs, require_known
-
-Parts = Mapping[str | type[nn.Module], Part]
-"""By pattern of module names, or class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from zeromesh.engine.allowed import PROPERTIES, spelt
-from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
 from zeromesh.modules import clean_name
-
-if TYPE_CHECKING:
-    from zeromesh.engine.engine import Engine
 
 _ORIGIN = "_zeromesh_origin"
 
@@ -348,32 +344,3 @@ def _tensors(model: nn.Module, *, persistent: bool = False) -> Iterator[tuple[st
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and key not in left_out:
                 yield clean_name(f"{prefix}.{key}".lstrip(".")), tensor
-
-
-@torch.no_grad()
-def read_promised(model: nn.Module, engine: Engine, promised: Mapping[str, Source]) -> None:
-    """Fills this rank's slices, and what is whole on every rank.
-
-    Args:
-        model: sharded.
-        engine: its own.
-        promised: what `promised_of` has found before it was.
-
-    Raises:
-        CheckpointError: something cannot be read.
-    """
-    whole = dict(promised)
-    modules = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    for buffer in (buffer for unit in engine.units for buffer in unit.buffers):
-        for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
-            sources = [source for name in place.info.names if (source := whole.pop(name, None))]
-            for row in param.piece(place.info.name, param.local).rows() if sources else ():
-                if row.local.numel():
-                    sources[0].fill(row.local, row.start)
-    for name, source in whole.items():  # buffers, and parameters of dtypes that are not sharded
-        prefix, _, key = name.rpartition(".")
-        module = modules[prefix]
-        tensor = local_of(module._parameters.get(key, module._buffers.get(key)))
-        values = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        source.fill(values, 0)
-        tensor.data.copy_(values.view(tensor.shape))

@@ -14,11 +14,9 @@ from zeromesh.engine.parts import part_of, parts_by_module
 from zeromesh.engine.shardable import can_shard, require_apart
 from zeromesh.engine.spread import Spread, spread_of
 from zeromesh.errors import ModelError, nearest
-from zeromesh.modules import clean_name, find_blocks, find_edges, unwrapped
+from zeromesh.modules import UnitClasses, clean_name, find_blocks, find_edges, unwrapped
 from zeromesh.pieces.region import Region
 from zeromesh.schedule import FlatBuffer, Role, Unit, joined_name, neighbours
-
-UnitClasses = Sequence[type[nn.Module] | str]
 
 DTYPES = modules.DTYPES | modules.FROZEN_DTYPES
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

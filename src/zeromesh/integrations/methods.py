@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeromesh.engine.api import ENGINE, accumulate
 from zeromesh.engine.shardable import require_unwrapped
 from zeromesh.errors import InputError, ModelError
-from zeromesh.modules import DTYPE_NAMES
+from zeromesh.modules import DTYPE_NAMES, give_method
 from zeromesh.sharding import Sharding
 
 MIXED = ("bf16", "fp16")
@@ -87,17 +84,6 @@ def shard_model(sharding: Sharding, model: nn.Module) -> Any:
     for name, param in before:
         shards[param] = after[name]
     return shards
-
-
-def give_method(model: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """`model.name(...)` is `function(model, ...)` from now on. The model is held weakly, or it would never be freed."""
-    reference = weakref.ref(model)
-
-    @functools.wraps(function)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return function(reference(), *args, **kwargs)
-
-    object.__setattr__(model, name, method)
 
 
 def _no_sync(model: nn.Module) -> AbstractContextManager[object]:

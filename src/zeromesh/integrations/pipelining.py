@@ -27,9 +27,8 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from zeromesh.checkpoint.tensors import checksums_of
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control
-from zeromesh.engine.engine import Engine
+from zeromesh.engine.engine import Engine, Pipeline
 from zeromesh.engine.leaf import Leaf
-from zeromesh.engine.pipeline import Pipeline
 from zeromesh.errors import InputError
 from zeromesh.modules import clean_name
 from zeromesh.schedule import Backward

@@ -23,10 +23,9 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.flat import FlatShards, Place
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError
-from zeromesh.integrations.methods import give_method
 from zeromesh.integrations.saved import is_peft
 from zeromesh.integrations.versions import changed
-from zeromesh.modules import clean_name, find_blocks
+from zeromesh.modules import clean_name, find_blocks, give_method
 from zeromesh.sharding import Sharding
 
 

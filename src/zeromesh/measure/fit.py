@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from zeromesh.errors import InputError, MeasurementError
 
+SCATTERING = ("all_gather", "reduce_scatter")
+"""The operations that a level's rate and latency are the mean of."""
+
 MAX_SPREAD = 0.25
 """Largest spread of the longest messages' timings, which decide the rate: constant load is the same in both halves.
 Idle links have 1 to 13 % (2 cores, 4 and 8 ranks); few short rounds may have more."""

@@ -22,7 +22,7 @@ from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce
 from zeromesh.engine.build import mesh_axes
 from zeromesh.errors import MeasurementError
 from zeromesh.launch.ranks import Ranks
-from zeromesh.measure.probe import SCATTERING
+from zeromesh.measure.fit import SCATTERING
 from zeromesh.strategy import Layout
 
 SMALLEST_BYTES = 1 << 14

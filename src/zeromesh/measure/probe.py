@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any
 from zeromesh.cluster import Cluster, Curve, Device, Kernel, Level
 from zeromesh.cost.constants import default_constants
 from zeromesh.errors import MeasurementError
-from zeromesh.measure.fit import Fit, fit
+from zeromesh.measure.fit import SCATTERING, Fit, fit
 from zeromesh.measure.launch import Mesh, on_all_ranks, require_several
 from zeromesh.measure.work import Work
 from zeromesh.units import format_bytes_per_s
 
 if TYPE_CHECKING:
     from zeromesh.launch.ranks import Ranks
-
-SCATTERING = ("all_gather", "reduce_scatter")
-"""The operations that a level's rate and latency are the mean of."""
 
 ROUNDS = 16
 SECONDS_PER_LEVEL = 12.0

@@ -4,6 +4,7 @@ torch and transformers."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from transformers import (
 
 from zeromesh.errors import ModelError, nearest
 from zeromesh.model.from_module import from_module, required
-from zeromesh.model.huggingface import Config
 from zeromesh.model.spec import ModelSpec
 
 HEADS = (AutoModelForSeq2SeqLM, AutoModelForMaskedLM, AutoModelForCausalLM)
 
 
-def from_architecture(config: Config, *, name: str, where: str, seq_len: int | None, dtype: str = "bf16") -> ModelSpec:
+def from_architecture(
+    config: Mapping[str, Any], *, name: str, where: str, seq_len: int | None, dtype: str = "bf16"
+) -> ModelSpec:
     """The model that a config, already read, describes, with the head that it is trained with, where it has one.
 
     Args:

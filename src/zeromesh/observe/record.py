@@ -27,10 +27,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zeromesh.comm import Lane, Sent, Ticket
+from zeromesh.comm import Lane, Sent, Step, Ticket
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import UnitChains
-from zeromesh.engine.chain import Step
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import updates
 from zeromesh.schedule import PointKind

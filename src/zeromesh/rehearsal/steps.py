@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import zeromesh
 from zeromesh import simdev
 from zeromesh.cluster import Cluster
 from zeromesh.engine.api import engine_of
@@ -34,7 +33,7 @@ from zeromesh.rehearsal.watch import Watch
 from zeromesh.schedule import Role
 from zeromesh.trace import TrafficLine
 
-_SOURCES = Path(zeromesh.__file__).parent.parent
+_SOURCES = Path(__file__).parents[2]
 
 _UNKNOWN_BYTES = 2 << 20
 """Size of tensors whose values the virtual device never knows."""
@@ -233,7 +232,7 @@ def _short(where: str) -> str:
 
 def _said(error: Exception) -> str:
     """The error, and the last line of the user's own code before it."""
-    passed_over = (str(Path(torch.__file__).parent), str(Path(zeromesh.__file__).parent))
+    passed_over = (str(Path(torch.__file__).parent), str(_SOURCES / "zeromesh"))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed_over)]
     where = f" ({_short(f'{frames[-1].filename}:{frames[-1].lineno}')})" if frames else ""
     return f"{type(error).__name__}: {error}".rstrip() + where

@@ -23,8 +23,8 @@ docs/simdev.md says what it sees and what it cannot.
 """
 
 from zeromesh.simdev.checker import Checker, EarlyFree, HostRead, HostWait, Race
-from zeromesh.simdev.device import Device, MemoryStats, memory_stats, reset_peak_memory, start
-from zeromesh.simdev.groups import BACKEND, COUNTING, counting_group
+from zeromesh.simdev.device import Device, MemoryStats, counting_group, memory_stats, reset_peak_memory, start
+from zeromesh.simdev.groups import BACKEND, COUNTING
 from zeromesh.simdev.recorder import Collective, Kernel, Order, Recorder
 
 __all__ = [

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.utils import backend_registration
 
 from zeromesh.errors import InputError
 from zeromesh.simdev import module
 from zeromesh.simdev.build import native
-from zeromesh.simdev.groups import register_backends
+from zeromesh.simdev.groups import COUNTING, register_backends
 
 NAME = "simdev"
 
@@ -106,3 +108,16 @@ def memory_stats() -> MemoryStats:
 def reset_peak_memory() -> None:
     """Peaks begin anew, with what is held now."""
     native().reset_peaks()
+
+
+def counting_group(rank: int, world: int) -> None:
+    """Makes this process one rank of `world`: torch's default process group, for tensors of device and host.
+
+    Raises:
+        InputError: the device has not been started, or the rank is not one of the world's.
+    """
+    if _started is None:
+        raise InputError("counting_group needs the simulated device: call zeromesh.simdev.start() first")
+    if not 0 <= rank < world:
+        raise InputError(f"rank must be 0 to {world - 1} in a world of {world}; got {rank}")
+    dist.init_process_group(COUNTING, store=HashStore(), rank=rank, world_size=world)

@@ -6,9 +6,8 @@ import datetime
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
-from zeromesh.errors import InputError
 from zeromesh.simdev.build import native
 
 BACKEND = "simccl"
@@ -24,21 +23,6 @@ def register_backends(virtual: bool) -> None:
     for name in sorted(names, reverse=virtual):
         devices = ["simdev"] if name == BACKEND else ["simdev", "cpu"]
         dist.Backend.register_backend(name, names[name], extended_api=True, devices=devices)
-
-
-def counting_group(rank: int, world: int) -> None:
-    """Makes this process one rank of `world`: torch's default process group, for tensors of device and host.
-
-    Raises:
-        InputError: the device has not been started, or the rank is not one of the world's.
-    """
-    from zeromesh.simdev import device
-
-    if device._started is None:
-        raise InputError("counting_group needs the simulated device: call zeromesh.simdev.start() first")
-    if not 0 <= rank < world:
-        raise InputError(f"rank must be 0 to {world - 1} in a world of {world}; got {rank}")
-    dist.init_process_group(COUNTING, store=HashStore(), rank=rank, world_size=world)
 
 
 def _timeout(options: Any) -> datetime.timedelta:

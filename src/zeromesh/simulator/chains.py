@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import Literal
 
+from zeromesh.collectives import ByLevel
 from zeromesh.cost.collective import CollectiveCost, Operation, costs_of, one_after_another
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.schedule import LaneKind, Placed, Route, Schedule, Shipment, Transfer
@@ -80,8 +81,9 @@ class Chains:
                 return self._boundary(placed.routes[lane])
 
     def _works(self, route: Route, kind: str) -> list[Work]:
-        if self._collective.by_level and not self.mechanics.joint:
-            grouped = self._collective.grouped(route, messages=self.model.cluster.messages)
+        collective = self._collective
+        if isinstance(collective, ByLevel) and not self.mechanics.joint:
+            grouped = collective.grouped(route, messages=self.model.cluster.messages)
             return [self._together(steps, kind) for steps in grouped]
         works: list[Work] = []
         for (operation, wire), same in groupby(route.steps, key=lambda step: (step.operation, step.wire)):

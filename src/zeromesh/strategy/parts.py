@@ -37,6 +37,10 @@ class Part:
     strategy: str | Strategy | None = None
 
 
+Parts = Mapping[str | type, Part]
+"""By pattern of module names, or class."""
+
+
 def part_name(key: str | type) -> str:
     """How the notation names a part: by the pattern, or the class in angle brackets."""
     return key if isinstance(key, str) else f"<{key.__name__}>"

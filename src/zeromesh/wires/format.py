@@ -1,9 +1,10 @@
-"""The interface of wire formats."""
+"""The interface of wire formats and of their codecs, who write and read messages and add them up. Torch-free."""
 
 from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -11,13 +12,79 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from zeromesh.wires.codec import Codec
+    from zeromesh.wires.target import Target
 
 
 @cache
 def has_triton(device_type: str) -> bool:
     """Whether kernels in Triton run on torch's devices of this type, here; else torch's operations do their work."""
     return device_type in ("cuda", "xpu") and importlib.util.find_spec("triton") is not None
+
+
+class Codec(ABC):
+    """Writes and reads messages of one format, without allocating."""
+
+    @abstractmethod
+    def quantise_each(
+        self,
+        sources: Sequence[Tensor],
+        messages: Sequence[Tensor],
+        residuals: Sequence[Tensor] | None = None,
+        *,
+        skipped: int = -1,
+    ) -> Iterator[Tensor]:
+        """Writes every source to its message, and yields that; the skipped one is not written.
+
+        Args:
+            sources: equally long, flat, of any floating dtype; views of one tensor, equally far apart, as are messages
+                and residuals.
+            messages: `message_bytes(numel of a source)` bytes; bytes beyond them, here and below, are not touched.
+            residuals: error feedback: added to the sources first, then replaced by the messages' rounding errors.
+            skipped: index of one that is left out; -1 leaves none out.
+        """
+
+    @abstractmethod
+    def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
+        """Writes what every message holds to its target, rounded once to its dtype, but for the skipped one."""
+
+    def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
+        """`quantise_each` of one."""
+        for _ in self.quantise_each([source], [message], None if residual is None else [residual]):
+            pass
+
+    def dequantise(self, message: Tensor, target: Tensor) -> None:
+        """`dequantise_each` of one."""
+        self.dequantise_each([message], [target])
+
+    @abstractmethod
+    def reduce(self, messages: Tensor, own: Tensor, own_index: int, target: Target, part: slice) -> None:
+        """Adds up in fp32, in the order of the ranks, what several of them sent and the own piece as it is.
+
+        Args:
+            messages: (ranks, message bytes); the row of `own_index` is not read.
+            own: flat, of any floating dtype; may be `target.out[part]` itself.
+            target: of the sum.
+            part: of the target, as long as `own`.
+        """
+
+    @abstractmethod
+    def requantise(
+        self,
+        messages: Tensor,
+        own: Tensor,
+        own_index: int,
+        target: Target,
+        part: slice,
+        message: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        """`reduce`, times the target's scale, to a message; what that holds goes to `target.out[part]`.
+
+        Args:
+            messages, own, own_index, part: as for `reduce`.
+            target: of what the message holds; nothing is added to it.
+            message, residual: as for `quantise`.
+        """
 
 
 class WireFormat(ABC):

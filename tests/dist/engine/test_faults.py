@@ -12,10 +12,9 @@ import pytest
 
 from tests.dist.engine.reference import TIMEOUT_S, Case, Unequal, check
 from tests.dist.pool import on_ranks
-from zeromesh.comm import Lane
+from zeromesh.comm import Lane, Step
 from zeromesh.engine import backend
 from zeromesh.engine.backend import DeviceBackend
-from zeromesh.engine.chain import Step
 from zeromesh.engine.flat import FlatShards
 from zeromesh.errors import ModelError
 from zeromesh.schedule import Interpreter, memory

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import zeromesh as zm
 from tests.dist.engine.reference import mesh_of
 from tests.dist.pool import Pool, on_ranks
+from zeromesh.comm import Step
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.chain import Step
 from zeromesh.errors import ZeromeshError
 from zeromesh.schedule import Placed
 from zeromesh.wires import coded

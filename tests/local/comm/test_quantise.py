@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.comm.summing import Target
 from zeromesh.errors import InputError, NotationError
 from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.wires import QuantFormat
 from zeromesh.wires.blocks.quantiser import Quantiser
+from zeromesh.wires.target import Target
 
 FORMS = st.builds(
     QuantFormat,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeromesh.comm.summing import SumScratch, Target
+from zeromesh.comm.summing import SumScratch
+from zeromesh.wires.target import Target
 
 NUMEL, TERMS = 200, 5
 
@@ -38,7 +39,7 @@ def summed(kind: type[Tensor], wire: torch.dtype, out: torch.dtype, accumulate: 
     scratch = SumScratch.cut(workspace, wire, torch.float32, terms=TERMS, longest=1 << 14)
     target = Target(out=torch.ones(NUMEL, dtype=out).as_subclass(kind), scale=0.5, accumulate=accumulate)
     Elsewhere.done.clear()
-    target.add_up([term.as_subclass(kind) for term in terms(wire)], slice(0, NUMEL), scratch)
+    target.add_up([term.as_subclass(kind) for term in terms(wire)], slice(0, NUMEL), scratch.total, scratch.widened)
     return target.out.as_subclass(torch.Tensor)
 
 

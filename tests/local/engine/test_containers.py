@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers.utils import ModelOutput
 
 import zeromesh as zm
-from zeromesh.engine.hooks import tensors_of
+from zeromesh.engine.calls import tensors_of
 
 Pair = namedtuple("Pair", "first second")
 

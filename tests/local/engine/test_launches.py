@@ -26,7 +26,7 @@ from zeromesh.schedule import LANES, FlatBuffer, Placed
 from zeromesh.schedule.memory import workspace_by_lane
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
-from zeromesh.wires.codec import Codec
+from zeromesh.wires.format import Codec
 
 BUDGET = 10
 NUMEL = 70_000

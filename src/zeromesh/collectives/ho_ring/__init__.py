@@ -14,17 +14,16 @@ from functools import partial, reduce
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.strategy import Collective
+from zeromesh.collectives import ByLevel
+from zeromesh.schedule import Route, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from zeromesh.comm import AxisGroup
-    from zeromesh.engine.chain import Step
-    from zeromesh.schedule import Route, Transfer
+    from zeromesh.comm import AxisGroup, Step
 
 
-class HoRing(Collective):
+class HoRing(ByLevel):
     """Two levels at once; the values are those of level after level to the bit.
 
     Two steps at once have a `major` axis and a `minor` one: the region is major * minor equal shards, and shard
@@ -53,7 +52,7 @@ class HoRing(Collective):
         return tuple(groups)
 
     def bind(self, route: Route, steps: Sequence[Step]) -> tuple[Step, ...]:
-        """See `Collective`."""
+        """See `ByLevel`."""
         left = iter(steps)
         grouped = self.grouped(route, messages=all(step.groups[0].transport.messages for step in steps))
         return tuple(reduce(self._join, islice(left, len(together))) for together in grouped)

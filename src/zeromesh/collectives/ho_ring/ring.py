@@ -23,8 +23,9 @@ from torch import Tensor
 
 from zeromesh.collectives.ho_ring.slices import WINDOW, slice_bytes, sum_terms
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, Wait, chunks_of
-from zeromesh.comm.summing import SumScratch, Target, parts, sum_dtype
+from zeromesh.comm.summing import SumScratch, parts, sum_dtype
 from zeromesh.comm.transport import carried, pieces
+from zeromesh.wires.target import Target
 
 LAG = 2
 """Rounds by which the sums over minor follow those over major: their messages have that long to arrive."""
@@ -184,7 +185,9 @@ class _Rounds:
         for t in self._order:
             mine = self.sums[t]
             terms = [mine[part] if peer == own else received[peer, t] for peer in range(len(self.grid.shards))]
-            Target(out=mine, scale=self.scale, accumulate=False).add_up(terms, part, self.scratch)
+            Target(out=mine, scale=self.scale, accumulate=False).add_up(
+                terms, part, self.scratch.total, self.scratch.widened
+            )
         self._post_minor(index)
         if index + WINDOW < len(self.parts):
             self._post_major(index + WINDOW)  # into the slots whose terms have been summed by now
@@ -195,4 +198,4 @@ class _Rounds:
         received, wait = self._from_minor.popleft()
         wait()
         terms = [self.sums[t][part] if t == own else received[t] for t in range(len(self.sums))]
-        target.add_up(terms, part, self.scratch)
+        target.add_up(terms, part, self.scratch.total, self.scratch.widened)

@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from zeromesh.errors import NotationError
-from zeromesh.wires.format import WireFormat, has_triton
+from zeromesh.wires.format import Codec, WireFormat, has_triton
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from zeromesh.wires.codec import Codec
 
 BLOCK = 128
 """Elements that share one fp32 scale, unless the wire says otherwise. Smaller blocks bound the error more tightly and
@@ -108,10 +107,9 @@ class QuantFormat(WireFormat):
         return numel * (14 if self.stochastic else 12) + self.blocks(numel) * 8
 
     def codec(self, numel: int, memory: Tensor, generator: torch.Generator | None) -> Codec:
+        # By name: this module needs no torch, and Triton need not be installed where it is not used.
         if has_triton(memory.device.type):
-            from zeromesh.wires.blocks.kernels import TritonQuantiser  # it need not be installed where it is not used
-
-            return TritonQuantiser(self, generator)
-        from zeromesh.wires.blocks.quantiser import Quantiser
-
-        return Quantiser(self, numel, memory, generator)
+            found: Codec = resolve_name(f"{__name__}.kernels:TritonQuantiser")(self, generator)
+        else:
+            found = resolve_name(f"{__name__}.quantiser:Quantiser")(self, numel, memory, generator)
+        return found

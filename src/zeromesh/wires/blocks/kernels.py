@@ -13,7 +13,6 @@ give, since divisions are rounded (`/` is approximate on a device) and products 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -23,10 +22,8 @@ from torch import Tensor
 from zeromesh.errors import InputError
 from zeromesh.wires.blocks import QuantFormat
 from zeromesh.wires.blocks.quantiser import SMALLEST, split
-from zeromesh.wires.codec import Codec
-
-if TYPE_CHECKING:
-    from zeromesh.comm.summing import Target
+from zeromesh.wires.format import Codec
+from zeromesh.wires.target import Target
 
 ROWS = 8
 """Blocks per program: 4 KiB of fp32 at a block of 128, enough loads in flight for one program."""

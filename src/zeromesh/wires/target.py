@@ -1,0 +1,77 @@
+"""The end of a reduction: one finished sum, rounded once, on its way to where it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a sum goes: rounded once to the dtype of `out`.
+
+    Args:
+        out: of the chunk's length.
+        scale: factor of the sum.
+        accumulate: add to what is there.
+    """
+
+    out: Tensor
+    scale: float
+    accumulate: bool
+
+    def add_up(self, terms: Sequence[Tensor], part: slice, total: Tensor, widened: Tensor) -> None:
+        """Sums two or more `terms` in order into `out[part]`; one of them may be `out[part]` itself.
+
+        Args:
+            terms: equally long.
+            part: of `out`, as long as they are.
+            total: memory for the sum, wide, at least as long.
+            widened: as much for one term.
+        """
+        numel = terms[0].numel()
+        total, widened = total[:numel], widened[:numel]
+        if terms[0].dtype == total.dtype:
+            torch.add(terms[0], terms[1], out=total)
+            rest = terms[2:]
+        else:
+            total.copy_(terms[0])
+            rest = terms[1:]
+        for term in rest:
+            _add(total, term, widened)
+        self.store(total, part, widened)
+
+    def take(self, total: Tensor, part: slice = slice(None)) -> None:
+        """Scales a finished sum, of any dtype, which is overwritten, and brings it to `out[part]`, which it may be."""
+        out = self.out[part]
+        if self.accumulate:
+            out.add_(total if self.scale == 1 else total.mul_(self.scale))
+        elif self.scale != 1:
+            torch.mul(total, self.scale, out=out)
+        elif total.data_ptr() != out.data_ptr():
+            out.copy_(total)
+
+    def store(self, total: Tensor, part: slice, widened: Tensor) -> None:
+        """Scales a finished sum, which is overwritten, and writes it to `out[part]`."""
+        out = self.out[part]
+        if self.scale != 1:
+            total.mul_(self.scale)
+        if self.accumulate and out.dtype == total.dtype:
+            out.add_(total)
+            return
+        if self.accumulate:
+            _add(total, out, widened)
+        out.copy_(total)
+
+
+def _add(total: Tensor, term: Tensor, widened: Tensor) -> None:
+    """Adds a term, widened first, which loses nothing.
+
+    On the CPU through `widened`, which stays in cache, since torch would allocate its own. A device's kernel widens
+    what it loads, so a term is one launch. Not one for all terms: `torch.sum` over a dimension is not in their order.
+    """
+    narrow = term.dtype != total.dtype and total.is_cpu
+    total.add_(widened.copy_(term) if narrow else term)
