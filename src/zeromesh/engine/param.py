@@ -51,26 +51,19 @@ from zeromesh.pieces.region import Region
 from zeromesh.pieces.sliced import Sliced
 
 
-class _Thread(threading.local):
-    steps = False  # functions that are called for each parameter in each step read it here
-
-
-_thread = _Thread()
-
-
 def stepping() -> bool:
     """Whether an optimizer that has been looked at steps now."""
-    return _thread.steps
+    return _thread.acts is _STEPPING
 
 
 @contextmanager
 def in_step(value: bool = True) -> Iterator[None]:
     """`stepping()` is `value` meanwhile."""
-    was, _thread.steps = stepping(), value
+    was, _thread.acts = _thread.acts, _STEPPING if value else _ALLOWED
     try:
         yield
     finally:
-        _thread.steps = was
+        _thread.acts = was
 
 
 MARKED: MutableMapping[Tensor, Elements] = WeakTensorKeyDictionary()
@@ -85,6 +78,7 @@ class Slice(Sliced, torch.Tensor):
     owner: ShardedParameter | None = None  # the parameter whose memory this shows
     # Optimizers ask this of each tensor in each step: an attribute of Tensor costs a detour, one of ours does not.
     is_sparse = False
+    __hash__ = object.__hash__  # states are looked up by it; Tensor's is the same in Python
 
     @property
     def local(self) -> Tensor:
@@ -151,10 +145,11 @@ class Slice(Sliced, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        act, kwargs = _ALLOWED.get(func), kwargs or {}
+        acts = _thread.acts
+        act, kwargs = acts.get(func), kwargs or {}
         if not args:
             args, kwargs = _first_by_position(func, kwargs)
-        gathers = not _thread.steps and (act in _GATHERS or func in _DETACHED)  # an optimizer steps on slices
+        gathers = acts is _ALLOWED and (act in _GATHERS or func in _DETACHED)  # an optimizer steps on slices
         if gathers and (engine := _running_engine(args, kwargs)) is not None:
             return engine.on_demand(func, args, kwargs)
         if act is None:
@@ -502,16 +497,9 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
     """In place. Operands are compared before anything is written."""
     targets = args[0] if type(args[0]) in (list, tuple) else args[:1]
-    if _thread.steps and not torch.is_grad_enabled():  # shorter, since each parameter has several a step
-        if type(args[0]) is not Tensor:  # but an optimizer's state
-            for each in targets:
-                if isinstance(each, Slice):
-                    tell_of_write(each)
-                    each.zeroed = func in allowed.ZEROING
-        return func(*args, **kwargs)
     slices = [each for each in targets if isinstance(each, Slice)]
     own, options = args, kwargs
-    if not _thread.steps:
+    if not stepping():
         own, options = _localised(func.__name__, args, kwargs)
         if len(slices) < len(targets):
             _require_slices(func, targets, args, kwargs)
@@ -525,6 +513,19 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     for each in slices:
         each.zeroed = func in allowed.ZEROING
     return None if isinstance(args[0], list | tuple) else NotImplemented if result is NotImplemented else args[0]
+
+
+def _write_in_step(func: Any, args: Any, kwargs: Any) -> Any:
+    """`_write`, shorter where no autograd is, since each parameter has several a step."""
+    if torch.is_grad_enabled():
+        return _write(func, args, kwargs)
+    first = args[0]
+    if type(first) is not Tensor:  # but an optimizer's state
+        for each in first if type(first) in (list, tuple) else (first,):
+            if isinstance(each, Slice):
+                tell_of_write(each)
+                each.zeroed = func in allowed.ZEROING
+    return func(*args, **kwargs)
 
 
 def _require_slices(func: Any, targets: Sequence[Any], args: Any, kwargs: Any) -> None:
@@ -744,3 +745,12 @@ _GATHERS = frozenset({None, _compute, _make, _norm, _reduce})
 """Functions that compute with values; inside a forward they use those of the whole parameter."""
 
 _ALLOWED = {function: kind for kind, functions in _KINDS.items() for function in functions}
+_STEPPING = _ALLOWED | {function: _write_in_step for function, kind in _ALLOWED.items() if kind is _write}
+"""The same inside an optimizer's step: [Note: Stepping]."""
+
+
+class _Thread(threading.local):
+    acts = _ALLOWED  # one lookup a call tells whether an optimizer steps, and how
+
+
+_thread = _Thread()
